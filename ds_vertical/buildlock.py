@@ -1,0 +1,89 @@
+"""Locks around the compile of an op: nobody waits in silence, and nobody waits for the dead.
+
+[Note: two locks] torch guards a build with a file `lock` that outlives a killed compiler and on which every later
+process waits for ever. That file is stale when no process holds it open. Builders that come through this module also
+take turns through `flock`, which the kernel drops with its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+HEARTBEAT_S = 5.0
+LOCK_RECHECK_S = 0.5  # torch closes its lock a moment before it removes it: look twice before calling one stale
+TURN_FILE = "builder.flock"
+
+
+def say(text: str) -> None:
+    print(f"ds_vertical: {text}", file=sys.stderr, flush=True)
+
+
+def holders(path: Path) -> list[int]:
+    """Ids of this machine's processes that hold `path` open, as far as this user may see them."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # the process ended meanwhile, or belongs to somebody else
+            if os.path.samefile(link, path):
+                found.append(int(link.parts[2]))
+    return sorted(set(found))
+
+
+def _is_stale(lock: Path) -> bool:
+    if holders(lock):
+        return False
+    time.sleep(LOCK_RECHECK_S)
+    return lock.exists() and not holders(lock)
+
+
+def clear_stale_lock(lock: Path) -> bool:
+    """Remove torch's `lock` file if its compile was killed; True if it did."""
+    if not lock.exists() or not _is_stale(lock):
+        return False
+    say(f"removed {lock}: the compile that made it is dead, and every process would have waited for it")
+    lock.unlink(missing_ok=True)
+    return True
+
+
+def wait_for_lock(lock: Path) -> None:
+    """Return once nobody compiles under torch's `lock`; says every few seconds for whom it waits."""
+    start, next_word = time.monotonic(), 0.0
+    while lock.exists() and not clear_stale_lock(lock):
+        waited = time.monotonic() - start
+        if waited >= next_word:
+            say(f"waiting for process {holders(lock)}, which compiles {lock.parent.name} ({waited:.0f} s so far)")
+            next_word = waited + HEARTBEAT_S
+        time.sleep(LOCK_RECHECK_S)
+
+
+@contextlib.contextmanager
+def build_turn(folder: Path) -> Iterator[None]:
+    """Only one builder at a time per cache folder; the others say for whom they wait."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / TURN_FILE, "a+") as turn:
+        start, next_word = time.monotonic(), 0.0
+        while not _try_flock(turn.fileno()):
+            waited = time.monotonic() - start
+            if waited >= next_word:
+                turn.seek(0)
+                say(f"waiting for the other builder ({turn.read().strip()}) in {folder} ({waited:.0f} s so far)")
+                next_word = waited + HEARTBEAT_S
+            time.sleep(LOCK_RECHECK_S)
+        turn.truncate(0)
+        turn.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%H:%M:%S')}")
+        turn.flush()
+        yield
+
+
+def _try_flock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,49 @@
+"""The console script `ds-vertical`: a table of subcommands, imported when called, so that `--help` needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    help: str
+    module: str
+    function: str
+
+
+COMMANDS = {
+    "ab": Command(
+        "run one script with stock ZeRO-Infinity and with the vertical schedule, and compare", "ds_vertical.ab", "main"
+    ),
+    "build-ops": Command("compile DeepSpeed's ops once for this user and machine", "ds_vertical.opcache", "main"),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    from ds_vertical import __version__
+
+    description = "Layer-major training on DeepSpeed's ZeRO-Infinity."
+    parser = argparse.ArgumentParser(prog="ds-vertical", description=description)
+    parser.add_argument("--version", action="version", version=f"ds-vertical {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        # add_help=False: `ds-vertical ab --help` is answered by the command's own parser
+        commands.add_parser(name, help=command.help, add_help=False)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; returns its exit status (0 is success, 2 a usage error, raised as SystemExit by argparse)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    # only the command itself is ours to parse: everything after it, `--` included, belongs to the command
+    chosen = _parser().parse_args(arguments[:1]).command
+    command = COMMANDS[chosen]
+    function = getattr(importlib.import_module(command.module), command.function)
+    return function(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,375 @@
+"""The only file that calls private names of DeepSpeed, for the one version that it was checked against.
+
+A new DeepSpeed version is a change here. `OVERRIDES` lists the private methods that other files override, with the
+parameters they had when the override was written; `check_deepspeed` compares them with the installed DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_vertical import opcache
+
+opcache.activate()  # before DeepSpeed can load an op
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+from deepspeed import comm as dist  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: E402
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced  # noqa: E402
+from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled  # noqa: E402,F401
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus  # noqa: E402
+from deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype  # noqa: E402
+from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm  # noqa: E402
+from deepspeed.runtime.zero import stage3  # noqa: E402
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param  # noqa: E402
+
+SUPPORTED = "0.19.8"
+
+# class -> {overridden private method: its parameters in the supported version}
+OVERRIDES: dict[type, dict[str, tuple[str, ...]]] = {
+    stage3.DeepSpeedZeroOptimizer_Stage3: {
+        "_create_fp16_sub_groups": ("self", "params_group"),
+        "_create_next_swappable_fp32_groups": ("self",),
+        "_configure_tensor_swapping": ("self", "offload_optimizer_config", "aio_config"),
+        "_get_norm_groups": ("self",),
+        "_optimizer_step": ("self", "sub_group_id"),
+        "create_reduce_and_remove_grad_hooks": ("self",),
+        "step": ("self", "closure"),
+    },
+    DeepSpeedEngine: {
+        "_configure_zero_optimizer": ("self", "optimizer"),
+        "forward": ("self", "inputs", "kwargs"),
+        "backward": ("self", "loss", "retain_graph", "scale_wrt_gas"),
+        "step": ("self", "lr_kwargs"),
+    },
+}
+
+
+class DeepSpeedVersionError(ImportError):
+    """The installed DeepSpeed is not the supported one."""
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of a function's parameters, looking through DeepSpeed's profiling decorator (it keeps no signature)."""
+    inner = [cell.cell_contents for cell in function.__closure__ or () if inspect.isfunction(cell.cell_contents)]
+    names = tuple(inspect.signature(function).parameters)
+    return _parameters(inner[0]) if names == ("args", "kwargs") and len(inner) == 1 else names
+
+
+def check_deepspeed() -> None:
+    """Raise DeepSpeedVersionError unless the installed DeepSpeed is the one whose internals this file knows."""
+    if deepspeed.__version__.split("+")[0] != SUPPORTED:
+        raise DeepSpeedVersionError(
+            f"ds_vertical needs deepspeed=={SUPPORTED} (it overrides internals), found {deepspeed.__version__};"
+            f" run: pip install deepspeed=={SUPPORTED}"
+        )
+    for cls, methods in OVERRIDES.items():
+        for name, expected in methods.items():
+            found = _parameters(getattr(cls, name))
+            if found != expected:
+                raise DeepSpeedVersionError(
+                    f"deepspeed {deepspeed.__version__}: {cls.__name__}.{name} takes {found}, ds_vertical was written"
+                    f" for {expected}; reinstall deepspeed=={SUPPORTED} unmodified"
+                )
+
+
+check_deepspeed()
+
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def device_name() -> str:
+    """The accelerator's current device, as torch names it."""
+    return str(get_accelerator().current_device_name())
+
+
+def common_run_id(run_id: str) -> str:
+    """Rank 0's run id, on every rank; initialises the distributed back end if nobody has."""
+    if not dist.is_initialized():
+        deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    shared = [run_id]
+    torch.distributed.broadcast_object_list(shared, src=0, device=torch.device(device_name()))
+    return shared[0]
+
+
+def log(line: str) -> None:
+    """One line on rank 0, whatever the logger's level."""
+    if rank() == 0:
+        print(line, flush=True)
+
+
+# ---- the engine
+
+
+def stock_initialize(**kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize`, looked up at call time."""
+    return deepspeed.initialize(**kwargs)
+
+
+def forget_boundary(engine: Any) -> None:
+    """Let the engine find the gradient accumulation boundary itself again."""
+    engine._is_gradient_accumulation_boundary = None
+    engine.optimizer.set_gradient_accumulation_boundary(True)
+
+
+@contextlib.contextmanager
+def gathering_on_save(engine: Any) -> Iterator[bool]:
+    """Within the block `save_16bit_model` gathers; yields whether the JSON had asked for it."""
+    zero = engine._config.zero_config
+    asked = zero.gather_16bit_weights_on_model_save
+    zero.gather_16bit_weights_on_model_save = True
+    try:
+        yield asked
+    finally:
+        zero.gather_16bit_weights_on_model_save = asked
+
+
+def inputs_of(engine: Any, batch: Any) -> Any:
+    """The micro-batch as stock's forward would pass it on (fp16 auto-cast)."""
+    return engine._cast_inputs_half(batch) if engine.fp16_auto_cast() else batch
+
+
+# ---- seams
+
+
+@contextlib.contextmanager
+def substituted_engine(factory: Callable[..., DeepSpeedEngine]) -> Iterator[None]:
+    """Within the block `deepspeed.initialize` builds its engine with `factory`."""
+    stock = deepspeed.DeepSpeedEngine
+    deepspeed.DeepSpeedEngine = factory  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine = stock  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def substituted_stage3(factory: Callable[..., Any]) -> Iterator[None]:
+    """Within the block the engine builds its ZeRO stage-3 optimizer with `factory`."""
+    stock = stage3.DeepSpeedZeroOptimizer_Stage3
+    stage3.DeepSpeedZeroOptimizer_Stage3 = factory  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        stage3.DeepSpeedZeroOptimizer_Stage3 = stock  # type: ignore[misc]
+
+
+# ---- parameters
+
+
+@dataclass(frozen=True)
+class SwapFile:
+    """A parameter shard's file. `num_bytes`: its size, rounded up to the aio alignment; `numel`: elements of the shard."""
+
+    path: Path
+    num_bytes: int
+    numel: int
+
+
+def is_on_ssd(param: torch.nn.Parameter) -> bool:
+    """Whether the parameter's shard lives in a file (shards under 1 MiB never do)."""
+    return is_zero_param(param) and param.ds_tensor.final_location == OffloadDeviceEnum.nvme
+
+
+def is_partitioned(param: torch.nn.Parameter) -> bool:
+    """Whether only the shard of the parameter exists at present."""
+    return param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+
+
+def shard_tier(param: torch.nn.Parameter) -> str:
+    """`ssd`, `host` or `device`: where the shard rests between uses."""
+    if is_on_ssd(param):
+        return "ssd"
+    return "device" if param.ds_persist or param.ds_tensor.device.type != "cpu" else "host"
+
+
+def shard_bytes(param: torch.nn.Parameter) -> int:
+    return param.partition_numel() * param.element_size()
+
+
+def full_numel(param: torch.nn.Parameter) -> int:
+    return int(param.ds_numel) if is_zero_param(param) else param.numel()
+
+
+def swap_file(param: torch.nn.Parameter) -> SwapFile:
+    swapper = param.nvme_swapper
+    numel = param.ds_tensor.ds_numel
+    aligned = swapper._io_aligned_numel(numel)
+    return SwapFile(Path(swapper.get_path(param, must_exist=True)), aligned * swapper.swap_element_size, numel)
+
+
+def swap_folder(param: torch.nn.Parameter) -> Path | None:
+    """The folder that the parameter's zero.Init writes to, or None where it has no swapper."""
+    swapper = getattr(param, "nvme_swapper", None)
+    return None if swapper is None else Path(swapper.swap_folder)
+
+
+def needs_read(param: torch.nn.Parameter) -> bool:
+    """Whether the shard must come from SSD before the parameter can be gathered."""
+    return is_on_ssd(param) and param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
+
+
+def bind_shard(param: torch.nn.Parameter, shard: torch.Tensor) -> None:
+    """Make `shard` (1-d, the parameter's dtype) the parameter's shard in host memory, until it is partitioned again."""
+    param.ds_tensor.data = shard
+    param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+
+
+def unbind_shard(param: torch.nn.Parameter) -> None:
+    """Forget a bound shard that was never gathered."""
+    param.nvme_swapper.remove_partition_and_release_buffers([param])
+
+
+def gather(params: Sequence[torch.nn.Parameter]) -> None:
+    """Assemble the full parameters on the device from all ranks' shards."""
+    if params:
+        params[0].all_gather_coalesced(params).wait()
+
+
+def partition(params: Iterable[torch.nn.Parameter]) -> None:
+    for param in params:
+        param.partition()
+
+
+# ---- aio
+
+
+def new_aio_handle(aio_config: dict[str, Any]) -> Any:
+    """A DeepSpeed aio handle with the JSON's `aio` settings."""
+    names = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
+    return AsyncIOBuilder().load(verbose=False).aio_handle(*(aio_config[name] for name in names))
+
+
+def lock_host_bytes(handle: Any, num_bytes: int) -> torch.Tensor:
+    """`num_bytes` of page-locked host memory that aio reads into without a bounce copy, as a 1-d uint8 tensor."""
+    if get_accelerator().is_synchronized_device():
+        return handle.new_cpu_locked_tensor(num_bytes, torch.empty(0, dtype=torch.uint8))
+    return get_accelerator().pin_memory(torch.empty(num_bytes, dtype=torch.uint8))
+
+
+# ---- hooks
+
+
+@contextlib.contextmanager
+def suspended_hooks(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Take DeepSpeed's own module hooks off for the block; users' hooks stay, and every order is as before afterwards."""
+    offload = engine.optimizer.parameter_offload
+    handles = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
+    handles += [engine.module_forward_pre_hook, engine.module_forward_post_hook]
+    ids: dict[int, set[int]] = {}
+    hooks: dict[int, Any] = {}
+    for handle in handles:
+        owner = handle.hooks_dict_ref() if handle is not None else None
+        if owner is not None:
+            hooks[id(owner)] = owner
+            ids.setdefault(id(owner), set()).add(handle.id)
+    kept = {key: list(owner.items()) for key, owner in hooks.items()}
+    for key, owner in hooks.items():
+        for hook_id in ids[key]:
+            owner.pop(hook_id, None)
+    try:
+        yield
+    finally:
+        for key, owner in hooks.items():
+            added = [item for item in owner.items() if item[0] not in dict(kept[key])]
+            removed = {hook_id for hook_id, _ in kept[key]} - ids[key] - set(owner)
+            owner.clear()
+            owner.update((hook_id, hook) for hook_id, hook in kept[key] if hook_id not in removed)
+            owner.update(added)
+
+
+# ---- the step of the ZeRO-3 optimizer, taken apart
+
+
+def open_step(optimizer: Any) -> torch.Tensor | None:
+    """Norm, overflow check and loss-scale update of stock's step. Returns the scaled norm, or None for a skipped step."""
+    optimizer._pre_step()
+    optimizer._partition_all_parameters()
+    optimizer._overflow_check_and_loss_scale_update(update_scale=False)
+    norm = None
+    if not optimizer.overflow:
+        norm = combine_grad_norm_groups(optimizer._get_norm_groups())
+        if is_invalid_grad_norm(norm):
+            optimizer.overflow = True
+    if optimizer._loss_scale_update_and_overflow_cleanup():
+        return None
+    assert norm is not None
+    optimizer._global_grad_norm = norm / optimizer.loss_scale
+    return norm
+
+
+def step_sub_group(optimizer: Any, sub_group: int, norm: torch.Tensor, timer_names: set[str]) -> None:
+    """Read, scale and clip, CPU Adam, write: stock's own sequence for one chunk."""
+    optimizer._prepare_sub_group(sub_group, timer_names)
+    optimizer.unscale_and_clip_grads(sub_group, norm)
+    optimizer._optimizer_step(sub_group)
+    optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+    optimizer._release_sub_group(sub_group, timer_names)
+
+
+def close_step(optimizer: Any, timer_names: set[str]) -> None:
+    optimizer._post_step(timer_names)
+
+
+def group_norm(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """The norm of one group of gradients as stock takes it: rounded to fp32 once per group."""
+    return optimizer.complete_grad_norm_calculation_for_cpu_offload(params)
+
+
+def reduce_and_hand_over(optimizer: Any, params: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor]) -> None:
+    """Average summed gradients over the ranks, once, and hand each rank's share to the optimizer.
+
+    `sums`: flat gradients of full parameters in the accumulation dtype; overwritten.
+    """
+    optimizer.set_gradient_accumulation_boundary(True)
+    optimizer.micro_step_id = 0
+    shares = list(sums)
+    group = optimizer._get_param_partition_group(params[0])
+    if dist.get_world_size(group) > 1:
+        shares = reduce_scatter_coalesced(list(sums), group)
+    optimizer.partition_grads(list(params), shares)
+
+
+def rounding_dtype(optimizer: Any, param: torch.nn.Parameter) -> torch.dtype:
+    """The dtype in which stock communicates a micro-batch's gradient: it rounds there even with one rank."""
+    return get_comm_dtype(param) if has_comm_dtype(param) else optimizer.communication_data_type
+
+
+# ---- files of the optimizer
+
+
+def optimizer_files(optimizer: Any) -> dict[Path, int]:
+    """Every file that the optimizer of this rank will write, with its size in bytes: fp32 master, moments, gradients."""
+    swapper = optimizer.optimizer_swapper
+    folder, item = Path(swapper.swap_folder), swapper.swap_element_size
+    files: dict[Path, int] = {}
+    for index, numel in enumerate(optimizer.fp16_partitioned_groups_flat_numel):
+        if not optimizer._swappable_optimizer_subgroup(index):
+            continue
+        ids = optimizer.fp16_partitioned_groups_flat_id[index]
+        name = f"{ids[0]}_{ids[-1]}"
+        for prefix in ("", "exp_avg-", "exp_avg_sq-"):
+            files[folder / f"{prefix}{name}.tensor.swp"] = swapper._io_aligned_numel(numel) * item
+        offset = 0
+        for param in optimizer.fp16_groups[index]:
+            share = param.partition_numel()
+            if swapper.is_swappable_tensor(numel=share):
+                whole = share - share % swapper.numel_alignment
+                files[folder / f"{name}_gradient_{offset}_{whole}.tensor.swp"] = whole * item
+            offset += share
+    return files

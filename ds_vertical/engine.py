@@ -1,0 +1,326 @@
+"""The single wiring point: `initialize`, `prepare` and the engine that runs a step layer-major."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from functools import lru_cache, partial
+from pathlib import Path
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ds_vertical import batches as micro
+from ds_vertical import compat, storage
+from ds_vertical.batches import LossFn
+from ds_vertical.config import ConfigError, Resolved, check, explain, load_section, read_config, resolve
+from ds_vertical.gradients import GradientStore
+from ds_vertical.layers import LayerMap, check_trainable, map_layers, refuse_batch_flags
+from ds_vertical.loop import Loop, StockLoop
+from ds_vertical.optimizer import VerticalStage3
+from ds_vertical.params import ParamStore
+from ds_vertical.passes import build_evaluation, build_training
+from ds_vertical.schedule import Schedule
+from ds_vertical.sweeps import Body, Sweeps
+
+_CALL_TRAIN_BATCH = (
+    "engine.{name}() is not available with vertical_schedule: layer-major order needs all micro-batches of a step at once;"
+    " call engine.train_batch(data_iter), or set vertical_schedule.enabled to false"
+)
+
+
+def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
+    """Validate a DeepSpeed configuration and claim a folder of its own for this run's files.
+
+    `config`: dict, path or base64, as `deepspeed.initialize` takes it. Returns the dict to give to `zero.Init`,
+    `HfDeepSpeedConfig` and `initialize`: every nvme_path is replaced by `nvme_path/<run id>`, the same on all ranks, locked
+    until the process ends. A configuration that is prepared already is given back. Initialises distributed if needed.
+
+    Raises ConfigError (the JSON path, the value, what to write) and StorageError (the folder is in use).
+    """
+    raw = read_config(config)
+    section = load_section(raw)
+    if section is not None:
+        check(raw, section)
+    if _unclaimed_paths(raw):
+        return storage.claim_config(raw, compat.common_run_id(storage.new_run_id()), compat.rank())
+    return raw
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    *positional: Any,
+    config: dict[str, Any] | str | None = None,
+    config_params: dict[str, Any] | str | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize` with the same arguments and results, plus `train_batch` and `eval_batch` on the engine.
+
+    With `vertical_schedule` in the configuration the engine is a VerticalEngine; with the section absent or
+    `"enabled": false` it is a plain DeepSpeedEngine. Raises ConfigError, StorageError or LayerError before anything is
+    allocated.
+    """
+    names = ("distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param", "config_params")
+    kwargs |= {"config": config, "config_params": config_params}
+    kwargs |= dict(zip(names, positional, strict=False))
+    kwargs |= dict(model=model, optimizer=optimizer, model_parameters=model_parameters)
+    kwargs |= dict(training_data=training_data, lr_scheduler=lr_scheduler)
+    args, given = _single_config(args, kwargs.pop("config"), kwargs.pop("config_params"))
+    raw = read_config(given)
+    section = load_section(raw)
+    resolved = resolve(section, torch.initial_seed()) if section is not None else None
+    if resolved is None or not resolved.enabled:
+        return _initialize_stock(raw, resolved, args=args, **kwargs)
+    return _initialize_vertical(raw, resolved, args=args, **kwargs)
+
+
+def _initialize_stock(config: dict[str, Any], resolved: Resolved | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    returned = compat.stock_initialize(config=config, **kwargs)
+    seeded = resolved is not None and resolved.seed_micro_batches
+    loop = StockLoop(returned[0], resolved.seed if resolved is not None and seeded else None)
+    _bind(returned[0], loop)
+    return returned
+
+
+def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    section = load_section(config)
+    assert section is not None
+    warnings = check(config, section)
+    model = kwargs["model"]
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize(model=...): got {type(model).__name__}; vertical_schedule needs a torch.nn.Module")
+    check_trainable(model)
+    layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
+    _refuse_foreign_model(model, config)
+    prepared = prepare(config)
+    for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved)]:
+        compat.log(f"ds_vertical: {line}")
+    with compat.substituted_engine(partial(VerticalEngine, vertical=resolved, layers=layers)):
+        return compat.stock_initialize(config=prepared, **kwargs)
+
+
+def _bind(engine: Any, loop: Loop) -> None:
+    """Give a plain engine the two calls; the loop holds the engine, as a bound method would."""
+    engine.train_batch = MethodType(lambda _, data_iter=None, loss_fn=None: loop.train_batch(data_iter, loss_fn), engine)
+    engine.eval_batch = MethodType(lambda _, data_iter, loss_fn=None: loop.eval_batch(data_iter, loss_fn), engine)
+
+
+def _single_config(args: Any, config: Any, config_params: Any) -> tuple[Any, Any]:
+    """The one configuration given, by deepspeed.initialize's rules; args comes back without it."""
+    given = config if config is not None else config_params
+    from_args = getattr(args, "deepspeed_config", None)
+    if from_args is None:
+        if given is None:
+            raise ConfigError("initialize: no configuration given; pass config=..., or --deepspeed_config through args")
+        return args, given
+    if given is not None:
+        raise ConfigError(
+            f"initialize: got both config= and args.deepspeed_config={from_args!r}; pass one:"
+            " config=ds_vertical.prepare(args.deepspeed_config), without args"
+        )
+    args = copy.copy(args)
+    args.deepspeed_config = None
+    return args, from_args
+
+
+def _offload_sections(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    zero = config.get("zero_optimization") or {}
+    for name in ("offload_param", "offload_optimizer"):
+        section = zero.get(name) if isinstance(zero, dict) else None
+        if isinstance(section, dict) and section.get("device") == "nvme" and section.get("nvme_path"):
+            yield section
+
+
+def _unclaimed_paths(config: dict[str, Any]) -> list[str]:
+    return [s["nvme_path"] for s in _offload_sections(config) if storage.owned(s["nvme_path"]) is None]
+
+
+def _refuse_foreign_model(model: nn.Module, config: dict[str, Any]) -> None:
+    """Refuse a model whose parameters zero.Init has already written below another path than this run's."""
+    roots = [Path(section["nvme_path"]).resolve() for section in _offload_sections(config)]
+    unclaimed = _unclaimed_paths(config)
+    for param in model.parameters():
+        folder = compat.swap_folder(param)
+        if folder is None:
+            continue
+        if unclaimed or not any(folder.resolve().is_relative_to(root) for root in roots):
+            raise ConfigError(
+                f"zero_optimization.offload_param.nvme_path: the model's parameters lie in {folder}, written by zero.Init"
+                " outside the folder of this run; before building the model write\n"
+                "    config = ds_vertical.prepare(config)\n"
+                "and pass that config to zero.Init (or HfDeepSpeedConfig) and to initialize"
+            )
+
+
+class VerticalEngine(compat.DeepSpeedEngine):
+    """DeepSpeed's engine with layer-major training: `train_batch`, `eval_batch`, and forward in evaluation mode."""
+
+    def __init__(self, *args: Any, vertical: Resolved, layers: LayerMap, **kwargs: Any) -> None:
+        self.vertical = vertical
+        self.layers = layers
+        super().__init__(*args, **kwargs)
+        device = torch.device(compat.device_name())
+        new_handle = partial(compat.new_aio_handle, self._config.aio_config)
+        self._params = ParamStore(layers.units, new_handle, vertical.prefetch_layers + 1, device)
+        self._gradients = GradientStore(
+            layers.units,
+            self.optimizer.gradient_accumulation_dtype,
+            compat.full_numel,
+            partial(compat.rounding_dtype, self.optimizer),
+        )
+        self._sweeps = Sweeps(layers, self._params, overlap=vertical.overlap)
+        self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None)
+        tiers = ", ".join(f"{tier} {count}" for tier, count in self._params.bytes_by_tier().items())
+        compat.log(
+            f"ds_vertical: vertical schedule ACTIVE: order {vertical.order}, {layers.describe()}; bytes of parameters on this"
+            f" rank: {tiers}; host buffers {self._params.host_bytes}"
+        )
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:  # override
+        with compat.substituted_stage3(partial(VerticalStage3, layers=self.layers)):
+            return super()._configure_zero_optimizer(optimizer)
+
+    # ---- training
+
+    def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
+        return self._loop.train_batch(data_iter, loss_fn)
+
+    train_batch.__doc__ = Loop.train_batch.__doc__
+
+    def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
+        return self._loop.eval_batch(data_iter, loss_fn)
+
+    eval_batch.__doc__ = Loop.eval_batch.__doc__
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # override
+        """The model's outputs in evaluation mode, without gradients. In training mode raises RuntimeError."""
+        if self.module.training:
+            raise RuntimeError(_CALL_TRAIN_BATCH.format(name="forward"))
+        with torch.no_grad():
+            return self.evaluate([lambda: self.module(*inputs, **kwargs)])[0]
+
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> NoReturn:  # override
+        raise RuntimeError(_CALL_TRAIN_BATCH.format(name="backward"))
+
+    def step(self, lr_kwargs: Any = None) -> NoReturn:  # override
+        raise RuntimeError(_CALL_TRAIN_BATCH.format(name="step"))
+
+    def conclude_step(self, num_micro_batches: int) -> None:
+        """What stock's `step` does at the boundary: optimizer, scheduler, counters, monitor, printing."""
+        self.set_gradient_accumulation_boundary(True)
+        try:
+            super().step()
+        finally:
+            compat.forget_boundary(self)
+        self.micro_steps += num_micro_batches - 1
+
+    def evaluate(self, runs: list[Any]) -> list[Any]:
+        """Run forwards (callables) layer-major without training; returns what each returned."""
+        schedule = _evaluation_schedule(self.layers.num_layers, len(runs), self.vertical.prefetch_layers)
+        with compat.suspended_hooks(self):
+            return self._sweeps.evaluate(schedule, [Body(self._autocast(run), None) for run in runs])
+
+    def train_step(self, runs: list[Any], seeds: list[int]) -> list[torch.Tensor]:
+        """One step over forwards that return their losses, everything up to and including the units' optimizer steps."""
+        vertical = self.vertical
+        schedule = _training_schedule(
+            self.layers.num_layers, len(runs), vertical.order, vertical.snake, vertical.prefetch_layers
+        )
+
+        def start_backward(loss: torch.Tensor) -> None:
+            # The suffix may share the prefix's graph (a tensor used by both): it is kept until the prefix's backward.
+            self.optimizer.scale_if_loss(loss / len(runs)).backward(retain_graph=True)
+
+        bodies = [Body(self._autocast(run), seed) for run, seed in zip(runs, seeds, strict=True)]
+        with compat.suspended_hooks(self), torch.enable_grad():
+            return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, start_backward)
+
+    def _autocast(self, run: Any) -> Any:
+        def body() -> Any:
+            with compat.autocast_if_enabled(self):
+                return run()
+
+        return body
+
+    # ---- saving
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As DeepSpeed's, gathering whatever the JSON says, and the model's `config.json` beside the weights."""
+        with compat.gathering_on_save(self) as asked:
+            if not asked:
+                compat.log(
+                    "ds_vertical: save_16bit_model gathers although zero_optimization."
+                    "stage3_gather_16bit_weights_on_model_save is false: without it nothing would be saved"
+                )
+            saved = super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        config = getattr(self.module, "config", None)
+        if compat.rank() == 0 and hasattr(config, "save_pretrained"):
+            config.save_pretrained(save_dir)
+        return saved
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's with everything in host memory. Raises NotImplementedError with any state on SSD."""
+        self._refuse_checkpoint("save_checkpoint")
+        return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's with everything in host memory. Raises NotImplementedError with any state on SSD."""
+        self._refuse_checkpoint("load_checkpoint")
+        return super().load_checkpoint(*args, **kwargs)
+
+    def _refuse_checkpoint(self, call: str) -> None:
+        settings = []
+        if self._params.bytes_by_tier()["ssd"]:
+            settings.append("zero_optimization.offload_param.device")
+        if self.optimizer.swap_optimizer:
+            settings.append("zero_optimization.offload_optimizer.device")
+        if settings:
+            raise NotImplementedError(
+                f'{call}: {" and ".join(settings)} is "nvme"; state on SSD cannot be checkpointed yet (stock DeepSpeed would'
+                ' lose the moments on resume); set it to "cpu", or save the weights with save_16bit_model'
+            )
+
+
+class VerticalLoop(Loop):
+    """The vertical arm: all micro-batches of the step at once."""
+
+    engine: VerticalEngine
+
+    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        check_trainable(self.engine.module)
+        for batch in batches:
+            refuse_batch_flags(batch)
+        if self.engine.training_dataloader is None:
+            self.engine.tput_timer.start()
+        seeds = [self.seed_of(index) for index in range(len(batches))]
+        fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
+        losses = self.engine.train_step([partial(self._loss, batch, loss_fn) for batch in batches], fresh)
+        self.count_samples(len(batches))
+        self.engine.conclude_step(len(batches))
+        return losses
+
+    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        return self.engine.evaluate([partial(self._loss, batch, loss_fn) for batch in batches])
+
+    def _loss(self, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
+        inputs = compat.inputs_of(self.engine, batch)
+        return micro.loss_of(micro.call_model(self.engine.module, inputs), batch, loss_fn)
+
+
+@lru_cache(maxsize=32)
+def _training_schedule(num_layers: int, num_micro_batches: int, order: str, snake: bool, window: int) -> Schedule:
+    return build_training(num_layers, num_micro_batches, order=order, snake=snake, window=window)
+
+
+@lru_cache(maxsize=32)
+def _evaluation_schedule(num_layers: int, num_micro_batches: int, window: int) -> Schedule:
+    return build_evaluation(num_layers, num_micro_batches, window=window)

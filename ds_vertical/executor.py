@@ -1,0 +1,61 @@
+"""Walk a schedule: wait for what an event needs, call its handler, keep the ticket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+from ds_vertical.schedule import Event, Op, Schedule, dependencies, format_window
+from ds_vertical.transfer import Ticket
+
+Handler = Callable[[Event], Ticket | None]
+
+
+@lru_cache(maxsize=32)
+def _dependencies(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    return dependencies(schedule.events)
+
+
+class Executor:
+    """Runs schedules with one handler per operation.
+
+    A handler that starts something asynchronous returns its Ticket; the executor waits for it just before the first
+    event that depends on it (`dependencies` of the schedule), or at once with `overlap=False`, the debugging oracle.
+    `held_bytes()` gives bytes held per tier for the message of a failure.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[Op, Handler],
+        *,
+        overlap: bool = True,
+        held_bytes: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        self.handlers = dict(handlers)
+        self.overlap = overlap
+        self.held_bytes = held_bytes
+
+    def run(self, schedule: Schedule) -> None:
+        """Run every event once, in order. An exception of a handler carries the events around it as a note."""
+        needs = _dependencies(schedule)
+        flying: dict[int, Ticket] = {}
+        for index, event in enumerate(schedule.events):
+            try:
+                for needed in needs[index]:
+                    if needed in flying:
+                        flying.pop(needed).wait()
+                ticket = self.handlers[event.op](event)
+                if ticket is not None and not self.overlap:
+                    ticket.wait()
+                if ticket is not None and not ticket.done:
+                    flying[index] = ticket
+            except BaseException as error:
+                error.add_note(self._describe_failure(schedule, index, flying))
+                raise
+        for index in list(flying):
+            flying.pop(index).wait()
+
+    def _describe_failure(self, schedule: Schedule, index: int, flying: Mapping[int, Ticket]) -> str:
+        in_flight = ", ".join(f"{ticket.what} ({ticket.num_bytes} bytes)" for ticket in flying.values()) or "nothing"
+        held = ", ".join(f"{tier} {count} bytes" for tier, count in self.held_bytes().items()) or "nothing"
+        return f"ds_vertical schedule, around the failing event:\n{format_window(schedule.events, index)}\nin flight: {in_flight}; held: {held}"

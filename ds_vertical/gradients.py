@@ -1,0 +1,105 @@
+"""Sum each unit's gradients over the micro-batches on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ds_vertical.layers import Unit
+
+
+class GradientStore:
+    """Sums of `param.grad` per unit, in the gradient accumulation dtype.
+
+    The first contribution is copied and later ones are added in the order of the `add` calls, each after rounding to the
+    dtype that stock would communicate it in: the bits of stock's accumulation.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[Unit, Sequence[nn.Parameter]],
+        dtype: torch.dtype,
+        numel: Callable[[nn.Parameter], int],
+        rounding: Callable[[nn.Parameter], torch.dtype],
+    ) -> None:
+        self._units = {unit: [p for p in params if p.requires_grad] for unit, params in units.items()}
+        self._dtype = dtype
+        self._numel = numel
+        self._rounding = rounding
+        self._flat: dict[Unit, torch.Tensor] = {}
+        self._sums: dict[Unit, list[torch.Tensor]] = {}
+        self._touched: dict[Unit, list[bool]] = {}
+        self._spare: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the sums hold at present."""
+        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+
+    def params(self, unit: Unit) -> list[nn.Parameter]:
+        """The unit's trainable parameters, in the order of `take`'s sums."""
+        return self._units[unit]
+
+    def add(self, unit: Unit) -> None:
+        """Move every `param.grad` of the unit into its sum and clear it."""
+        params = self._units[unit]
+        if all(param.grad is None for param in params):
+            return
+        if unit not in self._sums:
+            self._open(unit)
+        sums, touched = self._sums[unit], self._touched[unit]
+        for index, param in enumerate(params):
+            if param.grad is None:
+                continue
+            grad = param.grad.detach()
+            rounding = self._rounding(param)
+            if rounding != grad.dtype and torch.finfo(rounding).bits < torch.finfo(grad.dtype).bits:
+                grad = grad.to(rounding)
+            target = sums[index].view(grad.shape)
+            if touched[index]:
+                target.add_(grad)
+            else:
+                target.copy_(grad)
+                touched[index] = True
+            param.grad = None
+
+    def take(self, unit: Unit) -> list[torch.Tensor]:
+        """The unit's sums, flat, one per trainable parameter; zeros where no micro-batch contributed."""
+        if unit not in self._sums:
+            self._open(unit)
+        for total, touched in zip(self._sums[unit], self._touched[unit], strict=True):
+            if not touched:
+                total.zero_()
+        return self._sums[unit]
+
+    def drop(self, unit: Unit) -> None:
+        """Give the unit's memory back for the next one."""
+        flat = self._flat.pop(unit, None)
+        self._sums.pop(unit, None)
+        self._touched.pop(unit, None)
+        if flat is not None:
+            self._spare.append(flat)
+
+    def drop_all(self) -> None:
+        """Forget all sums and gradients, after an error."""
+        for unit in list(self._flat):
+            self.drop(unit)
+        for params in self._units.values():
+            for param in params:
+                param.grad = None
+
+    def _open(self, unit: Unit) -> None:
+        params = self._units[unit]
+        sizes = [self._numel(param) for param in params]
+        flat = self._memory(sum(sizes), params[0].device if params else torch.device("cpu"))
+        self._flat[unit] = flat
+        self._sums[unit] = list(flat.narrow(0, 0, sum(sizes)).split(sizes)) if sizes else []
+        self._touched[unit] = [False] * len(params)
+
+    def _memory(self, numel: int, device: torch.device) -> torch.Tensor:
+        for index, spare in enumerate(self._spare):
+            if numel <= spare.numel() <= 2 * numel:
+                return self._spare.pop(index)
+        return torch.empty(numel, dtype=self._dtype, device=device)

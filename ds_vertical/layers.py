@@ -1,0 +1,258 @@
+"""Find the layers of a model and assign every parameter to a layer or to what lies outside the layers.
+
+Vocabulary: a block is the model's repeated module, a layer is `blocks_per_layer` consecutive blocks. `pre` stands for
+everything outside the layers: prefix, glue between layers and suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+Unit = int | Literal["pre"]
+
+# Parameters of a container of blocks, as a share of the model's, from which it counts as the model's stack of layers
+# when no configuration names its length.
+_HEAVY_SHARE = 0.1
+_DEPTH_NAMES = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+
+
+class LayerError(ValueError):
+    """The layers of the model cannot be found or used; the message says what to write in the JSON."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block: its dotted path in the model and its module."""
+
+    path: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """The model cut into layers.
+
+    `blocks` in order of execution; `layers[l]` the range of block indices of layer l; `units` maps every layer index
+    and `pre` to its parameters, each parameter in exactly one unit (a parameter that several layers share is in `pre`).
+    """
+
+    blocks: tuple[Block, ...]
+    layers: tuple[range, ...]
+    units: dict[Unit, tuple[nn.Parameter, ...]]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def unit_of(self) -> dict[int, Unit]:
+        """`id(parameter)` -> unit."""
+        return {id(p): unit for unit, params in self.units.items() for p in params}
+
+    def describe(self) -> str:
+        """One line: number of layers and where they were found."""
+        containers = dict.fromkeys(_parent(block.path) or "(root)" for block in self.blocks)
+        per_layer = len(self.layers[0])
+        return f"{self.num_layers} layers of {per_layer} block(s) in {', '.join(containers)}"
+
+
+def map_layers(model: nn.Module, paths: Sequence[str] | None = None, blocks_per_layer: int = 1) -> LayerMap:
+    """Cut `model` into layers.
+
+    `paths`: dotted paths of containers (each member is a block) or of single blocks, in order of execution; None
+    discovers them. Raises LayerError when nothing is found, a path is wrong, or blocks overlap.
+    """
+    groups = _named_groups(model, paths) if paths is not None else _discovered_groups(model)
+    blocks = tuple(block for group in groups for block in group)
+    _refuse_overlap(blocks)
+    layers: list[range] = []
+    start = 0
+    for group in groups:
+        end = start + len(group)
+        layers += [range(i, min(i + blocks_per_layer, end)) for i in range(start, end, blocks_per_layer)]
+        start = end
+    return LayerMap(blocks, tuple(layers), _assign_units(model, blocks, layers))
+
+
+def _named_groups(model: nn.Module, paths: Sequence[str]) -> list[list[Block]]:
+    """One group per container; neighbouring single blocks of one parent form a group as well."""
+    groups: list[list[Block]] = []
+    single: list[Block] = []
+    for path in paths:
+        try:
+            module = model.get_submodule(path)
+        except AttributeError as error:
+            raise LayerError(
+                f"vertical_schedule.layers: got {path!r}, which the model {type(model).__name__} does not have ({error});"
+                f" write dotted paths such as {_examples(model)}, or null to discover them"
+            ) from None
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            if single:
+                groups.append(single)
+                single = []
+            groups.append([Block(_join(path, name), member) for name, member in module.named_children()])
+        else:
+            if single and _parent(single[-1].path) != _parent(path):
+                groups.append(single)
+                single = []
+            single.append(Block(path, module))
+    if single:
+        groups.append(single)
+    groups = [group for group in groups if group]
+    if not groups:
+        raise LayerError(f"vertical_schedule.layers: got {list(paths)!r}, which names no block; write e.g. {_examples(model)}")
+    return groups
+
+
+def _discovered_groups(model: nn.Module) -> list[list[Block]]:
+    depths = _config_depths(model)
+    total = sum(_numel(p) for p in model.parameters())
+    groups: list[list[Block]] = []
+    taken: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(outer) for outer in taken):
+            continue
+        run = _longest_run(path, module)
+        if len(run) < 2:
+            continue
+        numel = sum(_numel(p) for block in run for p in block.module.parameters())
+        if len(run) in depths or numel >= _HEAVY_SHARE * total:
+            groups.append(run)
+            taken += [block.path + "." for block in run]
+    if not groups:
+        raise LayerError(
+            f"vertical_schedule.layers: no stack of repeated modules was found in {type(model).__name__};"
+            f" name the layers' containers or blocks, e.g. {_examples(model)}"
+        )
+    return groups
+
+
+def _longest_run(path: str, module: nn.Module) -> list[Block]:
+    """The longest run of consecutive members of one kind that have parameters, in a ModuleList or Sequential."""
+    best: list[Block] = []
+    run: list[Block] = []
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return best
+    previous: str | None = None
+    for name, member in module.named_children():
+        kind = _kind(member) if any(True for _ in member.parameters()) else None
+        run = [*run, Block(_join(path, name), member)] if kind is not None and kind == previous else []
+        if kind is not None and not run:
+            run = [Block(_join(path, name), member)]
+        previous = kind
+        if len(run) > len(best):
+            best = run
+    return best
+
+
+def _kind(module: nn.Module) -> str:
+    """Blocks of hybrid models differ in class but share Hugging Face's base class of checkpointable layers."""
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return "GradientCheckpointingLayer" if "GradientCheckpointingLayer" in names else type(module).__qualname__
+
+
+def _config_depths(model: nn.Module) -> set[int]:
+    config = getattr(model, "config", None)
+    if config is None:
+        return set()
+    configs = [config]
+    if hasattr(config, "get_text_config"):
+        configs.append(config.get_text_config())
+    values = (getattr(c, name, None) for c in configs for name in _DEPTH_NAMES)
+    return {value for value in values if isinstance(value, int) and value > 1}
+
+
+def _refuse_overlap(blocks: Sequence[Block]) -> None:
+    seen: dict[int, str] = {}
+    for block in blocks:
+        for module in block.module.modules():
+            if id(module) in seen and seen[id(module)] != block.path:
+                raise LayerError(
+                    f"vertical_schedule.layers: {block.path!r} shares the module {type(module).__name__} with"
+                    f" {seen[id(module)]!r}; every block must be a module of its own, used once per forward"
+                )
+            seen[id(module)] = block.path
+
+
+def _assign_units(model: nn.Module, blocks: Sequence[Block], layers: Sequence[range]) -> dict[Unit, tuple[nn.Parameter, ...]]:
+    layer_of_module = {id(m): index for index, layer in enumerate(layers) for b in layer for m in blocks[b].module.modules()}
+    users: dict[int, set[Unit]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                params[id(param)] = param
+                users.setdefault(id(param), set()).add(layer_of_module.get(id(module), "pre"))
+    units: dict[Unit, list[nn.Parameter]] = {"pre": [], **{index: [] for index in range(len(layers))}}
+    for key, param in params.items():
+        unit = next(iter(users[key])) if len(users[key]) == 1 else "pre"
+        units[unit].append(param)
+    return {unit: tuple(members) for unit, members in units.items()}
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse settings under which layer-major training would be silently wrong. Raises LayerError naming the setting."""
+    for path, setting, remedy in _refused_settings(model):
+        raise LayerError(f"{path}: got {setting}; layer-major training cannot reproduce it; {remedy}")
+
+
+def _refused_settings(model: nn.Module) -> Iterator[tuple[str, object, str]]:
+    config = getattr(model, "config", None)
+    configs = {} if config is None else {"model.config": config}
+    if hasattr(config, "get_text_config") and config.get_text_config() is not config:
+        configs["model.config.get_text_config()"] = config.get_text_config()
+    for where, each in configs.items():
+        for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+            if (getattr(each, name, None) or 0) > 0:
+                yield f"{where}.{name}", getattr(each, name), "set it to 0: it drops layers per micro-batch"
+        for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+            if getattr(each, name, None) is True:
+                yield f"{where}.{name}", True, "set it to False: it collects outputs by hooks, whose gradients would be lost"
+    for path, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            remedy = "call model.gradient_checkpointing_disable(): the schedule recomputes each layer already"
+            yield f"model.{path or '(root)'}.gradient_checkpointing", True, remedy
+        if isinstance(getattr(module, "layerdrop", None), float) and module.layerdrop > 0:
+            yield f"model.{path}.layerdrop", module.layerdrop, "set it to 0: it drops layers per micro-batch"
+
+
+def refuse_batch_flags(batch: object) -> None:
+    """Refuse per-call flags that ask for hook-collected outputs or a cache. Raises LayerError naming the key."""
+    if not isinstance(batch, dict):
+        return
+    for name in ("output_router_logits", "output_hidden_states", "output_attentions", "use_cache"):
+        if batch.get(name) is True:
+            raise LayerError(f"batch[{name!r}]: got True; layer-major training cannot reproduce it; leave it out or pass False")
+
+
+def _numel(param: nn.Parameter) -> int:
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _examples(model: nn.Module) -> str:
+    lists = [path for path, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and path]
+    heads = [path for path, _ in model.named_children()]
+    shown = (lists or heads)[:3]
+    return "[" + ", ".join(f'"{path}"' for path in shown) + "]" if shown else '["layers"]'
+
+

@@ -1,0 +1,151 @@
+"""What `train_batch` and `eval_batch` do in both arms around the work itself: micro-batches in, counters, metrics."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vertical import batches as micro
+from ds_vertical import compat
+from ds_vertical.batches import LossFn
+from ds_vertical.metrics import StepRecorder
+from ds_vertical.threadstate import ThreadState, applied
+
+
+class Loop:
+    """One arm's training loop over an engine; subclasses do the work of a step.
+
+    `seed`: base of the micro-batches' random streams, None where the caller's own stream is used.
+    """
+
+    def __init__(self, engine: Any, seed: int | None) -> None:
+        self.engine = engine
+        self.seed = seed
+        self.device = torch.device(compat.device_name())
+        self._recorder: StepRecorder | None = None
+        self._recorder_asked = False
+        self._own_data: Iterator[Any] | None = None
+
+    # ---- the work, by arm
+
+    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        """One step over the micro-batches; returns their losses."""
+        raise NotImplementedError
+
+    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        """Losses of the micro-batches without training."""
+        raise NotImplementedError
+
+    # ---- what engines expose
+
+    def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
+        """One optimizer step over up to `gradient_accumulation_steps` micro-batches.
+
+        `data_iter` yields micro-batches: dict (keyword arguments of the model), tuple (positional) or tensor; None takes
+        the engine's own dataloader. `loss_fn(outputs, batch)` defaults to the model's own loss. With 0 < m < M
+        micro-batches left, the mean is over m. Returns the mean loss, a 0-d fp32 tensor.
+
+        Raises StopIteration, with nothing touched, when no micro-batch is left.
+        """
+        recorder = self._metrics()
+        if recorder is not None:
+            recorder.check_budget()
+        batches = micro.collect(self._iterator(data_iter), self.engine.gradient_accumulation_steps(), self.device)
+        if not self.engine.module.training:
+            self.engine.module.train()
+        if recorder is not None:
+            recorder.begin()
+        losses = self.run(batches, loss_fn)
+        if recorder is not None:
+            recorder.end(
+                engine=type(self.engine).__name__,
+                losses=[float(loss) for loss in losses],
+                tokens=micro.count_tokens(batches),
+            )
+        return micro.mean_loss(losses)
+
+    def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
+        """Mean loss over up to `gradient_accumulation_steps` micro-batches, in evaluation mode, without gradients.
+
+        Raises StopIteration when no micro-batch is left.
+        """
+        batches = micro.collect(micro.as_iterator(data_iter), self.engine.gradient_accumulation_steps(), self.device)
+        with torch.no_grad(), evaluating(self.engine.module):
+            return micro.mean_loss(self.evaluate(batches, loss_fn))
+
+    # ---- shared details
+
+    def seed_of(self, micro_batch: int) -> int | None:
+        """Seed of a micro-batch's streams in the step about to run."""
+        if self.seed is None:
+            return None
+        return micro.stream_seed(self.seed, self.engine.global_steps, micro_batch, compat.rank())
+
+    def count_samples(self, num_micro_batches: int) -> None:
+        """The engine adds a full batch's samples in its step; take off those that a short last batch did not have."""
+        missing = self.engine.gradient_accumulation_steps() - num_micro_batches
+        self.engine.global_samples -= missing * self.engine.train_micro_batch_size_per_gpu() * compat.world_size()
+
+    def _iterator(self, data_iter: Iterable[Any] | None) -> Iterator[Any]:
+        if data_iter is not None:
+            return micro.as_iterator(data_iter)
+        if self.engine.training_dataloader is None:
+            raise ValueError("train_batch(data_iter): got None, and initialize was given no training_data; pass an iterator")
+        if self._own_data is None:
+            self._own_data = _epochs(self.engine.training_dataloader)
+        return self._own_data
+
+    def _metrics(self) -> StepRecorder | None:
+        if not self._recorder_asked:
+            self._recorder_asked = True
+            self._recorder = StepRecorder.from_environment(compat.rank())
+        return self._recorder
+
+
+def _epochs(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for the block; every submodule's own mode is put back."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
+
+
+class StockLoop(Loop):
+    """Stock's own forward, backward and step, one micro-batch after the other."""
+
+    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        try:
+            for index, batch in enumerate(batches):
+                last = index == len(batches) - 1
+                self.engine.set_gradient_accumulation_boundary(last)
+                losses.append(self._micro_batch(index, batch, len(batches), loss_fn))
+                if last:
+                    self.count_samples(len(batches))
+                self.engine.step()
+        finally:
+            compat.forget_boundary(self.engine)
+        return losses
+
+    def _micro_batch(self, index: int, batch: Any, num_micro_batches: int, loss_fn: LossFn | None) -> torch.Tensor:
+        seed = self.seed_of(index)
+        with contextlib.nullcontext() if seed is None else applied(ThreadState.capture().seeded(seed)):
+            loss = micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn)
+            self.engine.backward(loss / num_micro_batches, scale_wrt_gas=False)
+        return loss.detach()
+
+    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        return [micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn) for batch in batches]

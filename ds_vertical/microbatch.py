@@ -1,0 +1,293 @@
+"""Run one micro-batch's own forward as a coroutine that parks at layer calls, and its backward layer by layer.
+
+[Note: birth] A tensor that requires grad may enter several blocks (encoder states, per-layer embeddings). Its gradient
+is complete once every block that received it has run backward; the first block that received it is its birth. At the
+birth the summed gradient flows on through the glue before that block, and through the prefix at the end.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ds_vertical.layers import Block, LayerError, LayerMap
+from ds_vertical.threadstate import ThreadState, applied, inference_guard
+
+_NOTHING = range(0)  # no block may run: prefix and suffix
+
+
+@dataclass
+class BlockCall:
+    """What backward needs of one block call: its arguments (flattened), leaves made of its outputs, state at its entry."""
+
+    args: list[Any]
+    spec: pytree.TreeSpec
+    leaves: list[Any]
+    state: ThreadState
+    context: contextvars.Context
+
+    def drop_leaf_grads(self) -> list[torch.Tensor | None]:
+        grads = [leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
+        self.leaves = []
+        return grads
+
+
+class _Coroutine(greenlet):
+    """A greenlet that knows its micro-batch."""
+
+    micro_batch: MicroBatch
+
+
+class Stubs:
+    """While active, every block's `forward` hands its call to the coroutine that makes it.
+
+    Outside a coroutine (a recompute runs the raw forward itself) a block's forward is its own.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks = blocks
+        self.raw: list[Callable[..., Any]] = [block.module.forward for block in blocks]
+        self._kept = [block.module.__dict__.get("forward") for block in blocks]
+
+    def __enter__(self) -> Stubs:
+        for index, block in enumerate(self.blocks):
+            object.__setattr__(block.module, "forward", self._stub(index))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for block, kept in zip(self.blocks, self._kept, strict=True):
+            if kept is None:
+                block.module.__dict__.pop("forward", None)
+            else:
+                object.__setattr__(block.module, "forward", kept)
+
+    def _stub(self, index: int) -> Callable[..., Any]:
+        raw = self.raw[index]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current = getcurrent()
+            if isinstance(current, _Coroutine):
+                return current.micro_batch.call_block(index, args, kwargs)
+            return raw(*args, **kwargs)
+
+        return forward
+
+
+class MicroBatch:
+    """One micro-batch's pass over the model.
+
+    `body` runs the user's unmodified forward and returns anything; `advance` runs it up to a layer's end, `finish` to
+    its own end. `keep` says whether block inputs are kept for backward (training) or not (evaluation).
+    """
+
+    def __init__(self, body: Callable[[], Any], layers: LayerMap, stubs: Stubs, state: ThreadState, keep: bool) -> None:
+        self.layers = layers
+        self.stubs = stubs
+        self.keep = keep
+        self.calls: dict[int, BlockCall] = {}
+        self.result: Any = None
+        self._state = state.without_autocast_cache()
+        self._target = _NOTHING
+        self._done_block = -1
+        self._birth: dict[int, int] = {}
+        self._pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._coroutine = _Coroutine(lambda: self._run(body))
+        self._coroutine.micro_batch = self
+        self._coroutine.gr_context = contextvars.copy_context()
+
+    # ---- forward: the hub's side
+
+    def start(self) -> None:
+        """Run the prefix: up to the first block call."""
+        self._switch(_NOTHING)
+
+    def advance(self, layer: int) -> None:
+        """Run the glue before layer `layer` and the layer itself. Raises LayerError when the model calls another one."""
+        blocks = self.layers.layers[layer]
+        self._switch(blocks)
+        if self._done_block != blocks[-1]:
+            self._wrong_order(f"the model's forward ended before block {self._path(blocks[-1])}")
+
+    def finish(self) -> Any:
+        """Run the suffix to the end of the forward and return what `body` returned."""
+        self._switch(_NOTHING)
+        if not self._coroutine.dead:
+            self._wrong_order("the model called a block once more after its last layer")
+        result, self.result = self.result, None
+        return result
+
+    def close(self) -> None:
+        """End a parked forward (after an error) so that nothing of it outlives the step."""
+        if self._coroutine and not self._coroutine.dead:
+            with applied(self._state):
+                self._coroutine.throw(GreenletExit)
+        self.calls.clear()
+        self._pending.clear()
+
+    def _switch(self, target: range) -> None:
+        self._target = target
+        outer = ThreadState.capture()
+        guard = inference_guard(self._state.inference)
+        self._state.apply()
+        self._coroutine.parent = getcurrent()
+        try:
+            self._coroutine.switch()
+        finally:
+            self._state = ThreadState.capture()
+            del guard
+            outer.apply()
+
+    def _run(self, body: Callable[[], Any]) -> None:
+        self.result = body()
+
+    def _wrong_order(self, what: str) -> None:
+        raise LayerError(
+            f"{what}; the schedule runs every block exactly once, in the order"
+            f" {', '.join(block.path for block in self.layers.blocks[:6])}, ...:"
+            " name the layers in their order of execution in vertical_schedule.layers"
+        )
+
+    def _path(self, block: int) -> str:
+        return self.layers.blocks[block].path
+
+    # ---- forward: the coroutine's side
+
+    def call_block(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called in place of a block's forward: park until the schedule reaches the block, run it, park at the layer's end."""
+        if block not in self._target or block <= self._done_block:
+            self._park()
+            if block not in self._target or block != self._done_block + 1:
+                self._wrong_order(f"the model called block {self._path(block)} out of turn")
+        run = self._run_kept if self.keep else self._run_plain
+        result = run(block, args, kwargs)
+        self._done_block = block
+        if block == self._target[-1]:
+            self._park()
+        return result
+
+    def _park(self) -> None:
+        parent = self._coroutine.parent
+        assert parent is not None
+        parent.switch()
+
+    def _run_plain(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.stubs.raw[block](*args, **kwargs)
+
+    def _run_kept(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        self._refuse_cache(block, flat)
+        for value in flat:
+            if _requires_grad(value):
+                self._birth.setdefault(id(value), block)
+        state = ThreadState.capture()
+        context = contextvars.copy_context()
+        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        plain_args, plain_kwargs = pytree.tree_unflatten([_detached(value) for value in flat], spec)
+        with torch.no_grad():
+            output = self.stubs.raw[block](*plain_args, **plain_kwargs)
+        if versions != [tensor._version for tensor in tensors]:
+            raise LayerError(
+                f"block {self._path(block)} writes one of its inputs in place; its recompute would start from the changed"
+                " input: change the block to write a copy"
+            )
+        leaves, out_spec = pytree.tree_flatten(output)
+        if torch.is_grad_enabled() and self._needs_backward(block, flat):
+            leaves = [_leaf(value) for value in leaves]
+            self.calls[block] = BlockCall(flat, spec, leaves, state, context)
+        return pytree.tree_unflatten(leaves, out_spec)
+
+    def _needs_backward(self, block: int, flat: Sequence[Any]) -> bool:
+        module = self.layers.blocks[block].module
+        return any(map(_requires_grad, flat)) or any(p.requires_grad for p in module.parameters())
+
+    def _refuse_cache(self, block: int, flat: Sequence[Any]) -> None:
+        for value in flat:
+            if any(cls.__name__ == "Cache" for cls in type(value).__mro__):
+                raise LayerError(
+                    f"block {self._path(block)} got a {type(value).__name__}: a recompute would append to the KV cache"
+                    " twice; set model.config.use_cache = False for training"
+                )
+
+    # ---- backward (on the hub)
+
+    def backward_layer(self, layer: int) -> None:
+        """Recompute and run backward through a layer's blocks, last first, and through the glue between them."""
+        for block in reversed(self.layers.layers[layer]):
+            self._backward_block(block)
+            if block > 0:
+                self._flow(block)
+
+    def backward_prefix(self) -> None:
+        """Run backward through the prefix."""
+        self._flow(0)
+        self._birth.clear()
+
+    def _backward_block(self, block: int) -> None:
+        call = self.calls.pop(block, None)
+        if call is None:
+            return
+        grads = call.drop_leaf_grads()
+        if all(grad is None for grad in grads):
+            return
+        twins: dict[int, torch.Tensor] = {}
+        inputs = [_twin(value, twins) for value in call.args]
+        args, kwargs = pytree.tree_unflatten(inputs, call.spec)
+        with applied(call.state), torch.enable_grad():
+            output = call.context.run(self.stubs.raw[block], *args, **kwargs)
+        pairs = [
+            (value, grad)
+            for value, grad in zip(pytree.tree_leaves(output), grads, strict=True)
+            if grad is not None and _requires_grad(value)
+        ]
+        del output
+        if pairs:
+            torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+        for value in call.args:
+            twin = twins.pop(id(value), None)
+            if twin is not None and twin.grad is not None:
+                self._add_pending(value, twin.grad)
+
+    def _add_pending(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        known = self._pending.get(id(tensor))
+        self._pending[id(tensor)] = (tensor, grad if known is None else known[1] + grad)
+
+    def _flow(self, block: int) -> None:
+        """Send the gradients born at `block` through the graph before it. See [Note: birth]."""
+        born = [key for key in self._pending if self._birth[key] == block]
+        ready = [self._pending.pop(key) for key in born]
+        if ready:
+            # An earlier birth may share parts of this graph (gemma's per-layer inputs): it is kept until the prefix.
+            torch.autograd.backward([t for t, _ in ready], [g for _, g in ready], retain_graph=block > 0)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) else value
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.is_floating_point())
+
+
+def _twin(value: Any, twins: dict[int, torch.Tensor]) -> Any:
+    """A detached copy (same storage) of a boundary tensor, the same copy for the same tensor."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+        return value
+    if not value.requires_grad:
+        return value.detach()
+    if id(value) not in twins:
+        twins[id(value)] = value.detach().requires_grad_()
+    return twins[id(value)]

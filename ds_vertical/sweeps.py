@@ -1,0 +1,208 @@
+"""What each event of a schedule does: one table of handlers for a training step, one for an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ds_vertical.executor import Executor, Handler
+from ds_vertical.gradients import GradientStore
+from ds_vertical.layers import LayerMap, Unit
+from ds_vertical.microbatch import MicroBatch, Stubs
+from ds_vertical.schedule import Event, Op, Schedule
+from ds_vertical.threadstate import ThreadState, preserved
+from ds_vertical.transfer import Ticket
+
+
+class Params(Protocol):
+    """Where a unit's parameters come from."""
+
+    def fetch(self, unit: Unit) -> Ticket: ...
+
+    def release(self, unit: Unit) -> None: ...
+
+    def release_all(self) -> None: ...
+
+    @property
+    def host_bytes(self) -> int: ...
+
+
+class Optimizer(Protocol):
+    """What takes a unit's gradient sums and steps the unit."""
+
+    def reduce_unit(self, params: Sequence[nn.Parameter], sums: Sequence[torch.Tensor]) -> None: ...
+
+    def open_step(self) -> None: ...
+
+    def step_unit(self, unit: Unit) -> None: ...
+
+
+@dataclass(frozen=True)
+class Body:
+    """One micro-batch's forward: `run` is the user's unmodified code; `seed` of its random streams (None: the caller's)."""
+
+    run: Callable[[], Any]
+    seed: int | None
+
+
+class Sweeps:
+    """Runs schedules over one model: holds what every pass shares."""
+
+    def __init__(self, layers: LayerMap, params: Params, *, overlap: bool) -> None:
+        self.layers = layers
+        self.params = params
+        self.overlap = overlap
+
+    def train(
+        self,
+        schedule: Schedule,
+        bodies: Sequence[Body],
+        gradients: GradientStore,
+        optimizer: Optimizer,
+        backward: Callable[[torch.Tensor], None],
+    ) -> list[torch.Tensor]:
+        """One training step. Each body returns its loss; `backward(loss)` starts the backward of one. Returns the losses."""
+        with preserved(), Stubs(self.layers.blocks) as stubs:
+            micro_batches = self._micro_batches(bodies, stubs, keep=True)
+            training = _Training(micro_batches, self.params, gradients, optimizer, backward)
+            self._run(schedule, training.handlers(), micro_batches, gradients)
+        return training.losses
+
+    def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
+        """One forward-only pass. Returns what each body returned."""
+        with preserved(), Stubs(self.layers.blocks) as stubs:
+            micro_batches = self._micro_batches(bodies, stubs, keep=False)
+            evaluation = _Evaluation(micro_batches, self.params)
+            self._run(schedule, evaluation.handlers(), micro_batches, None)
+        return evaluation.results
+
+    def _micro_batches(self, bodies: Sequence[Body], stubs: Stubs, keep: bool) -> list[MicroBatch]:
+        state = ThreadState.capture()
+        return [
+            MicroBatch(body.run, self.layers, stubs, state if body.seed is None else state.seeded(body.seed), keep)
+            for body in bodies
+        ]
+
+    def _run(
+        self,
+        schedule: Schedule,
+        handlers: Mapping[Op, Handler],
+        micro_batches: Sequence[MicroBatch],
+        gradients: GradientStore | None,
+    ) -> None:
+        def held_bytes() -> dict[str, int]:
+            return {"host": self.params.host_bytes, "device": gradients.num_bytes if gradients else 0}
+
+        try:
+            Executor(handlers, overlap=self.overlap, held_bytes=held_bytes).run(schedule)
+        except BaseException:
+            for micro_batch in micro_batches:
+                micro_batch.close()
+            self.params.release_all()
+            if gradients is not None:
+                gradients.drop_all()
+            raise
+
+
+class _Pass:
+    """Handlers that training and evaluation share."""
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], params: Params) -> None:
+        self.micro_batches = micro_batches
+        self.params = params
+
+    def handlers(self) -> dict[Op, Handler]:
+        return {Op.FETCH: self.fetch, Op.RELEASE: self.release, Op.F: self.forward}
+
+    def micro_batch(self, event: Event) -> MicroBatch:
+        assert event.micro_batch is not None
+        return self.micro_batches[event.micro_batch]
+
+    def fetch(self, event: Event) -> Ticket:
+        return self.params.fetch(_unit(event))
+
+    def release(self, event: Event) -> None:
+        self.params.release(_unit(event))
+
+    def forward(self, event: Event) -> None:
+        if event.layer == "pre":
+            self.micro_batch(event).start()
+        else:
+            assert isinstance(event.layer, int)
+            self.micro_batch(event).advance(event.layer)
+
+
+class _Evaluation(_Pass):
+    def __init__(self, micro_batches: Sequence[MicroBatch], params: Params) -> None:
+        super().__init__(micro_batches, params)
+        self.results: list[Any] = [None] * len(micro_batches)
+
+    def forward(self, event: Event) -> None:
+        if event.layer == "suf":
+            assert event.micro_batch is not None
+            self.results[event.micro_batch] = self.micro_batch(event).finish()
+        else:
+            super().forward(event)
+
+
+class _Training(_Pass):
+    def __init__(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        params: Params,
+        gradients: GradientStore,
+        optimizer: Optimizer,
+        backward: Callable[[torch.Tensor], None],
+    ) -> None:
+        super().__init__(micro_batches, params)
+        self.gradients = gradients
+        self.optimizer = optimizer
+        self.start_backward = backward
+        self.losses: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
+
+    def handlers(self) -> dict[Op, Handler]:
+        return super().handlers() | {
+            Op.HEAD: self.head,
+            Op.B: self.backward,
+            Op.REDUCE: self.reduce,
+            Op.NORM: self.norm,
+            Op.STEP: self.step,
+        }
+
+    def head(self, event: Event) -> None:
+        """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
+        assert event.micro_batch is not None
+        loss = self.micro_batch(event).finish()
+        self.losses[event.micro_batch] = loss.detach()
+        self.start_backward(loss)
+        self.gradients.add("pre")
+
+    def backward(self, event: Event) -> None:
+        micro_batch = self.micro_batch(event)
+        if event.layer == "pre":
+            micro_batch.backward_prefix()
+        else:
+            assert isinstance(event.layer, int)
+            micro_batch.backward_layer(event.layer)
+            self.gradients.add(event.layer)
+        self.gradients.add("pre")  # the glue before the layer, and the prefix, are made of `pre` parameters
+
+    def reduce(self, event: Event) -> None:
+        unit = _unit(event)
+        self.optimizer.reduce_unit(self.gradients.params(unit), self.gradients.take(unit))
+        self.gradients.drop(unit)
+
+    def norm(self, _: Event) -> None:
+        self.optimizer.open_step()
+
+    def step(self, event: Event) -> None:
+        self.optimizer.step_unit(_unit(event))
+
+
+def _unit(event: Event) -> Unit:
+    assert event.layer is not None and event.layer != "suf"
+    return event.layer

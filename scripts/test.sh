@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Set up, then ruff, pyright and the tests. Without arguments: everything but the slow tests, under 10 minutes.
+#   bash scripts/test.sh [--all] [PYTEST ARGUMENTS ...]
+# --all runs the slow tests too and writes the result to benchmarks/tests_all.json.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+
+marks=()
+report=
+if [ "${1:-}" = --all ]; then
+    shift
+    report=$(mktemp)
+    trap 'rm -f "$report"' EXIT
+else
+    marks+=("not slow")
+fi
+if ! nvidia-smi -L >/dev/null 2>&1; then
+    export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
+    marks+=("not gpu")
+fi
+expression=$(printf '%s and ' "${marks[@]}")
+
+# one failing check does not hide what the next would say
+failed=()
+.venv/bin/ruff check || failed+=(ruff)
+.venv/bin/pyright || failed+=(pyright)
+.venv/bin/python -m pytest -m "${expression% and }" --durations=15 ${report:+--junitxml="$report"} "$@" || failed+=(pytest)
+
+if [ -n "$report" ]; then
+    .venv/bin/python scripts/record_tests.py "$report" benchmarks/tests_all.json >&2
+fi
+if [ "${#failed[@]}" -gt 0 ]; then
+    echo "scripts/test.sh: failed: ${failed[*]}" >&2
+    exit 1
+fi

@@ -1,0 +1,32 @@
+"""Environment of every test: the CPU where there is no GPU, the op cache, no downloads, no gpu tests without a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import pytest
+
+from ds_vertical import opcache
+
+HAS_GPU = shutil.which("nvidia-smi") is not None
+if not HAS_GPU:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# before anything imports DeepSpeed, and inherited by the processes that tests start
+opcache.set_environment()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    without = [item for item in items if not HAS_GPU and item.get_closest_marker("gpu")]
+    if without:
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in without]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # tests that use DeepSpeed without ds_vertical must not compile ops of their own either
+    if "deepspeed" in sys.modules:
+        opcache.activate()

@@ -1,0 +1,232 @@
+"""Run both arms on the same data with the real DeepSpeed and collect what the numerics contract speaks of.
+
+Everything runs in one process with one rank; the process group is started at the first use.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # zero.Init patches tensor constructors, under which a first import of dynamo fails
+from torch import nn
+
+MIN_SSD_BYTES = 1 << 20  # smaller shards never leave host memory
+
+
+def base_config(
+    folder: Path | str,
+    *,
+    num_micro_batches: int = 3,
+    dtype: str = "bf16",
+    clip: float = 1.0,
+    params: str = "nvme",
+    optimizer: str = "nvme",
+    max_in_cpu: int = 0,
+    persistence: int | None = 0,
+    sub_group_size: int = 700_001,
+    weight_decay: float = 0.01,
+    lr: float = 1e-3,
+    section: dict[str, Any] | None = None,
+    **top: Any,
+) -> dict[str, Any]:
+    """A stage-3 JSON as a user would write it. `section` is vertical_schedule without `enabled`; `persistence` None = default."""
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "sub_group_size": sub_group_size,
+        "reduce_bucket_size": 2_000_000,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+        "offload_optimizer": {"device": optimizer, "buffer_count": 5},
+    }
+    if persistence is not None:
+        zero["stage3_param_persistence_threshold"] = persistence
+    if params != "none":
+        zero["offload_param"] = {"device": params}
+    if params == "nvme":
+        zero["offload_param"] |= {
+            "nvme_path": str(folder),
+            "buffer_count": 64,
+            "buffer_size": 1_100_000,
+            "max_in_cpu": max_in_cpu,
+        }
+    if optimizer == "nvme":
+        zero["offload_optimizer"]["nvme_path"] = str(folder)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": num_micro_batches,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": weight_decay}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": lr / 10, "warmup_max_lr": lr, "warmup_num_steps": 4, "warmup_type": "linear"},
+        },
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "gradient_clipping": clip,
+        "zero_optimization": zero,
+        "aio": {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1},
+        "vertical_schedule": dict(section or {}),
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    return config | top
+
+
+def start_process_group() -> None:
+    """One rank over gloo on a free port, once per process; the launcher's variables win."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    import deepspeed
+
+    if not torch.distributed.is_initialized():
+        deepspeed.init_distributed(verbose=False)
+
+
+@dataclass
+class Run:
+    """What one arm computed: per step losses, norms and full gradients (fp32 sums over the micro-batches, before
+    clipping); at the end weights (model dtype) and fp32 masters and moments, all by parameter name."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    counters: dict[str, Any] = field(default_factory=dict)
+    ssd_bytes: int = 0
+
+
+Batches = Sequence[Sequence[Any]]  # per step, the micro-batches
+
+
+def build_engine(
+    config: dict[str, Any], build: Callable[[], nn.Module], *, vertical: bool, groups: Callable[[nn.Module], Any] | None = None
+) -> tuple[Any, nn.Module]:
+    """An engine as users make one: prepare, zero.Init, initialize. Seeds torch with 0 before the model is built."""
+    start_process_group()
+    import deepspeed
+
+    import ds_vertical
+
+    config = copy.deepcopy(config)
+    config["vertical_schedule"] = config.get("vertical_schedule", {}) | {"enabled": vertical}
+    prepared = ds_vertical.prepare(config)
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=prepared):
+        model = build()
+    model.train()
+    parameters = groups(model) if groups is not None else [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = ds_vertical.initialize(model=model, model_parameters=parameters, config=prepared)
+    return engine, model
+
+
+def run_arm(
+    config: dict[str, Any],
+    build: Callable[[], nn.Module],
+    batches: Batches,
+    *,
+    vertical: bool,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    groups: Callable[[nn.Module], Any] | None = None,
+    between: Callable[[Any, int], None] | None = None,
+) -> Run:
+    """Train one arm over `batches`; `between(engine, step)` runs after each step. The engine is destroyed at the end."""
+    engine, model = build_engine(config, build, vertical=vertical, groups=groups)
+    run = Run()
+    try:
+        assert type(engine).__name__ == ("VerticalEngine" if vertical else "DeepSpeedEngine")
+        for step, micro_batches in enumerate(batches):
+            run.losses.append(engine.train_batch(iter(micro_batches), loss_fn).item())
+            run.norms.append(float(engine.get_global_grad_norm()))
+            run.grads.append(read_grads(engine, model))
+            if between is not None:
+                between(engine, step)
+        run.weights = read_weights(model)
+        run.state = read_state(model)
+        run.ssd_bytes = bytes_on_ssd(model)
+        names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+        run.counters = {name: getattr(engine, name) for name in names} | {"lr": engine.get_lr()}
+    finally:
+        engine.destroy()
+    return run
+
+
+def run_both(config: dict[str, Any], build: Callable[[], nn.Module], batches: Batches, **options: Any) -> tuple[Run, Run]:
+    """(stock, vertical) on the same JSON, in folders of their own."""
+    return run_arm(config, build, batches, vertical=False, **options), run_arm(config, build, batches, vertical=True, **options)
+
+
+def read_grads(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's share of every parameter's accumulated gradient, in the accumulation dtype."""
+    held = engine.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    return {name: held[p.ds_id].detach().clone() for name, p in model.named_parameters() if p.ds_id in held}
+
+
+def read_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    weights: dict[str, torch.Tensor] = {}
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            weights[name] = param.detach().cpu().clone()
+    return weights
+
+
+def read_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """fp32 masters and both moments of every trainable parameter."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    state: dict[str, torch.Tensor] = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            state[f"{name}/master"] = safe_get_full_fp32_param(param).clone()
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[f"{name}/{moment}"] = safe_get_full_optimizer_state(param, moment).clone()
+    return state
+
+
+def bytes_on_ssd(model: nn.Module) -> int:
+    from ds_vertical import compat
+
+    return sum(compat.shard_bytes(p) for p in model.parameters() if compat.is_on_ssd(p))
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose tensors are not bit-identical."""
+    assert a.keys() == b.keys() and a
+    return [name for name in a if not _same_bits(a[name], b[name])]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def largest_relative(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Per tensor: norm of the difference over the norm of `a` (0 where both are 0)."""
+    result: dict[str, float] = {}
+    for name in a:
+        norm = a[name].double().norm().item()
+        gap = (a[name].double() - b[name].double()).norm().item()
+        result[name] = gap / norm if norm else (0.0 if gap == 0 else float("inf"))
+    return result
+
+
+def assert_identical(stock: Run, vertical: Run) -> None:
+    """N1: losses, norms, gradients of every step, weights, masters and moments, counters: bit for bit."""
+    assert stock.losses == vertical.losses
+    assert stock.norms == vertical.norms
+    for step, (a, b) in enumerate(zip(stock.grads, vertical.grads, strict=True)):
+        assert not differing(a, b), f"gradients of step {step}"
+    assert not differing(stock.weights, vertical.weights)
+    assert not differing(stock.state, vertical.state)
+    assert stock.counters == vertical.counters

@@ -1,0 +1,184 @@
+"""Each pass as text in, text out; whole schedules against golden files; properties over many shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_vertical.passes import (
+    build_evaluation,
+    build_training,
+    forward_order,
+    horizontal_order,
+    place_gradients,
+    place_optimizer,
+    place_parameters,
+    vertical_order,
+)
+from ds_vertical.schedule import Op, Schedule, ScheduleError, dependencies, parse_events, validate
+
+GOLDEN = Path(__file__).parent / "golden"
+SETTINGS = {"vertical": {}, "snake": {"snake": True}, "horizontal": {"order": "horizontal"}}
+schedules = st.builds(
+    lambda layers, micro_batches, window, order: (
+        build_evaluation(layers, micro_batches, window=window)
+        if order == "evaluation"
+        else build_training(layers, micro_batches, window=window, **SETTINGS[order])
+    ),
+    st.integers(1, 8),
+    st.integers(1, 6),
+    st.integers(0, 4),
+    st.sampled_from(["evaluation", *SETTINGS]),
+)
+
+
+def text(events) -> str:
+    return " ".join(str(event) for event in events)
+
+
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("order", ["evaluation", *SETTINGS])
+def test_whole_schedule_is_the_golden_one(order, window):
+    golden = (GOLDEN / f"{order}_w{window}.txt").read_text()
+    if order == "evaluation":
+        built = build_evaluation(3, 2, window=window)
+    else:
+        built = build_training(3, 2, window=window, **SETTINGS[order])
+    assert built.to_text() == golden
+    assert built == Schedule.from_text(golden)
+
+
+def test_every_golden_file_is_used():
+    expected = {f"{order}_w{window}.txt" for order in ("evaluation", *SETTINGS) for window in (0, 1)}
+    assert {path.name for path in GOLDEN.glob("*.txt")} >= expected
+
+
+def test_orders():
+    assert text(vertical_order(2, 2)) == "preF0 preF1 0F0 0F1 1F0 1F1 sufHEAD0 sufHEAD1 1B0 1B1 0B0 0B1 preB0 preB1"
+    assert text(horizontal_order(2, 2)) == (
+        "preF0 0F0 1F0 sufHEAD0 1B0 0B0 preB0 preF1 0F1 1F1 sufHEAD1 1B1 0B1 preB1"
+    )
+    assert text(forward_order(2, 2)) == "preF0 preF1 0F0 0F1 1F0 1F1 sufF0 sufF1"
+
+
+def test_snake_turns_odd_layers_in_both_sweeps_and_nothing_else():
+    assert text(vertical_order(3, 3, snake=True)) == (
+        "preF0 preF1 preF2 0F0 0F1 0F2 1F2 1F1 1F0 2F0 2F1 2F2 sufHEAD0 sufHEAD1 sufHEAD2 "
+        "2B0 2B1 2B2 1B2 1B1 1B0 0B0 0B1 0B2 preB0 preB1 preB2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("1B0 1B1 0B0 0B1 preB0 preB1", "1B0 1B1 1REDUCE 0B0 0B1 0REDUCE preB0 preB1 preREDUCE"),
+        ("1B0 0B0 preB0 1B1 0B1 preB1", "1B0 0B0 preB0 1B1 1REDUCE 0B1 0REDUCE preB1 preREDUCE"),
+        ("0B1 0B0 preB0 preB1", "0B1 0B0 0REDUCE preB0 preB1 preREDUCE"),
+        ("preF0 0F0 sufF0", "preF0 0F0 sufF0"),
+    ],
+)
+def test_place_gradients_reduces_after_the_last_backward(before, after):
+    assert text(place_gradients(parse_events(before))) == after
+
+
+@pytest.mark.parametrize(
+    ("window", "before", "after"),
+    [
+        (0, "preF0 0F0 1F0 sufF0", "preFETCH preF0 0FETCH 0F0 0RELEASE 1FETCH 1F0 1RELEASE sufF0 preRELEASE"),
+        (1, "preF0 0F0 1F0 sufF0", "preFETCH preF0 0FETCH 1FETCH 0F0 0RELEASE 1F0 1RELEASE sufF0 preRELEASE"),
+        # The turn: one visit across HEAD, and with a window the layer before it stays.
+        (0, "1F0 sufHEAD0 1B0 0B0", "preFETCH 1FETCH 1F0 sufHEAD0 1B0 1RELEASE 0FETCH 0B0 0RELEASE preRELEASE"),
+        (0, "0F0 1F0 1B0 0B0", "preFETCH 0FETCH 0F0 0RELEASE 1FETCH 1F0 1B0 1RELEASE 0FETCH 0B0 0RELEASE preRELEASE"),
+        (1, "0F0 1F0 1B0 0B0", "preFETCH 0FETCH 1FETCH 0F0 1F0 1B0 1RELEASE 0B0 0RELEASE preRELEASE"),
+        # Released after its REDUCE, and pre after its own.
+        (0, "0B0 0REDUCE preB0 preREDUCE", "preFETCH 0FETCH 0B0 0REDUCE 0RELEASE preB0 preREDUCE preRELEASE"),
+        # A window as wide as the model fetches everything once, in the order of use.
+        (9, "0F0 1F0 1B0 0B0 preB0", "preFETCH 0FETCH 1FETCH 0F0 1F0 1B0 1RELEASE 0B0 0RELEASE preB0 preRELEASE"),
+    ],
+)  # fmt: skip
+def test_place_parameters_fetches_ahead_and_releases(window, before, after):
+    assert text(place_parameters(parse_events(before), window)) == after
+
+
+def test_place_optimizer_steps_everything_after_the_norm():
+    before = "2B0 2REDUCE 1B0 1REDUCE 0B0 0REDUCE preB0 preREDUCE preRELEASE"
+    assert text(place_optimizer(parse_events(before))) == f"{before} NORM preSTEP 0STEP 1STEP 2STEP"
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: build_training(2, 2, order="horizontal", snake=True), "snake .* write order vertical, got horizontal"),
+        (lambda: build_training(2, 2, order="diagonal"), "order must be one of vertical, horizontal, forward"),
+        (lambda: build_training(2, 2, order="forward"), "'forward' has no backward"),
+        (lambda: build_training(0, 2), "num_layers must be at least 1, got 0"),
+        (lambda: build_training(2, 0), "num_micro_batches must be at least 1, got 0"),
+        (lambda: build_training(2, 2, window=-1), "window must be a number of layers >= 0, got -1"),
+        (lambda: build_evaluation(2, 0), "num_micro_batches must be at least 1, got 0"),
+        (lambda: place_parameters(forward_order(1, 1), -1), "window must be a number of layers >= 0, got -1"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(call, told):
+    with pytest.raises(ScheduleError, match=told):
+        call()
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules)
+def test_built_schedules_are_valid_and_survive_their_text(schedule):
+    validate(schedule)
+    assert Schedule.from_text(schedule.to_text()) == schedule
+    assert all(len(line) <= 120 for line in schedule.to_text().splitlines())
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules)
+def test_fetched_layers_stay_within_the_window(schedule):
+    fetched, most = set(), 0
+    for event in schedule.events:
+        if isinstance(event.layer, int) and event.op is Op.FETCH:
+            fetched.add(event.layer)
+        if isinstance(event.layer, int) and event.op is Op.RELEASE:
+            fetched.remove(event.layer)
+        most = max(most, len(fetched))
+    # The bound is reached, not just kept: a window that fetched less ahead would be no window.
+    assert most == min(schedule.num_layers, schedule.window + 1)
+    assert not fetched
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules)
+def test_number_of_fetches(schedule):
+    fetches = [event.layer for event in schedule.events if event.op is Op.FETCH]
+    counts = [fetches.count(layer) for layer in range(schedule.num_layers)]
+    assert fetches.count("pre") == 1
+    if schedule.order == "forward":
+        assert counts == [1] * schedule.num_layers
+    if schedule.order == "vertical":
+        # Whatever M: twice, but once for the last layer and for the `window` layers before it, kept at the turn.
+        assert counts == [2 if layer < schedule.num_layers - 1 - schedule.window else 1 for layer in range(len(counts))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules)
+def test_each_compute_event_has_what_it_needs(schedule):
+    """Written from the rules of the model (what is computed from what), not from the code of dependencies()."""
+    events, depends = schedule.events, dependencies(schedule.events)
+    last = schedule.num_layers - 1
+    for index, (event, needs) in enumerate(zip(events, depends, strict=True)):
+        assert all(0 <= need < index for need in needs)
+        names, layer, m = {str(events[need]) for need in needs}, event.layer, event.micro_batch
+        if event.op in (Op.F, Op.B, Op.HEAD):
+            assert "preFETCH" in names
+            assert not isinstance(layer, int) or f"{layer}FETCH" in names
+        if event.op is Op.F and layer != "pre":
+            before = last if layer == "suf" else layer - 1 if isinstance(layer, int) and layer > 0 else "pre"
+            assert f"{before}F{m}" in names
+        if event.op is Op.HEAD:
+            assert f"{last}F{m}" in names
+        if event.op is Op.B:
+            after = "0B" if layer == "pre" else "sufHEAD" if layer == last else f"{layer + 1}B"
+            assert f"{after}{m}" in names
