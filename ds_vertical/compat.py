@@ -24,6 +24,7 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: E402
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled  # noqa: E402,F401
+from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: E402,F401  (subclasses stage 3 at its import)
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus  # noqa: E402
 from deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype  # noqa: E402
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm  # noqa: E402

@@ -15,7 +15,8 @@ from torch import nn
 from ds_vertical import batches as micro
 from ds_vertical import compat, storage
 from ds_vertical.batches import LossFn
-from ds_vertical.config import ConfigError, Resolved, check, explain, load_section, read_config, resolve
+from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
+from ds_vertical.crosscheck import check
 from ds_vertical.gradients import GradientStore
 from ds_vertical.layers import LayerMap, check_trainable, map_layers, refuse_batch_flags
 from ds_vertical.loop import Loop, StockLoop

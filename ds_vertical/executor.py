@@ -56,6 +56,9 @@ class Executor:
             flying.pop(index).wait()
 
     def _describe_failure(self, schedule: Schedule, index: int, flying: Mapping[int, Ticket]) -> str:
-        in_flight = ", ".join(f"{ticket.what} ({ticket.num_bytes} bytes)" for ticket in flying.values()) or "nothing"
-        held = ", ".join(f"{tier} {count} bytes" for tier, count in self.held_bytes().items()) or "nothing"
-        return f"ds_vertical schedule, around the failing event:\n{format_window(schedule.events, index)}\nin flight: {in_flight}; held: {held}"
+        in_flight = ", ".join(f"{ticket.what} ({ticket.num_bytes} bytes)" for ticket in flying.values())
+        held = ", ".join(f"{tier} {count} bytes" for tier, count in self.held_bytes().items())
+        return (
+            f"ds_vertical schedule, around the failing event:\n{format_window(schedule.events, index)}\n"
+            f"in flight: {in_flight or 'nothing'}; held: {held or 'nothing'}"
+        )

@@ -15,7 +15,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
-from ds_vertical import compat, storage
+from ds_vertical import compat, files
 from ds_vertical.chunks import Cut, Piece, adam_cuts
 from ds_vertical.config import ConfigError
 from ds_vertical.layers import LayerMap, Unit
@@ -126,8 +126,8 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
     def initialize_ds_offload(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As stock, then check every parameter file that zero.Init wrote before anything is read from one."""
         offload = super().initialize_ds_offload(module, *args, **kwargs)
-        files = [compat.swap_file(param) for param in module.parameters() if compat.is_on_ssd(param)]
-        storage.check_files({file.path: file.num_bytes for file in files})
+        written = [compat.swap_file(param) for param in module.parameters() if compat.is_on_ssd(param)]
+        files.check_files({file.path: file.num_bytes for file in written})
         return offload
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:  # override
@@ -136,7 +136,7 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
         if config.pipeline and config.buffer_count < _PIPELINED_BUFFERS and len(self.fp16_groups) > 1:
             config = config.model_copy(update={"buffer_count": _PIPELINED_BUFFERS})
         super()._configure_tensor_swapping(config, aio_config)
-        storage.preallocate(compat.optimizer_files(self))
+        files.preallocate(compat.optimizer_files(self))
 
     # ---- gradients
 

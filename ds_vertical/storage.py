@@ -1,4 +1,4 @@
-"""The files of a run: one claimed folder per run on each SSD path, exact file sizes, preallocation.
+"""The folder of a run: one claimed folder per run on each SSD path.
 
 Stock's `zero.Init` clears the bare `nvme_path`, so two jobs that share one destroy each other's files. Here every
 run works in `nvme_path/<run id>`, which each rank holds with a lock file of its own. Only a claimed folder is ever
@@ -19,9 +19,8 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-_NUM_SHOWN = 5
+NUM_SHOWN = 5
 _NUM_RETRIES = 100
 _SECTIONS = ("offload_param", "offload_optimizer")
 
@@ -38,7 +37,7 @@ class StorageError(RuntimeError):
     """A file of the run that cannot be used; the message names file, operation, errno text and remedy."""
 
 
-def _fail(path: str | os.PathLike[str], operation: str, error: OSError, remedy: str) -> StorageError:
+def fail(path: str | os.PathLike[str], operation: str, error: OSError, remedy: str) -> StorageError:
     reason = f"{error.strerror or error} (errno {errno.errorcode.get(error.errno or 0, error.errno)})"
     return StorageError(f"{os.fspath(path)}: {operation}: {reason}; {remedy}")
 
@@ -126,7 +125,7 @@ class RunFolder:
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _fail(root, "create the swap folder", error, "write a writable folder as nvme_path") from error
+            raise fail(root, "create the swap folder", error, "write a writable folder as nvme_path") from error
         with _guarded(path, create=True):
             try:
                 folder = cls(path, rank, _take_lock(path, rank))
@@ -153,7 +152,7 @@ class RunFolder:
         except FileNotFoundError:
             logger.warning("%s: the run's folder was removed by someone else before its release", self.path)
         except OSError as error:
-            raise _fail(self.path, "release", error, "delete the folder by hand") from error
+            raise fail(self.path, "release", error, "delete the folder by hand") from error
         finally:
             os.close(self._lock_fd)
 
@@ -196,7 +195,7 @@ def _guarded(path: Path, create: bool) -> Iterator[None]:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
             except OSError as error:
-                raise _fail(path, "flock", error, "use an nvme_path on a local file system") from error
+                raise fail(path, "flock", error, "use an nvme_path on a local file system") from error
             if not _same_file(fd, path):
                 continue
             yield
@@ -221,7 +220,7 @@ def _open_folder(path: Path, create: bool) -> int:
                 raise
             if not vanished or not retries_left:  # its last holder may delete it between our mkdir and our open
                 remedy = "use a new run id, or a writable nvme_path"
-                raise _fail(path, "open the run's folder", error, remedy) from error
+                raise fail(path, "open the run's folder", error, remedy) from error
     uid = os.fstat(fd).st_uid
     if uid != os.geteuid():
         os.close(fd)
@@ -247,7 +246,7 @@ def _take_lock(folder: Path, rank: int) -> int:
             os.pwrite(fd, json.dumps(asdict(Owner.me(rank))).encode() + b"\n", 0)
         except OSError as error:
             remedy = "use a new run id, and an nvme_path whose file system has locks (flock) and free space"
-            raise _fail(lock, "take the rank's lock", error, remedy) from error
+            raise fail(lock, "take the rank's lock", error, remedy) from error
         undo.pop_all()
     return fd
 
@@ -305,11 +304,11 @@ def _remove_tree(folder: Path) -> None:
     failures: list[StorageError] = []
 
     def keep(_function: Any, path: str, info: Any) -> None:
-        failures.append(_fail(path, "delete", info[1], "delete it by hand"))
+        failures.append(fail(path, "delete", info[1], "delete it by hand"))
 
     shutil.rmtree(folder, onerror=keep)
     if failures:
-        shown = "\n".join(map(str, failures[:_NUM_SHOWN]))
+        shown = "\n".join(map(str, failures[:NUM_SHOWN]))
         raise StorageError(f"{folder}: release: {len(failures)} entries could not be deleted:\n{shown}")
 
 
@@ -356,129 +355,3 @@ def claim_config(config: dict[str, Any], run_id: str, rank: int) -> dict[str, An
             folder.release()
         raise
     return prepared
-
-
-# --- file sizes and space ------------------------------------------------------------------------------------------
-
-
-def check_files(expected: Mapping[Path, int]) -> None:
-    """Raise StorageError unless every file exists with exactly the expected size in bytes."""
-    faults = []
-    for path, size_bytes in expected.items():
-        try:
-            actual = os.stat(path)
-        except OSError as error:
-            faults.append(f"{path}: stat: {error.strerror} (expected {size_bytes} bytes)")
-            continue
-        if not stat.S_ISREG(actual.st_mode):
-            faults.append(f"{path}: not a regular file (expected {size_bytes} bytes)")
-        elif actual.st_size != size_bytes:
-            faults.append(f"{path}: {actual.st_size} bytes, expected {size_bytes}")
-    if faults:
-        more = [f"... and {len(faults) - _NUM_SHOWN} more"] if len(faults) > _NUM_SHOWN else []
-        raise StorageError(
-            f"{len(faults)} of {len(expected)} files are missing or of the wrong size; reading them would give wrong "
-            "parameters. Short: zero.Init's write did not complete (disk full?). Missing: removed, or written under "
-            "another path. Free space and start again with a new run.\n" + "\n".join(faults[:_NUM_SHOWN] + more)
-        )
-
-
-def free_bytes(path: str | os.PathLike[str]) -> int:
-    """Bytes that we may still write on the file system of `path`, which need not exist yet."""
-    parent = _existing(Path(path))
-    try:
-        space = os.statvfs(parent)
-    except OSError as error:
-        raise _fail(parent, "statvfs", error, "use a readable folder") from error
-    return space.f_bavail * space.f_frsize
-
-
-def preallocate(files: Mapping[Path, int]) -> None:
-    """Give every file its size in bytes with blocks really allocated, so that a full disk shows here, not later.
-
-    Contents of files that exist are kept; new ones read as zeros (mode 0600, missing parent folders 0700). Space is
-    checked per file system before anything is written. Raises StorageError, having undone what this call did, where
-    space is short, an operation fails, or a file is larger than asked.
-    """
-    sizes = {Path(path): size_bytes for path, size_bytes in files.items()}
-    try:
-        _check_sizes(sizes)
-        _check_space(sizes)
-    except OSError as error:
-        raise _fail(error.filename or "preallocate", "stat", error, "use a readable nvme_path") from error
-    with contextlib.ExitStack() as undo:
-        for path, size_bytes in sizes.items():
-            _make_parents(path.parent, undo)
-            _allocate(path, size_bytes, undo)
-        undo.pop_all()
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-
-
-def _check_sizes(sizes: Mapping[Path, int]) -> None:
-    for path, size_bytes in sizes.items():
-        if size_bytes < 0:
-            raise StorageError(f"{path}: preallocate: got {size_bytes} bytes; a size is 0 or more")
-        if path.exists() and (not path.is_file() or path.stat().st_size > size_bytes):
-            kind = f"holds {path.stat().st_size} bytes already" if path.is_file() else "exists and is no file"
-            raise StorageError(f"{path}: preallocate {size_bytes} bytes: it {kind}; remove it, or use a new run id")
-
-
-def _check_space(sizes: Mapping[Path, int]) -> None:
-    needed_bytes: dict[int, int] = {}
-    folders: dict[int, Path] = {}
-    for path, size_bytes in sizes.items():
-        there = _existing(path)
-        entry = there.stat()
-        allocated_bytes = entry.st_blocks * 512 if there == path else 0
-        needed_bytes[entry.st_dev] = needed_bytes.get(entry.st_dev, 0) + max(0, size_bytes - allocated_bytes)
-        folders.setdefault(entry.st_dev, path.parent)
-    for device, needed in needed_bytes.items():
-        available = free_bytes(folders[device])
-        if needed > available:
-            raise StorageError(
-                f"{folders[device]}: preallocate: needs {needed} more bytes ({needed / 2**30:.2f} GiB), the file system"
-                f" has {available} free ({available / 2**30:.2f} GiB); free {needed - available} bytes or use another "
-                "nvme_path"
-            )
-
-
-def _make_parents(folder: Path, undo: contextlib.ExitStack) -> None:
-    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    for parent in reversed(missing):
-        try:
-            parent.mkdir(mode=0o700)
-        except FileExistsError:
-            continue  # another rank was first
-        except OSError as error:
-            raise _fail(parent, "create the folder", error, "use a writable nvme_path") from error
-        undo.callback(_undo, os.rmdir, parent)
-
-
-def _allocate(path: Path, size_bytes: int, undo: contextlib.ExitStack) -> None:
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        try:
-            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-            undo.callback(_undo, os.unlink, path)
-        except FileExistsError:
-            fd = os.open(path, flags)
-            undo.callback(_undo, os.truncate, path, os.fstat(fd).st_size)
-        try:
-            if size_bytes > 0:
-                os.posix_fallocate(fd, 0, size_bytes)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        remedy = f"free space there ({free_bytes(path)} bytes are free) or use another nvme_path"
-        raise _fail(path, f"preallocate {size_bytes} bytes", error, remedy) from error
-
-
-def _undo(function: Any, path: Path, *arguments: Any) -> None:
-    """Take one step of a failed preallocation back; a failure here must not hide the error that led to it."""
-    try:
-        function(path, *arguments)
-    except OSError as error:
-        logger.error("%s: undo a failed preallocation: %s", path, error.strerror)

@@ -152,7 +152,7 @@ def run_arm(
             if between is not None:
                 between(engine, step)
         run.weights = read_weights(model)
-        run.state = read_state(model)
+        run.state = read_state(engine, model)
         run.ssd_bytes = bytes_on_ssd(model)
         names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
         run.counters = {name: getattr(engine, name) for name in names} | {"lr": engine.get_lr()}
@@ -182,17 +182,30 @@ def read_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def read_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """fp32 masters and both moments of every trainable parameter."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
+def read_state(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's share of fp32 master and moments of every trainable parameter, from memory or from its file."""
+    names = {param.ds_id: name for name, param in model.named_parameters()}
+    optimizer = engine.optimizer
     state: dict[str, torch.Tensor] = {}
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            state[f"{name}/master"] = safe_get_full_fp32_param(param).clone()
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[f"{name}/{moment}"] = safe_get_full_optimizer_state(param, moment).clone()
+    for index, params in enumerate(optimizer.fp16_groups):
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            flat = _flat_state(optimizer, index, kind)
+            offset = 0
+            for param in params:
+                share = param.partition_numel()
+                state[f"{names[param.ds_id]}/{kind}"] = flat.narrow(0, offset, share).clone()
+                offset += share
     return state
+
+
+def _flat_state(optimizer: Any, index: int, kind: str) -> torch.Tensor:
+    master = optimizer.fp32_partitioned_groups_flat[index]
+    if not optimizer._swappable_optimizer_subgroup(index):
+        return master.detach() if kind == "master" else optimizer.optimizer.state[master][kind]
+    prefix = "" if kind == "master" else f"{kind}-"
+    file = Path(optimizer.optimizer_swapper.swap_folder) / f"{prefix}{master.ds_id}.tensor.swp"
+    numel = optimizer.fp16_partitioned_groups_flat_numel[index]
+    return torch.from_file(str(file), size=numel, dtype=torch.float32)
 
 
 def bytes_on_ssd(model: nn.Module) -> int:

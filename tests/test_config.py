@@ -19,12 +19,12 @@ from ds_vertical.config import (
     SECTION,
     ConfigError,
     VerticalConfig,
-    check,
     explain,
     load_section,
     read_config,
     resolve,
 )
+from ds_vertical.crosscheck import check
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -405,7 +405,7 @@ def test_each_refusal_names_path_and_value_and_its_remedy_passes(path: str, valu
 
 
 def test_every_refusal_rule_has_a_case() -> None:
-    from ds_vertical.config import _REFUSALS
+    from ds_vertical.crosscheck import _REFUSALS
 
     tested = {path for path, _, _ in REFUSED}
     assert {rule.path.replace("bfloat16", "bf16") for rule in _REFUSALS} <= tested
@@ -569,6 +569,6 @@ def test_explain_prints_every_key_with_its_origin() -> None:
 
 
 def test_config_and_storage_import_neither_torch_nor_deepspeed() -> None:
-    code = "import sys, ds_vertical.config, ds_vertical.storage; print({'torch', 'deepspeed'} & set(sys.modules))"
+    code = "import sys, ds_vertical.crosscheck, ds_vertical.files; print({'torch', 'deepspeed'} & set(sys.modules))"
     root = Path(__file__).parents[1]
     assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True, timeout=60).strip() == "set()"

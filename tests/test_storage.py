@@ -22,17 +22,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vertical import storage
-from ds_vertical.storage import (
-    RunFolder,
-    StorageError,
-    check_files,
-    claim_config,
-    free_bytes,
-    new_run_id,
-    owned,
-    preallocate,
-)
+from ds_vertical import files, storage
+from ds_vertical.files import check_files, free_bytes, preallocate
+from ds_vertical.storage import RunFolder, StorageError, claim_config, new_run_id, owned
 
 ROOT = Path(__file__).parents[1]
 MIB = 2**20
@@ -592,8 +584,8 @@ def test_a_disk_that_fills_after_the_check_is_reported_and_taken_back(tmp_path: 
     disk = small_disk or tmp_path
     too_much_bytes = MIB if small_disk else free_bytes(tmp_path) + 2**34
     with pytest.raises(StorageError) as caught, contextlib.ExitStack() as undo:
-        storage._allocate(disk / "a", MIB // 2, undo)
-        storage._allocate(disk / "b", too_much_bytes, undo)
+        files._allocate(disk / "a", MIB // 2, undo)
+        files._allocate(disk / "b", too_much_bytes, undo)
     code = re.search(r"errno (\w+)\)", str(caught.value))
     assert code is not None and code[1] in (errno.errorcode[errno.ENOSPC], errno.errorcode[errno.EFBIG])
     assert str(caught.value).startswith(f"{disk}/b: preallocate {too_much_bytes} bytes: ")
@@ -642,5 +634,5 @@ def test_undoing_a_failed_preallocation_reports_what_it_could_not_undo(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        storage._undo(os.unlink, tmp_path / "gone")
+        files._undo(os.unlink, tmp_path / "gone")
     assert f"{tmp_path}/gone: undo a failed preallocation: No such file" in caplog.text

@@ -1,0 +1,138 @@
+"""The files inside a run's folder: exact sizes, free space, preallocation. Imports neither torch nor deepspeed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_vertical.storage import NUM_SHOWN, StorageError, fail
+
+logger = logging.getLogger(__name__)
+
+
+def check_files(expected: Mapping[Path, int]) -> None:
+    """Raise StorageError unless every file exists with exactly the expected size in bytes."""
+    faults = []
+    for path, size_bytes in expected.items():
+        try:
+            actual = os.stat(path)
+        except OSError as error:
+            faults.append(f"{path}: stat: {error.strerror} (expected {size_bytes} bytes)")
+            continue
+        if not stat.S_ISREG(actual.st_mode):
+            faults.append(f"{path}: not a regular file (expected {size_bytes} bytes)")
+        elif actual.st_size != size_bytes:
+            faults.append(f"{path}: {actual.st_size} bytes, expected {size_bytes}")
+    if faults:
+        more = [f"... and {len(faults) - NUM_SHOWN} more"] if len(faults) > NUM_SHOWN else []
+        raise StorageError(
+            f"{len(faults)} of {len(expected)} files are missing or of the wrong size; reading them would give wrong "
+            "parameters. Short: zero.Init's write did not complete (disk full?). Missing: removed, or written under "
+            "another path. Free space and start again with a new run.\n" + "\n".join(faults[:NUM_SHOWN] + more)
+        )
+
+
+def free_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes that we may still write on the file system of `path`, which need not exist yet."""
+    parent = _existing(Path(path))
+    try:
+        space = os.statvfs(parent)
+    except OSError as error:
+        raise fail(parent, "statvfs", error, "use a readable folder") from error
+    return space.f_bavail * space.f_frsize
+
+
+def preallocate(files: Mapping[Path, int]) -> None:
+    """Give every file its size in bytes with blocks really allocated, so that a full disk shows here, not later.
+
+    Contents of files that exist are kept; new ones read as zeros (mode 0600, missing parent folders 0700). Space is
+    checked per file system before anything is written. Raises StorageError, having undone what this call did, where
+    space is short, an operation fails, or a file is larger than asked.
+    """
+    sizes = {Path(path): size_bytes for path, size_bytes in files.items()}
+    try:
+        _check_sizes(sizes)
+        _check_space(sizes)
+    except OSError as error:
+        raise fail(error.filename or "preallocate", "stat", error, "use a readable nvme_path") from error
+    with contextlib.ExitStack() as undo:
+        for path, size_bytes in sizes.items():
+            _make_parents(path.parent, undo)
+            _allocate(path, size_bytes, undo)
+        undo.pop_all()
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+
+
+def _check_sizes(sizes: Mapping[Path, int]) -> None:
+    for path, size_bytes in sizes.items():
+        if size_bytes < 0:
+            raise StorageError(f"{path}: preallocate: got {size_bytes} bytes; a size is 0 or more")
+        if path.exists() and (not path.is_file() or path.stat().st_size > size_bytes):
+            kind = f"holds {path.stat().st_size} bytes already" if path.is_file() else "exists and is no file"
+            raise StorageError(f"{path}: preallocate {size_bytes} bytes: it {kind}; remove it, or use a new run id")
+
+
+def _check_space(sizes: Mapping[Path, int]) -> None:
+    needed_bytes: dict[int, int] = {}
+    folders: dict[int, Path] = {}
+    for path, size_bytes in sizes.items():
+        there = _existing(path)
+        entry = there.stat()
+        allocated_bytes = entry.st_blocks * 512 if there == path else 0
+        needed_bytes[entry.st_dev] = needed_bytes.get(entry.st_dev, 0) + max(0, size_bytes - allocated_bytes)
+        folders.setdefault(entry.st_dev, path.parent)
+    for device, needed in needed_bytes.items():
+        available = free_bytes(folders[device])
+        if needed > available:
+            raise StorageError(
+                f"{folders[device]}: preallocate: needs {needed} more bytes ({needed / 2**30:.2f} GiB), the file system"
+                f" has {available} free ({available / 2**30:.2f} GiB); free {needed - available} bytes or use another "
+                "nvme_path"
+            )
+
+
+def _make_parents(folder: Path, undo: contextlib.ExitStack) -> None:
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    for parent in reversed(missing):
+        try:
+            parent.mkdir(mode=0o700)
+        except FileExistsError:
+            continue  # another rank was first
+        except OSError as error:
+            raise fail(parent, "create the folder", error, "use a writable nvme_path") from error
+        undo.callback(_undo, os.rmdir, parent)
+
+
+def _allocate(path: Path, size_bytes: int, undo: contextlib.ExitStack) -> None:
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        try:
+            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            undo.callback(_undo, os.unlink, path)
+        except FileExistsError:
+            fd = os.open(path, flags)
+            undo.callback(_undo, os.truncate, path, os.fstat(fd).st_size)
+        try:
+            if size_bytes > 0:
+                os.posix_fallocate(fd, 0, size_bytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        remedy = f"free space there ({free_bytes(path)} bytes are free) or use another nvme_path"
+        raise fail(path, f"preallocate {size_bytes} bytes", error, remedy) from error
+
+
+def _undo(function: Any, path: Path, *arguments: Any) -> None:
+    """Take one step of a failed preallocation back; a failure here must not hide the error that led to it."""
+    try:
+        function(path, *arguments)
+    except OSError as error:
+        logger.error("%s: undo a failed preallocation: %s", path, error.strerror)
