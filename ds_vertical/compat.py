@@ -20,8 +20,8 @@ opcache.activate()  # before DeepSpeed can load an op
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 from deepspeed import comm as dist  # noqa: E402
-from deepspeed.accelerator import get_accelerator  # noqa: E402
-from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: E402
+from deepspeed.accelerator import get_accelerator as _get_accelerator  # noqa: E402
+from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: E402  # pyright: ignore[reportAttributeAccessIssue]
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled  # noqa: E402,F401
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: E402,F401  (subclasses stage 3 at its import)
@@ -33,6 +33,9 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E40
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param  # noqa: E402
 
 SUPPORTED = "0.19.8"
+
+# A torch.nn.Parameter with the attributes that zero.Init grafts on it (ds_tensor, ds_status, partition, ...): no type knows them.
+ZeroParam = Any
 
 # class -> {overridden private method: its parameters in the supported version}
 OVERRIDES: dict[type, dict[str, tuple[str, ...]]] = {
@@ -84,6 +87,11 @@ def check_deepspeed() -> None:
 
 check_deepspeed()
 
+
+
+def get_accelerator() -> Any:
+    """DeepSpeed's accelerator (typed loosely: its declaration allows None)."""
+    return _get_accelerator()
 
 
 def rank() -> int:
@@ -140,6 +148,11 @@ def gathering_on_save(engine: Any) -> Iterator[bool]:
         zero.gather_16bit_weights_on_model_save = asked
 
 
+def aio_config(engine: Any) -> dict[str, Any]:
+    """The JSON's `aio` section with DeepSpeed's defaults."""
+    return engine._config.aio_config
+
+
 def inputs_of(engine: Any, batch: Any) -> Any:
     """The micro-batch as stock's forward would pass it on (fp16 auto-cast)."""
     return engine._cast_inputs_half(batch) if engine.fp16_auto_cast() else batch
@@ -182,67 +195,67 @@ class SwapFile:
     numel: int
 
 
-def is_on_ssd(param: torch.nn.Parameter) -> bool:
+def is_on_ssd(param: ZeroParam) -> bool:
     """Whether the parameter's shard lives in a file (shards under 1 MiB never do)."""
     return is_zero_param(param) and param.ds_tensor.final_location == OffloadDeviceEnum.nvme
 
 
-def is_partitioned(param: torch.nn.Parameter) -> bool:
+def is_partitioned(param: ZeroParam) -> bool:
     """Whether only the shard of the parameter exists at present."""
     return param.ds_status == ZeroParamStatus.NOT_AVAILABLE
 
 
-def shard_tier(param: torch.nn.Parameter) -> str:
+def shard_tier(param: ZeroParam) -> str:
     """`ssd`, `host` or `device`: where the shard rests between uses."""
     if is_on_ssd(param):
         return "ssd"
     return "device" if param.ds_persist or param.ds_tensor.device.type != "cpu" else "host"
 
 
-def shard_bytes(param: torch.nn.Parameter) -> int:
+def shard_bytes(param: ZeroParam) -> int:
     return param.partition_numel() * param.element_size()
 
 
-def full_numel(param: torch.nn.Parameter) -> int:
+def full_numel(param: ZeroParam) -> int:
     return int(param.ds_numel) if is_zero_param(param) else param.numel()
 
 
-def swap_file(param: torch.nn.Parameter) -> SwapFile:
+def swap_file(param: ZeroParam) -> SwapFile:
     swapper = param.nvme_swapper
     numel = param.ds_tensor.ds_numel
     aligned = swapper._io_aligned_numel(numel)
     return SwapFile(Path(swapper.get_path(param, must_exist=True)), aligned * swapper.swap_element_size, numel)
 
 
-def swap_folder(param: torch.nn.Parameter) -> Path | None:
+def swap_folder(param: ZeroParam) -> Path | None:
     """The folder that the parameter's zero.Init writes to, or None where it has no swapper."""
     swapper = getattr(param, "nvme_swapper", None)
     return None if swapper is None else Path(swapper.swap_folder)
 
 
-def needs_read(param: torch.nn.Parameter) -> bool:
+def needs_read(param: ZeroParam) -> bool:
     """Whether the shard must come from SSD before the parameter can be gathered."""
     return is_on_ssd(param) and param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
 
 
-def bind_shard(param: torch.nn.Parameter, shard: torch.Tensor) -> None:
+def bind_shard(param: ZeroParam, shard: torch.Tensor) -> None:
     """Make `shard` (1-d, the parameter's dtype) the parameter's shard in host memory, until it is partitioned again."""
     param.ds_tensor.data = shard
     param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
 
-def unbind_shard(param: torch.nn.Parameter) -> None:
+def unbind_shard(param: ZeroParam) -> None:
     """Forget a bound shard that was never gathered."""
     param.nvme_swapper.remove_partition_and_release_buffers([param])
 
 
-def gather(params: Sequence[torch.nn.Parameter]) -> None:
+def gather(params: Sequence[ZeroParam]) -> None:
     """Assemble the full parameters on the device from all ranks' shards."""
     if params:
         params[0].all_gather_coalesced(params).wait()
 
 
-def partition(params: Iterable[torch.nn.Parameter]) -> None:
+def partition(params: Iterable[ZeroParam]) -> None:
     for param in params:
         param.partition()
 
@@ -267,10 +280,10 @@ def lock_host_bytes(handle: Any, num_bytes: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def suspended_hooks(engine: DeepSpeedEngine) -> Iterator[None]:
+def suspended_hooks(engine: Any) -> Iterator[None]:
     """Take DeepSpeed's own module hooks off for the block; users' hooks stay, and every order is as before afterwards."""
     offload = engine.optimizer.parameter_offload
-    handles = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
+    handles: list[Any] = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
     handles += [engine.module_forward_pre_hook, engine.module_forward_post_hook]
     ids: dict[int, set[int]] = {}
     hooks: dict[int, Any] = {}
@@ -327,12 +340,12 @@ def close_step(optimizer: Any, timer_names: set[str]) -> None:
     optimizer._post_step(timer_names)
 
 
-def group_norm(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+def group_norm(optimizer: Any, params: Sequence[ZeroParam]) -> torch.Tensor:
     """The norm of one group of gradients as stock takes it: rounded to fp32 once per group."""
     return optimizer.complete_grad_norm_calculation_for_cpu_offload(params)
 
 
-def reduce_and_hand_over(optimizer: Any, params: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor]) -> None:
+def reduce_and_hand_over(optimizer: Any, params: Sequence[ZeroParam], sums: Sequence[torch.Tensor]) -> None:
     """Average summed gradients over the ranks, once, and hand each rank's share to the optimizer.
 
     `sums`: flat gradients of full parameters in the accumulation dtype; overwritten.
@@ -346,7 +359,7 @@ def reduce_and_hand_over(optimizer: Any, params: Sequence[torch.nn.Parameter], s
     optimizer.partition_grads(list(params), shares)
 
 
-def rounding_dtype(optimizer: Any, param: torch.nn.Parameter) -> torch.dtype:
+def rounding_dtype(optimizer: Any, param: ZeroParam) -> torch.dtype:
     """The dtype in which stock communicates a micro-batch's gradient: it rounds there even with one rank."""
     return get_comm_dtype(param) if has_comm_dtype(param) else optimizer.communication_data_type
 

@@ -163,12 +163,15 @@ def _refuse_foreign_model(model: nn.Module, config: dict[str, Any]) -> None:
 class VerticalEngine(compat.DeepSpeedEngine):
     """DeepSpeed's engine with layer-major training: `train_batch`, `eval_batch`, and forward in evaluation mode."""
 
+    optimizer: VerticalStage3
+    module: nn.Module
+
     def __init__(self, *args: Any, vertical: Resolved, layers: LayerMap, **kwargs: Any) -> None:
         self.vertical = vertical
         self.layers = layers
         super().__init__(*args, **kwargs)
         device = torch.device(compat.device_name())
-        new_handle = partial(compat.new_aio_handle, self._config.aio_config)
+        new_handle = partial(compat.new_aio_handle, compat.aio_config(self))
         self._params = ParamStore(layers.units, new_handle, vertical.prefetch_layers + 1, device)
         self._gradients = GradientStore(
             layers.units,
@@ -264,7 +267,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
                 )
             saved = super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
         config = getattr(self.module, "config", None)
-        if compat.rank() == 0 and hasattr(config, "save_pretrained"):
+        if compat.rank() == 0 and config is not None and hasattr(config, "save_pretrained"):
             config.save_pretrained(save_dir)
         return saved
 

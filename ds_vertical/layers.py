@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -210,8 +210,8 @@ def check_trainable(model: nn.Module) -> None:
 
 def _refused_settings(model: nn.Module) -> Iterator[tuple[str, object, str]]:
     config = getattr(model, "config", None)
-    configs = {} if config is None else {"model.config": config}
-    if hasattr(config, "get_text_config") and config.get_text_config() is not config:
+    configs: dict[str, Any] = {} if config is None else {"model.config": config}
+    if config is not None and hasattr(config, "get_text_config") and config.get_text_config() is not config:
         configs["model.config.get_text_config()"] = config.get_text_config()
     for where, each in configs.items():
         for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
@@ -224,8 +224,9 @@ def _refused_settings(model: nn.Module) -> Iterator[tuple[str, object, str]]:
         if getattr(module, "gradient_checkpointing", False) is True:
             remedy = "call model.gradient_checkpointing_disable(): the schedule recomputes each layer already"
             yield f"model.{path or '(root)'}.gradient_checkpointing", True, remedy
-        if isinstance(getattr(module, "layerdrop", None), float) and module.layerdrop > 0:
-            yield f"model.{path}.layerdrop", module.layerdrop, "set it to 0: it drops layers per micro-batch"
+        layerdrop = getattr(module, "layerdrop", None)
+        if isinstance(layerdrop, float) and layerdrop > 0:
+            yield f"model.{path}.layerdrop", layerdrop, "set it to 0: it drops layers per micro-batch"
 
 
 def refuse_batch_flags(batch: object) -> None:

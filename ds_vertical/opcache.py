@@ -315,7 +315,9 @@ def _builder(class_name: str) -> Any:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 
-    return PinMemoryBuilder() if class_name == "PinMemoryBuilder" else get_accelerator().create_op_builder(class_name)
+    accelerator = get_accelerator()
+    assert accelerator is not None  # DeepSpeed falls back to the CPU
+    return PinMemoryBuilder() if class_name == "PinMemoryBuilder" else accelerator.create_op_builder(class_name)
 
 
 def _forget(name: str) -> None:

@@ -71,7 +71,7 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
     def __init__(self, *args: Any, layers: LayerMap, **kwargs: Any) -> None:
         self._layers = layers
         self._unit_of = layers.unit_of()
-        self._stock_groups: list[list[nn.Parameter]] = []
+        self._stock_groups: list[list[compat.ZeroParam]] = []
         self._norm: torch.Tensor | None = None
         self._opened = False
         self._timer_names: set[str] = set()

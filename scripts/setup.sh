@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# Prepare this clone: Debian packages, .venv, pinned Python packages, DeepSpeed's ops. Safe to repeat; a second run takes seconds.
+# Prepare this clone: Debian packages, .venv, pinned Python packages, DeepSpeed's ops. Safe to repeat: then it takes seconds.
 #   bash scripts/setup.sh
 # PYTHON=... chooses the interpreter (3.11 or newer). Nothing here waits in silence: a line appears at least every 15 s.
 set -euo pipefail
+exec >&2 # set-up is no result: the caller's stdout stays free for one
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 repo=$PWD
 python=${PYTHON:-}
 stamp=.venv/ds_vertical_setup
 torch_version=$(sed -n 's/^torch==//p' constraints.txt)
 
-say() { printf '[setup %s] %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
+say() { printf '[setup %s] %s\n' "$(date +%H:%M:%S)" "$*"; }
 fail() { say "$*"; exit 1; }
 
 # Run a command, with a sign of life while it prints nothing of its own.
 visibly() {
-    local what=$1 start=$SECONDS status=0 beat
+    local what=$1 start=$SECONDS next=15 status=0 beat
     shift
     say "$what"
     # ends with its parent, and never holds the caller's pipe for more than a second
     (while sleep 1 && kill -0 $$ 2>/dev/null; do
-        (((SECONDS - start) % 15)) || say "  ... $what ($((SECONDS - start)) s)"
+        ((SECONDS < start + next)) || { say "  ... $what ($((SECONDS - start)) s)"; ((next += 15)); }
     done) &
     beat=$!
     "$@" || status=$?
@@ -64,7 +65,7 @@ install_packages() {
     export DEBIAN_FRONTEND=noninteractive
     # package lists may be absent (fresh image) or outdated: ask for them only where the install does not go through
     # shellcheck disable=SC2086
-    if ! visibly_try "installing Debian packages: $packages" $sudo apt-get install -y --no-install-recommends $packages >\&2; then
+    if ! visibly_try "installing Debian packages: $packages" $sudo apt-get install -y --no-install-recommends $packages; then
         visibly "fetching Debian's package lists" $sudo apt-get update
         visibly "installing Debian packages: $packages" $sudo apt-get install -y --no-install-recommends $packages
     fi
@@ -79,7 +80,7 @@ make_venv() {
     [ -d .venv ] || visibly "making .venv with $python" "$python" -m venv .venv
 }
 
-pip_install() { .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@" >&2; }
+pip_install() { .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@"; }
 
 install_torch() {
     local build="torch==$torch_version+cpu"
@@ -117,5 +118,5 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || ! .venv/bin/python -c '' 2>
     install_python_packages
 fi
 has_gpu || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
-.venv/bin/python -m ds_vertical.cli build-ops >&2 || fail "DeepSpeed's ops could not be compiled; the compiler's words are above"
+.venv/bin/python -m ds_vertical.cli build-ops || fail "DeepSpeed's ops could not be compiled; the compiler's words are above"
 echo "$wanted" >"$stamp"

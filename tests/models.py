@@ -38,3 +38,42 @@ def token_batches(num_steps: int, num_micro_batches: int, seed: int = 1, vocab: 
         ids = [torch.randint(0, vocab, (2, length), generator=generator) for length in lengths]
         steps.append([{"input_ids": each, "labels": each} for each in ids])
     return steps
+
+
+class MixerBlock(nn.Module):
+    """A cheap transformer block: causal attention of the tokens with themselves (no parameters of its own) between two
+    square matrices. 512 wide in fp32, each matrix is exactly 1 MiB; biases and norms stay small."""
+
+    def __init__(self, width: int, inner: int | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner or width)
+        self.down = nn.Linear(inner or width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = self.up(self.norm(x))
+        mixed = nn.functional.scaled_dot_product_attention(states, states, states, is_causal=True)
+        return x + self.down(nn.functional.gelu(mixed))
+
+
+class MixerModel(nn.Module):
+    """Embedding, `num_layers` blocks, norm, head. `forward(input_ids)` gives logits; with labels the mean loss."""
+
+    def __init__(self, num_layers: int = 3, width: int = 512, inner: int | None = None, vocab: int = VOCAB) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(MixerBlock(width, inner) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return logits if labels is None else next_token_loss(logits, labels)
+
+
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of each token given those before it, in fp32."""
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())

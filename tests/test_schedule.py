@@ -64,8 +64,8 @@ def test_event_text(text, event):
 @pytest.mark.parametrize(
     "text",
     ["", "F", "3", "3F", "F0", "3f0", "03F0", "3F00", "3F-1", "-1F0", "3FETCH0", "sufFETCH", "sufB0", "preHEAD0"]
-    + ["HEAD0", "3NORM", "NORM0", "3STEP.x1", "3STEP.e", "3STEP.e01", "3STEP@1", "3STEP@0", "3STEP@-0", "3F0.e1", "3F0@-1"]
-    + ["3JUMP", "3F0 3F1", " 3F0", "3F0\n", "midF0"],
+    + ["HEAD0", "3NORM", "NORM0", "3STEP.x1", "3STEP.e", "3STEP.e01", "3STEP@1", "3STEP@0", "3STEP@-0", "3F0.e1"]
+    + ["3F0@-1", "3JUMP", "3F0 3F1", " 3F0", "3F0\n", "midF0"],
 )  # fmt: skip
 def test_bad_event_text_is_refused_with_the_text_and_the_form(text):
     with pytest.raises(ScheduleError) as caught:
@@ -115,13 +115,13 @@ def events_of_any_kind(draw) -> Event:
     return Event(Op.FETCH, 0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(events_of_any_kind())
 def test_event_text_round_trips(event):
     assert parse_event(str(event)) == event
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(events_of_any_kind(), max_size=30))
 def test_schedule_text_round_trips_whatever_the_events(events):
     schedule = Schedule(3, 2, tuple(events), "vertical", True, 4)
@@ -242,10 +242,10 @@ def edited(schedule: Schedule, before: str, after: str) -> Schedule:
         ("vertical", "2FETCH ", "", "event 10 (2F0): needs the parameters of 2, which are not fetched here"),
         ("vertical", "preFETCH ", "", "event 0 (preF0): needs the parameters of pre"),
         ("vertical", "2FETCH", "2FETCH 2FETCH", "2 is already fetched, by event 8"),
-        ("vertical", "2RELEASE", "2RELEASE 2RELEASE", "event 20 (2RELEASE): 2 is not fetched here"),
+        ("vertical", "2RELEASE", "2RELEASE 2RELEASE", "event 19 (2RELEASE): 2 is not fetched here"),
         ("vertical", "1REDUCE 1RELEASE", "1REDUCE", "1STEP): 1 is still fetched"),
         ("evaluation", "2RELEASE", "", "at the end of the schedule: still fetched: 2"),
-        ("evaluation", "0F1 0RELEASE", "0F1", "event 8 (2FETCH): is layer number 3 fetched at once; window 1 allows 2"),
+        ("evaluation", "0F1 0RELEASE", "0F1", "event 7 (2FETCH): is layer number 3 fetched at once; window 1 allows 2"),
         ("vertical", "2F0 2F1", "2F0", "sufHEAD1): needs 2F1 before it"),
         ("vertical", "sufHEAD0 sufHEAD1", "sufHEAD0", "2B1): needs sufHEAD1 before it"),
         ("vertical", "1B0 1B1", "1B0", "1REDUCE): needs 1B1 before it"),

@@ -1,0 +1,167 @@
+"""Model families for the parity tests: one row each, about 7-15 M parameters, four layers or more, matrices of 1 MiB.
+
+`hidden = intermediate = 512` makes a square matrix 1 MiB in fp32, the size from which a shard lives on SSD.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
+
+VOCAB = 300
+HIDDEN = 512
+NUM_LAYERS = 4
+Batch = dict[str, torch.Tensor]
+
+# what most configurations call their sizes
+_SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+_GPT2_SIZES = {"n_embd": HIDDEN, "n_layer": NUM_LAYERS, "n_head": 4, "n_positions": 64, "n_inner": HIDDEN}
+_BLOOM_SIZES = {"hidden_size": HIDDEN, "n_layer": NUM_LAYERS, "n_head": 4}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_SLIDING = {"sliding_window": 4}  # shorter than the micro-batches, so that it masks something
+_T5_SIZES = {"d_model": HIDDEN, "d_ff": HIDDEN, "d_kv": 128, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
+_BART_SIZES = {
+    "d_model": HIDDEN,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": HIDDEN,
+    "decoder_ffn_dim": HIDDEN,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row: `model_type` of Hugging Face and the settings that make it small.
+
+    `inexact`: empty where the numerics contract promises stock's bits; otherwise the reason why bits cannot match, for
+    which its tolerance of 1e-6 per tensor after 5 steps applies.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    model_type: str = ""
+    tied: bool = False
+    encoder_decoder: bool = False
+    inexact: str = ""
+
+    def config(self) -> PretrainedConfig:
+        """The configuration, without a KV cache."""
+        ids = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        settings = ids | {"tie_word_embeddings": self.tied, "use_cache": False} | dict(self.settings)
+        return AutoConfig.for_model(self.model_type or self.name, **settings)
+
+    def build(self) -> nn.Module:
+        """The model, its parameters filled from torch's random stream."""
+        auto = AutoModelForSeq2SeqLM if self.encoder_decoder else AutoModelForCausalLM
+        model = auto.from_config(self.config())
+        fill(model)
+        return model
+
+    def batches(self, num_steps: int, num_micro_batches: int) -> list[list[Batch]]:
+        return ragged_batches(num_steps, num_micro_batches, self.encoder_decoder)
+
+
+def _modern(name: str, **settings: Any) -> Family:
+    return Family(name, _SIZES | settings)
+
+
+_TIED = "a tied gradient sums every use in the head before those in the embedding"
+_SHARED = "encoder and decoder share one embedding, whose uses are summed sweep by sweep"
+
+FAMILIES = (
+    Family("gpt2", _GPT2_SIZES | {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}),
+    Family("gptj", _GPT2_SIZES | {"rotary_dim": 64}),
+    Family("opt", _SIZES | {"ffn_dim": HIDDEN, "word_embed_proj_dim": HIDDEN, "dropout": 0.0}),
+    Family("bloom", _BLOOM_SIZES),
+    Family("falcon", _SIZES | {"ffn_hidden_size": HIDDEN, "new_decoder_architecture": False, "multi_query": False}),
+    _modern("gpt_neox"),
+    _modern("phi", resid_pdrop=0.0),
+    _modern("phi3"),
+    _modern("llama"),
+    _modern("mistral", **_SLIDING),
+    _modern("qwen3", head_dim=128, use_sliding_window=True, max_window_layers=2, **_SLIDING),
+    _modern("olmo2"),
+    _modern("glm4", head_dim=128),
+    _modern("gemma", head_dim=128),
+    _modern("gemma2", head_dim=128, **_SLIDING),
+    _modern("gemma3_text", head_dim=128, sliding_window_pattern=2, **_SLIDING),
+    _modern("gemma4_text", head_dim=128, hidden_size_per_layer_input=HIDDEN, vocab_size_per_layer_input=VOCAB, **_SLIDING),
+    _modern("mixtral", num_local_experts=4, num_experts_per_tok=2, intermediate_size=128),
+    _modern("qwen3_moe", head_dim=128, num_experts=4, **_MOE),
+    _modern("gpt_oss", head_dim=128, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128, **_SLIDING),
+    _modern(
+        "deepseek_v3",
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=HIDDEN,
+        q_lora_rank=HIDDEN,
+        num_mtp_layers=0,
+        **_MOE,
+    ),
+    _modern(
+        "qwen3_next",
+        head_dim=128,
+        num_experts=4,
+        shared_expert_intermediate_size=HIDDEN,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        **_MOE,
+    ),
+    Family("t5", _T5_SIZES | {"dropout_rate": 0.0, "decoder_start_token_id": 0}, encoder_decoder=True, inexact=_SHARED),
+    Family("bart", _BART_SIZES | {"dropout": 0.0, "decoder_start_token_id": 2}, encoder_decoder=True, inexact=_SHARED),
+)
+
+
+def fill(model: nn.Module) -> None:
+    """Give every parameter a value of its own, inside zero.Init too, where models cannot initialise themselves.
+
+    Matrices keep the scale of their inputs; biases and sinks are small; other vectors (norms) lie about 1.
+    """
+    import deepspeed
+
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
+            if param.dim() > 1:
+                param.normal_(0.0, 1.0 / math.sqrt(param.shape[-1]))
+            elif name.endswith(("bias", "sinks")):
+                param.normal_(0.0, 0.05)
+            else:
+                param.uniform_(0.8, 1.2)
+
+
+def ragged_batches(num_steps: int, num_micro_batches: int, encoder_decoder: bool = False) -> list[list[Batch]]:
+    """Per step, micro-batches of 2 sequences of 5, 6, 7, ... tokens, the second one padded on the right."""
+    generator = torch.Generator().manual_seed(1)
+    steps = []
+    for _ in range(num_steps):
+        steps.append([_batch(5 + index, encoder_decoder, generator) for index in range(num_micro_batches)])
+    return steps
+
+
+def _batch(length: int, encoder_decoder: bool, generator: torch.Generator) -> Batch:
+    ids = torch.randint(3, VOCAB, (2, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    ids[1, -2:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    if encoder_decoder:
+        labels = torch.randint(3, VOCAB, (2, length + 2), generator=generator)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
