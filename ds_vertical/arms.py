@@ -41,9 +41,7 @@ TRANSFER_PATHS = frozenset(
     ]
 )
 TRANSFER_SECTION = "aio"
-_AIO_KEYS = frozenset(
-    {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"}
-)
+_AIO_KEYS = frozenset({"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"})
 
 # Top-level keys that DeepSpeed 0.19.8 reads; it ignores any other in silence.
 TOP_LEVEL_KEYS = frozenset(

@@ -39,8 +39,9 @@ class Executor:
         """Run every event once, in order. An exception of a handler carries the events around it as a note."""
         needs = _dependencies(schedule)
         flying: dict[int, Ticket] = {}
-        for index, event in enumerate(schedule.events):
-            try:
+        index = 0
+        try:
+            for index, event in enumerate(schedule.events):
                 for needed in needs[index]:
                     if needed in flying:
                         flying.pop(needed).wait()
@@ -49,11 +50,12 @@ class Executor:
                     ticket.wait()
                 if ticket is not None and not ticket.done:
                     flying[index] = ticket
-            except BaseException as error:
-                error.add_note(self._describe_failure(schedule, index, flying))
-                raise
-        for index in list(flying):
-            flying.pop(index).wait()
+            index = len(schedule.events)
+            for issued in list(flying):
+                flying.pop(issued).wait()
+        except BaseException as error:
+            error.add_note(self._describe_failure(schedule, index, flying))
+            raise
 
     def _describe_failure(self, schedule: Schedule, index: int, flying: Mapping[int, Ticket]) -> str:
         in_flight = ", ".join(f"{ticket.what} ({ticket.num_bytes} bytes)" for ticket in flying.values())

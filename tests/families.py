@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
+from transformers.initialization import no_init_weights
 
 VOCAB = 300
 HIDDEN = 512
@@ -69,7 +70,8 @@ class Family:
     def build(self) -> nn.Module:
         """The model, its parameters filled from torch's random stream."""
         auto = AutoModelForSeq2SeqLM if self.encoder_decoder else AutoModelForCausalLM
-        model = auto.from_config(self.config())
+        with no_init_weights():  # under zero.Init a model's own initialisation meets empty tensors
+            model = auto.from_config(self.config())
         fill(model)
         return model
 

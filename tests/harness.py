@@ -6,6 +6,8 @@ Everything runs in one process with one rank; the process group is started at th
 from __future__ import annotations
 
 import copy
+import gc
+import functools
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -13,9 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import cpuinfo
 import torch
 import torch._dynamo  # zero.Init patches tensor constructors, under which a first import of dynamo fails
 from torch import nn
+
+# every CPU Adam asks for the vendor's name, which takes py-cpuinfo more than a second each time
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 MIN_SSD_BYTES = 1 << 20  # smaller shards never leave host memory
 
@@ -157,8 +163,18 @@ def run_arm(
         names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
         run.counters = {name: getattr(engine, name) for name in names} | {"lr": engine.get_lr()}
     finally:
-        engine.destroy()
+        dispose(engine)
     return run
+
+
+def dispose(engine: Any) -> None:
+    """Destroy an engine and drop what stock keeps alive of it: a global stack of modules, and so all its locked buffers."""
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters
+
+    engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    partition_parameters.top_level_context = None
+    gc.collect()
 
 
 def run_both(config: dict[str, Any], build: Callable[[], nn.Module], batches: Batches, **options: Any) -> tuple[Run, Run]:

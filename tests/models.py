@@ -44,27 +44,30 @@ class MixerBlock(nn.Module):
     """A cheap transformer block: causal attention of the tokens with themselves (no parameters of its own) between two
     square matrices. 512 wide in fp32, each matrix is exactly 1 MiB; biases and norms stay small."""
 
-    def __init__(self, width: int, inner: int | None = None) -> None:
+    def __init__(self, width: int, inner: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, inner or width)
         self.down = nn.Linear(inner or width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         states = self.up(self.norm(x))
         mixed = nn.functional.scaled_dot_product_attention(states, states, states, is_causal=True)
-        return x + self.down(nn.functional.gelu(mixed))
+        return x + self.dropout(self.down(nn.functional.gelu(mixed)))
 
 
 class MixerModel(nn.Module):
     """Embedding, `num_layers` blocks, norm, head. `forward(input_ids)` gives logits; with labels the mean loss."""
 
-    def __init__(self, num_layers: int = 3, width: int = 512, inner: int | None = None, vocab: int = VOCAB) -> None:
+    def __init__(
+        self, num_layers: int = 3, width: int = 512, inner: int | None = None, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(MixerBlock(width, inner) for _ in range(num_layers))
+        self.embed = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(MixerBlock(width, inner, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
+        self.head = nn.Linear(width, VOCAB, bias=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed(input_ids)

@@ -24,8 +24,8 @@ from ds_vertical.schedule import (
 
 SMALL = {
     "vertical": build_training(3, 2),
-    "vertical, window 0": build_training(3, 2, window=0),
-    "snake": build_training(3, 2, snake=True),
+    "vertical, window 0": build_training(2, 2, window=0),
+    "snake": build_training(2, 2, snake=True),
     "horizontal": build_training(2, 2, order="horizontal"),
     "horizontal, window 0": build_training(2, 2, order="horizontal", window=0),
     "evaluation": build_evaluation(3, 2),

@@ -1,0 +1,513 @@
+"""`ds-vertical ab`: the arms' files, what is refused before anything runs, the verdict on losses, and real launches."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime import config as deepspeed_config
+
+from ds_vertical import ab
+from ds_vertical.arms import TOP_LEVEL_KEYS, Arms, build_arms
+from ds_vertical.comparison import (
+    Agreement,
+    ComparisonError,
+    Contract,
+    Run,
+    check_runs,
+    compare_losses,
+    contract_of,
+    describe_losses,
+    summarize,
+    table,
+)
+from ds_vertical.config import ConfigError
+from ds_vertical.metrics import StepRecord
+
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {
+        "stage": 3,
+        "sub_group_size": 1000,
+        "offload_param": {"device": "nvme", "nvme_path": "/tmp/ds_vertical", "max_in_cpu": 0},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp/ds_vertical"},
+    },
+}
+
+# Trains nothing, but records steps as an engine's train_batch does; the launcher, files and verdict around it are real.
+SCRIPT = """
+import argparse, json, os, sys, time
+from pathlib import Path
+from ds_vertical.metrics import StepRecorder
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank")
+parser.add_argument("--deepspeed_config")
+parser.add_argument("--shift", type=float, default=0.0)
+parser.add_argument("--fail-in", default="")
+parser.add_argument("--hang", action="store_true")
+args = parser.parse_args()
+vertical = json.loads(Path(args.deepspeed_config).read_text())["vertical_schedule"]["enabled"]
+arm = "vertical" if vertical else "stock"
+recorder = StepRecorder.from_environment(int(os.environ["RANK"]))
+if args.fail_in == arm:
+    sys.exit("this arm fails")
+while True:
+    try:
+        recorder.check_budget()
+    except StopIteration:
+        break
+    recorder.begin()
+    time.sleep(0.01 if vertical else 0.03)
+    losses = [3.0, 4.0 + args.shift * vertical]
+    recorder.end("VerticalEngine" if vertical else "DeepSpeedEngine", losses, tokens=8, tied=False)
+    if args.hang:
+        print("pid", os.getpid(), flush=True)
+        time.sleep(600)
+"""
+
+
+def write(folder: Path, name: str, config: object) -> Path:
+    path = folder / name
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return path
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    """BASE with the value at a dotted path; None removes it."""
+    config = copy.deepcopy(BASE)
+    holder = config
+    *parents, last = path.split(".")
+    for parent in parents:
+        holder = holder.setdefault(parent, {})
+    if value is None:
+        del holder[last]
+    else:
+        holder[last] = value
+    return config
+
+
+def arms(folder: Path, assignments: Sequence[str] = (), base: object = BASE, **kwargs: Any) -> Arms:
+    return build_arms(write(folder, "base.json", base), None, assignments, **kwargs)
+
+
+def arms_with_stock(folder: Path, stock: object) -> Arms:
+    return build_arms(write(folder, "base.json", BASE), write(folder, "other.json", stock), [])
+
+
+# --- the arms' configurations --------------------------------------------------------------------------------------
+
+
+def test_arms_differ_in_nothing_but_enabled(tmp_path: Path) -> None:
+    built = arms(tmp_path)
+    assert built.stock == BASE | {"vertical_schedule": {"enabled": False}}
+    assert built.vertical == BASE | {"vertical_schedule": {"enabled": True}}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_section_is_kept_and_switched(tmp_path: Path, enabled: bool) -> None:
+    section = {"enabled": enabled, "blocks_per_layer": 2, "seed": 7}
+    built = arms(tmp_path, base=BASE | {"vertical_schedule": section})
+    assert built.stock["vertical_schedule"] == section | {"enabled": False}
+    assert built.vertical["vertical_schedule"] == section | {"enabled": True}
+
+
+def test_set_reaches_both_arms_and_makes_the_objects_on_the_way(tmp_path: Path) -> None:
+    assignments = ["gradient_accumulation_steps=16", "aio.queue_depth=32", "vertical_schedule.seed=3"]
+    built = arms(tmp_path, [*assignments, 'communication_data_type="fp32"'])
+    for arm in (built.stock, built.vertical):
+        assert arm["gradient_accumulation_steps"] == 16
+        assert arm["aio"] == {"queue_depth": 32}
+        assert arm["communication_data_type"] == "fp32"
+        assert arm["vertical_schedule"]["seed"] == 3
+
+
+def test_set_reaches_the_stock_config_too(tmp_path: Path) -> None:
+    stock = changed("zero_optimization.stage3_prefetch_bucket_size", 0)
+    built = build_arms(write(tmp_path, "b.json", BASE), write(tmp_path, "s.json", stock), ["gradient_clipping=0.5"])
+    assert (built.stock["gradient_clipping"], built.vertical["gradient_clipping"]) == (0.5, 0.5)
+    assert built.stock["zero_optimization"]["stage3_prefetch_bucket_size"] == 0
+    assert "stage3_prefetch_bucket_size" not in built.vertical["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("gradient_acumulation_steps=16", "gradient_accumulation_steps"),
+        ("vertical_shedule.snake=true", "vertical_schedule"),
+        ("nonsense=1", "DeepSpeed knows no key"),
+        ("gradient_accumulation_steps", "KEY=VALUE"),
+        ("=3", "KEY=VALUE"),
+        ("zero_optimization..stage=3", "KEY=VALUE"),
+        ("optimizer.type=AdamW", "'optimizer.type=\"AdamW\"'"),
+        ("bf16.enabled.x=1", "holds no keys"),
+        ("aio.queue_dept=3", "queue_depth"),
+        ("zero_optimization.subgroup_size=3", "sub_group_size"),
+        ("zero_optimization.stage=2", "stage 3"),
+        ("zero_optimization.sub_group_size=-1", "sub_group_size"),
+        ("vertical_schedule.snek=true", "snake"),
+        ("train_batch_size=3", "train_batch_size"),
+    ],
+)
+def test_senseless_set_is_refused_by_name(tmp_path: Path, assignment: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        arms(tmp_path, [assignment])
+
+
+def test_batch_sizes_must_fit_the_ranks(tmp_path: Path) -> None:
+    assert arms(tmp_path, ["train_batch_size=4"], num_ranks=2).stock["train_batch_size"] == 4
+    with pytest.raises(ConfigError, match=r"4 .* is 2"):
+        arms(tmp_path, ["train_batch_size=4"], num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("aio", {"block_size": 1048576, "queue_depth": 64, "intra_op_parallelism": 4}),
+        ("aio.single_submit", True),
+        ("zero_optimization.offload_param.buffer_count", 30),
+        ("zero_optimization.offload_param.buffer_size", 12345),
+        ("zero_optimization.offload_param.pin_memory", False),
+        ("zero_optimization.offload_optimizer.buffer_count", 12),
+        ("zero_optimization.offload_optimizer.pipeline_read", True),
+        ("zero_optimization.offload_optimizer.pipeline_write", True),
+        ("zero_optimization.offload_optimizer.fast_init", True),
+        ("zero_optimization.stage3_prefetch_bucket_size", 0),
+        ("zero_optimization.prefetch_bucket_size", 0),
+        ("zero_optimization.stage3_max_live_parameters", 10),
+        ("zero_optimization.stage3_max_reuse_distance", 0),
+        ("zero_optimization.overlap_comm", False),
+        ("zero_optimization.contiguous_gradients", False),
+    ],
+)
+def test_stock_config_may_differ_in_transfer_settings(tmp_path: Path, path: str, value: object) -> None:
+    stock = changed(path, value)
+    assert arms_with_stock(tmp_path, stock).stock == stock | {"vertical_schedule": {"enabled": False}}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("zero_optimization.sub_group_size", 2000),
+        ("zero_optimization.sub_group_size", None),
+        ("zero_optimization.reduce_bucket_size", 1000),
+        ("zero_optimization.stage3_param_persistence_threshold", 0),
+        ("zero_optimization.memory_efficient_linear", False),
+        ("zero_optimization.offload_param.max_in_cpu", 1000),
+        ("zero_optimization.offload_param.device", "cpu"),
+        ("zero_optimization.offload_param.nvme_path", "/tmp/elsewhere"),
+        ("zero_optimization.offload_optimizer.device", "cpu"),
+        ("bf16.enabled", False),
+        ("data_types.grad_accum_dtype", "bf16"),
+        ("communication_data_type", "fp32"),
+        ("gradient_clipping", 0.5),
+        ("gradient_clipping", None),
+        ("gradient_accumulation_steps", 4),
+        ("train_micro_batch_size_per_gpu", 2),
+        ("optimizer.type", "Adam"),
+        ("optimizer.params.lr", 2e-3),
+        ("scheduler", {"type": "WarmupLR", "params": {}}),
+    ],
+)
+def test_stock_config_that_moves_bits_or_places_data_elsewhere_is_refused(tmp_path: Path, path: str, value: object) -> None:
+    with pytest.raises(ConfigError) as refused:
+        arms_with_stock(tmp_path, changed(path, value))
+    text = str(refused.value)
+    assert path in text and "base.json" in text and "other.json" in text
+    assert ("absent" if value is None or path not in json_paths(BASE) else json.dumps(value)) in text
+
+
+def json_paths(config: object, prefix: str = "") -> set[str]:
+    if not isinstance(config, dict):
+        return {prefix}
+    return {prefix}.union(*(json_paths(value, f"{prefix}.{key}".lstrip(".")) for key, value in config.items()))
+
+
+def test_stock_configs_own_section_cannot_change_the_seeds(tmp_path: Path) -> None:
+    base = write(tmp_path, "base.json", BASE | {"vertical_schedule": {"seed": 1}})
+    stock = write(tmp_path, "stock.json", BASE | {"vertical_schedule": {"seed": 2}})
+    assert build_arms(base, stock, []).stock["vertical_schedule"] == {"seed": 1, "enabled": False}
+
+
+def test_known_keys_are_those_that_deepspeed_reads() -> None:
+    asked: set[str] = set()
+
+    class Recording(dict):
+        def __getitem__(self, key: str) -> Any:
+            asked.add(key)
+            return super().__getitem__(key)
+
+        def __contains__(self, key: object) -> bool:
+            asked.add(str(key))
+            return super().__contains__(key)
+
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+    deepspeed_config.DeepSpeedConfig(Recording(BASE))
+    removed = set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    assert len(asked - removed) > 30
+    assert asked - removed - {"amp"} <= TOP_LEVEL_KEYS
+
+
+# --- bad input, before anything runs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config", "{config}", "--", "{missing}"], "no such script"),
+        (["--config", "{config}", "--"], "write `-- SCRIPT"),
+        (["--config", "{config}"], "write `-- SCRIPT"),
+        (["--config", "{missing}", "--", "{script}"], "missing: no such file"),
+        (["--config", "{broken}", "--", "{script}"], "broken.json: not valid JSON"),
+        (["--config", "{list}", "--", "{script}"], "list.json"),
+        (["--config", "{stage2}", "--", "{script}"], "stage2.json: zero_optimization.stage"),
+        (["--config", "{config}", "--stock-config", "{missing}", "--", "{script}"], "missing: no such file"),
+        (["--config", "{config}", "--set", "oops=1", "--", "{script}"], "--set oops=1"),
+        (["--config", "{config}", "--steps", "1", "--", "{script}"], "--steps 1"),
+        (["--config", "{config}", "--repeat", "0", "--", "{script}"], "--repeat 0"),
+        (["--config", "{config}", "--num-ranks", "0", "--", "{script}"], "--num-ranks 0"),
+        (["--config", "{config}", "--out", "{config}", "--", "{script}"], "cannot write there"),
+        (["--config", "{config}", "--", "{script}", "--deepspeed_config", "x"], "--deepspeed_config"),
+        (["--config", "{config}", "--", "{script}", "--deepspeed_config=x"], "--deepspeed_config"),
+    ],
+)
+def test_bad_input_is_refused_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    files = {
+        "config": write(tmp_path, "config.json", BASE),
+        "broken": write(tmp_path, "broken.json", '{"zero_optimization": '),
+        "list": write(tmp_path, "list.json", [1]),
+        "stage2": write(tmp_path, "stage2.json", changed("zero_optimization.stage", 2)),
+        "script": write(tmp_path, "script.py", "raise SystemExit('must not run')"),
+        "missing": tmp_path / "missing",
+    }
+    before = sorted(tmp_path.iterdir())
+    assert ab.main([argument.format(**files) for argument in arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# --- the verdict ---------------------------------------------------------------------------------------------------
+
+
+def make_run(
+    arm: str, repeat: int, losses: Sequence[Sequence[float]], step_s: float = 1.0, num_ranks: int = 1, **fields: Any
+) -> Run:
+    """A run whose step i has losses[i]; rank r reads 100 * (r + 1) bytes, the first step is ten times slower."""
+    engine = fields.pop("engine", "VerticalEngine" if arm == "vertical" else "DeepSpeedEngine")
+    ranks = {
+        rank: [
+            StepRecord(
+                step=index + 1,
+                engine=engine,
+                step_s=step_s * (10 if index == 0 else 1) + 0.5 * rank,
+                tokens=8,
+                read_bytes=100 * (rank + 1),
+                write_bytes=10,
+                peak_host_bytes=1000 + index,
+                loss=sum(step) / len(step),
+                losses=tuple(step),
+                **fields,
+            )
+            for index, step in enumerate(losses)
+        ]
+        for rank in range(num_ranks)
+    }
+    return Run(arm, repeat, ranks)
+
+
+LOSSES = [(3.0, 2.0), (2.5, 1.5), (2.0, 1.0)]
+EXACT = Contract(1e-3, ())
+TOLERANT = Contract(1e-3, ("tied weights",))
+
+
+def test_equal_losses_are_equal_even_when_not_a_number() -> None:
+    losses = [(3.0, math.nan), (math.inf, 1.0)]
+    verdict = compare_losses([make_run("stock", 0, losses), make_run("vertical", 0, losses)], EXACT)
+    assert (verdict.agreement, verdict.first, verdict.max_relative) == (Agreement.EQUAL, None, 0.0)
+
+
+def test_last_bit_of_one_micro_batch_counts_where_the_contract_is_exact() -> None:
+    near = [LOSSES[0], (2.5, math.nextafter(1.5, 2.0)), LOSSES[2]]
+    runs = [make_run("stock", 0, LOSSES), make_run("vertical", 0, near)]
+    exact, tolerant = compare_losses(runs, EXACT), compare_losses(runs, TOLERANT)
+    assert (exact.agreement, tolerant.agreement) == (Agreement.DIFFERENT, Agreement.WITHIN)
+    assert exact.first is not None and (exact.first.step, exact.first.micro_batch) == (2, 1)
+    assert "tied weights" in describe_losses(tolerant, 3)
+    text = describe_losses(exact, 3)
+    assert "DIFFERENT" in text and "1.5 in stock.0" in text and "1.5000000000000002 in vertical.0" in text
+
+
+def test_beyond_the_tolerance_names_the_first_step_beyond_it() -> None:
+    far = [(3.001, 2.0), (2.5, 1.5 * 1.01), (2.0, 9.0)]
+    verdict = compare_losses([make_run("stock", 0, LOSSES), make_run("vertical", 0, far)], TOLERANT)
+    assert verdict.agreement is Agreement.DIFFERENT
+    assert verdict.first is not None and verdict.first.step == 2
+    assert verdict.max_relative == pytest.approx(8 / 9)
+
+
+def test_not_finite_against_finite_is_different_whatever_the_tolerance() -> None:
+    runs = [make_run("stock", 0, [(1.0,)]), make_run("vertical", 0, [(math.nan,)])]
+    assert compare_losses(runs, Contract(1e9, ("tied weights",))).agreement is Agreement.DIFFERENT
+
+
+def test_an_arm_that_does_not_repeat_itself_is_seen() -> None:
+    other = [*LOSSES[:2], (2.0, 1.1)]
+    runs = [make_run("stock", 0, LOSSES), make_run("vertical", 0, LOSSES), make_run("stock", 1, other)]
+    verdict = compare_losses(runs, EXACT)
+    assert verdict.first is not None and verdict.first.right_run == "stock.1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_ranks", "tied", "reasons", "tolerance"),
+    [
+        ({}, 1, False, (), 1e-3),
+        ({}, 1, True, ("tied weights",), 1e-3),
+        ({}, 1, None, ("the model may have tied weights",), 1e-3),
+        ({}, 2, False, ("2 ranks",), 1e-3),
+        ({"bf16": {"enabled": False}}, 1, False, (), 1e-6),
+        ({"bf16": {"enabled": False}, "data_types": {}}, 1, False, (), 1e-6),
+        ({"data_types": {}}, 1, False, ("gradients summed in bf16",), 1e-3),
+        ({"vertical_schedule": {"snake": True}}, 1, False, ("snake order",), 1e-3),
+    ],
+)
+def test_contract_is_exact_unless_there_is_a_reason(
+    changes: dict[str, Any], num_ranks: int, tied: bool | None, reasons: tuple[str, ...], tolerance: float
+) -> None:
+    assert contract_of(BASE | changes, num_ranks, tied) == Contract(tolerance, reasons)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (make_run("vertical", 0, LOSSES, engine="DeepSpeedEngine"), "instead of VerticalEngine"),
+        (make_run("vertical", 0, LOSSES[:2]), "2 steps instead of 3"),
+        (make_run("vertical", 0, LOSSES, num_ranks=2), "2 ranks instead of 1"),
+        (make_run("vertical", 0, [(3.0,), (2.5,), (2.0,)]), "micro-batches"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused(wrong: Run, words: str) -> None:
+    stock = make_run("stock", 0, LOSSES)
+    check_runs([stock, make_run("vertical", 0, LOSSES)], 3, 1)
+    with pytest.raises(ComparisonError, match=words):
+        check_runs([stock, wrong], 3, 1)
+
+
+def test_summary_leaves_out_first_steps_sums_bytes_and_takes_the_slowest_rank() -> None:
+    runs = [make_run("stock", repeat, LOSSES, step_s=1.0 + repeat, num_ranks=2) for repeat in range(2)]
+    summary = summarize(runs)
+    assert summary.step_s_by_repeat == ((1.5, 1.5), (2.5, 2.5))
+    assert summary.step_s == 2.0
+    assert summary.tokens_per_s == 16 / 2.0
+    assert (summary.read_bytes_per_step, summary.write_bytes_per_step) == (300, 20)
+    assert summary.peak_host_bytes == 2 * 1002
+    assert summary.losses == (2.5, 2.0, 1.5)
+
+
+def test_table_shows_both_arms_and_their_ratio() -> None:
+    stock, vertical = (summarize([make_run(arm, 0, LOSSES, step_s)]) for arm, step_s in (("stock", 3.0), ("vertical", 1.5)))
+    text = table(stock, vertical)
+    assert re.search(r"^step +3 s +1\.5 s +2\.00$", text, re.M)
+    assert "DeepSpeedEngine" in text and "VerticalEngine" in text
+
+
+# --- real launches -------------------------------------------------------------------------------------------------
+
+
+def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`ds-vertical ab` as a process, 3 steps of SCRIPT in each arm."""
+    return subprocess.run(ab_command(folder, *arguments), capture_output=True, text=True, timeout=200)
+
+
+def ab_command(folder: Path, *arguments: str) -> list[str]:
+    script, config = write(folder, "script.py", SCRIPT), write(folder, "config.json", BASE)
+    own = ["--config", str(config), "--out", str(folder / "out"), "--steps", "3"]
+    return [sys.executable, "-m", "ds_vertical.cli", "ab", *own, "--", str(script), *arguments]
+
+
+def test_equal_arms_give_a_table_and_a_report(tmp_path: Path) -> None:
+    done = launch(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.index("equal bit for bit") < done.stdout.index("stock/vertical")
+    report = json.loads((tmp_path / "out" / "ab.json").read_text())
+    assert report["losses_equal"] is True
+    assert report["speedup"] == report["arms"]["stock"]["step_s"] / report["arms"]["vertical"]["step_s"] > 1.5
+    for arm, engine, enabled in (("stock", "DeepSpeedEngine", False), ("vertical", "VerticalEngine", True)):
+        entry = report["arms"][arm]
+        assert entry["engine"] == engine
+        assert entry["losses"] == [3.5, 3.5, 3.5]
+        assert entry["tokens_per_s"] == pytest.approx(8 / entry["step_s"])
+        assert entry["peak_host_bytes"] > 0 and entry["read_bytes_per_step"] >= 0 <= entry["write_bytes_per_step"]
+        written = json.loads((tmp_path / "out" / f"{arm}.json").read_text())
+        assert written == report["configs"][arm] == BASE | {"vertical_schedule": {"enabled": enabled}}
+    assert report["command"][:2] == ["ds-vertical", "ab"] and report["versions"]["deepspeed"] == "0.19.8"
+
+
+def test_different_losses_fail_without_any_speed(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "ab.json").write_text("an earlier result")
+    done = launch(tmp_path, "--shift", "0.001")
+    assert done.returncode == 1
+    assert "step 1, micro-batch 1" in done.stdout and "4.0 in stock.0, 4.001 in vertical.0" in done.stdout
+    report = json.loads((tmp_path / "out" / "ab.json").read_text())
+    assert (report["losses_equal"], report["speedup"]) == (False, None)
+    assert report["losses_verdict"]["first_difference"]["step"] == 1
+    for text in (done.stdout, json.dumps(report["arms"])):
+        assert "tokens" not in text and "step_s" not in text and "stock/vertical" not in text
+
+
+def test_failing_arm_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--fail-in", "stock")
+    assert done.returncode == 1
+    assert "stock.0 ended with status" in done.stderr and "this arm fails" in done.stderr
+    assert str(tmp_path / "out" / "stock.0.log") in done.stderr
+    assert not (tmp_path / "out" / "ab.json").exists()
+    assert not (tmp_path / "out" / "vertical.0.log").exists()
+
+
+def test_ended_ab_ends_its_run(tmp_path: Path) -> None:
+    with subprocess.Popen(ab_command(tmp_path, "--hang"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        pid = wait_for_pid(tmp_path / "out" / "stock.0.log", process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert not is_alive(pid)
+
+
+def wait_for_pid(log: Path, process: subprocess.Popen[bytes]) -> int:
+    """The pid that SCRIPT prints with --hang, once its log has it."""
+    for _ in range(600):
+        match = re.search(r"^pid (\d+)$", log.read_text() if log.exists() else "", re.M)
+        if match:
+            return int(match[1])
+        assert process.poll() is None, "ab ended before its run trained"
+        time.sleep(0.1)
+    raise AssertionError("the run did not start within 60 s")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended but was not yet waited for does not count."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

@@ -1,0 +1,166 @@
+"""A small model and the stores of a step in plain memory: layer-major training without DeepSpeed, and by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vertical.gradients import GradientStore
+from ds_vertical.layers import LayerMap, Unit, map_layers
+from ds_vertical.schedule import Schedule
+from ds_vertical.sweeps import Body, Sweeps
+from ds_vertical.threadstate import ThreadState, applied
+from ds_vertical.transfer import Ticket
+
+WIDTH = 8
+LR = 0.1
+Grads = dict[str, torch.Tensor]
+
+
+class ToyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, hidden: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+        return hidden + self.drop(torch.tanh(self.up(hidden) * side))
+
+
+class ToyModel(nn.Module):
+    """What makes layer-major order hard, in small: dropout, a side tensor that enters every block, glue with weights of
+    its own before every block."""
+
+    def __init__(self, num_layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.gains = nn.ParameterList([torch.linspace(0.5, 1.5, WIDTH) for _ in range(num_layers)])
+        self.blocks = nn.ModuleList([ToyBlock() for _ in range(num_layers)])
+        self.head = nn.Linear(WIDTH, 3)
+        self.at: Callable[[str], None] = lambda where: None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.at("prefix")
+        side, hidden = torch.sigmoid(self.side(inputs)), self.embed(inputs)
+        for index, (gain, block) in enumerate(zip(self.gains, self.blocks, strict=True)):
+            self.at(f"glue {index}")
+            hidden = block(hidden * gain, side)
+        self.at("suffix")
+        return self.head(hidden).square().mean()
+
+
+def toy_model(num_layers: int = 4) -> ToyModel:
+    torch.manual_seed(0)
+    return ToyModel(num_layers)
+
+
+def toy_inputs(num_micro_batches: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2 + index, WIDTH, generator=generator) for index in range(num_micro_batches)]
+
+
+class MemoryParams:
+    """A ParamStore without SSD: a unit's weights are there from its ticket's wait to its release, and NaN otherwise."""
+
+    def __init__(self, layers: LayerMap) -> None:
+        self.units = layers.units
+        self.home = {id(p): p.detach().clone() for params in layers.units.values() for p in params}
+        self.fetched: list[Unit] = []
+        self.host_bytes = 12345
+        for unit in self.units:
+            self._forget(unit)
+
+    def fetch(self, unit: Unit) -> Ticket:
+        self.fetched.append(unit)
+        return Ticket(f"fetch {unit}", lambda: self._arrive(unit), 4 * sum(p.numel() for p in self.units[unit]))
+
+    def release(self, unit: Unit) -> None:
+        self.fetched.remove(unit)
+        self._forget(unit)
+
+    def release_all(self) -> None:
+        for unit in list(self.fetched):
+            self.release(unit)
+
+    def _arrive(self, unit: Unit) -> None:
+        for param in self.units[unit]:
+            param.data = self.home[id(param)].clone()
+
+    def _forget(self, unit: Unit) -> None:
+        for param in self.units[unit]:
+            param.data = torch.full_like(param.data, float("nan"))
+
+
+class MemoryOptimizer:
+    """Plain gradient descent on the weights' homes; remembers each step's gradients by parameter."""
+
+    def __init__(self, params: MemoryParams) -> None:
+        self.params = params
+        self.grads: dict[int, torch.Tensor] = {}
+        self.num_norms = 0
+
+    def reduce_unit(self, params: Sequence[nn.Parameter], sums: Sequence[torch.Tensor]) -> None:
+        self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(params, sums, strict=True)}
+
+    def open_step(self) -> None:
+        self.num_norms += 1
+
+    def step_unit(self, unit: Unit) -> None:
+        for param in self.params.units[unit]:
+            self.params.home[id(param)] -= LR * self.grads[id(param)]
+
+
+class ToyTraining:
+    """Sweeps over the toy model; `step` gives losses and gradients by name, `weights` the weights' homes."""
+
+    def __init__(self, model: ToyModel, overlap: bool = True) -> None:
+        self.model = model
+        self.layers = map_layers(model, ["blocks"])
+        self.params = MemoryParams(self.layers)
+        self.optimizer = MemoryOptimizer(self.params)
+        self.gradients = GradientStore(
+            self.layers.units, torch.float32, lambda p: self.params.home[id(p)].numel(), lambda p: p.dtype
+        )
+        self.sweeps = Sweeps(self.layers, self.params, overlap=overlap)
+
+    def step(self, schedule: Schedule, bodies: Sequence[Callable[[], Any]], seed: int) -> tuple[list[float], Grads]:
+        runs = [Body(run, seed + index) for index, run in enumerate(bodies)]
+        losses = self.sweeps.train(schedule, runs, self.gradients, self.optimizer, self._backward(len(runs)))
+        return [loss.item() for loss in losses], self._named(self.optimizer.grads)
+
+    def weights(self) -> Grads:
+        return self._named(self.params.home)
+
+    def _named(self, values: dict[int, torch.Tensor]) -> Grads:
+        return {name: values[id(param)].clone() for name, param in self.model.named_parameters()}
+
+    @staticmethod
+    def _backward(num_micro_batches: int) -> Callable[[torch.Tensor], None]:
+        return lambda loss: (loss / num_micro_batches).backward(retain_graph=True)
+
+
+def plain_step(model: ToyModel, bodies: Sequence[Callable[[], Any]], seed: int) -> tuple[list[float], Grads]:
+    """The same step by plain autograd, one micro-batch after another, on weights that are all there."""
+    losses = []
+    for index, run in enumerate(bodies):
+        with applied(ThreadState.capture().seeded(seed + index)):
+            loss = run()
+            (loss / len(bodies)).backward()
+        losses.append(loss.item())
+    grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    for param in model.parameters():
+        assert param.grad is not None
+        param.data -= LR * param.grad
+        param.grad = None
+    return losses, grads
+
+
+def facts(state: ThreadState) -> dict[str, Any]:
+    """A snapshot's fields in a form that compares with ==."""
+    values = {field.name: getattr(state, field.name) for field in fields(state)}
+    return {name: v.numpy().tobytes() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
