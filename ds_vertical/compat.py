@@ -276,6 +276,12 @@ def lock_host_bytes(handle: Any, num_bytes: int) -> torch.Tensor:
     return get_accelerator().pin_memory(torch.empty(num_bytes, dtype=torch.uint8))
 
 
+def unlock_host_bytes(handle: Any, buffer: torch.Tensor) -> None:
+    """Give back what `lock_host_bytes` took; the tensor must not be used afterwards."""
+    if get_accelerator().is_synchronized_device():
+        handle.free_cpu_locked_tensor(buffer)
+
+
 # ---- hooks
 
 

@@ -253,6 +253,11 @@ class VerticalEngine(compat.DeepSpeedEngine):
 
         return body
 
+    def destroy(self) -> None:
+        """As DeepSpeed's, and give the host buffers of the parameters back. Calling it twice is harmless."""
+        self._params.close()
+        super().destroy()
+
     # ---- saving
 
     def save_16bit_model(

@@ -58,8 +58,11 @@ class ParamStore:
 
         def new_buffers(num_bytes: int, count: int) -> list[HostBuffer]:
             handles = [new_handle() for _ in range(count)] if num_bytes else []
-            return [HostBuffer(compat.lock_host_bytes(h, num_bytes), h, Lane(device)) for h in handles]
+            buffers = [HostBuffer(compat.lock_host_bytes(h, num_bytes), h, Lane(device)) for h in handles]
+            self._buffers += buffers
+            return buffers
 
+        self._buffers: list[HostBuffer] = []
         sizes = {unit: sum(shard.num_bytes for shard in shards) for unit, shards in self._shards.items()}
         largest = max((size for unit, size in sizes.items() if unit != "pre"), default=0)
         count = min(num_buffers, sum(1 for unit, size in sizes.items() if unit != "pre" and size))
@@ -117,6 +120,13 @@ class ParamStore:
             if resident.buffer is not None and not resident.ticket.done:
                 resident.buffer.wait_reads()
             self.release(unit)
+
+    def close(self) -> None:
+        """Release everything and give the host buffers back. The store cannot be used afterwards."""
+        self.release_all()
+        while self._buffers:
+            buffer = self._buffers.pop()
+            compat.unlock_host_bytes(buffer.handle, buffer.data)
 
     def _pool(self, unit: Unit) -> BufferPool:
         return self._pre_buffers if unit == "pre" else self._layer_buffers

@@ -171,7 +171,16 @@ def dispose(engine: Any) -> None:
     """Destroy an engine and drop what stock keeps alive of it: a global stack of modules, and so all its locked buffers."""
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
 
+    swappers = {id(s): s for p in engine.module.parameters() if (s := getattr(p, "nvme_swapper", None)) is not None}
+    state_swapper = engine.optimizer.optimizer_swapper
     engine.destroy()
+    for swapper in swappers.values():
+        swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
+        if swapper.partitioned_swap_buffer is not None:
+            swapper.aio_write_handle.free_cpu_locked_tensor(swapper.partitioned_swap_buffer)
+    if state_swapper is not None:
+        for buffer in state_swapper.swap_buffer_manager.all_buffers:
+            state_swapper.aio_handle.free_cpu_locked_tensor(buffer)
     parameter_offload.FWD_MODULE_STACK.clear()
     partition_parameters.top_level_context = None
     gc.collect()

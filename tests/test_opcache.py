@@ -1,0 +1,290 @@
+"""The op cache with real compiles of a tiny op through DeepSpeed's own builder: shared, visible, and safe after a kill."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_vertical import buildlock, opcache
+
+TINY_SOURCE = """
+#include <Python.h>
+static PyModuleDef tiny = {PyModuleDef_HEAD_INIT, "tiny", nullptr, -1, nullptr};
+PyMODINIT_FUNC PyInit_tiny() { return PyModule_Create(&tiny); }
+"""
+
+# what a process of a user does: activate, then let DeepSpeed load an op
+LOAD_TINY = """
+import shutil, sys
+from ds_vertical import opcache
+opcache.activate()
+from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
+
+class TinyBuilder(CPUOpBuilder):
+    def __init__(self): super().__init__(name="tiny")
+    def absolute_name(self): return "deepspeed.ops.tiny_op"
+    def sources(self): return [sys.argv[1]]
+    def include_paths(self): return []
+    def cxx_args(self): return ["-O0"]
+
+print("LOADED", TinyBuilder().load(verbose=False).__file__)
+print("NINJA", shutil.which("ninja"))
+"""
+
+# stands before the real compiler on PATH: slow, so that a second process or a kill can come in between
+SLOW_COMPILER = """#!/bin/sh
+case "$*" in *-c*) touch "$COMPILING"; sleep "${SLEEP:-0}";; esac
+exec {compiler} "$@"
+"""
+
+
+class User:
+    """Starts processes that share one cache, below a folder of this test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.source = folder / "tiny.cpp"
+        self.source.write_text(TINY_SOURCE)
+        self.compiling = folder / "compiling"
+        compiler = shutil.which("c++")
+        tools = folder / "bin"
+        tools.mkdir()
+        (tools / "c++").write_text(SLOW_COMPILER.replace("{compiler}", compiler or ""))
+        (tools / "c++").chmod(0o755)
+        own = ("TORCH_EXTENSIONS_DIR", "CXX", "DS_VERTICAL_CACHE")
+        self.environment = {name: value for name, value in os.environ.items() if name not in own} | {
+            "PATH": f"{tools}:/usr/bin:{os.environ['PATH']}",  # Debian's ninja, where there is one, comes first
+            "DS_VERTICAL_CACHE": str(folder / "cache"),
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "COMPILING": str(self.compiling),
+        }
+
+    def start(self, python: str = sys.executable, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [python, "-c", LOAD_TINY, str(self.source)],
+            env=self.environment | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def load(self, python: str = sys.executable, **environment: str) -> tuple[str, str]:
+        """Library that a new process loaded, and what it said meanwhile."""
+        return finish(self.start(python, **environment))
+
+    def await_compile(self) -> None:
+        deadline = time.monotonic() + 60
+        while not self.compiling.exists():
+            assert time.monotonic() < deadline, "the compiler was never called"
+            time.sleep(0.05)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return next(line.split()[1] for line in out.splitlines() if line.startswith("LOADED")), err
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> User:
+    return User(tmp_path)
+
+
+@pytest.fixture
+def fresh_facts(monkeypatch: pytest.MonkeyPatch):
+    """`build_facts` is read once per process: forget it before and after."""
+    opcache.build_facts.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    opcache.build_facts.cache_clear()
+
+
+# -------------------------------------------------------------------------------------------------------------- the key
+
+
+@pytest.mark.parametrize(("variable", "value"), [("CXXFLAGS", "-O1"), ("LDFLAGS", "-L/opt"), ("CXX", "cat")])
+def test_key_depends_on_compiler_and_flags(fresh_facts: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    before = opcache.build_facts().key()
+    opcache.build_facts.cache_clear()
+    fresh_facts.setenv(variable, value)
+    assert opcache.build_facts().key() != before
+
+
+def test_key_depends_on_the_accelerator(fresh_facts: pytest.MonkeyPatch) -> None:
+    keys = set()
+    for name in ("cpu", "cuda"):
+        fresh_facts.setenv("DS_ACCELERATOR", name)
+        opcache.build_facts.cache_clear()
+        keys.add(opcache.build_facts().key())
+    assert len(keys) == 2
+
+
+def test_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("DS_VERTICAL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert opcache.cache_root() == tmp_path / "ds_vertical" / "ops"
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "mine"))
+    assert opcache.cache_root() == tmp_path / "mine" / "ops"
+
+
+# ---------------------------------------------------------------------------------------------------------- environment
+
+
+def test_the_venvs_ninja_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = tmp_path / "ninja"
+    other.write_text("#!/bin/sh\necho 1.11.1\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    opcache.set_environment()
+    assert shutil.which("ninja") == str(Path(sys.prefix) / "bin" / "ninja")
+    path = os.environ["PATH"]
+    opcache.set_environment()
+    assert os.environ["PATH"] == path, "a second call must change nothing"
+
+
+def test_a_folder_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    opcache.set_environment()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
+
+
+def test_a_folder_inherited_from_another_accelerator_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(opcache.cache_root() / "other-key" / "jit-0"))
+    opcache.set_environment()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(opcache.jit_folder())
+
+
+# ---------------------------------------------------------------------------------------------------------------- locks
+
+
+def hold(lock: Path, seconds: float) -> subprocess.Popen[bytes]:
+    """A process that compiles, as far as torch's lock tells: it holds the file open, then removes it."""
+    code = f"import os, time; os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL); time.sleep({seconds}); os.remove({str(lock)!r})"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    while not lock.exists():
+        time.sleep(0.01)
+    return process
+
+
+def test_lock_of_a_dead_compile_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    builder = hold(lock, 60)
+    builder.send_signal(signal.SIGKILL)
+    builder.wait()
+    assert lock.exists()
+    buildlock.wait_for_lock(lock)
+    assert not lock.exists()
+    assert str(lock) in capsys.readouterr().err
+
+
+def test_lock_of_a_live_compile_is_waited_for_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    builder = hold(lock, 1.5)
+    start = time.monotonic()
+    assert not buildlock.clear_stale_lock(lock)
+    buildlock.wait_for_lock(lock)
+    assert time.monotonic() - start > 0.7 and not lock.exists()
+    assert f"waiting for process [{builder.pid}]" in capsys.readouterr().err
+    assert builder.wait() == 0, "its lock was taken from under it"
+
+
+# ------------------------------------------------------------------------------------------------------- compile and share
+
+
+def test_compiled_once_then_imported_also_by_a_second_clone(user: User, tmp_path: Path) -> None:
+    library, words = user.load()
+    assert "compiling DeepSpeed's op tiny" in words and Path(library).is_relative_to(tmp_path)
+    user.compiling.unlink()
+    again, words = user.load()
+    shared = next((tmp_path / "cache" / "ops").glob("*/lib/tiny.so"))
+    assert again == str(shared) and "compiling" not in words
+
+    # a clone has its own virtual environment, hence other paths on every command line of the compiler
+    clone = tmp_path / "clone"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", clone], check=True)
+    packages = next(clone.glob("lib/python*/site-packages"))
+    here = Path(opcache.__file__).parents[1]
+    ours = next(entry for entry in sys.path if entry.endswith("site-packages"))
+    (packages / "main.pth").write_text(f"{ours}\n{here}\n")
+    (clone / "bin" / "ninja").symlink_to(Path(sys.prefix) / "bin" / "ninja")
+    from_clone, words = user.load(python=str(clone / "bin" / "python"))
+    assert from_clone == str(shared) and "compiling" not in words
+    assert not user.compiling.exists(), "the compiler was called again"
+
+
+def test_killed_compile_does_not_hang_the_next_process(user: User) -> None:
+    victim = user.start(SLEEP="60")
+    user.await_compile()
+    os.killpg(victim.pid, signal.SIGKILL)
+    victim.communicate()
+    assert list((user.folder / "cache").rglob("tiny/lock")), "torch left no lock: this test shows nothing"
+    library, words = user.load()
+    assert Path(library).exists() and "is dead" in words and "compiling" in words
+
+
+def test_two_builders_take_turns_visibly(user: User) -> None:
+    first = user.start(SLEEP="6")
+    user.await_compile()
+    second = user.start()
+    (_, first_words), (_, second_words) = finish(first), finish(second)
+    assert f"waiting for the other builder (process {first.pid} on" in second_words
+    assert "compiling" not in second_words
+    assert "tiny:    5 s, 0 objects" in first_words, "a long compile must give signs of life"
+
+
+def test_failed_compile_shows_the_compilers_words_and_leaves_no_lock(user: User) -> None:
+    user.source.write_text("#error this op does not compile\n")
+    process = user.start()
+    _, words = process.communicate(timeout=100)
+    assert process.returncode != 0 and "error: #error this op does not compile" in words
+    user.source.write_text(TINY_SOURCE)
+    assert Path(user.load()[0]).exists()
+
+
+def test_a_damaged_library_does_not_count_as_ready(fresh_facts: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh_facts.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
+    built = tmp_path / "tiny.so"
+    built.write_bytes(b"a whole library")
+    assert opcache.ready_library("tiny") is None
+    opcache._record_ready(built, 1.0)
+    shared = opcache.ready_library("tiny")
+    assert shared is not None and shared.read_bytes() == b"a whole library"
+    shared.write_bytes(b"half")
+    assert opcache.ready_library("tiny") is None
+
+
+# ------------------------------------------------------------------------------------------------------------ real ops
+
+
+def test_all_ops_load_from_the_users_cache_in_seconds() -> None:
+    code = """
+from ds_vertical import opcache
+opcache.activate()
+for class_name in opcache.needed_ops().values():
+    print(opcache._builder(class_name).load(verbose=False).__file__)
+"""
+    start = time.monotonic()
+    environment = os.environ | {"TORCH_EXTENSIONS_DIR": ""}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60)
+    files = [line for line in run.stdout.splitlines() if line.endswith(".so")]
+    assert files == [str(opcache.cache_folder() / "lib" / f"{name}.so") for name in opcache.needed_ops()]
+    assert "compiling" not in run.stderr and time.monotonic() - start < 40
+
+
+@pytest.mark.slow
+def test_build_ops_compiles_a_real_op_into_an_empty_cache(user: User) -> None:
+    code = "from ds_vertical import opcache; opcache.activate(); opcache._builder('ShareMemCommBuilder').load(verbose=False)"
+    run = subprocess.run([sys.executable, "-c", code], env=user.environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    assert "deepspeed_shm_comm is ready after" in run.stderr and "/3 objects" in run.stderr

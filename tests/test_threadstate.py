@@ -1,0 +1,258 @@
+"""The state that torch keeps per thread: every field captured and put back, and forwards that take turns on one thread
+without seeing each other's."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toy import facts
+
+from ds_vertical.layers import map_layers
+from ds_vertical.microbatch import MicroBatch, Stubs
+from ds_vertical.threadstate import ThreadState, applied, inference_guard, preserved
+
+RNG = {"rng"}
+CHANGES: dict[str, Callable[[], object]] = {
+    "grad": lambda: torch.set_grad_enabled(False),
+    "autocast": lambda: torch.set_autocast_enabled("cpu", True),
+    "autocast dtype": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "autocast_cache": lambda: torch.set_autocast_cache_enabled(False),
+    "autocast_nesting": lambda: (torch.autocast_increment_nesting(), torch.autocast_increment_nesting()),
+    "rng": lambda: torch.rand(3),
+}
+NEED_A_GPU = {"device_rng", "device", "stream"}
+
+
+def now() -> dict[str, Any]:
+    return facts(ThreadState.capture())
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    return {name for name in before if before[name] != after[name]}
+
+
+@pytest.fixture(autouse=True)
+def left_alone() -> Iterator[None]:
+    """Whatever a test does to the thread's state, the next one starts from the same."""
+    outer = ThreadState.capture()
+    guard = inference_guard(False)
+    yield
+    del guard
+    outer.apply()
+
+
+def test_every_field_has_a_test_here() -> None:
+    assert {f.name for f in fields(ThreadState)} == {name.split()[0] for name in CHANGES} | NEED_A_GPU | {"inference"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_captured_applied_and_taken_back(name: str) -> None:
+    before = ThreadState.capture()
+    CHANGES[name]()
+    after = ThreadState.capture()
+    assert changed(facts(before), facts(after)) == {name.split()[0]}
+    before.apply()
+    assert now() == facts(before)
+    after.apply()
+    assert now() == facts(after)
+    before.apply()
+    with applied(after):
+        assert now() == facts(after)
+    assert now() == facts(before)
+
+
+def test_inference_mode_is_captured_and_applied_both_ways() -> None:
+    before = ThreadState.capture()
+    with torch.inference_mode():
+        inside = ThreadState.capture()
+        with applied(before):
+            assert now() == facts(before)
+            assert torch.ones(1, requires_grad=True).mul(2).requires_grad
+        assert now() == facts(inside)
+    assert changed(facts(before), facts(inside)) == {"inference", "grad"}
+    with applied(inside):
+        assert torch.ones(1).is_inference()
+        assert now() == facts(inside)
+    assert now() == facts(before)
+
+
+@pytest.mark.gpu
+def test_device_stream_and_device_rng_are_captured_and_taken_back() -> None:
+    torch.rand(1, device="cuda")
+    before = ThreadState.capture()
+    stream = torch.cuda.Stream()
+    torch.cuda.set_stream(stream)
+    torch.rand(3, device="cuda")
+    after = ThreadState.capture()
+    assert changed(facts(before), facts(after)) == {"device_rng", "stream"}
+    before.apply()
+    assert now() == facts(before)
+    with applied(after):
+        assert torch.cuda.current_stream() == stream
+    assert now() == facts(before)
+    assert after.device == torch.cuda.current_device()
+
+
+def test_seeded_gives_a_stream_of_its_own_and_leaves_the_outer_one_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(0)
+    outer = ThreadState.capture()
+    seeded = outer.seeded(5)
+    assert now() == facts(outer)
+    assert changed(facts(outer), facts(seeded)) == RNG
+    assert torch.equal(seeded.rng, outer.seeded(5).rng)
+    assert not torch.equal(seeded.rng, outer.seeded(6).rng)
+    with applied(seeded):
+        assert torch.equal(torch.rand(4), expected)
+    assert now() == facts(outer)
+
+
+def test_without_autocast_cache_changes_that_alone() -> None:
+    state = ThreadState.capture()
+    assert state.autocast_cache is True
+    assert changed(facts(state), facts(state.without_autocast_cache())) == {"autocast_cache"}
+
+
+def _spoil() -> None:
+    for change in CHANGES.values():
+        change()
+
+
+@pytest.mark.parametrize("use", ["preserved", "applied"])
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_the_outer_state_is_back_after_the_block(use: str, error: type[BaseException] | None) -> None:
+    before = ThreadState.capture()
+    block = preserved() if use == "preserved" else applied(before.seeded(3))
+    with nullcontext() if error is None else pytest.raises(error):
+        with block:
+            _spoil()
+            assert changed(facts(before), now()) == {"grad", "autocast", "autocast_cache", "autocast_nesting", "rng"}
+            if error is not None:
+                raise error("on purpose")
+    assert now() == facts(before)
+
+
+# ---- forwards that take turns
+
+COLOUR: contextvars.ContextVar[str] = contextvars.ContextVar("COLOUR", default="none")
+
+
+def sight() -> tuple[Any, ...]:
+    """What model code can see of the thread's state, one random number drawn included."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        COLOUR.get(),
+        round(torch.rand(1).item(), 6),
+        (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
+    )
+
+
+class Seen(list[tuple[Any, ...]]):
+    """A list that is one value to pytree, so that the layers write into it and not into a copy."""
+
+
+class Witness(nn.Module):
+    """Two layers; everything writes down what it sees, under the name that its input carries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([WitnessLayer(), WitnessLayer()])
+
+    def forward(self, inputs: torch.Tensor, seen: Seen, colour: str) -> torch.Tensor:
+        seen.append(("prefix", *sight()))
+        inside = torch.autocast("cpu", dtype=torch.bfloat16) if colour == "inside" else nullcontext()
+        with inside:
+            hidden = inputs
+            for index, layer in enumerate(self.layers):
+                COLOUR.set(f"{colour} {index}")
+                hidden = layer(hidden, seen)
+                seen.append((f"glue {index}", *sight()))
+        return hidden.float().sum()
+
+
+class WitnessLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor, seen: Seen) -> torch.Tensor:
+        seen.append(("layer", *sight()))
+        return nn.functional.dropout(self.inner(hidden), 0.5)
+
+
+@contextmanager
+def all_of_it() -> Iterator[None]:
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
+        yield
+
+
+# how one micro-batch's forward runs, its own user code
+MANNERS: dict[str, Callable[[], Any]] = {
+    "plain": nullcontext,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "inside": nullcontext,  # the model itself opens autocast between its prefix and its end
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "nested": all_of_it,
+}
+
+
+class Turn:
+    """One micro-batch's forward in some manner, with the list of what it saw."""
+
+    def __init__(self, model: Witness, manner: str, seed: int, stubs: Stubs | None) -> None:
+        self.seen = Seen()
+        self.inputs = torch.arange(8.0).view(2, 4) / (seed + 1)
+        self.state = ThreadState.capture().seeded(seed)
+        run = partial(self._run, model, manner)
+        if stubs is None:
+            with applied(self.state):
+                self.result = contextvars.copy_context().run(run)
+        else:
+            self.micro_batch = MicroBatch(run, map_layers(model), stubs, self.state, keep=True)
+
+    def _run(self, model: Witness, manner: str) -> torch.Tensor:
+        with MANNERS[manner]():
+            return model(self.inputs, self.seen, manner)
+
+
+def without_grad(seen: Seen) -> list[tuple[Any, ...]]:
+    """The schedule runs layers without grad in forward; that is the one difference that a layer may see."""
+    return [(where, None if where == "layer" else grad, *rest) for where, grad, *rest in seen]
+
+
+@pytest.mark.parametrize("second", MANNERS)
+@pytest.mark.parametrize("first", MANNERS)
+def test_forwards_that_take_turns_see_their_own_state(first: str, second: str) -> None:
+    model = Witness()
+    alone = [Turn(model, manner, seed, None) for seed, manner in enumerate((first, second))]
+    COLOUR.set("hub")
+    hub = now()
+    with Stubs(map_layers(model).blocks) as stubs:
+        turns = [Turn(model, manner, seed, stubs) for seed, manner in enumerate((first, second))]
+        for do in (
+            lambda t: t.micro_batch.start(),
+            lambda t: t.micro_batch.advance(0),
+            lambda t: t.micro_batch.advance(1),
+            lambda t: setattr(t, "result", t.micro_batch.finish()),
+        ):
+            for turn in turns:
+                do(turn)
+                assert now() == hub
+                assert COLOUR.get() == "hub"
+    for turn, plain in zip(turns, alone, strict=True):
+        assert without_grad(turn.seen) == without_grad(plain.seen)
+        assert torch.equal(turn.result, plain.result)
