@@ -31,10 +31,11 @@ from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_no
 from deepspeed.runtime.zero import stage3  # noqa: E402
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param  # noqa: E402
+from deepspeed.runtime.zero.utils import apply_to_tensors_only  # noqa: E402
 
 SUPPORTED = "0.19.8"
 
-# A torch.nn.Parameter with the attributes that zero.Init grafts on it (ds_tensor, ds_status, partition, ...): no type knows them.
+# A torch.nn.Parameter with the attributes that zero.Init grafts on it (ds_tensor, ds_status, ...): no type knows them.
 ZeroParam = Any
 
 # class -> {overridden private method: its parameters in the supported version}
@@ -285,12 +286,39 @@ def unlock_host_bytes(handle: Any, buffer: torch.Tensor) -> None:
 # ---- hooks
 
 
+class _Joint(torch.autograd.Function):
+    """A tensor as it is, behind a node of its own in the graph."""
+
+    @staticmethod
+    def forward(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def _joint_hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
+    """Stands where one of stock's backward hooks stood. See [Note: joints]."""
+    return apply_to_tensors_only(_Joint.apply, output[0] if output else inputs)
+
+
 @contextlib.contextmanager
-def suspended_hooks(engine: Any) -> Iterator[None]:
-    """Take DeepSpeed's own module hooks off for the block; users' hooks stay, and every order is as before afterwards."""
+def suspended_hooks(engine: Any, *, joints: bool = False) -> Iterator[None]:
+    """Take DeepSpeed's own module hooks off for the block; users' hooks stay, and every order is as before afterwards.
+
+    [Note: joints] To hear of the backward pass, stock puts an identity node at every module's positional inputs and at its
+    outputs. That decides the order in which autograd adds the gradients of a tensor used more than once, hence the last
+    bits (RMSNorm uses its input twice, its caller once more). `joints` keeps such nodes: gradients come out with stock's bits.
+    """
     offload = engine.optimizer.parameter_offload
     handles: list[Any] = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
     handles += [engine.module_forward_pre_hook, engine.module_forward_post_hook]
+    kept_as_joints = {handle.id for handle in offload.backward_hooks} if joints else set()
     ids: dict[int, set[int]] = {}
     hooks: dict[int, Any] = {}
     for handle in handles:
@@ -301,7 +329,10 @@ def suspended_hooks(engine: Any) -> Iterator[None]:
     kept = {key: list(owner.items()) for key, owner in hooks.items()}
     for key, owner in hooks.items():
         for hook_id in ids[key]:
-            owner.pop(hook_id, None)
+            if hook_id in kept_as_joints:
+                owner[hook_id] = _joint_hook
+            else:
+                owner.pop(hook_id, None)
     try:
         yield
     finally:

@@ -243,7 +243,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
             self.optimizer.scale_if_loss(loss / len(runs)).backward(retain_graph=True)
 
         bodies = [Body(self._autocast(run), seed) for run, seed in zip(runs, seeds, strict=True)]
-        with compat.suspended_hooks(self), torch.enable_grad():
+        with compat.suspended_hooks(self, joints=True), torch.enable_grad():
             return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, start_backward)
 
     def _autocast(self, run: Any) -> Any:

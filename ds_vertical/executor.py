@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from ds_vertical.schedule import Event, Op, Schedule, dependencies, format_window
+from ds_vertical.dependencies import dependencies
+from ds_vertical.schedule import Event, Op, Schedule, format_window
 from ds_vertical.transfer import Ticket
 
 Handler = Callable[[Event], Ticket | None]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ds_vertical.schedule import PRE, SUF, Event, Op, Schedule, ScheduleError, Unit, validate
+from ds_vertical.dependencies import validate
+from ds_vertical.schedule import PRE, SUF, Event, Op, Schedule, ScheduleError, Unit
 
 Events = tuple[Event, ...]
 
@@ -113,7 +114,7 @@ def place_optimizer(events: Sequence[Event]) -> Events:
     """All steps after NORM, at the end: `pre`, then the layers in the order in which the next forward needs them.
 
     This is the one regime that is right whatever the clipping and the loss scale. Another regime (early part, delayed
-    part, speculation) is another pass beside this one, with its rules in schedule.py; it is not a branch in here.
+    part, speculation) is another pass beside this one, with its rules in dependencies.py; it is not a branch in here.
     """
     layers = sorted(event.layer for event in events if event.op is Op.REDUCE and isinstance(event.layer, int))
     return (*events, Event(Op.NORM), *(Event(Op.STEP, unit) for unit in (PRE, *layers)))

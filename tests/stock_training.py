@@ -1,9 +1,9 @@
-"""Train a tiny model with stock DeepSpeed alone, parameters and optimizer on SSD: what tests/test_patches.py runs as a
-process of its own, once on the installed DeepSpeed and once on a patched copy that comes first on PYTHONPATH.
+"""Train tiny models with stock DeepSpeed alone, parameters and optimizer on SSD: what tests/test_patches.py runs as a
+process of its own, on the installed DeepSpeed and on a patched copy that comes first on PYTHONPATH.
 
-    python tests/stock_training.py FOLDER [--dtype bf16|fp32] [--zero-init] [--prefetch NUMEL]
+    python tests/stock_training.py FOLDER VARIANT [VARIANT ...]
 
-Prints one JSON object: which DeepSpeed ran, the losses, the weights' dtypes and a hash over their bytes.
+One JSON object per variant on standard output, written before the next one starts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,25 @@ from ds_vertical import opcache
 
 NUM_STEPS = 4  # the trace that prefetch needs is complete in the third
 # (inputs, outputs) of each layer. In bf16 the third stays in host memory, being under 1 MiB, and the others lie on SSD:
-# its gather is in flight when the last layer, which both ends of the turn need, comes into the window of the SSD reads
+# its gather is in flight when the last layer, which both ends of the turn need, comes into the window of the SSD reads.
 SHAPES = ((768, 768), (768, 768), (768, 640), (640, 896))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run: `zero_init` builds the model under zero.Init, as the arms do; prefetch in elements."""
+
+    dtype: str = "bf16"
+    zero_init: bool = True
+    prefetch_numel: int = 0
+
+
+VARIANTS = {
+    "bf16": Variant(),
+    "bf16-prefetch": Variant(prefetch_numel=400_000),
+    "fp32": Variant(dtype="fp32"),
+    "fp32-without-init": Variant(dtype="fp32", zero_init=False),
+}
 
 
 def build_model() -> nn.Sequential:
@@ -34,47 +52,54 @@ def build_model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for inputs, outputs in SHAPES))
 
 
-def stock_config(folder: Path, dtype: str, prefetch_numel: int) -> dict[str, Any]:
-    config = harness.base_config(folder, num_micro_batches=1, dtype=dtype)
+def stock_config(folder: Path, variant: Variant) -> dict[str, Any]:
+    config = harness.base_config(folder, num_micro_batches=1, dtype=variant.dtype)
     del config["vertical_schedule"]
-    config["zero_optimization"]["stage3_prefetch_bucket_size"] = prefetch_numel
+    config["zero_optimization"]["stage3_prefetch_bucket_size"] = variant.prefetch_numel
     return config
 
 
-def train(folder: Path, dtype: str, zero_init: bool, prefetch_numel: int) -> dict[str, Any]:
-    """Losses and the hash of all weights (model dtype) after `NUM_STEPS` steps of one micro-batch."""
-    opcache.activate()
-    harness.start_process_group()
+def train(folder: Path, variant: Variant) -> dict[str, Any]:
+    """Losses, dtypes of the weights and a hash over their bytes after `NUM_STEPS` steps of one micro-batch."""
     import deepspeed
 
-    config = stock_config(folder, dtype, prefetch_numel)
-    with deepspeed.zero.Init(config_dict_or_path=config) if zero_init else nullcontext():
+    config = stock_config(folder, variant)
+    with deepspeed.zero.Init(config_dict_or_path=config) if variant.zero_init else nullcontext():
         model = build_model()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(NUM_STEPS):
-        inputs = torch.randn(2, SHAPES[0][0], generator=generator).to(engine.module[0].weight.dtype)
-        loss = engine(inputs).float().square().mean()
+        inputs = torch.randn(2, SHAPES[0][0], generator=generator)
+        # in whatever dtype the weights are: with fp32 inputs a model that should not be bf16 dies instead of training
+        loss = engine(inputs.to(engine.device, model[0].weight.dtype)).float().square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+    weights = harness.read_weights(model).values()
     digest = hashlib.sha256()
-    for weight in harness.read_weights(model).values():
+    for weight in weights:
         digest.update(weight.contiguous().view(torch.uint8).numpy().tobytes())
     engine.destroy()
-    return {"deepspeed": deepspeed.__file__, "losses": losses, "weights": digest.hexdigest()}
+    dtypes = sorted({str(weight.dtype) for weight in weights})
+    return {"deepspeed": deepspeed.__file__, "losses": losses, "dtypes": dtypes, "weights": digest.hexdigest()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--zero-init", action="store_true")
-    parser.add_argument("--prefetch", type=int, default=0)
+    parser.add_argument("variants", nargs="+", choices=tuple(VARIANTS))
     args = parser.parse_args()
-    result = train(args.folder, args.dtype, args.zero_init, args.prefetch)
-    print(json.dumps(result))
+    opcache.activate()
+    harness.start_process_group()
+    from deepspeed.accelerator import get_accelerator
+
+    # newer CPUs and all GPUs have fp16, where the dtype that zero.Init is given counts: be one of the others
+    get_accelerator().is_fp16_supported = lambda: False  # type: ignore[method-assign]
+    for name in args.variants:
+        folder = args.folder / name
+        folder.mkdir()
+        print(json.dumps({"variant": name, **train(folder, VARIANTS[name])}), flush=True)
     return 0
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_vertical.dependencies import dependencies, validate
 from ds_vertical.passes import (
     build_evaluation,
     build_training,
@@ -18,7 +19,7 @@ from ds_vertical.passes import (
     place_parameters,
     vertical_order,
 )
-from ds_vertical.schedule import Op, Schedule, ScheduleError, dependencies, parse_events, validate
+from ds_vertical.schedule import Op, Schedule, ScheduleError, parse_events
 
 GOLDEN = Path(__file__).parent / "golden"
 SETTINGS = {"vertical": {}, "snake": {"snake": True}, "horizontal": {"order": "horizontal"}}

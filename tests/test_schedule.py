@@ -9,18 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_vertical.dependencies import dependencies, validate
 from ds_vertical.passes import build_evaluation, build_training
-from ds_vertical.schedule import (
-    Event,
-    Op,
-    Schedule,
-    ScheduleError,
-    dependencies,
-    format_window,
-    parse_event,
-    parse_events,
-    validate,
-)
+from ds_vertical.schedule import Event, Op, Schedule, ScheduleError, format_window, parse_event, parse_events
 
 SMALL = {
     "vertical": build_training(3, 2),

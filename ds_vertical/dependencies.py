@@ -1,0 +1,243 @@
+"""What each event of a schedule waits for, and the check of a whole schedule.
+
+[Note: issue and wait] Only issuing is an event. What has to be complete before an event may start is the answer of
+dependencies(), the one truth that validator, executor and simulator share.
+
+[Note: order and timing] `order` and `snake` in the header fix in which order gradients are summed, hence the bits of
+the result. Everything else (window, where a FETCH or a RELEASE stands, which forward comes first) is timing and never
+changes values. validate() refuses sums in another order and leaves timing free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ds_vertical.schedule import PRE, SUF, Event, Key, Op, Schedule, ScheduleError, Unit, error_at
+
+
+class _Walk:
+    """What has happened while a list of events is read from left to right; refuses what could not be run."""
+
+    def __init__(self, num_layers: int, num_micro_batches: int) -> None:
+        self.num_layers = num_layers
+        self.micro_batches = range(num_micro_batches)
+        self.index = 0
+        self.done: dict[Key, int] = {}
+        self.fetched: dict[Unit | None, int] = {}
+        self.uses: dict[Unit | None, list[int]] = {}
+        self.last_sum: dict[Unit | None, int] = {}
+        self.steps: dict[Unit | None, list[int]] = {}
+
+    def need(self, op: Op, layer: Unit | None = None, micro_batch: int | None = None) -> int:
+        """The latest such event's index."""
+        index = self.done.get((op, layer, micro_batch))
+        if index is None:
+            raise ScheduleError(f"needs {Event(op, layer, micro_batch)} before it")
+        return index
+
+    def use(self, unit: Unit | None) -> int:
+        """The index of the FETCH under which the event at hand reads the unit's parameters."""
+        if unit not in self.fetched:
+            raise ScheduleError(f"needs the parameters of {unit}, which are not fetched here")
+        self.uses[unit].append(self.index)
+        return self.fetched[unit]
+
+    def add_gradient(self, unit: Unit | None) -> list[int]:
+        """The event that last added to the unit's gradient sum, if any: a sum in another order has other bits."""
+        before = self.last_sum.get(unit)
+        self.last_sum[unit] = self.index
+        return [] if before is None else [before]
+
+    def take(self, index: int, event: Event) -> tuple[int, ...]:
+        """The indices that `event`, standing at `index`, depends on."""
+        rule = None if event.part or event.step_offset else _RULES.get(event.op)
+        if rule is None:
+            raise ScheduleError("no rule says what it depends on; add one to _RULES in ds_vertical/dependencies.py")
+        self.index = index
+        needs = tuple(sorted(set(rule(self, event))))
+        self.done[event.op, event.layer, event.micro_batch] = index
+        return needs
+
+
+def _fetch(walk: _Walk, event: Event) -> list[int]:
+    unit = event.layer
+    if unit in walk.fetched:
+        raise ScheduleError(f"{unit} is already fetched, by event {walk.fetched[unit]}")
+    walk.fetched[unit] = walk.index
+    walk.uses[unit] = []
+    released = walk.done.get((Op.RELEASE, unit, None))
+    return [*([] if released is None else [released]), *walk.steps.pop(unit, [])]
+
+
+def _release(walk: _Walk, event: Event) -> list[int]:
+    unit = event.layer
+    if unit not in walk.fetched:
+        raise ScheduleError(f"{unit} is not fetched here")
+    if not walk.uses[unit]:
+        raise ScheduleError(f"nothing used {unit} since event {walk.fetched[unit]} fetched it")
+    return [walk.fetched.pop(unit), *walk.uses[unit]]
+
+
+# `pre` stands for all parameters outside the layers: prefix, suffix and what the model uses between two layers. So
+# every compute event, on whatever layer, uses it.
+def _forward(walk: _Walk, event: Event) -> list[int]:
+    layer, micro_batch = event.layer, event.micro_batch
+    if layer == PRE:
+        return [walk.use(PRE)]
+    if layer == SUF:
+        return [walk.use(PRE), walk.need(Op.F, walk.num_layers - 1, micro_batch)]
+    assert isinstance(layer, int)
+    return [walk.use(layer), walk.use(PRE), walk.need(Op.F, layer - 1 if layer else PRE, micro_batch)]
+
+
+def _head(walk: _Walk, event: Event) -> list[int]:
+    return [walk.use(PRE), walk.need(Op.F, walk.num_layers - 1, event.micro_batch), *walk.add_gradient(PRE)]
+
+
+def _backward(walk: _Walk, event: Event) -> list[int]:
+    layer, micro_batch = event.layer, event.micro_batch
+    if layer == PRE:
+        return [walk.use(PRE), walk.need(Op.B, 0, micro_batch), *walk.add_gradient(PRE)]
+    assert isinstance(layer, int)
+    last = layer == walk.num_layers - 1
+    after = walk.need(Op.HEAD, SUF, micro_batch) if last else walk.need(Op.B, layer + 1, micro_batch)
+    return [walk.need(Op.F, layer, micro_batch), after, walk.use(layer), walk.use(PRE), *walk.add_gradient(layer)]
+
+
+def _reduce(walk: _Walk, event: Event) -> list[int]:
+    unit = event.layer
+    sums = [walk.need(Op.B, unit, m) for m in walk.micro_batches]
+    if unit == PRE:
+        sums += [walk.need(Op.HEAD, SUF, m) for m in walk.micro_batches]
+    return [walk.use(unit), *sums]
+
+
+def _norm(walk: _Walk, event: Event) -> list[int]:
+    return [walk.need(Op.REDUCE, unit) for unit in (PRE, *range(walk.num_layers))]
+
+
+def _step(walk: _Walk, event: Event) -> list[int]:
+    unit = event.layer
+    if unit in walk.fetched:
+        raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before its step")
+    needs = [walk.need(Op.NORM), walk.need(Op.RELEASE, unit)]
+    walk.steps.setdefault(unit, []).append(walk.index)
+    return needs
+
+
+_RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
+    Op.FETCH: _fetch,
+    Op.RELEASE: _release,
+    Op.F: _forward,
+    Op.HEAD: _head,
+    Op.B: _backward,
+    Op.REDUCE: _reduce,
+    Op.NORM: _norm,
+    Op.STEP: _step,
+}
+
+
+def dependencies(events: Sequence[Event]) -> tuple[tuple[int, ...], ...]:
+    """For each event the ascending indices of the earlier events that must be complete before it may start.
+
+    Raises ScheduleError, with the events around, at the first event that lacks something it depends on.
+    """
+    layers = (event.layer for event in events if isinstance(event.layer, int))
+    micro_batches = (event.micro_batch for event in events if event.micro_batch is not None)
+    return _dependencies(events, _Walk(1 + max(layers, default=-1), 1 + max(micro_batches, default=-1)))
+
+
+def _dependencies(events: Sequence[Event], walk: _Walk) -> tuple[tuple[int, ...], ...]:
+    found: list[tuple[int, ...]] = []
+    for index, event in enumerate(events):
+        try:
+            found.append(walk.take(index, event))
+        except ScheduleError as error:
+            raise error_at(events, index, str(error)) from None
+    return tuple(found)
+
+
+def validate(schedule: Schedule) -> None:
+    """Raises ScheduleError, naming the event and showing those around it, unless the schedule can be run as it stands.
+
+    Checked: everything an event depends on comes before it; each F, HEAD, B, REDUCE, NORM, STEP and the prefix's FETCH
+    stands there exactly once; at most window + 1 layers are fetched at a time and none at the end; gradients are summed
+    in the order that the header promises.
+    """
+    _check_once(schedule)
+    _dependencies(schedule.events, _Walk(schedule.num_layers, schedule.num_micro_batches))
+    _check_complete(schedule)
+    _check_window(schedule)
+    _check_sums(schedule)
+
+
+def _once(schedule: Schedule) -> list[Event]:
+    """The events that stand exactly once in every schedule of this order and shape, in no particular order."""
+    layers, micro_batches = range(schedule.num_layers), range(schedule.num_micro_batches)
+    units: tuple[Unit, ...] = (PRE, *layers)
+    events = [Event(Op.FETCH, PRE), Event(Op.RELEASE, PRE)]
+    events += [Event(Op.F, unit, m) for unit in units for m in micro_batches]
+    if schedule.order == "forward":
+        return events + [Event(Op.F, SUF, m) for m in micro_batches]
+    events += [Event(Op.HEAD, SUF, m) for m in micro_batches]
+    events += [Event(Op.B, unit, m) for unit in units for m in micro_batches]
+    return [*events, Event(Op.NORM), *(Event(op, unit) for op in (Op.REDUCE, Op.STEP) for unit in units)]
+
+
+def _check_once(schedule: Schedule) -> None:
+    allowed = set(_once(schedule))
+    allowed |= {Event(op, layer) for op in (Op.FETCH, Op.RELEASE) for layer in range(schedule.num_layers)}
+    seen: Counter[Event] = Counter()
+    for index, event in enumerate(schedule.events):
+        seen[event] += 1
+        if event not in allowed:
+            shape = f"{schedule.num_layers} layers, {schedule.num_micro_batches} micro-batches"
+            raise error_at(schedule.events, index, f"has no place in a schedule of order {schedule.order} with {shape}")
+        if seen[event] > 1 and not (event.op in (Op.FETCH, Op.RELEASE) and event.layer != PRE):
+            raise error_at(schedule.events, index, "stands here a second time; it must happen once")
+
+
+def _check_complete(schedule: Schedule) -> None:
+    present = set(schedule.events)
+    missing = [str(event) for event in _once(schedule) if event not in present]
+    if missing:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise error_at(schedule.events, len(schedule.events), f"never happened: {' '.join(missing[:8])}{more}")
+
+
+def _check_window(schedule: Schedule) -> None:
+    fetched: set[Unit | None] = set()
+    for index, event in enumerate(schedule.events):
+        if event.op is Op.RELEASE:
+            fetched.discard(event.layer)
+        elif event.op is Op.FETCH and event.layer != PRE:
+            fetched.add(event.layer)
+        if len(fetched) > schedule.window + 1:
+            problem = f"is layer number {len(fetched)} fetched at once; window {schedule.window} allows"
+            raise error_at(schedule.events, index, f"{problem} {schedule.window + 1}: release one before")
+    if fetched:
+        units = ", ".join(str(unit) for unit in fetched)
+        raise error_at(schedule.events, len(schedule.events), f"still fetched: {units}; every FETCH needs its RELEASE")
+
+
+def _check_sums(schedule: Schedule) -> None:
+    """[Note: order and timing]: per unit, the events that add to its gradient come in the header's order."""
+    if schedule.order == "forward":
+        return
+    micro_batches = range(schedule.num_micro_batches)
+    heads = [Event(Op.HEAD, SUF, m) for m in micro_batches]
+    prefix = [Event(Op.B, PRE, m) for m in micro_batches]
+    interleaved = [event for pair in zip(heads, prefix, strict=True) for event in pair]
+    expected: dict[Unit | None, list[Event]] = {PRE: interleaved if schedule.order == "horizontal" else heads + prefix}
+    for layer in range(schedule.num_layers):
+        turned = schedule.snake and layer % 2 == 1
+        expected[layer] = [Event(Op.B, layer, m) for m in (reversed(micro_batches) if turned else micro_batches)]
+    left = {unit: iter(events) for unit, events in expected.items()}
+    for index, event in enumerate(schedule.events):
+        if event.op in (Op.B, Op.HEAD):
+            wanted = next(left[PRE if event.op is Op.HEAD else event.layer])
+            if event != wanted:
+                told = f"order {schedule.order}{' with snake' if schedule.snake else ''}"
+                raise error_at(schedule.events, index, f"adds to a gradient sum where {told} wants {wanted}")
