@@ -25,6 +25,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: E402  # pyright: ig
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled  # noqa: E402,F401
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: E402,F401  (subclasses stage 3 at its import)
+from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper  # noqa: E402
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus  # noqa: E402
 from deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype  # noqa: E402
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm  # noqa: E402
@@ -49,6 +50,7 @@ OVERRIDES: dict[type, dict[str, tuple[str, ...]]] = {
         "create_reduce_and_remove_grad_hooks": ("self",),
         "step": ("self", "closure"),
     },
+    OptimizerSwapper: {"_adjust_for_misaligned_lengths": ("self", "tensors", "offsets")},
     DeepSpeedEngine: {
         "_configure_zero_optimizer": ("self", "optimizer"),
         "forward": ("self", "inputs", "kwargs"),
@@ -419,8 +421,37 @@ def optimizer_files(optimizer: Any) -> dict[Path, int]:
         offset = 0
         for param in optimizer.fp16_groups[index]:
             share = param.partition_numel()
-            if swapper.is_swappable_tensor(numel=share):
-                whole = share - share % swapper.numel_alignment
-                files[folder / f"{name}_gradient_{offset}_{whole}.tensor.swp"] = whole * item
+            for start, piece in gradient_pieces(swapper, offset, share):
+                if swapper.is_swappable_tensor(numel=piece):
+                    files[folder / f"{name}_gradient_{start}_{piece}.tensor.swp"] = piece * item
             offset += share
     return files
+
+
+def gradient_pieces(swapper: Any, offset: int, numel: int) -> list[tuple[int, int]]:
+    """(offset, numel) of the pieces of a gradient at `offset` in its chunk: head, aligned body, tail.
+
+    [Note: aligned gradients] The step reads a gradient's file straight into the chunk's buffer at the gradient's offset.
+    SSD reads need an aligned address there; at another one the read fails, and stock, which cuts off only the tail, goes on
+    with what the buffer held. So the body starts and ends at the alignment; head and tail stay in host memory.
+    """
+    if not swapper.is_swappable_tensor(numel=numel):
+        return [(offset, numel)]
+    alignment, end = swapper.numel_alignment, offset + numel
+    bounds = (offset, -(-offset // alignment) * alignment, end // alignment * alignment, end)
+    return [(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False) if stop > start]
+
+
+def align_gradients(optimizer: Any) -> None:
+    """Cut gradients on their way to SSD as `gradient_pieces` says."""
+    swapper = optimizer.optimizer_swapper
+
+    def adjust(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> tuple[list[torch.Tensor], list[int]]:
+        cut = [
+            (tensor.narrow(0, start - offset, numel), start)
+            for tensor, offset in zip(tensors, offsets, strict=True)
+            for start, numel in gradient_pieces(swapper, offset, tensor.numel())
+        ]
+        return [tensor for tensor, _ in cut], [start for _, start in cut]
+
+    swapper._adjust_for_misaligned_lengths = adjust

@@ -3,6 +3,10 @@
 [Note: birth] A tensor that requires grad may enter several blocks (encoder states, per-layer embeddings). Its gradient
 is complete once every block that received it has run backward; the first block that received it is its birth. At the
 birth the summed gradient flows on through the glue before that block, and through the prefix at the end.
+
+[Note: grad mode] A block's forward runs with the grad mode and the requires_grad of its inputs that it has in stock, though
+its graph is dropped at once: torch picks kernels by them (attention with a mask that requires grad takes another one),
+and modules ask for them. Only so does F give the bits of stock's forward and of the recompute in B.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -190,23 +194,26 @@ class MicroBatch:
         context = contextvars.copy_context()
         tensors = [value for value in flat if isinstance(value, torch.Tensor)]
         versions = [tensor._version for tensor in tensors]
-        plain_args, plain_kwargs = pytree.tree_unflatten([_detached(value) for value in flat], spec)
-        with torch.no_grad():
-            output = self.stubs.raw[block](*plain_args, **plain_kwargs)
+        args, kwargs = pytree.tree_unflatten(_twins(flat, {}), spec)
+        try:
+            output = self.stubs.raw[block](*args, **kwargs)  # see [Note: grad mode]
+        except RuntimeError as error:
+            if "in-place operation" in str(error):
+                self._refuse_in_place(block, error)
+            raise
         if versions != [tensor._version for tensor in tensors]:
-            raise LayerError(
-                f"block {self._path(block)} writes one of its inputs in place; its recompute would start from the changed"
-                " input: change the block to write a copy"
-            )
+            self._refuse_in_place(block, None)
         leaves, out_spec = pytree.tree_flatten(output)
-        if torch.is_grad_enabled() and self._needs_backward(block, flat):
-            leaves = [_leaf(value) for value in leaves]
+        leaves = [_leaf(value) for value in leaves]
+        if any(map(_requires_grad, leaves)):
             self.calls[block] = BlockCall(flat, spec, leaves, state, context)
         return pytree.tree_unflatten(leaves, out_spec)
 
-    def _needs_backward(self, block: int, flat: Sequence[Any]) -> bool:
-        module = self.layers.blocks[block].module
-        return any(map(_requires_grad, flat)) or any(p.requires_grad for p in module.parameters())
+    def _refuse_in_place(self, block: int, cause: Exception | None) -> NoReturn:
+        raise LayerError(
+            f"block {self._path(block)} writes one of its inputs in place; its recompute would start from the changed"
+            " input: change the block to write a copy"
+        ) from cause
 
     def _refuse_cache(self, block: int, flat: Sequence[Any]) -> None:
         for value in flat:
@@ -238,8 +245,7 @@ class MicroBatch:
         if all(grad is None for grad in grads):
             return
         twins: dict[int, torch.Tensor] = {}
-        inputs = [_twin(value, twins) for value in call.args]
-        args, kwargs = pytree.tree_unflatten(inputs, call.spec)
+        args, kwargs = pytree.tree_unflatten(_twins(call.args, twins), call.spec)
         with applied(call.state), torch.enable_grad():
             output = call.context.run(self.stubs.raw[block], *args, **kwargs)
         pairs = [
@@ -272,14 +278,12 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) else value
-
-
 def _leaf(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().requires_grad_(value.is_floating_point())
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _twins(values: Sequence[Any], twins: dict[int, torch.Tensor]) -> list[Any]:
+    return [_twin(value, twins) for value in values]
 
 
 def _twin(value: Any, twins: dict[int, torch.Tensor]) -> Any:

@@ -136,6 +136,7 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
         if config.pipeline and config.buffer_count < _PIPELINED_BUFFERS and len(self.fp16_groups) > 1:
             config = config.model_copy(update={"buffer_count": _PIPELINED_BUFFERS})
         super()._configure_tensor_swapping(config, aio_config)
+        compat.align_gradients(self)
         files.preallocate(compat.optimizer_files(self))
 
     # ---- gradients

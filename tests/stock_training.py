@@ -25,9 +25,11 @@ from torch import nn
 from ds_vertical import opcache
 
 NUM_STEPS = 4  # the trace that prefetch needs is complete in the third
-# (inputs, outputs) of each layer. In bf16 the third stays in host memory, being under 1 MiB, and the others lie on SSD:
-# its gather is in flight when the last layer, which both ends of the turn need, comes into the window of the SSD reads.
-SHAPES = ((768, 768), (768, 768), (768, 640), (640, 896))
+Shapes = tuple[tuple[int, int], ...]  # (inputs, outputs) of each layer
+# The third is under 1 MiB in bf16 and stays in host memory; the others lie on SSD. Its gather is in flight when the last
+# layer, which both ends of the turn need, comes into the window of the SSD reads.
+MIXED: Shapes = ((768, 768), (768, 768), (768, 640), (640, 896))
+ALL_ON_SSD: Shapes = ((768, 768),) * 4
 
 
 @dataclass(frozen=True)
@@ -37,19 +39,21 @@ class Variant:
     dtype: str = "bf16"
     zero_init: bool = True
     prefetch_numel: int = 0
+    shapes: Shapes = MIXED
 
 
 VARIANTS = {
     "bf16": Variant(),
     "bf16-prefetch": Variant(prefetch_numel=400_000),
-    "fp32": Variant(dtype="fp32"),
-    "fp32-without-init": Variant(dtype="fp32", zero_init=False),
+    "fp32": Variant(dtype="fp32", shapes=ALL_ON_SSD),
+    "fp32-without-init": Variant(dtype="fp32", zero_init=False, shapes=ALL_ON_SSD),
+    "fp32-mixed-without-init": Variant(dtype="fp32", zero_init=False),
 }
 
 
-def build_model() -> nn.Sequential:
+def build_model(shapes: Shapes) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for inputs, outputs in SHAPES))
+    return nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for inputs, outputs in shapes))
 
 
 def stock_config(folder: Path, variant: Variant) -> dict[str, Any]:
@@ -65,12 +69,12 @@ def train(folder: Path, variant: Variant) -> dict[str, Any]:
 
     config = stock_config(folder, variant)
     with deepspeed.zero.Init(config_dict_or_path=config) if variant.zero_init else nullcontext():
-        model = build_model()
+        model = build_model(variant.shapes)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(NUM_STEPS):
-        inputs = torch.randn(2, SHAPES[0][0], generator=generator)
+        inputs = torch.randn(2, variant.shapes[0][0], generator=generator)
         # in whatever dtype the weights are: with fp32 inputs a model that should not be bf16 dies instead of training
         loss = engine(inputs.to(engine.device, model[0].weight.dtype)).float().square().mean()
         engine.backward(loss)

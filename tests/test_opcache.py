@@ -287,4 +287,5 @@ def test_build_ops_compiles_a_real_op_into_an_empty_cache(user: User) -> None:
     code = "from ds_vertical import opcache; opcache.activate(); opcache._builder('ShareMemCommBuilder').load(verbose=False)"
     run = subprocess.run([sys.executable, "-c", code], env=user.environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr
-    assert "deepspeed_shm_comm is ready after" in run.stderr and "/3 objects" in run.stderr
+    # both of its files may be finished between two signs of life: then these never count above 0
+    assert "deepspeed_shm_comm is ready after" in run.stderr and " objects\n" in run.stderr
