@@ -238,13 +238,12 @@ class VerticalEngine(compat.DeepSpeedEngine):
             self.layers.num_layers, len(runs), vertical.order, vertical.snake, vertical.prefetch_layers
         )
 
-        def start_backward(loss: torch.Tensor) -> None:
-            # The suffix may share the prefix's graph (a tensor used by both): it is kept until the prefix's backward.
-            self.optimizer.scale_if_loss(loss / len(runs)).backward(retain_graph=True)
+        def scale(loss: torch.Tensor) -> torch.Tensor:
+            return self.optimizer.scale_if_loss(loss / len(runs))
 
         bodies = [Body(self._autocast(run), seed) for run, seed in zip(runs, seeds, strict=True)]
         with compat.suspended_hooks(self, joints=True), torch.enable_grad():
-            return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, start_backward)
+            return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, scale)
 
     def _autocast(self, run: Any) -> Any:
         def body() -> Any:

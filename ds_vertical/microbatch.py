@@ -1,8 +1,6 @@
 """Run one micro-batch's own forward as a coroutine that parks at layer calls, and its backward layer by layer.
 
-[Note: birth] A tensor that requires grad may enter several blocks (encoder states, per-layer embeddings). Its gradient
-is complete once every block that received it has run backward; the first block that received it is its birth. At the
-birth the summed gradient flows on through the glue before that block, and through the prefix at the end.
+What the model does outside its blocks keeps its autograd graph and runs backward by segments: see `segments`.
 
 [Note: grad mode] A block's forward runs with the grad mode and the requires_grad of its inputs that it has in stock, though
 its graph is dropped at once: torch picks kernels by them (attention with a mask that requires grad takes another one),
@@ -11,8 +9,9 @@ and modules ask for them. Only so does F give the bits of stock's forward and of
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_vertical.layers import Block, LayerError, LayerMap
+from ds_vertical.segments import Segments
 from ds_vertical.threadstate import ThreadState, applied, inference_guard
 
 _NOTHING = range(0)  # no block may run: prefix and suffix
@@ -98,10 +98,10 @@ class MicroBatch:
         self.calls: dict[int, BlockCall] = {}
         self.result: Any = None
         self._state = state.without_autocast_cache()
+        self._guard: Any = None
         self._target = _NOTHING
         self._done_block = -1
-        self._birth: dict[int, int] = {}
-        self._pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._segments = Segments()
         self._coroutine = _Coroutine(lambda: self._run(body))
         self._coroutine.micro_batch = self
         self._coroutine.gr_context = contextvars.copy_context()
@@ -130,22 +130,31 @@ class MicroBatch:
     def close(self) -> None:
         """End a parked forward (after an error) so that nothing of it outlives the step."""
         if self._coroutine and not self._coroutine.dead:
-            with applied(self._state):
+            with self._entered():
                 self._coroutine.throw(GreenletExit)
         self.calls.clear()
-        self._pending.clear()
+        self._segments.clear()
 
     def _switch(self, target: range) -> None:
         self._target = target
+        self._coroutine.parent = getcurrent()
+        with self._entered():
+            self._coroutine.switch()
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """The forward's thread state for the block, the hub's afterwards."""
         outer = ThreadState.capture()
+        self._guard = None  # back to the inference mode in which the forward parked
         guard = inference_guard(self._state.inference)
         self._state.apply()
-        self._coroutine.parent = getcurrent()
         try:
-            self._coroutine.switch()
+            yield
         finally:
             self._state = ThreadState.capture()
             del guard
+            # A forward may park inside its own inference mode: the hub's holds until it is entered again.
+            self._guard = inference_guard(outer.inference)
             outer.apply()
 
     def _run(self, body: Callable[[], Any]) -> None:
@@ -187,12 +196,10 @@ class MicroBatch:
     def _run_kept(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flat, spec = pytree.tree_flatten((args, kwargs))
         self._refuse_cache(block, flat)
-        for value in flat:
-            if _requires_grad(value):
-                self._birth.setdefault(id(value), block)
         state = ThreadState.capture()
         context = contextvars.copy_context()
-        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+        # inference tensors count no versions (and torch refuses to save them for backward)
+        tensors = [value for value in flat if isinstance(value, torch.Tensor) and not value.is_inference()]
         versions = [tensor._version for tensor in tensors]
         args, kwargs = pytree.tree_unflatten(_twins(flat, {}), spec)
         try:
@@ -207,6 +214,7 @@ class MicroBatch:
         leaves = [_leaf(value) for value in leaves]
         if any(map(_requires_grad, leaves)):
             self.calls[block] = BlockCall(flat, spec, leaves, state, context)
+        self._segments.begin(leaves)
         return pytree.tree_unflatten(leaves, out_spec)
 
     def _refuse_in_place(self, block: int, cause: Exception | None) -> NoReturn:
@@ -225,17 +233,21 @@ class MicroBatch:
 
     # ---- backward (on the hub)
 
+    def backward_suffix(self, loss: torch.Tensor) -> None:
+        """Run backward through the suffix, from the (scaled) loss."""
+        self._segments.run_suffix(loss)
+
     def backward_layer(self, layer: int) -> None:
-        """Recompute and run backward through a layer's blocks, last first, and through the glue between them."""
+        """Recompute and run backward through a layer's blocks, last first, and through the glue before each."""
         for block in reversed(self.layers.layers[layer]):
             self._backward_block(block)
             if block > 0:
-                self._flow(block)
+                self._segments.run(block)
 
     def backward_prefix(self) -> None:
         """Run backward through the prefix."""
-        self._flow(0)
-        self._birth.clear()
+        self._segments.run(0)
+        self._segments.clear()
 
     def _backward_block(self, block: int) -> None:
         call = self.calls.pop(block, None)
@@ -254,24 +266,18 @@ class MicroBatch:
             if grad is not None and _requires_grad(value)
         ]
         del output
-        if pairs:
-            torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
-        for value in call.args:
-            twin = twins.pop(id(value), None)
-            if twin is not None and twin.grad is not None:
-                self._add_pending(value, twin.grad)
-
-    def _add_pending(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        known = self._pending.get(id(tensor))
-        self._pending[id(tensor)] = (tensor, grad if known is None else known[1] + grad)
-
-    def _flow(self, block: int) -> None:
-        """Send the gradients born at `block` through the graph before it. See [Note: birth]."""
-        born = [key for key in self._pending if self._birth[key] == block]
-        ready = [self._pending.pop(key) for key in born]
-        if ready:
-            # An earlier birth may share parts of this graph (gemma's per-layer inputs): it is kept until the prefix.
-            torch.autograd.backward([t for t, _ in ready], [g for _, g in ready], retain_graph=block > 0)
+        if not pairs:
+            return
+        received = {id(value): value for value in call.args if id(value) in twins}
+        for key, value in received.items():
+            waiting = self._segments.take(value)
+            if waiting is not None:  # sums of later blocks start this block's sums: see [Note: segments]
+                pairs.append((twins[key], waiting))
+        torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+        for key, value in received.items():
+            grad = twins[key].grad
+            if grad is not None:
+                self._segments.wait(value, grad)
 
 
 def _requires_grad(value: Any) -> bool:

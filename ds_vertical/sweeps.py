@@ -63,12 +63,12 @@ class Sweeps:
         bodies: Sequence[Body],
         gradients: GradientStore,
         optimizer: Optimizer,
-        backward: Callable[[torch.Tensor], None],
+        scale: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[torch.Tensor]:
-        """One training step. Each body returns its loss; `backward(loss)` starts the backward of one. Returns the losses."""
+        """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=True)
-            training = _Training(micro_batches, self.params, gradients, optimizer, backward)
+            training = _Training(micro_batches, self.params, gradients, optimizer, scale)
             self._run(schedule, training.handlers(), micro_batches, gradients)
         return training.losses
 
@@ -156,12 +156,12 @@ class _Training(_Pass):
         params: Params,
         gradients: GradientStore,
         optimizer: Optimizer,
-        backward: Callable[[torch.Tensor], None],
+        scale: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__(micro_batches, params)
         self.gradients = gradients
         self.optimizer = optimizer
-        self.start_backward = backward
+        self.scale = scale
         self.losses: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
 
     def handlers(self) -> dict[Op, Handler]:
@@ -176,9 +176,10 @@ class _Training(_Pass):
     def head(self, event: Event) -> None:
         """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
         assert event.micro_batch is not None
-        loss = self.micro_batch(event).finish()
+        micro_batch = self.micro_batch(event)
+        loss = micro_batch.finish()
         self.losses[event.micro_batch] = loss.detach()
-        self.start_backward(loss)
+        micro_batch.backward_suffix(self.scale(loss))
         self.gradients.add("pre")
 
     def backward(self, event: Event) -> None:

@@ -80,7 +80,10 @@ make_venv() {
     [ -d .venv ] || visibly "making .venv with $python" "$python" -m venv .venv
 }
 
-pip_install() { .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@"; }
+pip_install() {
+    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@" |
+        { grep --line-buffered -v '^Requirement already satisfied' || true; }
+}
 
 install_torch() {
     local build="torch==$torch_version+cpu"

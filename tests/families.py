@@ -5,14 +5,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+)
 from transformers.initialization import no_init_weights
 
 VOCAB = 300
@@ -67,13 +74,14 @@ class Family:
         settings = ids | {"tie_word_embeddings": self.tied, "use_cache": False} | dict(self.settings)
         return AutoConfig.for_model(self.model_type or self.name, **settings)
 
-    def build(self) -> nn.Module:
-        """The model, its parameters filled from torch's random stream."""
-        auto = AutoModelForSeq2SeqLM if self.encoder_decoder else AutoModelForCausalLM
-        with no_init_weights():  # under zero.Init a model's own initialisation meets empty tensors
-            model = auto.from_config(self.config())
-        fill(model)
-        return model
+    def builder(self) -> Callable[[], nn.Module]:
+        """What builds the model, its parameters filled from torch's random stream.
+
+        The model's class is imported here: decorated classes that are imported under zero.Init lose their decoration.
+        """
+        mapping = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if self.encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING
+        config = self.config()
+        return partial(_build, mapping[type(config)], config)
 
     def batches(self, num_steps: int, num_micro_batches: int) -> list[list[Batch]]:
         return ragged_batches(num_steps, num_micro_batches, self.encoder_decoder)
@@ -130,6 +138,13 @@ FAMILIES = (
     Family("t5", _T5_SIZES | {"dropout_rate": 0.0, "decoder_start_token_id": 0}, encoder_decoder=True, inexact=_SHARED),
     Family("bart", _BART_SIZES | {"dropout": 0.0, "decoder_start_token_id": 2}, encoder_decoder=True, inexact=_SHARED),
 )
+
+
+def _build(model_class: type[nn.Module], config: PretrainedConfig) -> nn.Module:
+    with no_init_weights():  # under zero.Init a model's own initialisation meets empty tensors
+        model = model_class._from_config(copy.deepcopy(config))
+    fill(model)
+    return model
 
 
 def fill(model: nn.Module) -> None:

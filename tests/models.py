@@ -61,13 +61,13 @@ class MixerModel(nn.Module):
     """Embedding, `num_layers` blocks, norm, head. `forward(input_ids)` gives logits; with labels the mean loss."""
 
     def __init__(
-        self, num_layers: int = 3, width: int = 512, inner: int | None = None, dropout: float = 0.0
+        self, num_layers: int = 3, width: int = 512, inner: int | None = None, dropout: float = 0.0, vocab: int = VOCAB
     ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, width)
+        self.embed = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(MixerBlock(width, inner, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed(input_ids)

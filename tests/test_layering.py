@@ -137,12 +137,12 @@ def test_no_cycle() -> None:
 
 
 def test_groups_import_downward() -> None:
-    groups = picture().groups
+    rank = {name: GROUPS.index(group) for name, group in picture().groups.items()}
     upward = [
-        f"{name} ({groups[name]}) -> {target} ({groups[target]})"
+        f"{name} -> {target}"
         for name, targets in arrows().items()
         for target in targets
-        if GROUPS.index(groups[target]) > GROUPS.index(groups[name])
+        if rank.get(target, 0) > rank.get(name, len(GROUPS))  # modules that README lacks fail another test
     ]
     assert upward == []
 

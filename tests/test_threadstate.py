@@ -229,17 +229,12 @@ class Turn:
             return model(self.inputs, self.seen, manner)
 
 
-def without_grad(seen: Seen) -> list[tuple[Any, ...]]:
-    """The schedule runs layers without grad in forward; that is the one difference that a layer may see."""
-    return [(where, None if where == "layer" else grad, *rest) for where, grad, *rest in seen]
-
-
 @pytest.mark.parametrize("second", MANNERS)
 @pytest.mark.parametrize("first", MANNERS)
 def test_forwards_that_take_turns_see_their_own_state(first: str, second: str) -> None:
     model = Witness()
-    alone = [Turn(model, manner, seed, None) for seed, manner in enumerate((first, second))]
     COLOUR.set("hub")
+    alone = [Turn(model, manner, seed, None) for seed, manner in enumerate((first, second))]
     hub = now()
     with Stubs(map_layers(model).blocks) as stubs:
         turns = [Turn(model, manner, seed, stubs) for seed, manner in enumerate((first, second))]
@@ -254,5 +249,42 @@ def test_forwards_that_take_turns_see_their_own_state(first: str, second: str) -
                 assert now() == hub
                 assert COLOUR.get() == "hub"
     for turn, plain in zip(turns, alone, strict=True):
-        assert without_grad(turn.seen) == without_grad(plain.seen)
+        assert turn.seen == plain.seen
         assert torch.equal(turn.result, plain.result)
+
+
+@pytest.mark.parametrize("manners", [("plain", "autocast"), ("autocast", "inside"), ("inside", "plain")])
+def test_a_recompute_sees_what_its_forward_saw(manners: tuple[str, str]) -> None:
+    model = Witness()
+    hub = now()
+    with Stubs(map_layers(model).blocks) as stubs:
+        turns = [Turn(model, manner, seed, stubs) for seed, manner in enumerate(manners)]
+        for turn in turns:
+            turn.micro_batch.start()
+        for layer in (0, 1):
+            for turn in turns:
+                turn.micro_batch.advance(layer)
+        for turn in turns:
+            turn.micro_batch.finish().backward()
+        forward = [[entry for entry in turn.seen if entry[0] == "layer"] for turn in turns]
+        for layer in (1, 0):
+            for turn, seen in zip(turns, forward, strict=True):
+                del turn.seen[:]
+                turn.micro_batch.backward_layer(layer)
+                assert turn.seen == [seen[layer]]
+                assert now() == hub
+    assert forward[0] != forward[1]
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+def test_a_forward_ended_while_parked_leaves_nothing_behind(manner: str) -> None:
+    model = Witness()
+    hub = now()
+    with Stubs(map_layers(model).blocks) as stubs:
+        turn = Turn(model, manner, 0, stubs)
+        turn.micro_batch.start()
+        turn.micro_batch.advance(0)
+        turn.micro_batch.close()
+        assert now() == hub
+        del turn
+        assert now() == hub

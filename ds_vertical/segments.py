@@ -1,0 +1,143 @@
+"""The autograd graph of one micro-batch outside its blocks, run backward one segment at a time.
+
+[Note: segments] Segment 0 is the prefix, segment b the glue between the blocks b-1 and b, the last one the suffix. A node of
+the graph belongs to the segment in which it was made, which autograd's sequence numbers tell. A tensor may be used later
+than in its own segment (encoder states by every decoder block, per-layer embeddings by one block each): its gradient
+waits until its segment is reached. So every node runs once, frees its memory then, and the gradients of a tensor are
+added one by one in the order in which stock's whole graph adds them: the same bits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+_Key = tuple[Node, int]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    edge: GradientEdge
+    grad: torch.Tensor
+
+    @property
+    def key(self) -> _Key:
+        return self.edge.node, self.edge.output_nr
+
+
+class Segments:
+    """Where the segments of one micro-batch begin, and the gradients that wait for theirs."""
+
+    def __init__(self) -> None:
+        self._starts = [0]
+        self._output_of: dict[Node, int] = {}
+        self._waiting: dict[_Key, _Waiting] = {}
+        # nodes written in Python are owned by the graph alone: its later parts are kept until the prefix is done
+        self._owners: list[_Waiting] = []
+
+    def begin(self, leaves: Iterable[Any]) -> None:
+        """A block has run, and `leaves` stand for its outputs: what is made from here on belongs to the next segment."""
+        self._starts.append(torch.autograd._get_sequence_nr())
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                self._output_of[get_gradient_edge(leaf).node] = len(self._starts) - 1
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that waits for `tensor`, which waits no longer."""
+        edge = get_gradient_edge(tensor)
+        waiting = self._waiting.pop((edge.node, edge.output_nr), None)
+        return None if waiting is None else waiting.grad
+
+    def wait(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """Let a gradient of `tensor` wait for its segment, added to what waits already."""
+        self._wait(_Waiting(get_gradient_edge(tensor), grad))
+
+    def run_suffix(self, loss: torch.Tensor) -> None:
+        """Run the last segment backward, from the loss."""
+        self.wait(loss, torch.ones_like(loss))
+        self.run(len(self._starts) - 1)
+
+    def run(self, segment: int) -> None:
+        """Run a segment backward: gradients of parameters and of the block outputs it starts from go to their `.grad`, those
+        of tensors made earlier wait."""
+        roots = [waiting for waiting in self._waiting.values() if self._segment_of(waiting.edge.node) == segment]
+        for root in roots:
+            del self._waiting[root.key]
+        earlier, leaves = self._reach(roots, segment)
+        if not earlier:
+            _run_to_leaves(roots)
+        else:
+            self._owners += roots
+            self._run_in_part(roots, earlier, leaves)
+        self._output_of = {node: own for node, own in self._output_of.items() if own < segment}
+
+    def clear(self) -> None:
+        """Forget everything: after the prefix, or after an error."""
+        self._waiting.clear()
+        self._output_of.clear()
+        self._owners.clear()
+
+    def _wait(self, waiting: _Waiting) -> None:
+        known = self._waiting.get(waiting.key)
+        if known is not None:
+            waiting = _Waiting(known.edge, known.grad + waiting.grad)
+        self._waiting[waiting.key] = waiting
+
+    def _segment_of(self, node: Node) -> int:
+        if _is_leaf(node):
+            return self._output_of.get(node, 0)
+        return bisect_right(self._starts, node._sequence_nr()) - 1  # type: ignore[attr-defined]
+
+    def _reach(self, roots: Sequence[_Waiting], segment: int) -> tuple[list[_Key], list[Node]]:
+        """From the roots, within the segment: edges into earlier segments, and leaves."""
+        earlier: dict[_Key, None] = {}
+        leaves: dict[Node, None] = {}
+        seen = {root.edge.node for root in roots}
+        stack = list(seen)
+        while stack:
+            node = stack.pop()
+            if _is_leaf(node):
+                leaves[node] = None
+                continue
+            for following, output_nr in node.next_functions:
+                if following is None or following in seen:
+                    continue
+                is_parameter = _is_leaf(following) and following not in self._output_of
+                if not is_parameter and self._segment_of(following) < segment:
+                    earlier[(following, output_nr)] = None
+                else:
+                    seen.add(following)
+                    stack.append(following)
+        return list(earlier), list(leaves)
+
+    def _run_in_part(self, roots: Sequence[_Waiting], earlier: Sequence[_Key], leaves: Sequence[Node]) -> None:
+        # What waits at an earlier edge starts the sum there: [Note: segments], one by one.
+        seeds = [self._waiting.pop(key) for key in earlier if key in self._waiting]
+        edges = [GradientEdge(*key) for key in earlier]
+        grads = torch.autograd.grad(
+            [each.edge for each in (*roots, *seeds)],
+            [*edges, *(GradientEdge(leaf, 0) for leaf in leaves)],
+            [each.grad for each in (*roots, *seeds)],
+            allow_unused=True,
+        )
+        for edge, grad in zip(edges, grads[: len(edges)], strict=True):
+            if grad is not None:
+                self._wait(_Waiting(edge, grad))
+        for leaf, grad in zip(leaves, grads[len(edges) :], strict=True):
+            if grad is not None:
+                variable: torch.Tensor = leaf.variable  # type: ignore[attr-defined]
+                variable.grad = grad if variable.grad is None else variable.grad + grad
+
+
+def _is_leaf(node: Node) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def _run_to_leaves(roots: Sequence[_Waiting]) -> None:
+    if roots:
+        torch.autograd.backward([root.edge for root in roots], [root.grad for root in roots])

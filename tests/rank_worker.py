@@ -1,0 +1,131 @@
+"""One rank of the two-rank runs of tests/test_ranks.py, started with the launcher's variables set.
+
+    python tests/rank_worker.py JOB.json
+
+The job: {"folder": swap folder, "out": folder for rank<R>.pt, "runs": [{"name", "dtype", "vertical"}, ...]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# run as a script, so this folder is first on the path
+import harness
+import numpy as np
+import torch
+from torch import nn
+
+NUM_STEPS = 3
+NUM_MICRO_BATCHES = 2
+VOCAB, WIDTH, INNER = 1021, 1025, 1027  # odd, so that no matrix can be halved; its half is over 1 MiB in bf16
+
+
+class OddLinear(nn.Linear):
+    """No bias; weights that bf16 holds exactly, so that runs in either dtype start from the same ones."""
+
+    def __init__(self, rows: int, columns: int, seed: int) -> None:
+        self.seed = seed
+        super().__init__(columns, rows, bias=False)
+
+    def reset_parameters(self) -> None:
+        values = np.random.default_rng(self.seed).standard_normal(self.weight.shape, dtype=np.float32)
+        bits = (values / np.float32(self.in_features**0.5)).view(np.uint32) & np.uint32(0xFFFF0000)
+        self.weight.data.copy_(torch.from_numpy(bits.view(np.float32)))
+
+
+class OddBlock(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.up = OddLinear(INNER, WIDTH, seed)
+        self.down = OddLinear(WIDTH, INNER, seed + 1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = nn.functional.layer_norm(hidden, (WIDTH,))
+        return hidden + self.down(nn.functional.gelu(self.up(normed)))
+
+
+class OddModel(nn.Module):
+    """Every matrix is a sub-group of stock's own: stock cannot read a gradient's file to an odd offset (patches/)."""
+
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__()
+        self.embed = OddLinear(VOCAB, WIDTH, 1)  # used as a table of rows
+        self.blocks = nn.ModuleList(OddBlock(10 * index + 10) for index in range(num_layers))
+        self.head = OddLinear(VOCAB, WIDTH, 2)
+        self.scale = OddScale()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.embedding(input_ids, self.embed.weight)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.scale(self.head(nn.functional.layer_norm(hidden, (WIDTH,))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class OddScale(nn.Module):
+    """A small parameter, which stays in host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(VOCAB))
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits * self.weight
+
+
+def batches(rank: int, num_ranks: int) -> list[list[dict[str, torch.Tensor]]]:
+    """Per step, this rank's micro-batches: ragged, and of other lengths on the other rank."""
+    generator = torch.Generator().manual_seed(7)
+    steps = []
+    for step in range(NUM_STEPS):
+        micro_batches = []
+        for index in range(NUM_MICRO_BATCHES * num_ranks):
+            ids = torch.randint(0, VOCAB, (1, 4 + index + step), generator=generator)
+            if index // NUM_MICRO_BATCHES == rank:
+                micro_batches.append({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
+        steps.append(micro_batches)
+    return steps
+
+
+def config(folder: Path, dtype: str, num_micro_batches: int = NUM_MICRO_BATCHES, tier: str = "nvme") -> dict[str, Any]:
+    made = harness.base_config(
+        folder,
+        num_micro_batches=num_micro_batches,
+        dtype=dtype,
+        clip=0.5,
+        params=tier,
+        optimizer=tier,
+        sub_group_size=400_001,
+    )
+    if tier == "nvme":
+        made["zero_optimization"]["offload_param"] |= {"buffer_count": 12, "buffer_size": 600_000}
+    return made
+
+
+def main() -> int:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    harness.start_process_group()
+    import ds_vertical
+
+    rank = int(os.environ["RANK"])
+    results: dict[str, Any] = {"folders": {}}
+    original = config(Path(job["folder"]), "bf16")
+    results["prepared twice"] = [
+        ds_vertical.prepare(original)["zero_optimization"]["offload_param"]["nvme_path"] for _ in range(2)
+    ]
+    for run in job["runs"]:
+        prepared = ds_vertical.prepare(config(Path(job["folder"]), run["dtype"]))
+        results["folders"][run["name"]] = prepared["zero_optimization"]["offload_param"]["nvme_path"]
+        made = harness.run_arm(prepared, OddModel, batches(rank, 2), vertical=run["vertical"])
+        results[run["name"]] = vars(made)
+    torch.save(results, Path(job["out"]) / f"rank{rank}.pt")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Two ranks: real processes over gloo, parameters and optimizer on SSD, against stock on the same two ranks and against
+one process in fp32."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_worker
+import torch
+from harness import MIN_SSD_BYTES, Run, largest_relative, run_arm
+
+WORKER = Path(rank_worker.__file__)
+TOLERANCE = 1e-6  # fp32, relative per tensor (the numerics contract)
+NUM_MATRICES = 6  # of the blocks: on SSD in both dtypes
+Tensors = dict[str, torch.Tensor]
+
+
+class TwoRanks:
+    """What both ranks of one job computed; tensors that the ranks share are joined."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self.swap = folder / "swap"
+        runs = [{"name": arm, "dtype": dtype, "vertical": arm == "vertical"} for arm in ("stock", "vertical")]
+        job = folder / "job.json"
+        job.write_text(json.dumps({"folder": str(self.swap), "out": str(folder), "runs": runs}))
+        start_ranks([sys.executable, str(WORKER), str(job)], folder)
+        self.ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+    def each(self, arm: str, name: str) -> list[Any]:
+        return [rank[arm][name] for rank in self.ranks]
+
+    def grads(self, arm: str, step: int) -> Tensors:
+        return joined([grads[step] for grads in self.each(arm, "grads")])
+
+    def weights(self, arm: str) -> Tensors:
+        return self.ranks[0][arm]["weights"]
+
+    def state(self, arm: str, kind: str) -> Tensors:
+        return joined([{k: v for k, v in s.items() if k.endswith(f"/{kind}")} for s in self.each(arm, "state")])
+
+
+def joined(shares: list[Tensors]) -> Tensors:
+    assert shares[0].keys() == shares[1].keys() and shares[0]
+    return {name: torch.cat([share[name].flatten() for share in shares]) for name in shares[0]}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_ranks(command: list[str], folder: Path, limit_s: float = 200) -> None:
+    """Run `command` once per rank; when one fails, end the other and show both."""
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    processes = []
+    for rank, log in enumerate(logs):
+        env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        with log.open("w") as out:
+            processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + limit_s
+    try:
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    codes = [process.returncode for process in processes]
+    assert codes == [0, 0], "\n".join([str(codes), *(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)])
+
+
+@pytest.fixture(scope="module")
+def fp32(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+    return TwoRanks(tmp_path_factory.mktemp("fp32"), "fp32")
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+    return TwoRanks(tmp_path_factory.mktemp("bf16"), "bf16")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Stock in fp32 in this one process, on the micro-batches of both ranks."""
+    steps = [a + b for a, b in zip(rank_worker.batches(0, 2), rank_worker.batches(1, 2), strict=True)]
+    config = rank_worker.config(tmp_path_factory.mktemp("reference"), "fp32", num_micro_batches=4, tier="cpu")
+    return run_arm(config, rank_worker.OddModel, steps, vertical=False)
+
+
+def flat(tensors: Tensors) -> Tensors:
+    return {name: tensor.flatten() for name, tensor in tensors.items()}
+
+
+def assert_close(a: Tensors, b: Tensors, tolerance: float) -> None:
+    assert a.keys() == b.keys()
+    gaps = largest_relative(a, b)
+    assert {name: gap for name, gap in gaps.items() if gap > tolerance} == {}
+
+
+def test_fp32_gradients_and_weights_are_stocks(fp32: TwoRanks) -> None:
+    for step in range(rank_worker.NUM_STEPS):
+        assert_close(fp32.grads("stock", step), fp32.grads("vertical", step), TOLERANCE)
+    assert_close(fp32.weights("stock"), fp32.weights("vertical"), TOLERANCE)
+    assert_close(fp32.state("stock", "master"), fp32.state("vertical", "master"), TOLERANCE)
+    for rank in range(2):
+        stock, vertical = fp32.each("stock", "losses")[rank], fp32.each("vertical", "losses")[rank]
+        assert vertical == pytest.approx(stock, rel=TOLERANCE)
+        assert fp32.each("vertical", "norms")[rank] == pytest.approx(fp32.each("stock", "norms")[rank], rel=TOLERANCE)
+        assert fp32.each("vertical", "counters")[rank] == fp32.each("stock", "counters")[rank]
+
+
+def test_the_ranks_work_on_different_data_and_agree(fp32: TwoRanks) -> None:
+    losses, norms = fp32.each("vertical", "losses"), fp32.each("vertical", "norms")
+    assert all(a != b for a, b in zip(*losses, strict=True))
+    assert norms[0] == norms[1]
+    assert min(norms[0]) > 0.5, "clipping must act on every step"
+    first, second = fp32.each("vertical", "weights")
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    lengths = [[m["input_ids"].shape[1] for m in rank_worker.batches(rank, 2)[0]] for rank in range(2)]
+    assert len({length for rank in lengths for length in rank}) == 4
+
+
+def test_two_ranks_compute_what_one_process_does(fp32: TwoRanks, reference: Run) -> None:
+    """Stock beside stock is no proof that the mean over ranks is right: one process is."""
+    for arm in ("stock", "vertical"):
+        grads = {name: tensor[: reference.grads[0][name].numel()] for name, tensor in fp32.grads(arm, 0).items()}
+        assert_close(flat(reference.grads[0]), grads, 5e-6)
+    start = {name: param.detach() for name, param in rank_worker.OddModel().named_parameters()}
+    moved = {name: (weight - start[name]).norm().item() for name, weight in reference.weights.items()}
+    assert min(moved.values()) > 0
+    assert_close(reference.weights, fp32.weights("vertical"), 1e-4)
+
+
+@pytest.mark.parametrize("run", ["fp32", "bf16"])
+def test_half_of_every_odd_matrix_lies_on_ssd(run: str, request: pytest.FixtureRequest) -> None:
+    ranks: TwoRanks = request.getfixturevalue(run)
+    assert all(count > NUM_MATRICES * MIN_SSD_BYTES for count in ranks.each("vertical", "ssd_bytes"))
+    assert ranks.weights("vertical")["blocks.0.up.weight"].numel() % 2 == 1
+
+
+@pytest.mark.parametrize("of", ["gradients", "masters", "weights"])
+def test_bf16_is_as_near_to_fp32_as_stock_is(bf16: TwoRanks, reference: Run, of: str) -> None:
+    masters = {name: t for name, t in reference.state.items() if name.endswith("/master")}
+    what: dict[str, tuple[list[Tensors], Callable[[str], list[Tensors]]]] = {
+        "gradients": (reference.grads, lambda arm: [bf16.grads(arm, step) for step in range(rank_worker.NUM_STEPS)]),
+        "masters": ([masters], lambda arm: [bf16.state(arm, "master")]),
+        "weights": ([reference.weights], lambda arm: [bf16.weights(arm)]),
+    }
+    wanted, found = what[of]
+    for index, expected in enumerate(wanted):
+        stock, vertical = (distance(expected, found(arm)[index]) for arm in ("stock", "vertical"))
+        assert 0 < vertical <= 1.1 * stock
+
+
+def distance(expected: Tensors, found: Tensors) -> float:
+    """Norm of the difference over all tensors; what both ranks pad at the end is left out."""
+    assert expected.keys() == found.keys()
+    gaps = [(found[n].flatten()[: t.numel()].double() - t.flatten().double()).norm() for n, t in expected.items()]
+    return torch.stack(gaps).norm().item()
+
+
+def test_prepare_gives_both_ranks_the_same_folder_and_each_call_another(fp32: TwoRanks) -> None:
+    first, second = (rank["prepared twice"] + list(rank["folders"].values()) for rank in fp32.ranks)
+    assert first == second
+    assert len(set(first)) == 4
+    assert all(Path(folder).parent == fp32.swap for folder in first)
+
+
+def test_nothing_is_left_on_ssd_after_the_ranks_have_gone(fp32: TwoRanks, bf16: TwoRanks) -> None:
+    for ranks in (fp32, bf16):
+        assert ranks.swap.is_dir()
+        assert list(ranks.swap.iterdir()) == []
