@@ -272,7 +272,9 @@ def _accelerator() -> str:
     """The accelerator that the runs will use; DeepSpeed's own choice unless DS_ACCELERATOR says otherwise."""
     from deepspeed.accelerator import get_accelerator
 
-    return os.environ.get("DS_ACCELERATOR") or get_accelerator().device_name()
+    accelerator = get_accelerator()
+    assert accelerator is not None  # DeepSpeed falls back to the CPU
+    return os.environ.get("DS_ACCELERATOR") or accelerator.device_name()
 
 
 def _devices(num_ranks: int) -> tuple[str, str]:

@@ -32,7 +32,6 @@ from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_no
 from deepspeed.runtime.zero import stage3  # noqa: E402
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param  # noqa: E402
-from deepspeed.runtime.zero.utils import apply_to_tensors_only  # noqa: E402
 
 SUPPORTED = "0.19.8"
 
@@ -285,67 +284,6 @@ def unlock_host_bytes(handle: Any, buffer: torch.Tensor) -> None:
         handle.free_cpu_locked_tensor(buffer)
 
 
-# ---- hooks
-
-
-class _Joint(torch.autograd.Function):
-    """A tensor as it is, behind a node of its own in the graph."""
-
-    @staticmethod
-    def forward(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
-
-
-def _joint_hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
-    """Stands where one of stock's backward hooks stood. See [Note: joints]."""
-    return apply_to_tensors_only(_Joint.apply, output[0] if output else inputs)
-
-
-@contextlib.contextmanager
-def suspended_hooks(engine: Any, *, joints: bool = False) -> Iterator[None]:
-    """Take DeepSpeed's own module hooks off for the block; users' hooks stay, and every order is as before afterwards.
-
-    [Note: joints] To hear of the backward pass, stock puts an identity node at every module's positional inputs and at its
-    outputs. That decides the order in which autograd adds the gradients of a tensor used more than once, hence the last
-    bits (RMSNorm uses its input twice, its caller once more). `joints` keeps such nodes: gradients come out with stock's bits.
-    """
-    offload = engine.optimizer.parameter_offload
-    handles: list[Any] = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
-    handles += [engine.module_forward_pre_hook, engine.module_forward_post_hook]
-    kept_as_joints = {handle.id for handle in offload.backward_hooks} if joints else set()
-    ids: dict[int, set[int]] = {}
-    hooks: dict[int, Any] = {}
-    for handle in handles:
-        owner = handle.hooks_dict_ref() if handle is not None else None
-        if owner is not None:
-            hooks[id(owner)] = owner
-            ids.setdefault(id(owner), set()).add(handle.id)
-    kept = {key: list(owner.items()) for key, owner in hooks.items()}
-    for key, owner in hooks.items():
-        for hook_id in ids[key]:
-            if hook_id in kept_as_joints:
-                owner[hook_id] = _joint_hook
-            else:
-                owner.pop(hook_id, None)
-    try:
-        yield
-    finally:
-        for key, owner in hooks.items():
-            added = [item for item in owner.items() if item[0] not in dict(kept[key])]
-            removed = {hook_id for hook_id, _ in kept[key]} - ids[key] - set(owner)
-            owner.clear()
-            owner.update((hook_id, hook) for hook_id, hook in kept[key] if hook_id not in removed)
-            owner.update(added)
-
-
 # ---- the step of the ZeRO-3 optimizer, taken apart
 
 
@@ -406,13 +344,18 @@ def rounding_dtype(optimizer: Any, param: ZeroParam) -> torch.dtype:
 # ---- files of the optimizer
 
 
+def is_chunk_on_ssd(optimizer: Any, chunk: int) -> bool:
+    """Whether the optimizer state of a chunk lives in files (state under 1 MiB never does)."""
+    return optimizer._swappable_optimizer_subgroup(chunk)
+
+
 def optimizer_files(optimizer: Any) -> dict[Path, int]:
     """Every file that the optimizer of this rank will write, with its size in bytes: fp32 master, moments, gradients."""
     swapper = optimizer.optimizer_swapper
     folder, item = Path(swapper.swap_folder), swapper.swap_element_size
     files: dict[Path, int] = {}
     for index, numel in enumerate(optimizer.fp16_partitioned_groups_flat_numel):
-        if not optimizer._swappable_optimizer_subgroup(index):
+        if not is_chunk_on_ssd(optimizer, index):
             continue
         ids = optimizer.fp16_partitioned_groups_flat_id[index]
         name = f"{ids[0]}_{ids[-1]}"

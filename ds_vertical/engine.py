@@ -18,6 +18,7 @@ from ds_vertical.batches import LossFn
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
 from ds_vertical.crosscheck import check
 from ds_vertical.gradients import GradientStore
+from ds_vertical.hooks import suspended_hooks
 from ds_vertical.layers import LayerMap, check_trainable, map_layers, refuse_batch_flags
 from ds_vertical.loop import Loop, StockLoop
 from ds_vertical.optimizer import VerticalStage3
@@ -228,7 +229,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
     def evaluate(self, runs: list[Any]) -> list[Any]:
         """Run forwards (callables) layer-major without training; returns what each returned."""
         schedule = _evaluation_schedule(self.layers.num_layers, len(runs), self.vertical.prefetch_layers)
-        with compat.suspended_hooks(self):
+        with suspended_hooks(self):
             return self._sweeps.evaluate(schedule, [Body(self._autocast(run), None) for run in runs])
 
     def train_step(self, runs: list[Any], seeds: list[int]) -> list[torch.Tensor]:
@@ -242,7 +243,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
             return self.optimizer.scale_if_loss(loss / len(runs))
 
         bodies = [Body(self._autocast(run), seed) for run, seed in zip(runs, seeds, strict=True)]
-        with compat.suspended_hooks(self, joints=True), torch.enable_grad():
+        with suspended_hooks(self, joints=True), torch.enable_grad():
             return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, scale)
 
     def _autocast(self, run: Any) -> Any:

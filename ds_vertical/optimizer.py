@@ -117,7 +117,7 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
         upcoming = None
         for index in reversed(order):
             following[index] = upcoming
-            if self._swappable_optimizer_subgroup(index):
+            if compat.is_chunk_on_ssd(self, index):
                 upcoming = self.fp32_partitioned_groups_flat[index]
         self.next_swappable_fp32_partitioned_groups = following
 

@@ -42,7 +42,7 @@ class Segments:
 
     def begin(self, leaves: Iterable[Any]) -> None:
         """A block has run, and `leaves` stand for its outputs: what is made from here on belongs to the next segment."""
-        self._starts.append(torch.autograd._get_sequence_nr())
+        self._starts.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self._output_of[get_gradient_edge(leaf).node] = len(self._starts) - 1

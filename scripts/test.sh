@@ -28,7 +28,8 @@ failed=()
 .venv/bin/python -m pytest -m "${expression% and }" --durations=15 ${report:+--junitxml="$report"} "$@" || failed+=(pytest)
 
 if [ -n "$report" ]; then
-    .venv/bin/python scripts/record_tests.py "$report" benchmarks/tests_all.json >&2
+    .venv/bin/python scripts/record_tests.py "$report" benchmarks/tests_all.json \
+        "bash scripts/test.sh --all${*:+ $*}" >&2
 fi
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "scripts/test.sh: failed: ${failed[*]}" >&2

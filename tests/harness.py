@@ -5,12 +5,13 @@ Everything runs in one process with one rank; the process group is started at th
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import gc
 import functools
+import gc
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -268,3 +269,27 @@ def assert_identical(stock: Run, vertical: Run) -> None:
     assert not differing(stock.weights, vertical.weights)
     assert not differing(stock.state, vertical.state)
     assert stock.counters == vertical.counters
+
+
+def small_buffers(config: dict[str, Any], numel: int = 300_000) -> dict[str, Any]:
+    """The same JSON locking no more host memory than a small model needs; locking would take longer than training."""
+    config["zero_optimization"]["offload_param"] |= {"buffer_count": 12, "buffer_size": numel}
+    return config
+
+
+@contextlib.contextmanager
+def running(
+    config: dict[str, Any], build: Callable[[], nn.Module], *, vertical: bool
+) -> Iterator[tuple[Any, nn.Module]]:
+    """(engine, model) as `build_engine` makes them; destroyed at the end."""
+    engine, model = build_engine(config, build, vertical=vertical)
+    try:
+        yield engine, model
+    finally:
+        engine.destroy()
+
+
+def counters(engine: Any) -> dict[str, Any]:
+    """The engine's counters and learning rates, by name."""
+    names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+    return {name: getattr(engine, name) for name in names} | {"lr": engine.get_lr()}

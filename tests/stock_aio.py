@@ -35,7 +35,7 @@ def load_aio(build_folder: Path | None) -> Any:
 
     if build_folder is not None:
         PinMemoryBuilder().load(verbose=False)  # not patched, so from the cache
-        build_folder.mkdir()
+        build_folder.mkdir(exist_ok=True)
         os.environ["TORCH_EXTENSIONS_DIR"] = str(build_folder)
     return AsyncIOBuilder().load(verbose=False)
 

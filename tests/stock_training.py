@@ -26,8 +26,8 @@ from ds_vertical import opcache
 
 NUM_STEPS = 4  # the trace that prefetch needs is complete in the third
 Shapes = tuple[tuple[int, int], ...]  # (inputs, outputs) of each layer
-# The third is under 1 MiB in bf16 and stays in host memory; the others lie on SSD. Its gather is in flight when the last
-# layer, which both ends of the turn need, comes into the window of the SSD reads.
+# The third is under 1 MiB in bf16 and stays in host memory; the others lie on SSD. Its gather is in flight when the
+# last layer, which both ends of the turn need, comes into the window of the SSD reads.
 MIXED: Shapes = ((768, 768), (768, 768), (768, 640), (640, 896))
 ALL_ON_SSD: Shapes = ((768, 768),) * 4
 
@@ -63,20 +63,27 @@ def stock_config(folder: Path, variant: Variant) -> dict[str, Any]:
     return config
 
 
+def new_engine(config: dict[str, Any], variant: Variant) -> tuple[Any, nn.Module]:
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=config) if variant.zero_init else nullcontext():
+        model = build_model(variant.shapes)
+    trainable: Any = list(model.parameters())  # initialize() is annotated as if it took nothing but None
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+    return engine, model
+
+
 def train(folder: Path, variant: Variant) -> dict[str, Any]:
     """Losses, dtypes of the weights and a hash over their bytes after `NUM_STEPS` steps of one micro-batch."""
     import deepspeed
 
-    config = stock_config(folder, variant)
-    with deepspeed.zero.Init(config_dict_or_path=config) if variant.zero_init else nullcontext():
-        model = build_model(variant.shapes)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine, model = new_engine(stock_config(folder, variant), variant)
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(NUM_STEPS):
         inputs = torch.randn(2, variant.shapes[0][0], generator=generator)
         # in whatever dtype the weights are: with fp32 inputs a model that should not be bf16 dies instead of training
-        loss = engine(inputs.to(engine.device, model[0].weight.dtype)).float().square().mean()
+        loss = engine(inputs.to(engine.device, next(model.parameters()).dtype)).float().square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

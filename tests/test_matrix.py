@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import MIN_SSD_BYTES, assert_identical, base_config, run_both
+from harness import MIN_SSD_BYTES, assert_identical, base_config, run_both, small_buffers
 from models import MixerModel, token_batches
 
 NUM_LAYERS = 3
 NUM_MATRICES = 2 * NUM_LAYERS
-MATRIX_NUMEL = 512 * 512
 
 # tier -> (offload_param.device, max_in_cpu in elements, matrices that then rest on SSD: in stock, in the vertical arm)
 PARAMS: dict[str, tuple[str, int, int, int]] = {
@@ -41,8 +40,7 @@ def test_every_tier_is_bit_identical_to_stock(
         persistence=persistence,
     )
     if device == "nvme":
-        # locking memory takes longer than these two steps: no more of it than stock's prefetching needs
-        config["zero_optimization"]["offload_param"] |= {"buffer_count": 12, "buffer_size": MATRIX_NUMEL}
+        small_buffers(config)
     stock, vertical = run_both(config, lambda: MixerModel(NUM_LAYERS), token_batches(2, num_micro_batches))
     assert_identical(stock, vertical)
     assert min(stock.norms) > 0.1, "clipping must act on every step"

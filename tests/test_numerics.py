@@ -24,6 +24,7 @@ from harness import (
     read_weights,
     run_arm,
     run_both,
+    small_buffers,
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -34,12 +35,6 @@ from ds_vertical.chunks import LANE, Cut, Piece, adam_cuts
 from ds_vertical.optimizer import CutAdam
 
 CLIP = 0.05  # far below every gradient norm here, so clipping acts on every step
-
-
-def small_buffers(config: dict[str, Any], numel: int) -> dict[str, Any]:
-    """Lock no more host memory than these small models need: locking would take longer than training."""
-    config["zero_optimization"]["offload_param"] |= {"buffer_count": 12, "buffer_size": numel}
-    return config
 
 
 # ---- N1: sizes

@@ -39,18 +39,22 @@ class TwoRanks:
         return [rank[arm][name] for rank in self.ranks]
 
     def grads(self, arm: str, step: int) -> Tensors:
-        return joined([grads[step] for grads in self.each(arm, "grads")])
+        return self._whole([grads[step] for grads in self.each(arm, "grads")])
 
     def weights(self, arm: str) -> Tensors:
         return self.ranks[0][arm]["weights"]
 
     def state(self, arm: str, kind: str) -> Tensors:
-        return joined([{k: v for k, v in s.items() if k.endswith(f"/{kind}")} for s in self.each(arm, "state")])
+        end = f"/{kind}"
+        shares = [{k.removesuffix(end): v for k, v in s.items() if k.endswith(end)} for s in self.each(arm, "state")]
+        return self._whole(shares)
 
-
-def joined(shares: list[Tensors]) -> Tensors:
-    assert shares[0].keys() == shares[1].keys() and shares[0]
-    return {name: torch.cat([share[name].flatten() for share in shares]) for name in shares[0]}
+    def _whole(self, shares: list[Tensors]) -> Tensors:
+        """Both ranks' shares joined, without the last one's padding, in the parameters' shapes."""
+        weights = self.weights("stock")
+        assert all(share.keys() == weights.keys() for share in shares)
+        flat = {name: torch.cat([share[name].flatten() for share in shares]) for name in weights}
+        return {name: flat[name][: weight.numel()].view_as(weight) for name, weight in weights.items()}
 
 
 def free_port() -> int:
@@ -101,8 +105,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_arm(config, rank_worker.OddModel, steps, vertical=False)
 
 
-def flat(tensors: Tensors) -> Tensors:
-    return {name: tensor.flatten() for name, tensor in tensors.items()}
+def shaped(flat: Tensors, like: Tensors) -> Tensors:
+    return {name: flat[name].view_as(tensor) for name, tensor in like.items()}
 
 
 def assert_close(a: Tensors, b: Tensors, tolerance: float) -> None:
@@ -137,11 +141,9 @@ def test_the_ranks_work_on_different_data_and_agree(fp32: TwoRanks) -> None:
 def test_two_ranks_compute_what_one_process_does(fp32: TwoRanks, reference: Run) -> None:
     """Stock beside stock is no proof that the mean over ranks is right: one process is."""
     for arm in ("stock", "vertical"):
-        grads = {name: tensor[: reference.grads[0][name].numel()] for name, tensor in fp32.grads(arm, 0).items()}
-        assert_close(flat(reference.grads[0]), grads, 5e-6)
+        assert_close(shaped(reference.grads[0], reference.weights), fp32.grads(arm, 0), 5e-6)
     start = {name: param.detach() for name, param in rank_worker.OddModel().named_parameters()}
-    moved = {name: (weight - start[name]).norm().item() for name, weight in reference.weights.items()}
-    assert min(moved.values()) > 0
+    assert all(not torch.equal(weight, start[name]) for name, weight in fp32.weights("vertical").items())
     assert_close(reference.weights, fp32.weights("vertical"), 1e-4)
 
 
@@ -154,7 +156,7 @@ def test_half_of_every_odd_matrix_lies_on_ssd(run: str, request: pytest.FixtureR
 
 @pytest.mark.parametrize("of", ["gradients", "masters", "weights"])
 def test_bf16_is_as_near_to_fp32_as_stock_is(bf16: TwoRanks, reference: Run, of: str) -> None:
-    masters = {name: t for name, t in reference.state.items() if name.endswith("/master")}
+    masters = {name: reference.state[f"{name}/master"] for name in reference.weights}
     what: dict[str, tuple[list[Tensors], Callable[[str], list[Tensors]]]] = {
         "gradients": (reference.grads, lambda arm: [bf16.grads(arm, step) for step in range(rank_worker.NUM_STEPS)]),
         "masters": ([masters], lambda arm: [bf16.state(arm, "master")]),
@@ -167,9 +169,9 @@ def test_bf16_is_as_near_to_fp32_as_stock_is(bf16: TwoRanks, reference: Run, of:
 
 
 def distance(expected: Tensors, found: Tensors) -> float:
-    """Norm of the difference over all tensors; what both ranks pad at the end is left out."""
+    """Norm of the difference over all tensors."""
     assert expected.keys() == found.keys()
-    gaps = [(found[n].flatten()[: t.numel()].double() - t.flatten().double()).norm() for n, t in expected.items()]
+    gaps = [(found[name].double().flatten() - tensor.double().flatten()).norm() for name, tensor in expected.items()]
     return torch.stack(gaps).norm().item()
 
 

@@ -1,0 +1,68 @@
+"""Take DeepSpeed's own module hooks off while a schedule runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.utils import apply_to_tensors_only
+
+
+class _Joint(torch.autograd.Function):
+    """A tensor as it is, behind a node of its own in the graph."""
+
+    @staticmethod
+    def forward(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def _joint_hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
+    """Stands where one of stock's backward hooks stood. See [Note: joints]."""
+    return apply_to_tensors_only(_Joint.apply, output[0] if output else inputs)
+
+
+@contextlib.contextmanager
+def suspended_hooks(engine: Any, *, joints: bool = False) -> Iterator[None]:
+    """Take DeepSpeed's own module hooks off for the block; users' hooks stay, and every order is as before afterwards.
+
+    [Note: joints] To hear of the backward pass, stock puts an identity node at every module's positional inputs and at its
+    outputs. That decides the order in which autograd adds the gradients of a tensor used more than once, hence the last
+    bits (RMSNorm uses its input twice, its caller once more). `joints` keeps such nodes: gradients come out with stock's bits.
+    """
+    offload = engine.optimizer.parameter_offload
+    handles: list[Any] = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
+    handles += [engine.module_forward_pre_hook, engine.module_forward_post_hook]
+    kept_as_joints = {handle.id for handle in list[Any](offload.backward_hooks)} if joints else set()
+    ids: dict[int, set[int]] = {}
+    hooks: dict[int, Any] = {}
+    for handle in handles:
+        owner: Any = handle.hooks_dict_ref() if handle is not None else None
+        if handle is not None and owner is not None:
+            hooks[id(owner)] = owner
+            ids.setdefault(id(owner), set()).add(handle.id)
+    kept = {key: list(owner.items()) for key, owner in hooks.items()}
+    for key, owner in hooks.items():
+        for hook_id in ids[key]:
+            if hook_id in kept_as_joints:
+                owner[hook_id] = _joint_hook
+            else:
+                owner.pop(hook_id, None)
+    try:
+        yield
+    finally:
+        for key, owner in hooks.items():
+            added = [item for item in owner.items() if item[0] not in dict(kept[key])]
+            removed = {hook_id for hook_id, _ in kept[key]} - ids[key] - set(owner)
+            owner.clear()
+            owner.update((hook_id, hook) for hook_id, hook in kept[key] if hook_id not in removed)
+            owner.update(added)
