@@ -2,8 +2,9 @@
 
     python benchmarks/stock_best.py --out runs/stock_best [--only NAME ...] [--passes 2] [--steps 5] [--seq 2]
 
-One run per candidate and pass (every other pass backwards, so that a drift of the machine hits none alone): the stock arm of configs/gpt_101m_cpu.json with the candidate's settings, scripts/train.py under
-the deepspeed launcher. Short sequences leave little to compute, so that transfers decide.
+One run per candidate and pass, every other pass backwards so that a drift of the machine hits none alone: the stock arm
+of configs/gpt_101m_cpu.json with the candidate's settings, scripts/train.py under the deepspeed launcher. Short
+sequences leave little to compute, so that transfers decide; the least of the steps is what other load disturbs least.
 """
 
 from __future__ import annotations

@@ -29,13 +29,34 @@ def tiny_gpt2(num_layers: int = 4, hidden: int = 512, dropout: float = 0.0, tied
     return GPT2LMHeadModel(config)
 
 
-def token_batches(num_steps: int, num_micro_batches: int, seed: int = 1, vocab: int = VOCAB) -> list[list[dict[str, Any]]]:
-    """Ragged micro-batches: 2 sequences of 11, 12, 13, ... tokens, labels included."""
+def tiny_neox(num_layers: int = 4, hidden: int = 512, dropout: float = 0.0) -> nn.Module:
+    """GPT-NeoX of Hugging Face: nn.Linear throughout, ten times faster in bf16 on a CPU than GPT-2's Conv1D."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        vocab_size=VOCAB,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        use_cache=False,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+    )
+    return GPTNeoXForCausalLM(config)
+
+
+def token_batches(
+    num_steps: int, num_micro_batches: int, seed: int = 1, vocab: int = VOCAB, rows: int = 2, shortest: int = 11
+) -> list[list[dict[str, Any]]]:
+    """Ragged micro-batches: `rows` sequences of `shortest`, `shortest` + 1, ... tokens, labels included."""
     generator = torch.Generator().manual_seed(seed)
     steps = []
     for _ in range(num_steps):
-        lengths = [11 + index for index in range(num_micro_batches)]
-        ids = [torch.randint(0, vocab, (2, length), generator=generator) for length in lengths]
+        lengths = [shortest + index for index in range(num_micro_batches)]
+        ids = [torch.randint(0, vocab, (rows, length), generator=generator) for length in lengths]
         steps.append([{"input_ids": each, "labels": each} for each in ids])
     return steps
 

@@ -10,9 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-
-T0=time.time()
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +123,6 @@ def main() -> int:
         results["folders"][run["name"]] = prepared["zero_optimization"]["offload_param"]["nvme_path"]
         made = harness.run_arm(prepared, OddModel, batches(rank, 2), vertical=run["vertical"])
         results[run["name"]] = vars(made)
-        print("TIME", run["name"], time.time()-T0)
     torch.save(results, Path(job["out"]) / f"rank{rank}.pt")
     return 0
 

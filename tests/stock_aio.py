@@ -30,14 +30,15 @@ TENSOR_BYTES = 2 * MIB
 
 def load_aio(build_folder: Path | None) -> Any:
     opcache.activate()
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 
     if build_folder is not None:
         PinMemoryBuilder().load(verbose=False)  # not patched, so from the cache
         build_folder.mkdir(exist_ok=True)
         os.environ["TORCH_EXTENSIONS_DIR"] = str(build_folder)
-    return AsyncIOBuilder().load(verbose=False)
+    accelerator: Any = get_accelerator()
+    return accelerator.create_op_builder("AsyncIOBuilder").load(verbose=False)
 
 
 def new_handle(aio: Any, single_submit: bool = False, overlap_events: bool = True) -> Any:

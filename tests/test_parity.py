@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from harness import MIN_SSD_BYTES, assert_identical, base_config, run_both
-from models import tiny_gpt2, token_batches
+from models import tiny_neox, token_batches
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_gpt2_on_ssd_is_bit_identical_to_stock(tmp_path: Path, dtype: str, clip: float) -> None:
-    build = partial(tiny_gpt2, dropout=0.1)
-    stock, vertical = run_both(base_config(tmp_path, dtype=dtype, clip=clip), build, token_batches(3, 3))
+def test_neox_on_ssd_is_bit_identical_to_stock(tmp_path: Path, dtype: str, clip: float) -> None:
+    build = partial(tiny_neox, num_layers=3, dropout=0.1)
+    stock, vertical = run_both(base_config(tmp_path, dtype=dtype, clip=clip), build, token_batches(3, 3, rows=1, shortest=4))
     assert_identical(stock, vertical)
-    assert vertical.ssd_bytes > 16 * MIN_SSD_BYTES
+    assert vertical.ssd_bytes > 9 * MIN_SSD_BYTES
     assert min(stock.norms) > 1.0, "clipping must act on every step"

@@ -25,24 +25,21 @@ Tensors = dict[str, torch.Tensor]
 
 
 class TwoRanks:
-    """What both ranks of one job computed; tensors that the ranks share are joined."""
+    """What both ranks computed in one dtype; tensors that the ranks share are joined."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        self.swap = folder / "swap"
-        runs = [{"name": arm, "dtype": dtype, "vertical": arm == "vertical"} for arm in ("stock", "vertical")]
-        job = folder / "job.json"
-        job.write_text(json.dumps({"folder": str(self.swap), "out": str(folder), "runs": runs}))
-        start_ranks([sys.executable, str(WORKER), str(job)], folder)
-        self.ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    def __init__(self, ranks: list[dict[str, Any]], swap: Path, dtype: str) -> None:
+        self.ranks = ranks
+        self.swap = swap
+        self.dtype = dtype
 
     def each(self, arm: str, name: str) -> list[Any]:
-        return [rank[arm][name] for rank in self.ranks]
+        return [rank[f"{self.dtype} {arm}"][name] for rank in self.ranks]
 
     def grads(self, arm: str, step: int) -> Tensors:
         return self._whole([grads[step] for grads in self.each(arm, "grads")])
 
     def weights(self, arm: str) -> Tensors:
-        return self.ranks[0][arm]["weights"]
+        return self.each(arm, "weights")[0]
 
     def state(self, arm: str, kind: str) -> Tensors:
         end = f"/{kind}"
@@ -88,13 +85,26 @@ def start_ranks(command: list[str], folder: Path, limit_s: float = 200) -> None:
 
 
 @pytest.fixture(scope="module")
-def fp32(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
-    return TwoRanks(tmp_path_factory.mktemp("fp32"), "fp32")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """Both arms in both dtypes, one after the other in the same two processes: each rank's results, the swap folder."""
+    folder = tmp_path_factory.mktemp("ranks")
+    swap = folder / "swap"
+    runs = [(dtype, arm) for dtype in ("fp32", "bf16") for arm in ("stock", "vertical")]
+    listed = [{"name": f"{dtype} {arm}", "dtype": dtype, "vertical": arm == "vertical"} for dtype, arm in runs]
+    description = folder / "job.json"
+    description.write_text(json.dumps({"folder": str(swap), "out": str(folder), "runs": listed}))
+    start_ranks([sys.executable, str(WORKER), str(description)], folder)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)], swap
 
 
 @pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
-    return TwoRanks(tmp_path_factory.mktemp("bf16"), "bf16")
+def fp32(job: tuple[list[dict[str, Any]], Path]) -> TwoRanks:
+    return TwoRanks(*job, "fp32")
+
+
+@pytest.fixture(scope="module")
+def bf16(job: tuple[list[dict[str, Any]], Path]) -> TwoRanks:
+    return TwoRanks(*job, "bf16")
 
 
 @pytest.fixture(scope="module")
@@ -178,11 +188,10 @@ def distance(expected: Tensors, found: Tensors) -> float:
 def test_prepare_gives_both_ranks_the_same_folder_and_each_call_another(fp32: TwoRanks) -> None:
     first, second = (rank["prepared twice"] + list(rank["folders"].values()) for rank in fp32.ranks)
     assert first == second
-    assert len(set(first)) == 4
+    assert len(set(first)) == 6
     assert all(Path(folder).parent == fp32.swap for folder in first)
 
 
-def test_nothing_is_left_on_ssd_after_the_ranks_have_gone(fp32: TwoRanks, bf16: TwoRanks) -> None:
-    for ranks in (fp32, bf16):
-        assert ranks.swap.is_dir()
-        assert list(ranks.swap.iterdir()) == []
+def test_nothing_is_left_on_ssd_after_the_ranks_have_gone(fp32: TwoRanks) -> None:
+    assert fp32.swap.is_dir()
+    assert list(fp32.swap.iterdir()) == []
