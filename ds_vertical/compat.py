@@ -55,6 +55,7 @@ OVERRIDES: dict[type, dict[str, tuple[str, ...]]] = {
         "forward": ("self", "inputs", "kwargs"),
         "backward": ("self", "loss", "retain_graph", "scale_wrt_gas"),
         "step": ("self", "lr_kwargs"),
+        "_zero3_consolidated_16bit_state_dict": ("self", "exclude_frozen_parameters"),
     },
 }
 
@@ -160,6 +161,31 @@ def inputs_of(engine: Any, batch: Any) -> Any:
     return engine._cast_inputs_half(batch) if engine.fp16_auto_cast() else batch
 
 
+def consolidated_weights(engine: Any, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
+    """The model's state dict with full weights on the host, on rank 0; None on the other ranks.
+
+    Gathers one module at a time. As `_zero3_consolidated_16bit_state_dict`, except that every weight is a copy: stock's
+    alias the swap buffers where the device is the host, and the next gather overwrites them.
+    """
+    engine.optimizer.checkpoint_event_prologue()
+    state: dict[str, torch.Tensor] = {}
+    shared: dict[int, torch.Tensor] = {}
+    for path, module in engine.module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        own: dict[str, ZeroParam] = dict(module.named_parameters(recurse=False))
+        with deepspeed.zero.GatheredParameters(list(own.values())):
+            for name, param in own.items() if rank() == 0 else ():
+                if param.requires_grad or not exclude_frozen:
+                    if param.ds_id not in shared:
+                        shared[param.ds_id] = param.detach().to("cpu", copy=True)
+                    state[prefix + name] = shared[param.ds_id]
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                state[prefix + name] = buffer.detach().cpu()
+    engine.optimizer.checkpoint_event_epilogue()
+    return state if rank() == 0 else None
+
+
 # ---- seams
 
 
@@ -220,6 +246,18 @@ def shard_bytes(param: ZeroParam) -> int:
 
 def full_numel(param: ZeroParam) -> int:
     return int(param.ds_numel) if is_zero_param(param) else param.numel()
+
+
+def is_partitioned_model(model: torch.nn.Module) -> bool:
+    """Whether every parameter was made under zero.Init."""
+    return all(is_zero_param(param) for param in model.parameters())
+
+
+def rounds_late_fp32(config: dict[str, Any]) -> bool:
+    """Whether partitioning an existing model at initialize loses fp32: stock takes bf16 where there is no fp16."""
+    half = [config.get(name) for name in ("bf16", "bfloat16", "fp16")]
+    wants_half = any(isinstance(section, dict) and section.get("enabled") for section in half)
+    return not wants_half and not get_accelerator().is_fp16_supported()
 
 
 def swap_file(param: ZeroParam) -> SwapFile:
@@ -374,9 +412,9 @@ def optimizer_files(optimizer: Any) -> dict[Path, int]:
 def gradient_pieces(swapper: Any, offset: int, numel: int) -> list[tuple[int, int]]:
     """(offset, numel) of the pieces of a gradient at `offset` in its chunk: head, aligned body, tail.
 
-    [Note: aligned gradients] The step reads a gradient's file straight into the chunk's buffer at the gradient's offset.
-    SSD reads need an aligned address there; at another one the read fails, and stock, which cuts off only the tail, goes on
-    with what the buffer held. So the body starts and ends at the alignment; head and tail stay in host memory.
+    [Note: aligned gradients] The step reads a gradient's file straight into the chunk's buffer at the gradient's
+    offset. SSD reads need an aligned address there; at another one the read fails, and stock, which cuts off only the
+    tail, goes on with what the buffer held. So the body starts and ends at the alignment; head and tail stay in memory.
     """
     if not swapper.is_swappable_tensor(numel=numel):
         return [(offset, numel)]

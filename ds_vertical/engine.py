@@ -101,6 +101,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     check_trainable(model)
     layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
     _refuse_foreign_model(model, config)
+    _refuse_late_fp32(model, config)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved)]:
         compat.log(f"ds_vertical: {line}")
@@ -159,6 +160,17 @@ def _refuse_foreign_model(model: nn.Module, config: dict[str, Any]) -> None:
                 "    config = ds_vertical.prepare(config)\n"
                 "and pass that config to zero.Init (or HfDeepSpeedConfig) and to initialize"
             )
+
+
+def _refuse_late_fp32(model: nn.Module, config: dict[str, Any]) -> None:
+    """Refuse an fp32 model that DeepSpeed would partition at initialize as bf16: see patches/0002."""
+    on_ssd = ((config.get("zero_optimization") or {}).get("offload_param") or {}).get("device") == "nvme"
+    if on_ssd and compat.rounds_late_fp32(config) and not compat.is_partitioned_model(model):
+        raise ConfigError(
+            "zero_optimization.offload_param.device: DeepSpeed would write this fp32 model to SSD as bf16, since it was not"
+            " built under zero.Init (patches/README.md, 0002); build it under\n"
+            "    with deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config)):"
+        )
 
 
 class VerticalEngine(compat.DeepSpeedEngine):
@@ -275,6 +287,9 @@ class VerticalEngine(compat.DeepSpeedEngine):
         if compat.rank() == 0 and config is not None and hasattr(config, "save_pretrained"):
             config.save_pretrained(save_dir)
         return saved
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:  # override
+        return compat.consolidated_weights(self, exclude_frozen_parameters)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's with everything in host memory. Raises NotImplementedError with any state on SSD."""

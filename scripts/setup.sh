@@ -46,6 +46,7 @@ find_python() {
 missing_packages() {
     local headers
     command -v c++ >/dev/null || echo g++
+    command -v patch >/dev/null || echo patch  # the tests of patches/ apply them to a copy
     echo '#include <libaio.h>' | c++ -E -x c++ - >/dev/null 2>&1 || echo libaio-dev
     python=$(find_python) || { echo python3 python3-dev python3-venv; return; }
     "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv

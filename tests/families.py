@@ -148,6 +148,7 @@ FAMILIES = (
 def _build(model_class: type[nn.Module], config: PretrainedConfig) -> nn.Module:
     with no_init_weights():  # under zero.Init a model's own initialisation meets empty tensors
         model = model_class._from_config(copy.deepcopy(config))
+        model.tie_weights()
     fill(model)
     return model
 

@@ -117,7 +117,12 @@ Batches = Sequence[Sequence[Any]]  # per step, the micro-batches
 
 
 def build_engine(
-    config: dict[str, Any], build: Callable[[], nn.Module], *, vertical: bool, groups: Callable[[nn.Module], Any] | None = None
+    config: dict[str, Any],
+    build: Callable[[], nn.Module],
+    *,
+    vertical: bool,
+    groups: Callable[[nn.Module], Any] | None = None,
+    under_zero_init: bool = True,
 ) -> tuple[Any, nn.Module]:
     """An engine as users make one: prepare, zero.Init, initialize. Seeds torch with 0 before the model is built."""
     start_process_group()
@@ -129,7 +134,7 @@ def build_engine(
     config["vertical_schedule"] = config.get("vertical_schedule", {}) | {"enabled": vertical}
     prepared = ds_vertical.prepare(config)
     torch.manual_seed(0)
-    with deepspeed.zero.Init(config_dict_or_path=prepared):
+    with deepspeed.zero.Init(config_dict_or_path=prepared, enabled=under_zero_init):
         model = build()
     model.train()
     parameters = groups(model) if groups is not None else [p for p in model.parameters() if p.requires_grad]
@@ -146,9 +151,10 @@ def run_arm(
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     groups: Callable[[nn.Module], Any] | None = None,
     between: Callable[[Any, int], None] | None = None,
+    under_zero_init: bool = True,
 ) -> Run:
     """Train one arm over `batches`; `between(engine, step)` runs after each step. The engine is destroyed at the end."""
-    engine, model = build_engine(config, build, vertical=vertical, groups=groups)
+    engine, model = build_engine(config, build, vertical=vertical, groups=groups, under_zero_init=under_zero_init)
     run = Run()
     try:
         assert type(engine).__name__ == ("VerticalEngine" if vertical else "DeepSpeedEngine")

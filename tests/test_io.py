@@ -326,7 +326,7 @@ def test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too(tmp_path: P
         buffers = engine._params._buffers
         for buffer in buffers:
             buffer.handle = LateReads(buffer.handle)
-        fault = model.get_submodule("blocks.0").register_forward_pre_hook(_fail)
+        fault = model.get_submodule("blocks.0.up").register_forward_pre_hook(_fail)
         with pytest.raises(ArithmeticError) as caught:
             engine.train_batch(iter(DATA[1][0]))
         assert f"fetch 1 ({2 * MATRIX_BYTES} bytes)" in caught.value.__notes__[0], "nothing was in flight"

@@ -28,7 +28,7 @@ from harness import (
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models import MixerModel, token_batches
+from models import MixerModel, next_token_loss, token_batches
 from torch import nn
 
 from ds_vertical.chunks import LANE, Cut, Piece, adam_cuts
@@ -83,8 +83,15 @@ def odd_model(dtype: str) -> nn.Module:
     return MixerModel(3, *((727, 731) if dtype == "bf16" else (511, 517)))
 
 
-@pytest.mark.parametrize("sub_group_size", [300_001, 600_001])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "sub_group_size"),
+    [
+        ("fp32", 300_001),
+        ("fp32", 600_001),
+        ("bf16", 300_001),
+        pytest.param("bf16", 600_001, marks=pytest.mark.slow),
+    ],
+)
 def test_odd_sizes_in_several_stock_sub_groups(tmp_path: Path, dtype: str, sub_group_size: int) -> None:
     config = base_config(tmp_path, dtype=dtype, clip=CLIP, sub_group_size=sub_group_size, optimizer="cpu")
     assert_identical(*run_awkward(config, partial(odd_model, dtype)))
@@ -127,8 +134,12 @@ def test_odd_layers_on_ssd_where_stock_is_right(tmp_path: Path, dtype: str) -> N
     ("dtype", "top"),
     [
         ("bf16", {"data_types": {}}),
-        ("bf16", {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"}),
         ("bf16", {"communication_data_type": "fp32"}),
+        pytest.param(
+            "bf16",
+            {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"},
+            marks=pytest.mark.slow,
+        ),
         ("fp32", {"data_types": {}}),
         ("fp32", {"communication_data_type": "bf16"}),
         ("fp32", {"communication_data_type": "fp16"}),
@@ -139,6 +150,37 @@ def test_accumulation_and_communication_dtypes(tmp_path: Path, dtype: str, top: 
     config = base_config(tmp_path, num_micro_batches=4, dtype=dtype, clip=CLIP, **top)
     build = partial(MixerModel, 2, 768 if dtype == "bf16" else 512)
     assert_identical(*run_both(small_buffers(config, 600_000), build, token_batches(2, 4)))
+
+
+# ---- N1: what the model does between layers
+
+
+class OuterResidual(MixerModel):
+    """The residual connections are the model's own: tensors go around a block as well as through it."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return next_token_loss(self.head(self.norm(x)), labels)
+
+
+class LongSkips(MixerModel):
+    """Tensors made before the first layers come back after the last one."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        skips = []
+        for block in self.blocks:
+            skips.append(x)
+            x = block(x)
+        return next_token_loss(self.head(self.norm(x + skips[0] + 0.5 * skips[1])), labels)
+
+
+@pytest.mark.parametrize("build", [OuterResidual, LongSkips])
+def test_tensors_that_go_around_layers(tmp_path: Path, build: type[MixerModel]) -> None:
+    config = small_buffers(base_config(tmp_path, dtype="fp32", clip=CLIP))
+    assert_identical(*run_both(config, build, token_batches(2, 3)))
 
 
 # ---- N4: skipped steps
@@ -218,8 +260,10 @@ class After:
     norm: float
 
 
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "clip"),
+    [("fp32", 0.0), ("fp32", 1.0), ("bf16", 1.0), pytest.param("bf16", 0.0, marks=pytest.mark.slow)],
+)
 def test_a_non_finite_step_is_skipped_whole(tmp_path: Path, dtype: str, clip: float) -> None:
     seen: dict[str, list[After]] = {"DeepSpeedEngine": [], "VerticalEngine": []}
 

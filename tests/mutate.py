@@ -1,0 +1,271 @@
+"""Break ds_vertical on purpose, one line at a time, in a copy, and see whether the named tests notice.
+
+    python tests/mutate.py [--list] [NAME ...]      # all mutations without a name
+
+Each mutation replaces a text that must stand exactly once in its file. The copy comes first on the path of the tests'
+process and of the processes that it starts. A mutation is killed when its test fails; survivors make the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "ds_vertical"
+_TESTS_FAILED = 1  # pytest's exit code; any other but 0 says that the tests did not run
+_TOY = "test_executor.py::test_steps_have_the_bits_of_plain_autograd[vertical-1-True]"
+_TOY_FAULT = "test_executor.py::test_a_failure_leaves_everything_as_before_and_the_next_step_right"
+_LATE = "test_io.py::test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too"
+_TURNS = "test_threadstate.py::test_forwards_that_take_turns_see_their_own_state"
+_RECOMPUTE = "test_threadstate.py::test_a_recompute_sees_what_its_forward_saw"
+_PARITY = "test_parity.py::test_neox_on_ssd_is_bit_identical_to_stock[1.0-fp32]"
+_ODD = "test_numerics.py::test_odd_sizes_in_several_stock_sub_groups[fp32-300001]"
+_RECOMPUTE_STATE = "with applied(call.state), torch.enable_grad():"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` in ds_vertical/`file` becomes `new`; `killer` is the test (a pytest node below tests/) that must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    killer: str
+
+    def apply(self, package: Path) -> None:
+        """Change the copy at `package`. Raises ValueError unless the text stands there exactly once."""
+        path = package / self.file
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(
+                f"mutation {self.name}: {self.file} holds {text.count(self.old)} times {self.old!r}, not once"
+            )
+        path.write_text(text.replace(self.old, self.new))
+
+
+def _without_field(field: str) -> str:
+    return _RECOMPUTE_STATE.replace(
+        "call.state", f'__import__("dataclasses").replace(call.state, {field}=ThreadState.capture().{field})'
+    )
+
+
+MUTATIONS = (
+    # waits
+    Mutation("ticket-wait-removed", "executor.py", "flying.pop(needed).wait()", "flying.pop(needed)", _TOY),
+    Mutation("read-wait-removed", "transfer.py", "completed = self.handle.wait()", "completed = issued", _LATE),
+    Mutation("failed-step-leaves-reads", "params.py", "not resident.ticket.done:", "False:", _LATE),
+    Mutation(
+        "no-overlap-does-not-wait",
+        "executor.py",
+        "if ticket is not None and not self.overlap:",
+        "if False:",
+        "test_executor.py::test_without_overlap_every_issue_is_waited_for_at_once",
+    ),
+    # thread state
+    Mutation("rng-restore-off", "microbatch.py", _RECOMPUTE_STATE, _without_field("rng"), _TOY),
+    Mutation("rng-restore-off-in-the-engine", "microbatch.py", _RECOMPUTE_STATE, _without_field("rng"), _PARITY),
+    Mutation("autocast-restore-off", "microbatch.py", _RECOMPUTE_STATE, _without_field("autocast"), _RECOMPUTE),
+    Mutation(
+        "context-lost-in-recompute",
+        "microbatch.py",
+        "call.context.run(self.stubs.raw[block], *args",
+        "self.stubs.raw[block](*args",
+        _RECOMPUTE,
+    ),
+    Mutation(
+        "hub-state-not-restored",
+        "microbatch.py",
+        "self._guard = inference_guard(outer.inference)\n            outer.apply()",
+        "self._guard = inference_guard(outer.inference)",
+        f"{_TURNS}[plain-autocast]",
+    ),
+    Mutation(
+        "inference-mode-leaks",
+        "microbatch.py",
+        "self._guard = inference_guard(outer.inference)",
+        "pass",
+        f"{_TURNS}[inference-plain]",
+    ),
+    # gradients
+    Mutation("gradient-dropped", "gradients.py", "target.add_(grad)", "pass", _TOY),
+    Mutation("gradient-dropped-in-the-engine", "gradients.py", "target.add_(grad)", "pass", _PARITY),
+    Mutation("stale-sum-of-an-unused-weight", "gradients.py", "total.zero_()", "pass", _TOY),
+    Mutation(
+        "gradient-not-rounded",
+        "gradients.py",
+        "grad = grad.to(rounding)",
+        "pass",
+        "test_numerics.py::test_accumulation_and_communication_dtypes",
+    ),
+    Mutation(
+        "prefix-drained-at-head-only",
+        "sweeps.py",
+        'self.gradients.add("pre")  # the glue',
+        "pass  # the glue",
+        _TOY,
+    ),
+    Mutation("glue-runs-late", "microbatch.py", "            if block > 0:\n", "            if block < 0:\n", _TOY),
+    Mutation(
+        "side-tensor-flows-early",
+        "segments.py",
+        "if self._segment_of(waiting.edge.node) == segment]",
+        "if self._segment_of(waiting.edge.node) <= segment]",
+        _TOY,
+    ),
+    Mutation(
+        "short-step-divided-by-all",
+        "engine.py",
+        "scale_if_loss(loss / len(runs))",
+        "scale_if_loss(loss / self.gradient_accumulation_steps())",
+        "test_engine_api.py::test_a_short_last_batch_is_divided_by_its_own_number",
+    ),
+    # the step
+    Mutation(
+        "norm-per-layer",
+        "optimizer.py",
+        "for group in self._stock_groups]",
+        "for group in self.fp16_groups]",
+        _ODD,
+    ),
+    Mutation(
+        "adam-not-cut",
+        "optimizer.py",
+        "with self._adam.cutting(self._cuts[sub_group_id]):",
+        "with contextlib.nullcontext():",
+        _ODD,
+    ),
+    Mutation(
+        "bad-norm-not-skipped",
+        "compat.py",
+        "optimizer.overflow = True",
+        "pass",
+        "test_numerics.py::test_a_non_finite_step_is_skipped_whole",
+    ),
+    # what a step leaves behind
+    Mutation(
+        "hooks-left-on",
+        "hooks.py",
+        "owner.pop(hook_id, None)",
+        "pass",
+        _PARITY,
+    ),
+    Mutation(
+        "hooks-not-put-back",
+        "hooks.py",
+        "if hook_id not in removed)",
+        "if hook_id not in ids[key])",
+        "test_engine_api.py::test_evaluation_and_generation_between_steps",
+    ),
+    Mutation(
+        "stubs-left-on", "microbatch.py", 'block.module.__dict__.pop("forward", None)', "pass", f"{_TOY_FAULT}[layer]"
+    ),
+    # schedule and files
+    Mutation(
+        "layer-released-at-the-turn",
+        "passes.py",
+        "visits[i + 1 : i + 2 + window]",
+        "visits[i + 1 : i + 1 + window]",
+        "test_io.py::test_every_layer_is_fetched_once_per_sweep_and_the_prefix_once",
+    ),
+    Mutation(
+        "optimizer-files-not-preallocated",
+        "optimizer.py",
+        "files.preallocate(compat.optimizer_files(self))",
+        "pass",
+        "test_io.py::test_initialize_preallocates_every_file_of_the_optimizer",
+    ),
+    Mutation(
+        "parameter-files-not-checked",
+        "optimizer.py",
+        "files.check_files({file.path: file.num_bytes for file in written})",
+        "pass",
+        "test_io.py::test_a_parameter_file_of_the_wrong_size_is_refused_with_the_numbers[short]",
+    ),
+    Mutation(
+        "ranks-choose-their-own-folder",
+        "compat.py",
+        "torch.distributed.broadcast_object_list(shared, src=0, device=torch.device(device_name()))",
+        "pass",
+        "test_ranks.py::test_prepare_gives_both_ranks_the_same_folder_and_each_call_another",
+    ),
+)
+
+
+@contextmanager
+def package_copy(mutations: Sequence[Mutation] = ()) -> Iterator[Path]:
+    """A folder with a copy of the package, changed by `mutations`."""
+    with tempfile.TemporaryDirectory(prefix="ds_vertical-mutant-") as folder:
+        shutil.copytree(ROOT / PACKAGE, Path(folder) / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+        for mutation in mutations:
+            mutation.apply(Path(folder) / PACKAGE)
+        yield Path(folder)
+
+
+def run_tests(folder: Path, nodes: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run pytest nodes on the package in `folder`. Raises RuntimeError when the tests could not run at all."""
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    check = [sys.executable, "-c", f"import {PACKAGE}; print({PACKAGE}.__file__)"]
+    found = subprocess.run(check, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(found).is_relative_to(folder):
+        raise RuntimeError(f"the tests would run on {found}, not on the copy in {folder}")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    command += ["--rootdir", str(ROOT), "--basetemp", str(folder / "tmp")]
+    command += [str(ROOT / "tests" / node) for node in nodes]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=limit_s)
+    if done.returncode not in (0, _TESTS_FAILED):
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-2000:]}")
+    return done
+
+
+def is_killed(mutation: Mutation, limit_s: float = 280) -> bool:
+    """Whether the mutation's test fails on the mutated copy."""
+    with package_copy([mutation]) as folder:
+        return run_tests(folder, [mutation.killer], limit_s).returncode == _TESTS_FAILED
+
+
+def killers(mutations: Sequence[Mutation] = MUTATIONS) -> list[str]:
+    return list(dict.fromkeys(mutation.killer for mutation in mutations))
+
+
+def _chosen(names: Sequence[str]) -> list[Mutation]:
+    known = {mutation.name: mutation for mutation in MUTATIONS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"no such mutation: {', '.join(unknown)}; there are: {', '.join(known)}")
+    return [known[name] for name in names] or list(MUTATIONS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="print the mutations and their tests, run nothing")
+    args = parser.parse_args(arguments)
+    mutations = _chosen(args.names)
+    if args.list:
+        print("\n".join(f"{m.name:36} {m.file:16} {m.killer}" for m in mutations))
+        return 0
+    survivors = []
+    for mutation in mutations:
+        start = time.monotonic()
+        killed = is_killed(mutation)
+        survivors += [] if killed else [mutation.name]
+        verdict = "killed" if killed else "SURVIVED"
+        print(f"{verdict:9} {mutation.name:36} {time.monotonic() - start:5.1f} s  {mutation.killer}", flush=True)
+    print(f"{len(mutations) - len(survivors)} of {len(mutations)} killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
