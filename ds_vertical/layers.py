@@ -177,6 +177,8 @@ def _config_depths(model: nn.Module) -> set[int]:
 def _refuse_overlap(blocks: Sequence[Block]) -> None:
     seen: dict[int, str] = {}
     for block in blocks:
+        if seen.get(id(block.module)) == block.path:
+            raise LayerError(f"vertical_schedule.layers: names {block.path!r} twice; every block runs once per forward")
         for module in block.module.modules():
             if id(module) in seen and seen[id(module)] != block.path:
                 raise LayerError(

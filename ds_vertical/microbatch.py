@@ -101,6 +101,7 @@ class MicroBatch:
         self._guard: Any = None
         self._target = _NOTHING
         self._done_block = -1
+        self._parked_at = -1
         self._segments = Segments()
         self._coroutine = _Coroutine(lambda: self._run(body))
         self._coroutine.micro_batch = self
@@ -117,6 +118,8 @@ class MicroBatch:
         blocks = self.layers.layers[layer]
         self._switch(blocks)
         if self._done_block != blocks[-1]:
+            if not self._coroutine.dead:
+                self._wrong_order(f"the model called block {self._path(self._parked_at)} out of turn")
             self._wrong_order(f"the model's forward ended before block {self._path(blocks[-1])}")
 
     def finish(self) -> Any:
@@ -175,6 +178,7 @@ class MicroBatch:
     def call_block(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called in place of a block's forward: park until the schedule reaches the block, run it, park at the layer's end."""
         if block not in self._target or block <= self._done_block:
+            self._parked_at = block
             self._park()
             if block not in self._target or block != self._done_block + 1:
                 self._wrong_order(f"the model called block {self._path(block)} out of turn")

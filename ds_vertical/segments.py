@@ -71,6 +71,11 @@ class Segments:
         earlier, leaves = self._reach(roots, segment)
         if not earlier:
             _run_to_leaves(roots)
+        elif _nested(earlier):
+            # autograd cannot stop at one edge and reach the other past it: run through to the leaves at once, and keep the
+            # graph for what still waits there. The same gradients, added in another order than stock's.
+            self._owners += roots
+            _run_to_leaves(roots, retain_graph=True)
         else:
             self._owners += roots
             self._run_in_part(roots, earlier, leaves)
@@ -138,6 +143,26 @@ def _is_leaf(node: Node) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-def _run_to_leaves(roots: Sequence[_Waiting]) -> None:
+def _run_to_leaves(roots: Sequence[_Waiting], retain_graph: bool = False) -> None:
     if roots:
-        torch.autograd.backward([root.edge for root in roots], [root.grad for root in roots])
+        torch.autograd.backward([root.edge for root in roots], [root.grad for root in roots], retain_graph=retain_graph)
+
+
+def _nested(edges: Sequence[_Key]) -> bool:
+    """Whether one of the edges can be reached through another one's node."""
+    if len(edges) < 2:
+        return False
+    wanted = set(edges)
+    nodes = {node for node, _ in edges}
+    for start in nodes:
+        seen, stack = {start}, [start]
+        while stack:
+            for following, output_nr in stack.pop().next_functions:
+                if following is None:
+                    continue
+                if (following, output_nr) in wanted and following is not start:
+                    return True
+                if following not in seen:
+                    seen.add(following)
+                    stack.append(following)
+    return False

@@ -79,9 +79,12 @@ class Family:
 
         The model's class is imported here: decorated classes that are imported under zero.Init lose their decoration.
         """
+        return partial(_build, self.model_class(), self.config())
+
+    def model_class(self) -> Any:
+        """The language model's class."""
         mapping = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if self.encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING
-        config = self.config()
-        return partial(_build, mapping[type(config)], config)
+        return mapping[type(self.config())]
 
     def batches(self, num_steps: int, num_micro_batches: int) -> list[list[Batch]]:
         return ragged_batches(num_steps, num_micro_batches, self.encoder_decoder)
@@ -145,10 +148,11 @@ FAMILIES = (
 )
 
 
-def _build(model_class: type[nn.Module], config: PretrainedConfig) -> nn.Module:
+def _build(model_class: Any, config: PretrainedConfig) -> nn.Module:
     with no_init_weights():  # under zero.Init a model's own initialisation meets empty tensors
         model = model_class._from_config(copy.deepcopy(config))
-        model.tie_weights()
+        if config.tie_word_embeddings:  # else t5 would still share one embedding between encoder and decoder
+            model.tie_weights()
     fill(model)
     return model
 

@@ -43,7 +43,7 @@ def base_config(
     section: dict[str, Any] | None = None,
     **top: Any,
 ) -> dict[str, Any]:
-    """A stage-3 JSON as a user would write it. `section` is vertical_schedule without `enabled`; `persistence` None = default."""
+    """A stage-3 JSON as users write it. `section` is vertical_schedule without `enabled`; `persistence` None: stock's."""
     zero: dict[str, Any] = {
         "stage": 3,
         "sub_group_size": sub_group_size,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "ds_vertical"
-_TESTS_FAILED = 1  # pytest's exit code; any other but 0 says that the tests did not run
+_TESTS_FAILED = 1  # pytest's exit code; any other above 0 says that the tests did not run, below 0 that they crashed
 _TOY = "test_executor.py::test_steps_have_the_bits_of_plain_autograd[vertical-1-True]"
 _TOY_FAULT = "test_executor.py::test_a_failure_leaves_everything_as_before_and_the_next_step_right"
 _LATE = "test_io.py::test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too"
@@ -224,15 +224,15 @@ def run_tests(folder: Path, nodes: Sequence[str], limit_s: float) -> subprocess.
     command += ["--rootdir", str(ROOT), "--basetemp", str(folder / "tmp")]
     command += [str(ROOT / "tests" / node) for node in nodes]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=limit_s)
-    if done.returncode not in (0, _TESTS_FAILED):
+    if done.returncode > _TESTS_FAILED:
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-2000:]}")
     return done
 
 
 def is_killed(mutation: Mutation, limit_s: float = 280) -> bool:
-    """Whether the mutation's test fails on the mutated copy."""
+    """Whether the mutation's test fails on the mutated copy (or crashes: SSD reads into memory given back do that)."""
     with package_copy([mutation]) as folder:
-        return run_tests(folder, [mutation.killer], limit_s).returncode == _TESTS_FAILED
+        return run_tests(folder, [mutation.killer], limit_s).returncode != 0
 
 
 def killers(mutations: Sequence[Mutation] = MUTATIONS) -> list[str]:

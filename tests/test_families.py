@@ -97,16 +97,24 @@ def test_stock_on_ssd_is_wrong_where_the_table_says_so(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "t5", *(pytest.param(name, marks=SLOW) for name in ("opt", "gemma2", "bloom", "gemma4_text", "bart"))]
+    ("name", "lr"),
+    [
+        ("gpt2", 1e-3),
+        ("t5", 1e-4),
+        pytest.param("gemma2", 1e-3, marks=SLOW),
+        *(pytest.param(name, 1e-4, marks=SLOW) for name in ("opt", "bloom", "gemma4_text", "bart")),
+    ],
 )
-def test_tied_weights_within_the_tolerance(tmp_path: Path, name: str) -> None:
-    """A tied gradient sums every use in the head before those in the embedding, for all micro-batches; else it is the same."""
+def test_tied_weights_within_the_tolerance(tmp_path: Path, name: str, lr: float) -> None:
+    """A tied gradient sums every use in the head before those in the embedding, for all micro-batches; else it is the same.
+
+    Later steps start from weights that differ in their last bits. Adam turns a gradient that is nothing but rounding (the
+    bias of keys: softmax ignores it) into a full step, so at lr 1e-3 those biases differ by up to 8e-6.
+    """
     family = replace(BY_NAME[name], tied=True)
     build, batches = family.builder(), family.batches(5, NUM_MICRO_BATCHES)
-    stock, vertical = run_pair(tmp_path, build, batches)
-    tied = differing(stock.grads[0], vertical.grads[0])
-    assert len(tied) <= 1, "only the tied tensor may differ in the first step"
-    assert tied, "it does not differ: the table's untied promise holds for it"
+    stock, vertical = run_pair(tmp_path, build, batches, config={"lr": lr})
+    assert len(differing(stock.grads[0], vertical.grads[0])) == 1, "the tied tensor, and no other, differs in the first step"
     assert stock.losses[0] == vertical.losses[0]
     assert largest(stock.grads[0], vertical.grads[0]) < TIED_TOLERANCE
     assert largest(stock.weights, vertical.weights) < TIED_TOLERANCE
