@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ds_vertical import batches as micro
-from ds_vertical import compat, storage
+from ds_vertical import compat, compat_state, storage
 from ds_vertical.batches import LossFn
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
 from ds_vertical.crosscheck import check
@@ -190,7 +190,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
             layers.units,
             self.optimizer.gradient_accumulation_dtype,
             compat.full_numel,
-            partial(compat.rounding_dtype, self.optimizer),
+            partial(compat_state.rounding_dtype, self.optimizer),
         )
         self._sweeps = Sweeps(layers, self._params, overlap=vertical.overlap)
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None)

@@ -15,7 +15,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
-from ds_vertical import compat, files
+from ds_vertical import compat, compat_state, files
 from ds_vertical.chunks import Cut, Piece, adam_cuts
 from ds_vertical.config import ConfigError
 from ds_vertical.layers import LayerMap, Unit
@@ -117,7 +117,7 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
         upcoming = None
         for index in reversed(order):
             following[index] = upcoming
-            if compat.is_chunk_on_ssd(self, index):
+            if compat_state.is_chunk_on_ssd(self, index):
                 upcoming = self.fp32_partitioned_groups_flat[index]
         self.next_swappable_fp32_partitioned_groups = following
 
@@ -136,8 +136,8 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
         if config.pipeline and config.buffer_count < _PIPELINED_BUFFERS and len(self.fp16_groups) > 1:
             config = config.model_copy(update={"buffer_count": _PIPELINED_BUFFERS})
         super()._configure_tensor_swapping(config, aio_config)
-        compat.align_gradients(self)
-        files.preallocate(compat.optimizer_files(self))
+        compat_state.align_gradients(self)
+        files.preallocate(compat_state.optimizer_files(self))
 
     # ---- gradients
 
@@ -151,18 +151,18 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
         `params`: trainable parameters; `sums`: their flat gradient sums in the accumulation dtype (overwritten).
         """
         if params:
-            compat.reduce_and_hand_over(self, params, sums)
+            compat_state.reduce_and_hand_over(self, params, sums)
 
     def _get_norm_groups(self) -> list[torch.Tensor]:  # override
         """Stock rounds the norm to fp32 once per sub-group, so it is combined in stock's grouping, not in chunks."""
-        return [compat.group_norm(self, group) for group in self._stock_groups]
+        return [compat_state.group_norm(self, group) for group in self._stock_groups]
 
     # ---- the step
 
     def open_step(self) -> None:
         """Take the global norm and decide whether the step is skipped (non-finite norm, overflow)."""
         self._timer_names = set()
-        self._norm = compat.open_step(self)
+        self._norm = compat_state.open_step(self)
         self._opened = True
 
     def step_unit(self, unit: Unit) -> None:
@@ -171,7 +171,7 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
             raise RuntimeError(f"step of unit {unit} before the norm is known")
         if self._norm is not None:
             for index in self.chunks_of(unit):
-                compat.step_sub_group(self, index, self._norm, self._timer_names)
+                compat_state.step_sub_group(self, index, self._norm, self._timer_names)
 
     def _optimizer_step(self, sub_group_id: int) -> None:  # override
         with self._adam.cutting(self._cuts[sub_group_id]):
@@ -184,4 +184,4 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
         self._opened = False
         if self._norm is not None:
             self._norm = None
-            compat.close_step(self, self._timer_names)
+            compat_state.close_step(self, self._timer_names)

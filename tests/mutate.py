@@ -181,7 +181,7 @@ MUTATIONS = (
     Mutation(
         "optimizer-files-not-preallocated",
         "optimizer.py",
-        "files.preallocate(compat.optimizer_files(self))",
+        "files.preallocate(compat_state.optimizer_files(self))",
         "pass",
         "test_io.py::test_initialize_preallocates_every_file_of_the_optimizer",
     ),

@@ -108,13 +108,18 @@ def assert_refused(folder: Path, model: nn.Module, message: str, **section: Any)
     """LayerError from initialize; no folder, file, partitioned parameter or changed forward is left behind."""
     start_process_group()
     config = base_config(folder, section={"enabled": True, **section})
+    hooks = hooks_of(model)
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     with pytest.raises(LayerError, match=message):
         ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     assert list(folder.iterdir()) == []
     assert not any(hasattr(param, "ds_id") for param in model.parameters())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert hooks_of(model) == hooks
     assert [module.__dict__.get("forward") for module in model.modules()] == forwards
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    return [(list(module._forward_pre_hooks), list(module._forward_hooks)) for module in model.modules()]
 
 
 def test_the_same_setting_is_allowed_with_the_section_disabled(tmp_path: Path) -> None:
