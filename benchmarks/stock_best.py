@@ -85,11 +85,12 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seq", type=int, default=2)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="for every candidate, e.g. another M")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for number in range(args.passes):
         for name in args.only if number % 2 == 0 else reversed(args.only):
-            result = {"name": name} | measure(name, CANDIDATES[name], args.out.resolve(), args.steps, args.seq)
+            result = {"name": name} | measure(name, (*CANDIDATES[name], *args.set), args.out.resolve(), args.steps, args.seq)
             print(json.dumps(result), flush=True)
             with (args.out / "results.jsonl").open("a") as results:
                 results.write(json.dumps(result) + "\n")

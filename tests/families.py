@@ -57,8 +57,9 @@ _BART_SIZES = {
 class Family:
     """A row: `model_type` of Hugging Face and the settings that make it small.
 
-    Untied, every family gives stock's bits. `stock_on_host`: why stock itself computes something else with its parameters
-    and optimizer on SSD (empty: it does not); then it is run with both in host memory, which moves no bits.
+    Untied (t5 too, whose configuration always ties), every family gives stock's bits. `stock_on_host`: why stock itself
+    computes something else with its parameters and optimizer on SSD (empty: it does not); then it is run with both in host
+    memory, which moves no bits.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Family:
 
         The model's class is imported here: decorated classes that are imported under zero.Init lose their decoration.
         """
-        return partial(_build, self.model_class(), self.config())
+        return partial(_build, self.model_class(), self.config(), self.tied)
 
     def model_class(self) -> Any:
         """The language model's class."""
@@ -118,9 +119,7 @@ FAMILIES = (
     _modern("gemma4_text", head_dim=128, hidden_size_per_layer_input=64, vocab_size_per_layer_input=VOCAB, **_SLIDING),
     _modern("mixtral", _VIEWS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128),
     _modern("qwen3_moe", _VIEWS, head_dim=128, num_experts=4, **_MOE),
-    _modern(
-        "gpt_oss", _ODD, head_dim=128, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128, **_SLIDING
-    ),
+    _modern("gpt_oss", _ODD, head_dim=128, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128, **_SLIDING),
     _modern(
         "deepseek_v3",
         _VIEWS,
@@ -148,10 +147,10 @@ FAMILIES = (
 )
 
 
-def _build(model_class: Any, config: PretrainedConfig) -> nn.Module:
+def _build(model_class: Any, config: PretrainedConfig, tied: bool) -> nn.Module:
     with no_init_weights():  # under zero.Init a model's own initialisation meets empty tensors
         model = model_class._from_config(copy.deepcopy(config))
-        if config.tie_word_embeddings:  # else t5 would still share one embedding between encoder and decoder
+        if tied:
             model.tie_weights()
     fill(model)
     return model

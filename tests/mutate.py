@@ -147,7 +147,7 @@ MUTATIONS = (
     ),
     Mutation(
         "bad-norm-not-skipped",
-        "compat.py",
+        "compat_state.py",
         "optimizer.overflow = True",
         "pass",
         "test_numerics.py::test_a_non_finite_step_is_skipped_whole",

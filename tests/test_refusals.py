@@ -86,9 +86,7 @@ def shared_module() -> nn.Module:
         (lambda: nn.Linear(8, 8), r"vertical_schedule\.layers: no stack of repeated modules"),
     ],
 )
-def test_settings_are_refused_before_anything_exists(
-    tmp_path: Path, build: Callable[[], nn.Module], message: str
-) -> None:
+def test_settings_are_refused_before_anything_exists(tmp_path: Path, build: Callable[[], nn.Module], message: str) -> None:
     assert_refused(tmp_path, build(), message)
 
 
