@@ -205,7 +205,8 @@ class MicroBatch:
         # inference tensors count no versions (and torch refuses to save them for backward)
         tensors = [value for value in flat if isinstance(value, torch.Tensor) and not value.is_inference()]
         versions = [tensor._version for tensor in tensors]
-        args, kwargs = pytree.tree_unflatten(_twins(flat, {}), spec)
+        twins = _twins(flat, {})
+        args, kwargs = pytree.tree_unflatten(twins, spec)
         try:
             output = self.stubs.raw[block](*args, **kwargs)  # see [Note: grad mode]
         except RuntimeError as error:
@@ -214,6 +215,12 @@ class MicroBatch:
             raise
         if versions != [tensor._version for tensor in tensors]:
             self._refuse_in_place(block, None)
+        left = pytree.tree_leaves((args, kwargs))
+        if len(left) != len(twins) or any(a is not b for a, b in zip(left, twins, strict=True)):
+            raise LayerError(
+                f"block {self._path(block)} writes into a list or dict that it was given; what it hands on that way would be"
+                " lost: change the block to return it"
+            )
         leaves, out_spec = pytree.tree_flatten(output)
         leaves = [_leaf(value) for value in leaves]
         if any(map(_requires_grad, leaves)):
