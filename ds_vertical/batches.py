@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,14 +33,14 @@ def as_iterator(data: Iterable[Any]) -> Iterator[Any]:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The micro-batch with every tensor on `device`; other values as they are."""
-    if isinstance(batch, dict):  # also mappings of Hugging Face (BatchEncoding is unpacked with ** all the same)
+    if isinstance(batch, Mapping):  # BatchEncoding of Hugging Face is one, not a dict
         return {key: to_device(value, device) for key, value in batch.items()}
     return pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch)
 
 
 def call_model(module: Callable[..., Any], batch: Any) -> Any:
     """dict: keyword arguments; tuple or list: positional arguments; anything else: the one argument."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return module(**batch)
     if isinstance(batch, tuple | list):
         return module(*batch)
@@ -65,7 +65,7 @@ def loss_of(outputs: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
 def _own_loss(outputs: Any) -> Any:
     if getattr(outputs, "loss", None) is not None:
         return outputs.loss
-    if isinstance(outputs, dict):
+    if isinstance(outputs, Mapping):
         return outputs.get("loss")
     if isinstance(outputs, tuple | list) and outputs:
         return outputs[0]
@@ -83,7 +83,7 @@ def count_tokens(batches: list[Any]) -> int:
 
 
 def _first_tensor(batch: Any) -> torch.Tensor:
-    if isinstance(batch, dict) and isinstance(batch.get("input_ids"), torch.Tensor):
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
         return batch["input_ids"]
     return next((v for v in pytree.tree_leaves(batch) if isinstance(v, torch.Tensor)), torch.empty(0))
 

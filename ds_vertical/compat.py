@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,8 @@ def common_run_id(run_id: str) -> str:
     """Rank 0's run id, on every rank; initialises the distributed back end if nobody has."""
     if not dist.is_initialized():
         deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    if not get_accelerator().is_synchronized_device():  # nobody has bound this rank to its device before zero.Init
+        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     shared = [run_id]
     torch.distributed.broadcast_object_list(shared, src=0, device=torch.device(device_name()))
     return shared[0]
@@ -279,11 +282,6 @@ def bind_shard(param: ZeroParam, shard: torch.Tensor) -> None:
     """Make `shard` (1-d, the parameter's dtype) the parameter's shard in host memory, until it is partitioned again."""
     param.ds_tensor.data = shard
     param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
-
-
-def unbind_shard(param: ZeroParam) -> None:
-    """Forget a bound shard that was never gathered."""
-    param.nvme_swapper.remove_partition_and_release_buffers([param])
 
 
 def gather(params: Sequence[ZeroParam]) -> None:

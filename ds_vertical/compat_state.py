@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
-from deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 
-from ds_vertical.compat import ZeroParam
+from ds_vertical.compat import ZeroParam, get_accelerator
 
 # ---- the step of the ZeRO-3 optimizer, taken apart
 
 
 def open_step(optimizer: Any) -> torch.Tensor | None:
     """Norm, overflow check and loss-scale update of stock's step. Returns the scaled norm, or None for a skipped step."""
+    # Gradients may still be on their way to pinned host memory, where the overflow check reads them (stock waits likewise).
+    if not get_accelerator().resolves_data_dependency():
+        get_accelerator().current_stream().synchronize()
     optimizer._pre_step()
     optimizer._partition_all_parameters()
     optimizer._overflow_check_and_loss_scale_update(update_scale=False)
@@ -68,7 +70,7 @@ def reduce_and_hand_over(optimizer: Any, params: Sequence[ZeroParam], sums: Sequ
 
 def rounding_dtype(optimizer: Any, param: ZeroParam) -> torch.dtype:
     """The dtype in which stock communicates a micro-batch's gradient: it rounds there even with one rank."""
-    return get_comm_dtype(param) if has_comm_dtype(param) else optimizer.communication_data_type
+    return optimizer.get_param_comm_dtype(param)
 
 
 # ---- files of the optimizer

@@ -21,7 +21,7 @@ from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
 from ds_vertical.layers import LayerMap, check_trainable, map_layers, refuse_batch_flags
 from ds_vertical.loop import Loop, StockLoop
-from ds_vertical.optimizer import VerticalStage3
+from ds_vertical.optimizer import VerticalStage3, check_optimizer
 from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.schedule import Schedule
@@ -47,6 +47,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     if section is not None:
         check(raw, section)
     if _unclaimed_paths(raw):
+        storage.leave_on_sigterm()
         return storage.claim_config(raw, compat.common_run_id(storage.new_run_id()), compat.rank())
     return raw
 
@@ -84,6 +85,9 @@ def initialize(
 
 
 def _initialize_stock(config: dict[str, Any], resolved: Resolved | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    if resolved is not None and isinstance(kwargs["model"], nn.Module):
+        _refuse_foreign_model(kwargs["model"], config)
+        config = prepare(config)
     returned = compat.stock_initialize(config=config, **kwargs)
     seeded = resolved is not None and resolved.seed_micro_batches
     loop = StockLoop(returned[0], resolved.seed if resolved is not None and seeded else None)
@@ -98,6 +102,8 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     model = kwargs["model"]
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize(model=...): got {type(model).__name__}; vertical_schedule needs a torch.nn.Module")
+    if isinstance(kwargs["optimizer"], torch.optim.Optimizer):
+        check_optimizer(kwargs["optimizer"])
     check_trainable(model)
     layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
     _refuse_foreign_model(model, config)
@@ -191,6 +197,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
             self.optimizer.gradient_accumulation_dtype,
             compat.full_numel,
             partial(compat_state.rounding_dtype, self.optimizer),
+            self.optimizer.steps,
         )
         self._sweeps = Sweeps(layers, self._params, overlap=vertical.overlap)
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None)
@@ -201,6 +208,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
         )
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:  # override
+        check_optimizer(optimizer)
         with compat.substituted_stage3(partial(VerticalStage3, layers=self.layers)):
             return super()._configure_zero_optimizer(optimizer)
 
@@ -221,7 +229,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
         if self.module.training:
             raise RuntimeError(_CALL_TRAIN_BATCH.format(name="forward"))
         with torch.no_grad():
-            return self.evaluate([lambda: self.module(*inputs, **kwargs)])[0]
+            return self.evaluate([partial(self.call_module, *inputs, **kwargs)])[0]
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> NoReturn:  # override
         raise RuntimeError(_CALL_TRAIN_BATCH.format(name="backward"))
@@ -238,11 +246,16 @@ class VerticalEngine(compat.DeepSpeedEngine):
             compat.forget_boundary(self)
         self.micro_steps += num_micro_batches - 1
 
+    def call_module(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's own forward under the JSON's torch_autocast; the loss function runs outside it, as in stock."""
+        with compat.autocast_if_enabled(self):
+            return self.module(*inputs, **kwargs)
+
     def evaluate(self, runs: list[Any]) -> list[Any]:
         """Run forwards (callables) layer-major without training; returns what each returned."""
         schedule = _evaluation_schedule(self.layers.num_layers, len(runs), self.vertical.prefetch_layers)
         with suspended_hooks(self):
-            return self._sweeps.evaluate(schedule, [Body(self._autocast(run), None) for run in runs])
+            return self._sweeps.evaluate(schedule, [Body(run, None) for run in runs])
 
     def train_step(self, runs: list[Any], seeds: list[int]) -> list[torch.Tensor]:
         """One step over forwards that return their losses, everything up to and including the units' optimizer steps."""
@@ -254,21 +267,18 @@ class VerticalEngine(compat.DeepSpeedEngine):
         def scale(loss: torch.Tensor) -> torch.Tensor:
             return self.optimizer.scale_if_loss(loss / len(runs))
 
-        bodies = [Body(self._autocast(run), seed) for run, seed in zip(runs, seeds, strict=True)]
+        bodies = [Body(run, seed) for run, seed in zip(runs, seeds, strict=True)]
         with suspended_hooks(self, joints=True), torch.enable_grad():
             return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, scale)
 
-    def _autocast(self, run: Any) -> Any:
-        def body() -> Any:
-            with compat.autocast_if_enabled(self):
-                return run()
-
-        return body
-
     def destroy(self) -> None:
         """As DeepSpeed's, and give the host buffers of the parameters back. Calling it twice is harmless."""
-        self._params.close()
-        super().destroy()
+        params = getattr(self, "_params", None)  # absent where the engine's construction failed
+        try:
+            if params is not None:
+                params.close()
+        finally:
+            super().destroy()
 
     # ---- saving
 
@@ -337,7 +347,7 @@ class VerticalLoop(Loop):
 
     def _loss(self, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
         inputs = compat.inputs_of(self.engine, batch)
-        return micro.loss_of(micro.call_model(self.engine.module, inputs), batch, loss_fn)
+        return micro.loss_of(micro.call_model(self.engine.call_module, inputs), batch, loss_fn)
 
 
 @lru_cache(maxsize=32)

@@ -13,6 +13,8 @@ from ds_vertical.layers import Unit
 class GradientStore:
     """Sums of `param.grad` per unit, in the gradient accumulation dtype.
 
+    `steps` tells the parameters that the optimizer has; gradients of the others are thrown away.
+
     The first contribution is copied and later ones are added in the order of the `add` calls, each after rounding to the
     dtype that stock would communicate it in: the bits of stock's accumulation.
     """
@@ -23,8 +25,12 @@ class GradientStore:
         dtype: torch.dtype,
         numel: Callable[[nn.Parameter], int],
         rounding: Callable[[nn.Parameter], torch.dtype],
+        steps: Callable[[nn.Parameter], bool] = lambda _: True,
     ) -> None:
-        self._units = {unit: [p for p in params if p.requires_grad] for unit, params in units.items()}
+        trainable = {unit: [p for p in params if p.requires_grad] for unit, params in units.items()}
+        self._units = {unit: [p for p in params if steps(p)] for unit, params in trainable.items()}
+        # gradients of parameters that the optimizer does not have: made by autograd, wanted by nobody
+        self._unwanted = {unit: [p for p in params if not steps(p)] for unit, params in trainable.items()}
         self._dtype = dtype
         self._numel = numel
         self._rounding = rounding
@@ -35,8 +41,8 @@ class GradientStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the sums hold at present."""
-        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+        """Bytes of the sums, those kept for the next unit included."""
+        return sum(flat.numel() * flat.element_size() for flat in (*self._flat.values(), *self._spare))
 
     def params(self, unit: Unit) -> list[nn.Parameter]:
         """The unit's trainable parameters, in the order of `take`'s sums."""
@@ -44,6 +50,8 @@ class GradientStore:
 
     def add(self, unit: Unit) -> None:
         """Move every `param.grad` of the unit into its sum and clear it."""
+        for param in self._unwanted[unit]:
+            param.grad = None
         params = self._units[unit]
         if all(param.grad is None for param in params):
             return
@@ -55,7 +63,7 @@ class GradientStore:
                 continue
             grad = param.grad.detach()
             rounding = self._rounding(param)
-            if rounding != grad.dtype and torch.finfo(rounding).bits < torch.finfo(grad.dtype).bits:
+            if rounding != grad.dtype and torch.finfo(rounding).bits <= torch.finfo(grad.dtype).bits:
                 grad = grad.to(rounding)
             target = sums[index].view(grad.shape)
             if touched[index]:

@@ -6,7 +6,7 @@ everything outside the layers: prefix, glue between layers and suffix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -193,7 +193,9 @@ def _assign_units(model: nn.Module, blocks: Sequence[Block], layers: Sequence[ra
     users: dict[int, set[Unit]] = {}
     params: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for param in module._parameters.values():
+        # parameters of other modules that this one was registered to use count as used here
+        external = getattr(module, "_external_params", {})
+        for param in (*module._parameters.values(), *external.values()):
             if param is not None:
                 params[id(param)] = param
                 users.setdefault(id(param), set()).add(layer_of_module.get(id(module), "pre"))
@@ -233,7 +235,7 @@ def _refused_settings(model: nn.Module) -> Iterator[tuple[str, object, str]]:
 
 def refuse_batch_flags(batch: object) -> None:
     """Refuse per-call flags that ask for hook-collected outputs or a cache. Raises LayerError naming the key."""
-    if not isinstance(batch, dict):
+    if not isinstance(batch, Mapping):
         return
     for name in ("output_router_logits", "output_hidden_states", "output_attentions", "use_cache"):
         if batch.get(name) is True:

@@ -65,6 +65,7 @@ class Loop:
                 engine=type(self.engine).__name__,
                 losses=[float(loss) for loss in losses],
                 tokens=micro.count_tokens(batches),
+                tied=shares_weights(self.engine.module),
             )
         return micro.mean_loss(losses)
 
@@ -104,6 +105,11 @@ class Loop:
             self._recorder_asked = True
             self._recorder = StepRecorder.from_environment(compat.rank())
         return self._recorder
+
+
+def shares_weights(module: nn.Module) -> bool:
+    """Whether a parameter has several names: tied weights, for which the arms agree up to rounding only."""
+    return sum(1 for _ in module.named_parameters(remove_duplicate=False)) > sum(1 for _ in module.parameters())
 
 
 def _epochs(loader: Iterable[Any]) -> Iterator[Any]:

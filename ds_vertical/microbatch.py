@@ -24,6 +24,7 @@ from ds_vertical.layers import Block, LayerError, LayerMap
 from ds_vertical.segments import Segments
 from ds_vertical.threadstate import ThreadState, applied, inference_guard
 
+_SMALL_BUFFER = 1 << 16  # elements of a buffer up to which a recompute may write it: it is copied and put back
 _NOTHING = range(0)  # no block may run: prefix and suffix
 
 
@@ -36,6 +37,7 @@ class BlockCall:
     leaves: list[Any]
     state: ThreadState
     context: contextvars.Context
+    versions: list[int]
 
     def drop_leaf_grads(self) -> list[torch.Tensor | None]:
         grads = [leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
@@ -202,9 +204,7 @@ class MicroBatch:
         self._refuse_cache(block, flat)
         state = ThreadState.capture()
         context = contextvars.copy_context()
-        # inference tensors count no versions (and torch refuses to save them for backward)
-        tensors = [value for value in flat if isinstance(value, torch.Tensor) and not value.is_inference()]
-        versions = [tensor._version for tensor in tensors]
+        versions = _versions(flat)
         twins = _twins(flat, {})
         args, kwargs = pytree.tree_unflatten(twins, spec)
         try:
@@ -213,7 +213,7 @@ class MicroBatch:
             if "in-place operation" in str(error):
                 self._refuse_in_place(block, error)
             raise
-        if versions != [tensor._version for tensor in tensors]:
+        if versions != _versions(flat):
             self._refuse_in_place(block, None)
         left = pytree.tree_leaves((args, kwargs))
         if len(left) != len(twins) or any(a is not b for a, b in zip(left, twins, strict=True)):
@@ -222,11 +222,20 @@ class MicroBatch:
                 " lost: change the block to return it"
             )
         leaves, out_spec = pytree.tree_flatten(output)
+        self._refuse_opaque(block, leaves)
         leaves = [_leaf(value) for value in leaves]
         if any(map(_requires_grad, leaves)):
-            self.calls[block] = BlockCall(flat, spec, leaves, state, context)
+            self.calls[block] = BlockCall(flat, spec, leaves, state, context, versions)
         self._segments.begin(leaves)
         return pytree.tree_unflatten(leaves, out_spec)
+
+    def _refuse_opaque(self, block: int, values: Sequence[Any]) -> None:
+        for value in values:
+            if not isinstance(value, torch.Tensor) and any(map(_requires_grad, getattr(value, "__dict__", {}).values())):
+                raise LayerError(
+                    f"block {self._path(block)} returned a {type(value).__name__}, whose tensors cannot be told apart; return a"
+                    " tensor, tuple, list, dict or a class registered with torch.utils._pytree"
+                )
 
     def _refuse_in_place(self, block: int, cause: Exception | None) -> NoReturn:
         raise LayerError(
@@ -267,6 +276,15 @@ class MicroBatch:
         grads = call.drop_leaf_grads()
         if all(grad is None for grad in grads):
             return
+        if call.versions != _versions(call.args):
+            raise LayerError(
+                f"an input of block {self._path(block)} was changed in place after the block had run; its recompute would start"
+                " from the changed input: change a copy"
+            )
+        with _buffers_kept(self.layers.blocks[block].module):
+            self._recompute_and_run(block, call, grads)
+
+    def _recompute_and_run(self, block: int, call: BlockCall, grads: Sequence[torch.Tensor | None]) -> None:
         twins: dict[int, torch.Tensor] = {}
         args, kwargs = pytree.tree_unflatten(_twins(call.args, twins), call.spec)
         with applied(call.state), torch.enable_grad():
@@ -293,6 +311,31 @@ class MicroBatch:
 
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _versions(values: Sequence[Any]) -> list[int]:
+    """How often each tensor has been written in place; inference tensors keep no count (nor does autograd save them)."""
+    return [value._version for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what a block's second run writes to its buffers: running statistics move once per micro-batch, in F.
+
+    Small ones are put back; a large one that is written is refused with LayerError.
+    """
+    small = [(buffer, buffer.clone()) for buffer in module.buffers() if buffer.numel() <= _SMALL_BUFFER]
+    large = [(buffer, buffer._version) for buffer in module.buffers() if buffer.numel() > _SMALL_BUFFER]
+    yield
+    with torch.no_grad():
+        for buffer, copy in small:
+            buffer.copy_(copy)
+    for buffer, version in large:
+        if buffer._version != version:
+            raise LayerError(
+                f"a buffer of {buffer.numel()} elements in {type(module).__name__} is written in every forward; layer-major"
+                " training runs each forward twice: keep such state out of the blocks"
+            )
 
 
 def _leaf(value: Any) -> Any:

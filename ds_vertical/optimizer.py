@@ -61,6 +61,15 @@ class CutAdam:
                 part.copy_(copy)
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ConfigError unless `optimizer` is DeepSpeed's CPU Adam, whose rounding the chunks reproduce."""
+    if type(optimizer) is not DeepSpeedCPUAdam:
+        raise ConfigError(
+            f"optimizer: got {type(optimizer).__name__}; vertical_schedule needs DeepSpeed's CPU Adam: write"
+            ' "optimizer": {"type": "AdamW", ...} with zero_optimization.offload_optimizer set, and pass no other optimizer'
+        )
+
+
 class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
     """Stage 3 whose sub-groups are chunks of one unit (a layer, or what lies outside the layers).
 
@@ -76,14 +85,11 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
         self._opened = False
         self._timer_names: set[str] = set()
         super().__init__(*args, **kwargs)
-        if type(self.optimizer) is not DeepSpeedCPUAdam:
-            raise ConfigError(
-                f"optimizer: got {type(self.optimizer).__name__}; vertical_schedule needs DeepSpeed's CPU Adam: write"
-                ' "optimizer": {"type": "AdamW", ...} with zero_optimization.offload_optimizer set'
-            )
+        self._stepped = {id(param) for chunk in self.fp16_groups for param in chunk}
         self._cuts = self._cut_chunks()
-        self._adam = CutAdam(self.optimizer.ds_opt_adam)
-        self.optimizer.ds_opt_adam = self._adam
+        adam: Any = self.optimizer
+        self._adam = CutAdam(adam.ds_opt_adam)
+        adam.ds_opt_adam = self._adam
 
     # ---- chunks
 
@@ -105,6 +111,10 @@ class VerticalStage3(DeepSpeedZeroOptimizer_Stage3):
                 place[id(param)] = (offset, total)
                 offset += param.partition_numel()
         return [adam_cuts([Piece(p.partition_numel(), *place[id(p)]) for p in chunk]) for chunk in self.fp16_groups]
+
+    def steps(self, param: nn.Parameter) -> bool:
+        """Whether the parameter belongs to the optimizer."""
+        return id(param) in self._stepped
 
     def chunks_of(self, unit: Unit) -> list[int]:
         """Sub-group numbers of a unit's chunks, ascending."""

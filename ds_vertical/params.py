@@ -62,6 +62,7 @@ class ParamStore:
             self._buffers += buffers
             return buffers
 
+        self._closed = False
         self._buffers: list[HostBuffer] = []
         sizes = {unit: sum(shard.num_bytes for shard in shards) for unit, shards in self._shards.items()}
         largest = max((size for unit, size in sizes.items() if unit != "pre"), default=0)
@@ -84,6 +85,8 @@ class ParamStore:
 
     def fetch(self, unit: Unit) -> Ticket:
         """Start reading a unit's shards; the ticket's wait gathers the full parameters on the device."""
+        if self._closed:
+            raise RuntimeError("the engine was destroyed; build a new one with ds_vertical.initialize")
         if unit in self._resident:
             raise RuntimeError(f"unit {unit} is fetched already")
         shards = [shard for shard in self._shards[unit] if compat.needs_read(shard.param)]
@@ -109,21 +112,27 @@ class ParamStore:
     def release(self, unit: Unit) -> None:
         """Give up the full parameters of a unit; its shards on SSD are unchanged."""
         resident = self._resident.pop(unit)
-        compat.partition(resident.gathered)
-        if resident.buffer is not None:
-            self._pool(unit).put_back(resident.buffer)
+        try:
+            compat.partition(resident.gathered)
+        finally:
+            if resident.buffer is not None:
+                self._pool(unit).put_back(resident.buffer)
 
     def release_all(self) -> None:
         """Release whatever is fetched or on its way, after an error."""
         for unit in list(self._resident):
             resident = self._resident[unit]
-            if resident.buffer is not None and not resident.ticket.done:
-                resident.buffer.wait_reads()
-            self.release(unit)
+            try:
+                if resident.buffer is not None:
+                    resident.buffer.wait_reads()
+            finally:
+                self.release(unit)
 
     def close(self) -> None:
         """Release everything and give the host buffers back. The store cannot be used afterwards."""
         self.release_all()
+        self._layer_buffers, self._pre_buffers = BufferPool([]), BufferPool([])
+        self._closed = True
         while self._buffers:
             buffer = self._buffers.pop()
             compat.unlock_host_bytes(buffer.handle, buffer.data)

@@ -38,7 +38,7 @@ class Segments:
         self._output_of: dict[Node, int] = {}
         self._waiting: dict[_Key, _Waiting] = {}
         # nodes written in Python are owned by the graph alone: its later parts are kept until the prefix is done
-        self._owners: list[_Waiting] = []
+        self._owners: list[Node] = []
 
     def begin(self, leaves: Iterable[Any]) -> None:
         """A block has run, and `leaves` stand for its outputs: what is made from here on belongs to the next segment."""
@@ -74,10 +74,10 @@ class Segments:
         elif _nested(earlier):
             # autograd cannot stop at one edge and reach the other past it: run through to the leaves at once, and keep the
             # graph for what still waits there. The same gradients, added in another order than stock's.
-            self._owners += roots
+            self._owners += (root.edge.node for root in roots)
             _run_to_leaves(roots, retain_graph=True)
         else:
-            self._owners += roots
+            self._owners += (root.edge.node for root in roots)
             self._run_in_part(roots, earlier, leaves)
         self._output_of = {node: own for node, own in self._output_of.items() if own < segment}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -100,11 +101,12 @@ class Sweeps:
         try:
             Executor(handlers, overlap=self.overlap, held_bytes=held_bytes).run(schedule)
         except BaseException:
-            for micro_batch in micro_batches:
-                micro_batch.close()
-            self.params.release_all()
-            if gradients is not None:
-                gradients.drop_all()
+            with contextlib.ExitStack() as cleanup:  # each is called, whatever another one raises
+                if gradients is not None:
+                    cleanup.callback(gradients.drop_all)
+                cleanup.callback(self.params.release_all)
+                for micro_batch in micro_batches:
+                    cleanup.callback(micro_batch.close)
             raise
 
 

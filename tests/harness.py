@@ -97,6 +97,8 @@ def start_process_group() -> None:
 
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed(verbose=False)
+        if os.environ.get("MASTER_PORT") == str(port):
+            del os.environ["MASTER_PORT"]  # taken now: processes that tests start find one of their own
 
 
 @dataclass
@@ -176,6 +178,7 @@ def run_arm(
 
 def dispose(engine: Any) -> None:
     """Destroy an engine and drop what stock keeps alive of it: a global stack of modules, and so all its locked buffers."""
+    from deepspeed.runtime import torch_autocast
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
 
     swappers = {id(s): s for p in engine.module.parameters() if (s := getattr(p, "nvme_swapper", None)) is not None}
@@ -188,8 +191,10 @@ def dispose(engine: Any) -> None:
     if state_swapper is not None:
         for buffer in state_swapper.swap_buffer_manager.all_buffers:
             state_swapper.aio_handle.free_cpu_locked_tensor(buffer)
+        state_swapper.swap_buffer_manager.all_buffers = []  # it would free them once more, perhaps under a new owner
     parameter_offload.FWD_MODULE_STACK.clear()
     partition_parameters.top_level_context = None
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     gc.collect()
 
 
@@ -292,7 +297,7 @@ def running(
     try:
         yield engine, model
     finally:
-        engine.destroy()
+        dispose(engine)
 
 
 def counters(engine: Any) -> dict[str, Any]:

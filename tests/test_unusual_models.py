@@ -1,0 +1,209 @@
+"""Models and calls off the beaten track: equal to stock, or refused with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from harness import (
+    assert_identical,
+    base_config,
+    build_engine,
+    dispose,
+    run_both,
+    running,
+    small_buffers,
+    start_process_group,
+)
+from models import MixerBlock, MixerModel, next_token_loss, token_batches
+from torch import nn
+from transformers import BatchEncoding
+
+import ds_vertical
+from ds_vertical.layers import LayerError
+
+STEPS = token_batches(2, 2)
+
+
+def config_in(folder: Path, **options: Any) -> dict[str, Any]:
+    return small_buffers(base_config(folder, num_micro_batches=2, dtype="fp32", clip=0.5, **options))
+
+
+class CountingBlock(MixerBlock):
+    """Keeps running statistics as batch normalisation does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros(()))
+        self.statistics = nn.BatchNorm1d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.statistics(super().forward(x).transpose(1, 2)).transpose(1, 2).contiguous()
+
+
+class WithBlocks(MixerModel):
+    """MixerModel with blocks of another class."""
+
+    block: Callable[[int], nn.Module] = MixerBlock
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=3)
+        self.blocks = nn.ModuleList(type(self).block(512) for _ in range(3))
+
+
+class Counting(WithBlocks):
+    block = CountingBlock
+
+
+def test_statistics_of_blocks_move_once_per_micro_batch(tmp_path: Path) -> None:
+    buffers: list[dict[str, torch.Tensor]] = []
+
+    def keep(engine: Any, step: int) -> None:
+        if step == 1:
+            buffers.append({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
+
+    assert_identical(*run_both(config_in(tmp_path), Counting, STEPS, between=keep))
+    stock, vertical = buffers
+    assert stock["blocks.0.calls"] == 4
+    assert all(torch.equal(stock[name], vertical[name]) for name in stock)
+
+
+def test_parameters_that_the_optimizer_does_not_have(tmp_path: Path) -> None:
+    def blocks_only(model: nn.Module) -> list[nn.Parameter]:
+        return [param for name, param in model.named_parameters() if name.startswith("blocks")]
+
+    stock, vertical = run_both(config_in(tmp_path), MixerModel, STEPS, groups=blocks_only)
+    assert stock.losses == vertical.losses and stock.norms == vertical.norms
+    assert all(torch.equal(stock.weights[name], vertical.weights[name]) for name in stock.weights)
+    assert "head.weight" not in vertical.grads[0]
+
+
+def test_batch_encodings_of_hugging_face(tmp_path: Path) -> None:
+    encoded = [[BatchEncoding(dict(batch)) for batch in step] for step in STEPS]
+    losses = []
+    for batches in (STEPS, encoded):
+        with running(config_in(tmp_path), MixerModel, vertical=True) as (engine, _):
+            losses.append([engine.train_batch(iter(step)).item() for step in batches])
+    assert losses[0] == losses[1]
+
+
+def test_the_loss_function_runs_outside_torch_autocast(tmp_path: Path) -> None:
+    seen: list[torch.dtype] = []
+
+    def loss_fn(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append((outputs.float() @ torch.eye(outputs.shape[-1])).dtype)
+        return next_token_loss(outputs, batch["input_ids"])
+
+    ids = [[{"input_ids": batch["input_ids"]} for batch in step] for step in STEPS]
+    config = config_in(tmp_path, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    stock, vertical = run_both(config, MixerModel, ids, loss_fn=loss_fn)
+    assert set(seen) == {torch.float32}
+    assert stock.losses == vertical.losses
+
+
+class Late(MixerModel):
+    """Changes, after a block has run, a tensor that the block was given."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=3)
+        self.spoil = False
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for index, block in enumerate(self.blocks):
+            given = x
+            x = block(given)
+            if self.spoil and index == 1:
+                given.data.add_(0)  # unseen by autograd, and by versions
+                with torch.no_grad():
+                    given.add_(1)
+        return next_token_loss(self.head(self.norm(x)), labels)
+
+
+def test_an_input_changed_after_its_block_is_refused(tmp_path: Path) -> None:
+    with running(config_in(tmp_path), Late, vertical=True) as (engine, model):
+        model.spoil = True
+        with pytest.raises(LayerError, match=r"blocks\.1 was changed in place after the block had run"):
+            engine.train_batch(iter(STEPS[0]))
+        model.spoil = False
+        assert engine.train_batch(iter(STEPS[0])) > 0
+
+
+class Opaque:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+class OpaqueBlock(MixerBlock):
+    def forward(self, x: Any) -> Any:
+        return Opaque(super().forward(x.hidden if isinstance(x, Opaque) else x))
+
+
+class OpaqueModel(WithBlocks):
+    block = OpaqueBlock
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return next_token_loss(self.head(self.norm(x.hidden)), labels)
+
+
+def test_outputs_whose_tensors_cannot_be_found_are_refused(tmp_path: Path) -> None:
+    with running(config_in(tmp_path), OpaqueModel, vertical=True) as (engine, _):
+        with pytest.raises(LayerError, match=r"block blocks\.0 returned a Opaque.*return a tensor"):
+            engine.train_batch(iter(STEPS[0]))
+
+
+class External(MixerModel):
+    """The model uses a parameter of a block outside it, and says so to DeepSpeed."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=3)
+        deepspeed.zero.register_external_parameter(self, next(self.blocks[0].parameters()))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        used = next(self.blocks[0].parameters()).float().mean()
+        return super().forward(input_ids, labels) + 0.01 * used
+
+
+def test_registered_external_parameters(tmp_path: Path) -> None:
+    stock, vertical = run_both(config_in(tmp_path), External, STEPS)
+    assert stock.losses[0] == vertical.losses[0]
+    for name, weights in stock.weights.items():
+        assert torch.allclose(weights, vertical.weights[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_another_optimizer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    start_process_group()
+    model = MixerModel()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = base_config(tmp_path, dtype="bf16")
+    with pytest.raises(ds_vertical.ConfigError, match="optimizer: got SGD"):
+        ds_vertical.initialize(model=model, optimizer=other, config=config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disabled_section_gives_the_stock_arm_a_folder_of_its_own(tmp_path: Path) -> None:
+    start_process_group()
+    config = small_buffers(base_config(tmp_path, dtype="bf16", section={"enabled": False}), 700_000)
+    model = MixerModel(num_layers=2, width=768)
+    engine, *_ = ds_vertical.initialize(model=model, model_parameters=model.parameters(), config=config)
+    try:
+        (folder,) = tmp_path.iterdir()
+        assert (folder / "rank0.lock").exists() and not (tmp_path / "zero_stage_3").exists()
+    finally:
+        dispose(engine)
+
+
+def test_a_destroyed_engine_says_so(tmp_path: Path) -> None:
+    engine, _ = build_engine(config_in(tmp_path), MixerModel, vertical=True)
+    engine.train_batch(iter(STEPS[0]))
+    dispose(engine)
+    with pytest.raises(RuntimeError, match="the engine was destroyed"):
+        engine.train_batch(iter(STEPS[1]))
