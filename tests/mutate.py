@@ -64,7 +64,13 @@ MUTATIONS = (
     # waits
     Mutation("ticket-wait-removed", "executor.py", "flying.pop(needed).wait()", "flying.pop(needed)", _TOY),
     Mutation("read-wait-removed", "transfer.py", "completed = self.handle.wait()", "completed = issued", _LATE),
-    Mutation("failed-step-leaves-reads", "params.py", "                if resident.buffer is not None:\n                    resident.buffer.wait_reads()", "                pass", _LATE),
+    Mutation(
+        "failed-step-leaves-reads",
+        "params.py",
+        "                if resident.buffer is not None:\n                    resident.buffer.wait_reads()",
+        "                pass",
+        _LATE,
+    ),
     Mutation(
         "no-overlap-does-not-wait",
         "executor.py",
