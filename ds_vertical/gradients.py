@@ -90,10 +90,15 @@ class GradientStore:
         if flat is not None:
             self._spare.append(flat)
 
+    def free(self) -> None:
+        """Give up the memory kept for further units: the step's last gradient has left."""
+        self._spare.clear()
+
     def drop_all(self) -> None:
         """Forget all sums and gradients, after an error."""
         for unit in list(self._flat):
             self.drop(unit)
+        self.free()
         for params in self._units.values():
             for param in params:
                 param.grad = None

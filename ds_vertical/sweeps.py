@@ -200,6 +200,7 @@ class _Training(_Pass):
         self.gradients.drop(unit)
 
     def norm(self, _: Event) -> None:
+        self.gradients.free()
         self.optimizer.open_step()
 
     def step(self, event: Event) -> None:
