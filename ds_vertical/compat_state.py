@@ -81,6 +81,13 @@ def is_chunk_on_ssd(optimizer: Any, chunk: int) -> bool:
     return optimizer._swappable_optimizer_subgroup(chunk)
 
 
+def settle(optimizer: Any) -> None:
+    """Complete gradient writes that a failed step left in flight: an aio handle dropped with some aborts the process."""
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    if swapper is not None:
+        swapper._flush_gradient_swapper(swapper.gradient_swapper)
+
+
 def optimizer_files(optimizer: Any) -> dict[Path, int]:
     """Every file that the optimizer of this rank will write, with its size in bytes: fp32 master, moments, gradients."""
     swapper = optimizer.optimizer_swapper

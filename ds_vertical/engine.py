@@ -277,6 +277,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
         try:
             if params is not None:
                 params.close()
+                compat_state.settle(self.optimizer)
         finally:
             super().destroy()
 

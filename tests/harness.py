@@ -181,8 +181,11 @@ def dispose(engine: Any) -> None:
     from deepspeed.runtime import torch_autocast
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
 
+    from ds_vertical import compat_state
+
     swappers = {id(s): s for p in engine.module.parameters() if (s := getattr(p, "nvme_swapper", None)) is not None}
     state_swapper = engine.optimizer.optimizer_swapper
+    compat_state.settle(engine.optimizer)
     engine.destroy()
     for swapper in swappers.values():
         swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
