@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -21,7 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ds_vertical.arms import Arms, build_arms
+from ds_vertical import cgroup
+from ds_vertical.arms import Arms, build_arms, nvme_paths
 from ds_vertical.comparison import (
     ARMS,
     Agreement,
@@ -37,6 +36,7 @@ from ds_vertical.comparison import (
     table,
 )
 from ds_vertical.config import ConfigError
+from ds_vertical.facts import accelerator, describe_machine, versions
 from ds_vertical.metrics import METRICS_VARIABLE, STEPS_VARIABLE, encode_float, read_records
 
 _FAILED, _BAD_INPUT = 1, 2
@@ -63,6 +63,7 @@ class Plan:
     out: Path
     script: Path
     script_arguments: tuple[str, ...]
+    ssd_limit: cgroup.Limit | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ds-vertical ab: {error}", file=sys.stderr)
         return _BAD_INPUT
     try:
-        return _execute(plan, ["ds-vertical", "ab", *arguments])
+        with _terminations_raised(), _disk_limit(plan) as group:
+            return _execute(plan, group, ["ds-vertical", "ab", *arguments])
+    except ConfigError as error:
+        print(f"ds-vertical ab: {error}", file=sys.stderr)
+        return _BAD_INPUT
     except (RunError, ComparisonError) as error:
         print(f"ds-vertical ab: {error}", file=sys.stderr)
         return _FAILED
@@ -99,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10, help="steps per run, 2 or more (default 10)")
     parser.add_argument("--repeat", type=int, default=1, help="runs per arm, interleaved (default 1)")
     parser.add_argument("--num-ranks", type=int, default=1, help="processes on this machine (default 1)")
+    parser.add_argument(cgroup.OPTION, metavar="READ,WRITE", help=cgroup.HELP)
     parser.add_argument("--out", type=Path, help="folder for ab.json, both JSONs and logs (default runs/ab-<date>)")
     return parser
 
@@ -123,8 +129,14 @@ def parse(arguments: Sequence[str]) -> Plan:
     given = [argument for argument in script[1:] if argument.split("=")[0] == "--deepspeed_config"]
     if given:
         raise ConfigError(f"{given[0]} in SCRIPT's arguments: leave it out, each arm gets its own file; use --config")
+    limit = cgroup.parse_limit(options.ssd_limit) if options.ssd_limit is not None else None
+    arms = build_arms(options.config, options.stock_config, options.set, options.num_ranks)
+    if limit is not None and not nvme_paths(arms.vertical):
+        raise ConfigError(f"{cgroup.OPTION}: {options.config} keeps nothing on SSD (no nvme_path); leave the option out")
+    for nvme_path in nvme_paths(arms.vertical) if limit else []:
+        cgroup.disk_of(nvme_path)  # refused before --out is made
     return Plan(
-        arms=build_arms(options.config, options.stock_config, options.set, options.num_ranks),
+        arms=arms,
         config=options.config,
         stock_config=options.stock_config,
         num_steps=options.steps,
@@ -133,6 +145,7 @@ def parse(arguments: Sequence[str]) -> Plan:
         out=_make_out(options.out or Path("runs", f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}")),
         script=path,
         script_arguments=tuple(script[1:]),
+        ssd_limit=limit,
     )
 
 
@@ -162,29 +175,35 @@ def _make_out(out: Path) -> Path:
 # --- running -------------------------------------------------------------------------------------------------------
 
 
-def _execute(plan: Plan, command: Sequence[str]) -> int:
+def _disk_limit(plan: Plan) -> contextlib.AbstractContextManager[cgroup.LimitedGroup | None]:
+    if plan.ssd_limit is None:
+        return contextlib.nullcontext()
+    return cgroup.limited(plan.ssd_limit, nvme_paths(plan.arms.vertical))
+
+
+def _execute(plan: Plan, group: cgroup.LimitedGroup | None, command: Sequence[str]) -> int:
     started = datetime.datetime.now().astimezone()
     for warning in plan.arms.warnings:
         print(f"warning: {warning}")
     for arm, config in zip(ARMS, (plan.arms.stock, plan.arms.vertical), strict=True):
         (plan.out / f"{arm}.json").write_text(json.dumps(config, indent=2) + "\n")
     runs = []
-    with _terminations_raised():
-        for repeat in range(plan.num_repeats):
-            # Alternating the order spreads a drift of the machine (heat, other load) over both arms.
-            for arm in ARMS if repeat % 2 == 0 else reversed(ARMS):
-                runs.append(_run(plan, arm, repeat))
+    for repeat in range(plan.num_repeats):
+        # Alternating the order spreads a drift of the machine (heat, other load) over both arms.
+        for arm in ARMS if repeat % 2 == 0 else reversed(ARMS):
+            runs.append(_run(plan, group, arm, repeat))
     check_runs(runs, plan.num_steps, plan.num_ranks)
     contract = contract_of(plan.arms.vertical, plan.num_ranks, _tied(runs))
     verdict = compare_losses(runs, contract)
     summaries = {arm: summarize([run for run in runs if run.arm == arm]) for arm in ARMS}
     report = _report(plan, command, started, verdict, summaries)
+    report["ssd_limit"] = group.to_json() if group else None
     (plan.out / "ab.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     print(describe_losses(verdict, plan.num_steps))
     if verdict.agreement is Agreement.DIFFERENT:
         print(f"ds-vertical ab: the arms do not compute the same thing; logs in {plan.out}", file=sys.stderr)
         return _FAILED
-    print(table(summaries["stock"], summaries["vertical"]))
+    print(table(summaries["stock"], summaries["vertical"], group.describe() if group else ""))
     print(f"written: {plan.out / 'ab.json'}")
     return 0
 
@@ -195,11 +214,11 @@ def _tied(runs: Sequence[Run]) -> bool | None:
     return None if None in told else True in told
 
 
-def _run(plan: Plan, arm: str, repeat: int) -> Run:
+def _run(plan: Plan, group: cgroup.LimitedGroup | None, arm: str, repeat: int) -> Run:
     name = f"{arm}.{repeat}"
     log, metrics = plan.out / f"{name}.log", plan.out / f"{name}.metrics"
     environment = dict(os.environ) | {METRICS_VARIABLE: str(metrics), STEPS_VARIABLE: str(plan.num_steps)}
-    environment["DS_ACCELERATOR"] = _accelerator()
+    environment["DS_ACCELERATOR"] = accelerator()
     # The launcher's children find this interpreter's tools (ninja, for ops) before the system's.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     command = [
@@ -209,7 +228,7 @@ def _run(plan: Plan, arm: str, repeat: int) -> Run:
         *(str(plan.script), *plan.script_arguments, "--deepspeed_config", str(plan.out / f"{arm}.json")),
     ]
     progress = Progress(f"{arm} {repeat + 1}/{plan.num_repeats}", plan.num_steps, metrics, log)
-    status = _run_process(command, environment, log, progress)
+    status = _run_process(group.wrap(command) if group else command, environment, log, progress)
     if status != 0:
         raise RunError(_failure(name, f"ended with status {status}", log))
     try:
@@ -268,19 +287,10 @@ def _terminations_raised() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _accelerator() -> str:
-    """The accelerator that the runs will use; DeepSpeed's own choice unless DS_ACCELERATOR says otherwise."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    assert accelerator is not None  # DeepSpeed falls back to the CPU
-    return os.environ.get("DS_ACCELERATOR") or accelerator.device_name()
-
-
 def _devices(num_ranks: int) -> tuple[str, str]:
     """The launcher's option for this many local processes, on the devices that the caller has made visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if _accelerator() != "cuda" or len([device for device in visible if device]) < num_ranks:
+    if accelerator() != "cuda" or len([device for device in visible if device]) < num_ranks:
         return "--num_accelerators", str(num_ranks)
     return "--include", f"localhost:{','.join(visible[:num_ranks])}"
 
@@ -356,40 +366,11 @@ def _report(
         "ranks": plan.num_ranks,
         "command": list(command),
         "date": started.isoformat(timespec="seconds"),
-        "machine": _machine(),
-        "versions": {name: _version(name) for name in ("torch", "deepspeed", "transformers", "ds-vertical")}
-        | {"python": platform.python_version()},
+        "machine": describe_machine(),
+        "versions": versions(),
         "configs": {"stock": plan.arms.stock, "vertical": plan.arms.vertical},
     }
 
 
 def _json(value: Any) -> Any:
     return encode_float(value) if isinstance(value, float) else value
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-
-    cpu = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    memory = next(line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemTotal"))
-    accelerator = _accelerator()
-    return {
-        "accelerator": accelerator,
-        "device": torch.cuda.get_device_name(0) if accelerator == "cuda" else accelerator,
-        "cpu": cpu[0] if cpu else platform.processor(),
-        "num_cores": os.cpu_count(),
-        "host_bytes": 1024 * int(memory),
-        "kernel": platform.release(),
-        "load_average_at_end": list(os.getloadavg()),
-    }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

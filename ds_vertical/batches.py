@@ -27,7 +27,12 @@ def collect(data_iter: Iterator[Any], most: int, device: torch.device) -> list[A
 
 
 def as_iterator(data: Iterable[Any]) -> Iterator[Any]:
-    """Accept an iterator, or one that only iterates (a list of micro-batches)."""
+    """Accept an iterator, or one that only iterates (a list of micro-batches).
+
+    Raises TypeError for a single micro-batch: its keys, or the rows of a tensor, are no micro-batches.
+    """
+    if isinstance(data, Mapping | torch.Tensor):
+        raise TypeError(f"expected an iterator of micro-batches, got one {type(data).__name__}; write iter([micro_batch])")
     return data if isinstance(data, Iterator) else iter(data)
 
 
@@ -59,6 +64,9 @@ def loss_of(outputs: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
             f"the loss must be a tensor with one element, got {got}; pass loss_fn(outputs, batch) to train_batch, or labels"
             " in the micro-batch so that the model returns its own loss"
         )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        source = "loss_fn(outputs, batch)" if loss_fn is not None else "the model"
+        raise ValueError(f"the loss that {source} returned requires no gradient (was it detached?): nothing would be trained")
     return loss
 
 

@@ -18,7 +18,8 @@ COMMANDS = {
     "ab": Command(
         "run one script with stock ZeRO-Infinity and with the vertical schedule, and compare", "ds_vertical.ab", "main"
     ),
-    "build-ops": Command("compile DeepSpeed's ops once for this user and machine", "ds_vertical.opcache", "main"),
+    "limits": Command("measure this machine: SSD, copies, CPU Adam, one layer", "ds_vertical.limits", "main"),
+    "build-ops": Command("compile the ops once for this user and machine", "ds_vertical.native", "main"),
 }
 
 

@@ -231,8 +231,8 @@ def describe_losses(verdict: LossVerdict, num_steps: int) -> str:
     return f"losses: DIFFERENT; the contract asks for equality {rule}\n        first: {verdict.first}"
 
 
-def table(stock: ArmSummary, vertical: ArmSummary) -> str:
-    """The comparison, one quantity a line, for the terminal."""
+def table(stock: ArmSummary, vertical: ArmSummary, ssd_limit: str = "") -> str:
+    """The comparison, one quantity a line, for the terminal; `ssd_limit` says what both arms' disk was limited to."""
     rows = [
         ("", *ARMS, "stock/vertical"),
         ("engine", stock.engine, vertical.engine, ""),
@@ -248,6 +248,8 @@ def table(stock: ArmSummary, vertical: ArmSummary) -> str:
     for name, *cells in rows:
         cells_text = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         lines.append(f"{name.ljust(widths[0])}  {cells_text}".rstrip())
+    if ssd_limit:
+        lines.append(f"SSD limited to {ssd_limit}")
     return "\n".join(lines)
 
 

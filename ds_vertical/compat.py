@@ -7,6 +7,8 @@ parameters they had when the override was written; `check_deepspeed` compares th
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,12 +22,12 @@ opcache.activate()  # before DeepSpeed can load an op
 
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402,F401  (zero.Init patches tensor constructors, under which its first import fails)
 from deepspeed import comm as dist  # noqa: E402
 from deepspeed.accelerator import get_accelerator as _get_accelerator  # noqa: E402
-from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: E402  # pyright: ignore[reportAttributeAccessIssue]
+from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled  # noqa: E402,F401
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: E402,F401  (subclasses stage 3 at its import)
-from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper  # noqa: E402
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus  # noqa: E402
 from deepspeed.runtime.zero import stage3  # noqa: E402
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
@@ -40,14 +42,12 @@ ZeroParam = Any
 OVERRIDES: dict[type, dict[str, tuple[str, ...]]] = {
     stage3.DeepSpeedZeroOptimizer_Stage3: {
         "_create_fp16_sub_groups": ("self", "params_group"),
-        "_create_next_swappable_fp32_groups": ("self",),
         "_configure_tensor_swapping": ("self", "offload_optimizer_config", "aio_config"),
         "_get_norm_groups": ("self",),
-        "_optimizer_step": ("self", "sub_group_id"),
+        "_setup_for_real_optimizer": ("self",),
         "create_reduce_and_remove_grad_hooks": ("self",),
         "step": ("self", "closure"),
     },
-    OptimizerSwapper: {"_adjust_for_misaligned_lengths": ("self", "tensors", "offsets")},
     DeepSpeedEngine: {
         "_configure_zero_optimizer": ("self", "optimizer"),
         "forward": ("self", "inputs", "kwargs"),
@@ -111,12 +111,20 @@ def device_name() -> str:
 def common_run_id(run_id: str) -> str:
     """Rank 0's run id, on every rank; initialises the distributed back end if nobody has."""
     if not dist.is_initialized():
+        _refuse_bare_python()
         deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     if not get_accelerator().is_synchronized_device():  # nobody has bound this rank to its device before zero.Init
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     shared = [run_id]
     torch.distributed.broadcast_object_list(shared, src=0, device=torch.device(device_name()))
     return shared[0]
+
+
+def _refuse_bare_python() -> None:
+    """Without a launcher's variables DeepSpeed would look for MPI, and end in a missing module."""
+    launchers = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "AZUREML_EXPERIMENT_ID")
+    if not any(name in os.environ for name in launchers) and importlib.util.find_spec("mpi4py") is None:
+        raise RuntimeError("no launcher started this process; write: deepspeed SCRIPT.py --deepspeed_config CONFIG.json")
 
 
 def log(line: str) -> None:
@@ -233,6 +241,16 @@ def is_partitioned(param: ZeroParam) -> bool:
     return param.ds_status == ZeroParamStatus.NOT_AVAILABLE
 
 
+def shard(param: ZeroParam) -> torch.Tensor:
+    """This rank's elements of a parameter whose shard rests in memory, 1-d."""
+    return param.ds_tensor.data.narrow(0, 0, param.partition_numel())
+
+
+def is_persistent(param: ZeroParam) -> bool:
+    """Whether the full parameter stays on the device (it is small)."""
+    return bool(param.ds_persist)
+
+
 def shard_tier(param: ZeroParam) -> str:
     """`ssd`, `host` or `device`: where the shard rests between uses."""
     if is_on_ssd(param):
@@ -267,6 +285,16 @@ def swap_file(param: ZeroParam) -> SwapFile:
     return SwapFile(Path(swapper.get_path(param, must_exist=True)), aligned * swapper.swap_element_size, numel)
 
 
+def second_generation(path: Path) -> Path:
+    """The file beside `path` that takes what an early step makes, until it counts."""
+    return path.parent / "generation_1" / path.name
+
+
+def set_swap_path(param: ZeroParam, path: str) -> None:
+    """Let DeepSpeed's swapper find the parameter's shard in another file."""
+    param.nvme_swapper.id_to_path[param.ds_id] = path
+
+
 def swap_folder(param: ZeroParam) -> Path | None:
     """The folder that the parameter's zero.Init writes to, or None where it has no swapper."""
     swapper = getattr(param, "nvme_swapper", None)
@@ -284,10 +312,33 @@ def bind_shard(param: ZeroParam, shard: torch.Tensor) -> None:
     param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
 
-def gather(params: Sequence[ZeroParam]) -> None:
-    """Assemble the full parameters on the device from all ranks' shards."""
+def guard_parameters(params: Iterable[ZeroParam], before: Callable[[], None]) -> None:
+    """Call `before` ahead of every gather of these parameters and every read of their shards, by whomever.
+
+    Users reach the weights in many ways (GatheredParameters, a direct call of the model, saving); all of them end in a
+    parameter's own closures or in the swapper that they share.
+    """
+    for param in params:
+        for name in ("all_gather", "all_gather_coalesced"):
+            setattr(param, name, _after(before, getattr(param, name)))
+    swappers = {id(s): s for param in params if (s := getattr(param, "nvme_swapper", None)) is not None}
+    for swapper in swappers.values():
+        swapper.swap_in = _after(before, swapper.swap_in)
+
+
+def _after(before: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return then(*args, **kwargs)
+
+    return guarded
+
+
+def gather(params: Sequence[ZeroParam]) -> list[torch.Tensor]:
+    """Assemble the full parameters on the device from all ranks' shards; returns them."""
     if params:
         params[0].all_gather_coalesced(params).wait()
+    return [param.data for param in params]
 
 
 def partition(params: Iterable[ZeroParam]) -> None:
@@ -295,23 +346,23 @@ def partition(params: Iterable[ZeroParam]) -> None:
         param.partition()
 
 
-# ---- aio
+# ---- host memory
 
 
-def new_aio_handle(aio_config: dict[str, Any]) -> Any:
-    """A DeepSpeed aio handle with the JSON's `aio` settings."""
-    names = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
-    return AsyncIOBuilder().load(verbose=False).aio_handle(*(aio_config[name] for name in names))
+@functools.cache
+def _pin_handle() -> Any:
+    module: Any = PinMemoryBuilder().load(verbose=False)
+    return module.pin_handle()
 
 
-def lock_host_bytes(handle: Any, num_bytes: int) -> torch.Tensor:
-    """`num_bytes` of page-locked host memory that aio reads into without a bounce copy, as a 1-d uint8 tensor."""
+def lock_host_bytes(num_bytes: int) -> torch.Tensor:
+    """`num_bytes` of page-locked host memory, page-aligned, as a 1-d uint8 tensor."""
     if get_accelerator().is_synchronized_device():
-        return handle.new_cpu_locked_tensor(num_bytes, torch.empty(0, dtype=torch.uint8))
+        return _pin_handle().new_cpu_locked_tensor(num_bytes, torch.empty(0, dtype=torch.uint8))
     return get_accelerator().pin_memory(torch.empty(num_bytes, dtype=torch.uint8))
 
 
-def unlock_host_bytes(handle: Any, buffer: torch.Tensor) -> None:
+def unlock_host_bytes(buffer: torch.Tensor) -> None:
     """Give back what `lock_host_bytes` took; the tensor must not be used afterwards."""
     if get_accelerator().is_synchronized_device():
-        handle.free_cpu_locked_tensor(buffer)
+        _pin_handle().free_cpu_locked_tensor(buffer)

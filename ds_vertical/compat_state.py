@@ -10,8 +10,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from ds_vertical.compat import ZeroParam, get_accelerator
+from ds_vertical.compat import ZeroParam, get_accelerator, second_generation
 
 # ---- the step of the ZeRO-3 optimizer, taken apart
 
@@ -36,17 +37,25 @@ def open_step(optimizer: Any) -> torch.Tensor | None:
     return norm
 
 
-def step_sub_group(optimizer: Any, sub_group: int, norm: torch.Tensor, timer_names: set[str]) -> None:
-    """Read, scale and clip, CPU Adam, write: stock's own sequence for one chunk."""
-    optimizer._prepare_sub_group(sub_group, timer_names)
-    optimizer.unscale_and_clip_grads(sub_group, norm)
-    optimizer._optimizer_step(sub_group)
-    optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
-    optimizer._release_sub_group(sub_group, timer_names)
+def close_step(optimizer: Any) -> None:
+    """The end of stock's `_post_step` that does not need the new parameters."""
+    optimizer.reset_cpu_buffers()
+    optimizer.invalidate_secondary_tensor()
 
 
-def close_step(optimizer: Any, timer_names: set[str]) -> None:
-    optimizer._post_step(timer_names)
+def gather_persistent(optimizer: Any) -> None:
+    """Bring the parameters that stay on the device back there, with their new values."""
+    params = [param for param in optimizer.persistent_parameters if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    if params:
+        params[0].all_gather(params)
+
+
+def combined_scale(optimizer: Any, norm: torch.Tensor) -> torch.Tensor | float:
+    """What stock divides the gradients by: loss scale times the excess of the norm over the clip (at least 1)."""
+    if optimizer.clip_grad > 0.0:
+        excess = ((norm / optimizer.loss_scale) + 1e-6) / optimizer.clip_grad
+        return torch.clamp(excess, min=1.0) * optimizer.loss_scale
+    return optimizer.loss_scale
 
 
 def group_norm(optimizer: Any, params: Sequence[ZeroParam]) -> torch.Tensor:
@@ -54,18 +63,28 @@ def group_norm(optimizer: Any, params: Sequence[ZeroParam]) -> torch.Tensor:
     return optimizer.complete_grad_norm_calculation_for_cpu_offload(params)
 
 
-def reduce_and_hand_over(optimizer: Any, params: Sequence[ZeroParam], sums: Sequence[torch.Tensor]) -> None:
-    """Average summed gradients over the ranks, once, and hand each rank's share to the optimizer.
+def reduce(optimizer: Any, params: Sequence[ZeroParam], sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Average summed gradients over the ranks, once. Returns this rank's share of each, flat.
 
     `sums`: flat gradients of full parameters in the accumulation dtype; overwritten.
     """
-    optimizer.set_gradient_accumulation_boundary(True)
-    optimizer.micro_step_id = 0
-    shares = list(sums)
     group = optimizer._get_param_partition_group(params[0])
-    if dist.get_world_size(group) > 1:
-        shares = reduce_scatter_coalesced(list(sums), group)
-    optimizer.partition_grads(list(params), shares)
+    return reduce_scatter_coalesced(list(sums), group) if dist.get_world_size(group) > 1 else list(sums)
+
+
+def note_gradient(optimizer: Any, param: ZeroParam, share: torch.Tensor, held: torch.Tensor) -> None:
+    """Tell stock of a gradient: its norm, and where this rank's share (fp32, flat) is held.
+
+    A rank whose share lies wholly in the padding has nothing to add to the norm.
+    """
+    if param.partition_numel() * optimizer._get_param_partition_rank(param) < param.ds_numel:
+        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = optimizer._constant_buffered_norm2(share)
+    optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id] = held
+
+
+def gather_shares(optimizer: Any, param: ZeroParam, share: torch.Tensor) -> torch.Tensor:
+    """The full fp32 tensor, in the parameter's shape, of which every rank has a share (flat)."""
+    return optimizer._fp32_state_allgather(param, share)
 
 
 def rounding_dtype(optimizer: Any, param: ZeroParam) -> torch.dtype:
@@ -81,59 +100,84 @@ def is_chunk_on_ssd(optimizer: Any, chunk: int) -> bool:
     return optimizer._swappable_optimizer_subgroup(chunk)
 
 
-def settle(optimizer: Any) -> None:
-    """Complete gradient writes that a failed step left in flight: an aio handle dropped with some aborts the process."""
-    swapper = getattr(optimizer, "optimizer_swapper", None)
-    if swapper is not None:
-        swapper._flush_gradient_swapper(swapper.gradient_swapper)
+def optimizer_files(optimizer: Any, generations: int) -> dict[Path, int]:
+    """Every file that the optimizer of this rank will write, with its size in bytes: fp32 master and moments."""
+    return {
+        path: file_numel(optimizer, index) * optimizer.optimizer_swapper.swap_element_size
+        for index in range(len(optimizer.fp16_groups))
+        if is_chunk_on_ssd(optimizer, index)
+        for files in state_files(optimizer, index)[:generations]
+        for path in files
+    }
 
 
-def optimizer_files(optimizer: Any) -> dict[Path, int]:
-    """Every file that the optimizer of this rank will write, with its size in bytes: fp32 master, moments, gradients."""
-    swapper = optimizer.optimizer_swapper
-    folder, item = Path(swapper.swap_folder), swapper.swap_element_size
-    files: dict[Path, int] = {}
-    for index, numel in enumerate(optimizer.fp16_partitioned_groups_flat_numel):
-        if not is_chunk_on_ssd(optimizer, index):
-            continue
-        ids = optimizer.fp16_partitioned_groups_flat_id[index]
-        name = f"{ids[0]}_{ids[-1]}"
-        for prefix in ("", "exp_avg-", "exp_avg_sq-"):
-            files[folder / f"{prefix}{name}.tensor.swp"] = swapper._io_aligned_numel(numel) * item
-        offset = 0
-        for param in optimizer.fp16_groups[index]:
-            share = param.partition_numel()
-            for start, piece in gradient_pieces(swapper, offset, share):
-                if swapper.is_swappable_tensor(numel=piece):
-                    files[folder / f"{name}_gradient_{start}_{piece}.tensor.swp"] = piece * item
-            offset += share
-    return files
+def state_files(optimizer: Any, chunk: int) -> tuple[tuple[Path, Path, Path], tuple[Path, Path, Path]]:
+    """Master, exp_avg and exp_avg_sq of a chunk on SSD under the names that stock gives them, then a second generation."""
+    folder = Path(optimizer.optimizer_swapper.swap_folder)
+    ids = optimizer.fp16_partitioned_groups_flat_id[chunk]
+    name = f"{ids[0]}_{ids[-1]}.tensor.swp"
+    master, first, second = folder / name, folder / f"exp_avg-{name}", folder / f"exp_avg_sq-{name}"
+    beside = second_generation(master), second_generation(first), second_generation(second)
+    return (master, first, second), beside
 
 
-def gradient_pieces(swapper: Any, offset: int, numel: int) -> list[tuple[int, int]]:
-    """(offset, numel) of the pieces of a gradient at `offset` in its chunk: head, aligned body, tail.
+def chunk_numel(optimizer: Any, chunk: int) -> int:
+    return optimizer.fp16_partitioned_groups_flat_numel[chunk]
 
-    [Note: aligned gradients] The step reads a gradient's file straight into the chunk's buffer at the gradient's
-    offset. SSD reads need an aligned address there; at another one the read fails, and stock, which cuts off only the
-    tail, goes on with what the buffer held. So the body starts and ends at the alignment; head and tail stay in memory.
+
+def file_numel(optimizer: Any, chunk: int) -> int:
+    """Elements of each state file of a chunk: the chunk's, rounded up to the disk's alignment."""
+    return optimizer.optimizer_swapper._io_aligned_numel(chunk_numel(optimizer, chunk))
+
+
+# ---- state
+
+
+def moments(optimizer: Any, chunk: int) -> dict[str, Any]:
+    """The torch optimizer's state entry of a chunk; made (step 0, zeros) where the first step is yet to come.
+
+    Of a chunk on SSD the tensors are empty: stock's swapper, told here of their files, fills them when it reads.
     """
-    if not swapper.is_swappable_tensor(numel=numel):
-        return [(offset, numel)]
-    alignment, end = swapper.numel_alignment, offset + numel
-    bounds = (offset, -(-offset // alignment) * alignment, end // alignment * alignment, end)
-    return [(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False) if stop > start]
+    master = optimizer.fp32_partitioned_groups_flat[chunk]
+    state = optimizer.optimizer.state[master]
+    if "exp_avg" not in state:
+        numel = chunk_numel(optimizer, chunk)
+        first, second = (torch.zeros(numel, dtype=torch.float32) for _ in range(2))
+        state |= {"step": 0, "exp_avg": first, "exp_avg_sq": second}
+        if is_chunk_on_ssd(optimizer, chunk):
+            info = optimizer.optimizer_swapper._get_param_swap_info(master)
+            info.release_memory()
+    return state
 
 
-def align_gradients(optimizer: Any) -> None:
-    """Cut gradients on their way to SSD as `gradient_pieces` says."""
-    swapper = optimizer.optimizer_swapper
+def resident_state(optimizer: Any, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Master and moments of a chunk that lives in host memory, flat fp32."""
+    state = moments(optimizer, chunk)
+    return optimizer.fp32_partitioned_groups_flat[chunk].data, state["exp_avg"], state["exp_avg_sq"]
 
-    def adjust(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> tuple[list[torch.Tensor], list[int]]:
-        cut = [
-            (tensor.narrow(0, start - offset, numel), start)
-            for tensor, offset in zip(tensors, offsets, strict=True)
-            for start, numel in gradient_pieces(swapper, offset, tensor.numel())
-        ]
-        return [tensor for tensor, _ in cut], [start for _, start in cut]
 
-    swapper._adjust_for_misaligned_lengths = adjust
+def set_share(optimizer: Any, param: ZeroParam, value: torch.Tensor, kind: str | None) -> None:
+    """Overwrite this rank's share of a parameter's master (`kind` None) or moment, in memory or in its file."""
+    share, chunk = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False, optim_state_key=kind)
+    share.data.copy_(value.flatten())
+    if is_chunk_on_ssd(optimizer, chunk):
+        optimizer._optimizer_states_and_gradient_swap_out(chunk)
+
+
+def parameter_group(optimizer: Any, chunk: int) -> dict[str, Any]:
+    """The torch optimizer's group (lr, betas, ...) that a chunk belongs to."""
+    return optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[chunk]]
+
+
+def set_up(optimizer: Any) -> None:
+    """As stock's `_setup_for_real_optimizer`, without its buffers for gradients of the whole partition (in fp32 4 bytes
+    per parameter) and for reduction buckets: gradients leave the device once per unit into memory of our own."""
+    optimizer._create_fp32_partitions()
+    dist.barrier()
+    optimizer._create_next_swappable_fp32_groups()
+    optimizer.initialize_optimizer_states()
+    dist.barrier()
+    optimizer.grad_partitions_flat_buffer = torch.empty(0, dtype=optimizer.gradient_accumulation_dtype)
+    optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
+    for master in optimizer.fp32_partitioned_groups_flat:
+        master.grad = None

@@ -58,10 +58,18 @@ class VerticalConfig(BaseModel):
     """False: every transfer is waited for right after it is issued; the debugging oracle, same values."""
     prefetch_layers: Annotated[int, Field(ge=0)] | None = None
     """Layers whose fetch is issued ahead of use. Null: 1 with overlap, 0 without."""
+    optimizer_delay: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of every layer whose optimizer step is taken in the next forward. Null: 0.25 where the rest can be stepped
+    during the backward (no clipping, static loss scale, optimizer on SSD), else 1."""
+    optimizer_speculation: bool | None = None
+    """Step layers during the backward although the norm may ask for clipping, and redo the step where it does. Null:
+    where it would lately have come true, if there is room on the SSD for a second generation of files."""
     seed_micro_batches: bool = True
     """Give each micro-batch its own random stream from (seed, step, micro-batch, rank), in both arms."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     """Seed of these streams. Null: torch.initial_seed() at initialize."""
+    trace: Annotated[StrictStr, StringConstraints(min_length=1)] | None = None
+    """Folder for one JSONL file per rank with each step's spans, waits and counters (`trace.py`). Null: off."""
 
 
 # What each key accepts, and an example; the start of the error for a wrong value.
@@ -73,8 +81,11 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "snake": ("true or false", "false"),
     "overlap": ("true or false", "true"),
     "prefetch_layers": ("an integer >= 0, or null", "1 or null"),
+    "optimizer_delay": ("a number from 0 to 1, or null", "1 or null"),
+    "optimizer_speculation": ("true, false or null", "null"),
     "seed_micro_batches": ("true or false", "true"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
+    "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
 }
 
 
@@ -258,17 +269,21 @@ class Resolved:
     snake: bool
     overlap: bool
     prefetch_layers: int
+    optimizer_delay: float | None
+    optimizer_speculation: bool | None
     seed_micro_batches: bool
     seed: int | None
+    trace: str | None
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
 
 def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolved:
     """Apply the fixed rule of every null.
 
-    layers: discovered in the model; prefetch_layers: 1 with overlap, 0 without; seed: `initial_seed`, which is
-    torch.initial_seed() at initialize. Nothing else is ever chosen: snake and blocks_per_layer are as written or
-    their defaults.
+    layers: discovered in the model; prefetch_layers: 1 with overlap, 0 without; optimizer_delay: 0.25 where the rest can
+    be stepped during the backward, else 1 (decided when the optimizer is known); seed: `initial_seed`, which is
+    torch.initial_seed() at initialize. Nothing else is ever chosen: snake and blocks_per_layer are as written or their
+    defaults.
     """
     values: dict[str, Any] = section.model_dump()
     written = section.model_fields_set
@@ -278,6 +293,10 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolve
     if section.prefetch_layers is None:
         values["prefetch_layers"] = 1 if section.overlap else 0
         reasons["prefetch_layers"] = f"null: {values['prefetch_layers']} as overlap is {show(section.overlap)}"
+    if section.optimizer_delay is None:
+        reasons["optimizer_delay"] = "null: 0.25 where layers can be stepped during the backward, else 1"
+    if section.optimizer_speculation is None:
+        reasons["optimizer_speculation"] = "null: where it would lately have come true"
     if section.seed is None:
         values["seed"] = initial_seed
         reasons["seed"] = "null: torch.initial_seed() at initialize"

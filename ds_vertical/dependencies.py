@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ds_vertical.schedule import PRE, SUF, Event, Key, Op, Schedule, ScheduleError, Unit, error_at
+from ds_vertical.schedule import DELAYED, EARLY, MAX_STEPS, PRE, SUF, Event, Key, Op, Schedule, ScheduleError, Unit, error_at
 
 
 class _Walk:
@@ -29,6 +29,9 @@ class _Walk:
         self.uses: dict[Unit | None, list[int]] = {}
         self.last_sum: dict[Unit | None, int] = {}
         self.steps: dict[Unit | None, list[int]] = {}
+        self.delayed: dict[Unit | None, list[int]] = {}
+        self.early: list[int] = []
+        self.under_way: list[int] = []
 
     def need(self, op: Op, layer: Unit | None = None, micro_batch: int | None = None) -> int:
         """The latest such event's index."""
@@ -44,6 +47,16 @@ class _Walk:
         self.uses[unit].append(self.index)
         return self.fetched[unit]
 
+    def take_turn(self) -> list[int]:
+        """The step that must be over before another one may begin; see MAX_STEPS."""
+        before = self.under_way[-MAX_STEPS] if len(self.under_way) >= MAX_STEPS else None
+        self.under_way.append(self.index)
+        return [] if before is None else [before]
+
+    def values(self, unit: Unit | None) -> list[int]:
+        """FETCH of the unit, and the delayed step that made the values it brings."""
+        return [self.use(unit), *self.delayed.get(unit, ())]
+
     def add_gradient(self, unit: Unit | None) -> list[int]:
         """The event that last added to the unit's gradient sum, if any: a sum in another order has other bits."""
         before = self.last_sum.get(unit)
@@ -52,7 +65,7 @@ class _Walk:
 
     def take(self, index: int, event: Event) -> tuple[int, ...]:
         """The indices that `event`, standing at `index`, depends on."""
-        rule = None if event.part or event.step_offset else _RULES.get(event.op)
+        rule = _RULES_BY_PART.get((event.part, event.step_offset), {}).get(event.op)
         if rule is None:
             raise ScheduleError("no rule says what it depends on; add one to _RULES in ds_vertical/dependencies.py")
         self.index = index
@@ -85,11 +98,11 @@ def _release(walk: _Walk, event: Event) -> list[int]:
 def _forward(walk: _Walk, event: Event) -> list[int]:
     layer, micro_batch = event.layer, event.micro_batch
     if layer == PRE:
-        return [walk.use(PRE)]
+        return walk.values(PRE)
     if layer == SUF:
         return [walk.use(PRE), walk.need(Op.F, walk.num_layers - 1, micro_batch)]
     assert isinstance(layer, int)
-    return [walk.use(layer), walk.use(PRE), walk.need(Op.F, layer - 1 if layer else PRE, micro_batch)]
+    return [*walk.values(layer), walk.use(PRE), walk.need(Op.F, layer - 1 if layer else PRE, micro_batch)]
 
 
 def _head(walk: _Walk, event: Event) -> list[int]:
@@ -122,9 +135,37 @@ def _step(walk: _Walk, event: Event) -> list[int]:
     unit = event.layer
     if unit in walk.fetched:
         raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before its step")
-    needs = [walk.need(Op.NORM), walk.need(Op.RELEASE, unit)]
+    needs = [walk.need(Op.NORM), walk.need(Op.RELEASE, unit), *walk.take_turn()]
     walk.steps.setdefault(unit, []).append(walk.index)
     return needs
+
+
+def _early_step(walk: _Walk, event: Event) -> list[int]:
+    """Before the norm: the unit's gradient is complete and nobody uses its parameters until the next step."""
+    unit = event.layer
+    if (Op.COMMIT, None, None) in walk.done:
+        raise ScheduleError("COMMIT came before it, so that it would never count")
+    if unit in walk.fetched:
+        raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before its step")
+    needs = [walk.need(Op.REDUCE, unit), walk.need(Op.RELEASE, unit), *walk.take_turn()]
+    walk.early.append(walk.index)
+    return needs
+
+
+def _commit(walk: _Walk, event: Event) -> list[int]:
+    return [walk.need(Op.NORM), *walk.early]
+
+
+def _delayed_step(walk: _Walk, event: Event) -> list[int]:
+    """A step that the last schedule left: its unit must not have been fetched yet. The FETCH need not wait for it, since
+    the values are handed over in memory; their first use does."""
+    unit = event.layer
+    if unit in walk.uses:
+        raise ScheduleError(f"{unit} was fetched before the step that makes its values")
+    if unit in walk.delayed:
+        raise ScheduleError(f"{unit} has taken this step already")
+    walk.delayed[unit] = [walk.index]
+    return []
 
 
 _RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
@@ -136,6 +177,14 @@ _RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
     Op.REDUCE: _reduce,
     Op.NORM: _norm,
     Op.STEP: _step,
+    Op.COMMIT: _commit,
+}
+
+
+_RULES_BY_PART: Final[dict[tuple[str | None, int], dict[Op, Callable[[_Walk, Event], list[int]]]]] = {
+    (None, 0): _RULES,
+    (EARLY, 0): {Op.STEP: _early_step},
+    (DELAYED, -1): {Op.STEP: _delayed_step},
 }
 
 
@@ -183,12 +232,17 @@ def _once(schedule: Schedule) -> list[Event]:
         return events + [Event(Op.F, SUF, m) for m in micro_batches]
     events += [Event(Op.HEAD, SUF, m) for m in micro_batches]
     events += [Event(Op.B, unit, m) for unit in units for m in micro_batches]
-    return [*events, Event(Op.NORM), *(Event(op, unit) for op in (Op.REDUCE, Op.STEP) for unit in units)]
+    events += [Event(Op.NORM), *(Event(Op.REDUCE, unit) for unit in units)]
+    if schedule.early:
+        events += [Event(Op.COMMIT), *(Event(Op.STEP, unit, part=EARLY) for unit in units)]
+    return events if schedule.delayed else [*events, *(Event(Op.STEP, unit) for unit in units)]
 
 
 def _check_once(schedule: Schedule) -> None:
     allowed = set(_once(schedule))
     allowed |= {Event(op, layer) for op in (Op.FETCH, Op.RELEASE) for layer in range(schedule.num_layers)}
+    if schedule.order != "forward":
+        allowed |= {Event(Op.STEP, u, part=DELAYED, step_offset=-1) for u in (PRE, *range(schedule.num_layers))}
     seen: Counter[Event] = Counter()
     for index, event in enumerate(schedule.events):
         seen[event] += 1
@@ -232,7 +286,7 @@ def _check_sums(schedule: Schedule) -> None:
     interleaved = [event for pair in zip(heads, prefix, strict=True) for event in pair]
     expected: dict[Unit | None, list[Event]] = {PRE: interleaved if schedule.order == "horizontal" else heads + prefix}
     for layer in range(schedule.num_layers):
-        turned = schedule.snake and layer % 2 == 1
+        turned = schedule.snake and (schedule.num_layers - 1 - layer) % 2 == 1
         expected[layer] = [Event(Op.B, layer, m) for m in (reversed(micro_batches) if turned else micro_batches)]
     left = {unit: iter(events) for unit, events in expected.items()}
     for index, event in enumerate(schedule.events):

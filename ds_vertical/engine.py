@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn
@@ -19,13 +20,15 @@ from ds_vertical.config import ConfigError, Resolved, explain, load_section, rea
 from ds_vertical.crosscheck import check
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
-from ds_vertical.layers import LayerMap, check_trainable, map_layers, refuse_batch_flags
+from ds_vertical.layers import LayerMap, Unit, check_trainable, map_layers, refuse_batch_flags
 from ds_vertical.loop import Loop, StockLoop
+from ds_vertical.native import new_disk_queue
 from ds_vertical.optimizer import VerticalStage3, check_optimizer
 from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
-from ds_vertical.schedule import Schedule
+from ds_vertical.schedule import LEAD, MAX_STEPS
 from ds_vertical.sweeps import Body, Sweeps
+from ds_vertical.trace import RecordingTracer, Tracer
 
 _CALL_TRAIN_BATCH = (
     "engine.{name}() is not available with vertical_schedule: layer-major order needs all micro-batches of a step at once;"
@@ -188,28 +191,34 @@ class VerticalEngine(compat.DeepSpeedEngine):
     def __init__(self, *args: Any, vertical: Resolved, layers: LayerMap, **kwargs: Any) -> None:
         self.vertical = vertical
         self.layers = layers
+        self.tracer = _open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
         device = torch.device(compat.device_name())
-        new_handle = partial(compat.new_aio_handle, compat.aio_config(self))
-        self._params = ParamStore(layers.units, new_handle, vertical.prefetch_layers + 1, device)
+        new_queue = partial(new_disk_queue, compat.aio_config(self), self.tracer)
+        num_buffers = max(vertical.prefetch_layers + MAX_STEPS, LEAD) + 1
+        self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue())
+        self.optimizer.start_pipeline(new_queue(), new_queue(), self._params, self.tracer)
+        compat.guard_parameters([p for params in layers.units.values() for p in params], self.optimizer.flush)
         self._gradients = GradientStore(
-            layers.units,
+            _in_chunk_order(layers, self.optimizer),
             self.optimizer.gradient_accumulation_dtype,
             compat.full_numel,
             partial(compat_state.rounding_dtype, self.optimizer),
             self.optimizer.steps,
+            self.optimizer.reclaim,
         )
-        self._sweeps = Sweeps(layers, self._params, overlap=vertical.overlap)
+        self._sweeps = Sweeps(layers, self._params, overlap=vertical.overlap, tracer=self.tracer)
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None)
         tiers = ", ".join(f"{tier} {count}" for tier, count in self._params.bytes_by_tier().items())
         compat.log(
             f"ds_vertical: vertical schedule ACTIVE: order {vertical.order}, {layers.describe()}; bytes of parameters on this"
-            f" rank: {tiers}; host buffers {self._params.host_bytes}"
+            f" rank: {tiers}; host buffers {self._params.host_bytes}; optimizer {self.optimizer.describe()}"
         )
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:  # override
         check_optimizer(optimizer)
-        with compat.substituted_stage3(partial(VerticalStage3, layers=self.layers)):
+        delay, speculation = self.vertical.optimizer_delay, self.vertical.optimizer_speculation
+        with compat.substituted_stage3(partial(VerticalStage3, layers=self.layers, delay=delay, speculation=speculation)):
             return super()._configure_zero_optimizer(optimizer)
 
     # ---- training
@@ -245,6 +254,9 @@ class VerticalEngine(compat.DeepSpeedEngine):
         finally:
             compat.forget_boundary(self)
         self.micro_steps += num_micro_batches - 1
+        rate = self.optimizer.regime.hit_rate
+        if rate is not None and self.global_steps % self.steps_per_print() == 0:
+            compat.log(f"ds_vertical: step {self.global_steps}: {rate:.0%} of the steps tried early came true")
 
     def call_module(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's own forward under the JSON's torch_autocast; the loss function runs outside it, as in stock."""
@@ -253,33 +265,46 @@ class VerticalEngine(compat.DeepSpeedEngine):
 
     def evaluate(self, runs: list[Any]) -> list[Any]:
         """Run forwards (callables) layer-major without training; returns what each returned."""
-        schedule = _evaluation_schedule(self.layers.num_layers, len(runs), self.vertical.prefetch_layers)
-        with suspended_hooks(self):
+        schedule = build_evaluation(self.layers.num_layers, len(runs), window=self.vertical.prefetch_layers)
+        self.optimizer.flush()
+        with suspended_hooks(self), self.optimizer.schedule_running():
             return self._sweeps.evaluate(schedule, [Body(run, None) for run in runs])
 
     def train_step(self, runs: list[Any], seeds: list[int]) -> list[torch.Tensor]:
         """One step over forwards that return their losses, everything up to and including the units' optimizer steps."""
         vertical = self.vertical
-        schedule = _training_schedule(
-            self.layers.num_layers, len(runs), vertical.order, vertical.snake, vertical.prefetch_layers
+        self._gradients.refuse_strays()
+        schedule = build_training(
+            self.layers.num_layers,
+            len(runs),
+            order=vertical.order,
+            snake=vertical.snake,
+            window=vertical.prefetch_layers,
+            delayed=self.optimizer.regime.leaves_steps,
+            due=frozenset(self.optimizer.due),
+            early=self.optimizer.regime.early,
         )
 
         def scale(loss: torch.Tensor) -> torch.Tensor:
             return self.optimizer.scale_if_loss(loss / len(runs))
 
         bodies = [Body(run, seed) for run, seed in zip(runs, seeds, strict=True)]
-        with suspended_hooks(self, joints=True), torch.enable_grad():
+        with suspended_hooks(self, joints=True), torch.enable_grad(), self.optimizer.schedule_running():
             return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, scale)
+
+    def flush(self) -> None:
+        """Take the optimizer steps that the last `train_batch` left to the next forward. Whatever reads the weights
+        through DeepSpeed does this by itself; calling it twice is harmless."""
+        self.optimizer.flush()
 
     def destroy(self) -> None:
         """As DeepSpeed's, and give the host buffers of the parameters back. Calling it twice is harmless."""
         params = getattr(self, "_params", None)  # absent where the engine's construction failed
-        try:
+        with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
+            cleanup.callback(super().destroy)
             if params is not None:
-                params.close()
-                compat_state.settle(self.optimizer)
-        finally:
-            super().destroy()
+                cleanup.callback(params.close)
+                cleanup.callback(self.optimizer.close)
 
     # ---- saving
 
@@ -310,6 +335,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's with everything in host memory. Raises NotImplementedError with any state on SSD."""
         self._refuse_checkpoint("load_checkpoint")
+        self.optimizer.flush_state()  # what is due belongs to the state that is replaced
         return super().load_checkpoint(*args, **kwargs)
 
     def _refuse_checkpoint(self, call: str) -> None:
@@ -338,9 +364,10 @@ class VerticalLoop(Loop):
             self.engine.tput_timer.start()
         seeds = [self.seed_of(index) for index in range(len(batches))]
         fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
-        losses = self.engine.train_step([partial(self._loss, batch, loss_fn) for batch in batches], fresh)
-        self.count_samples(len(batches))
-        self.engine.conclude_step(len(batches))
+        with self.engine.tracer.step():
+            losses = self.engine.train_step([partial(self._loss, batch, loss_fn) for batch in batches], fresh)
+            self.count_samples(len(batches))
+            self.engine.conclude_step(len(batches))
         return losses
 
     def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
@@ -351,11 +378,20 @@ class VerticalLoop(Loop):
         return micro.loss_of(micro.call_model(self.engine.call_module, inputs), batch, loss_fn)
 
 
-@lru_cache(maxsize=32)
-def _training_schedule(num_layers: int, num_micro_batches: int, order: str, snake: bool, window: int) -> Schedule:
-    return build_training(num_layers, num_micro_batches, order=order, snake=snake, window=window)
+def _in_chunk_order(layers: LayerMap, optimizer: VerticalStage3) -> dict[Unit, list[nn.Parameter]]:
+    """Each unit's parameters, the optimizer's first and chunk by chunk."""
+    return {
+        unit: [*optimizer.in_chunk_order(unit), *(param for param in params if not optimizer.steps(param))]
+        for unit, params in layers.units.items()
+    }
 
 
-@lru_cache(maxsize=32)
-def _evaluation_schedule(num_layers: int, num_micro_batches: int, window: int) -> Schedule:
-    return build_evaluation(num_layers, num_micro_batches, window=window)
+def _open_tracer(folder: str | None) -> Tracer:
+    if folder is None:
+        return Tracer()
+    try:
+        return RecordingTracer(Path(folder), compat.rank())
+    except OSError as error:
+        raise ConfigError(
+            f'vertical_schedule.trace: got "{folder}"; cannot write there ({error}); write a writable folder, or null'
+        ) from error

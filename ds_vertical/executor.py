@@ -7,9 +7,13 @@ from functools import lru_cache
 
 from ds_vertical.dependencies import dependencies
 from ds_vertical.schedule import Event, Op, Schedule, format_window
+from ds_vertical.trace import Tracer, now
 from ds_vertical.transfer import Ticket
 
 Handler = Callable[[Event], Ticket | None]
+
+# What a handler keeps busy while it runs; the others only issue, or trace their own work.
+_RESOURCE: dict[Op, str] = dict.fromkeys((Op.F, Op.HEAD, Op.B, Op.REDUCE, Op.NORM), "compute")
 
 
 @lru_cache(maxsize=32)
@@ -22,7 +26,9 @@ class Executor:
 
     A handler that starts something asynchronous returns its Ticket; the executor waits for it just before the first
     event that depends on it (`dependencies` of the schedule), or at once with `overlap=False`, the debugging oracle.
-    `held_bytes()` gives bytes held per tier for the message of a failure.
+    `held_bytes()` gives bytes held per tier for the message of a failure. `tracer` takes a span of every handler (from issue,
+    when the executor came to the event, and start, when its waits were over) and every wait. On a device that computes
+    asynchronously a handler's span is the host's part only.
     """
 
     def __init__(
@@ -31,10 +37,12 @@ class Executor:
         *,
         overlap: bool = True,
         held_bytes: Callable[[], Mapping[str, int]] = dict,
+        tracer: Tracer | None = None,
     ) -> None:
         self.handlers = dict(handlers)
         self.overlap = overlap
         self.held_bytes = held_bytes
+        self.tracer = tracer or Tracer()
 
     def run(self, schedule: Schedule) -> None:
         """Run every event once, in order. An exception of a handler carries the events around it as a note."""
@@ -43,20 +51,31 @@ class Executor:
         index = 0
         try:
             for index, event in enumerate(schedule.events):
+                issue = now()
                 for needed in needs[index]:
                     if needed in flying:
-                        flying.pop(needed).wait()
+                        self._wait(flying.pop(needed), event)
+                start = now()
                 ticket = self.handlers[event.op](event)
+                self.tracer.span(_RESOURCE.get(event.op, ""), event, start, now(), issue=issue)
                 if ticket is not None and not self.overlap:
-                    ticket.wait()
+                    self._wait(ticket, event)
                 if ticket is not None and not ticket.done:
                     flying[index] = ticket
             index = len(schedule.events)
             for issued in list(flying):
-                flying.pop(issued).wait()
+                self._wait(flying.pop(issued), "end")
         except BaseException as error:
             error.add_note(self._describe_failure(schedule, index, flying))
             raise
+
+    def _wait(self, ticket: Ticket, by: object) -> None:
+        start = now()
+        ticket.wait()
+        end = now()
+        self.tracer.wait(ticket.what, by, start, end)
+        if ticket.resource:
+            self.tracer.transfer(ticket.resource, ticket.what, ticket.issue, start, end, ticket.num_bytes)
 
     def _describe_failure(self, schedule: Schedule, index: int, flying: Mapping[int, Ticket]) -> str:
         in_flight = ", ".join(f"{ticket.what} ({ticket.num_bytes} bytes)" for ticket in flying.values())

@@ -13,7 +13,8 @@ from ds_vertical.layers import Unit
 class GradientStore:
     """Sums of `param.grad` per unit, in the gradient accumulation dtype.
 
-    `steps` tells the parameters that the optimizer has; gradients of the others are thrown away.
+    `steps` tells the parameters that the optimizer has; gradients of the others are thrown away. `reclaim` gives back what
+    `give_away` gave, when the unit's next sums are made.
 
     The first contribution is copied and later ones are added in the order of the `add` calls, each after rounding to the
     dtype that stock would communicate it in: the bits of stock's accumulation.
@@ -26,6 +27,7 @@ class GradientStore:
         numel: Callable[[nn.Parameter], int],
         rounding: Callable[[nn.Parameter], torch.dtype],
         steps: Callable[[nn.Parameter], bool] = lambda _: True,
+        reclaim: Callable[[Unit], torch.Tensor | None] = lambda _: None,
     ) -> None:
         trainable = {unit: [p for p in params if p.requires_grad] for unit, params in units.items()}
         self._units = {unit: [p for p in params if steps(p)] for unit, params in trainable.items()}
@@ -34,6 +36,7 @@ class GradientStore:
         self._dtype = dtype
         self._numel = numel
         self._rounding = rounding
+        self._reclaim = reclaim
         self._flat: dict[Unit, torch.Tensor] = {}
         self._sums: dict[Unit, list[torch.Tensor]] = {}
         self._touched: dict[Unit, list[bool]] = {}
@@ -47,6 +50,15 @@ class GradientStore:
     def params(self, unit: Unit) -> list[nn.Parameter]:
         """The unit's trainable parameters, in the order of `take`'s sums."""
         return self._units[unit]
+
+    def refuse_strays(self) -> None:
+        """Raises RuntimeError where a parameter has a gradient already: it would enter the step's sum."""
+        strays = [p for params in (*self._units.values(), *self._unwanted.values()) for p in params if p.grad is not None]
+        if strays:
+            raise RuntimeError(
+                f"{len(strays)} parameters have a .grad before train_batch, from a backward outside it; it would be added to"
+                " this step's gradients: set it to None (model.zero_grad()) first"
+            )
 
     def add(self, unit: Unit) -> None:
         """Move every `param.grad` of the unit into its sum and clear it."""
@@ -82,13 +94,22 @@ class GradientStore:
                 total.zero_()
         return self._sums[unit]
 
+    def flat(self, unit: Unit) -> torch.Tensor:
+        """The memory of the unit's sums, which lie in it one after the other from its start."""
+        return self._flat[unit]
+
     def drop(self, unit: Unit) -> None:
         """Give the unit's memory back for the next one."""
-        flat = self._flat.pop(unit, None)
-        self._sums.pop(unit, None)
-        self._touched.pop(unit, None)
+        flat = self._flat.get(unit)
+        self.give_away(unit)
         if flat is not None:
             self._spare.append(flat)
+
+    def give_away(self, unit: Unit) -> None:
+        """Forget the unit's sums: their memory belongs to somebody else now."""
+        self._flat.pop(unit, None)
+        self._sums.pop(unit, None)
+        self._touched.pop(unit, None)
 
     def free(self) -> None:
         """Give up the memory kept for further units: the step's last gradient has left."""
@@ -106,7 +127,9 @@ class GradientStore:
     def _open(self, unit: Unit) -> None:
         params = self._units[unit]
         sizes = [self._numel(param) for param in params]
-        flat = self._memory(sum(sizes), params[0].device if params else torch.device("cpu"))
+        flat = self._reclaim(unit)
+        if flat is None:
+            flat = self._memory(sum(sizes), params[0].device if params else torch.device("cpu"))
         self._flat[unit] = flat
         self._sums[unit] = list(flat.narrow(0, 0, sum(sizes)).split(sizes)) if sizes else []
         self._touched[unit] = [False] * len(params)

@@ -94,7 +94,10 @@ class StepRecorder:
     def check_budget(self) -> None:
         """Raises StopIteration once the budgeted steps are recorded; call it before a step touches anything."""
         if self._max_steps is not None and self._num_steps >= self._max_steps:
-            raise StopIteration
+            raise StopIteration(
+                f"ds-vertical ab asked for {self._max_steps} steps, which are done: let the script end its loop at"
+                " StopIteration, as when its data ends"
+            )
 
     def begin(self) -> None:
         """Starts the clock and the byte counters of a step; a step that failed half-way is thereby forgotten."""

@@ -3,8 +3,9 @@
 What the model does outside its blocks keeps its autograd graph and runs backward by segments: see `segments`.
 
 [Note: grad mode] A block's forward runs with the grad mode and the requires_grad of its inputs that it has in stock, though
-its graph is dropped at once: torch picks kernels by them (attention with a mask that requires grad takes another one),
-and modules ask for them. Only so does F give the bits of stock's forward and of the recompute in B.
+most graphs are dropped at once: torch picks kernels by them (attention with a mask that requires grad takes another one),
+and modules ask for them. Only so does F give the bits of stock's forward and of the recompute in B, and only so has B
+the same bits with the graph that F made as with one that it makes anew.
 """
 
 from __future__ import annotations
@@ -28,9 +29,20 @@ _SMALL_BUFFER = 1 << 16  # elements of a buffer up to which a recompute may writ
 _NOTHING = range(0)  # no block may run: prefix and suffix
 
 
+@dataclass(frozen=True)
+class BlockGraph:
+    """A block's autograd graph from end to end: the twins of its inputs by the inputs' ids, and its outputs (flattened)."""
+
+    twins: dict[int, torch.Tensor]
+    outputs: list[Any]
+
+
 @dataclass
 class BlockCall:
-    """What backward needs of one block call: its arguments (flattened), leaves made of its outputs, state at its entry."""
+    """What backward needs of one block call: its arguments (flattened), leaves made of its outputs, state at its entry.
+
+    `graph` is None where backward recomputes.
+    """
 
     args: list[Any]
     spec: pytree.TreeSpec
@@ -38,6 +50,7 @@ class BlockCall:
     state: ThreadState
     context: contextvars.Context
     versions: list[int]
+    graph: BlockGraph | None
 
     def drop_leaf_grads(self) -> list[torch.Tensor | None]:
         grads = [leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
@@ -102,6 +115,7 @@ class MicroBatch:
         self._state = state.without_autocast_cache()
         self._guard: Any = None
         self._target = _NOTHING
+        self._keep_graph = False
         self._done_block = -1
         self._parked_at = -1
         self._segments = Segments()
@@ -115,9 +129,13 @@ class MicroBatch:
         """Run the prefix: up to the first block call."""
         self._switch(_NOTHING)
 
-    def advance(self, layer: int) -> None:
-        """Run the glue before layer `layer` and the layer itself. Raises LayerError when the model calls another one."""
+    def advance(self, layer: int, keep_graph: bool = False) -> None:
+        """Run the glue before layer `layer` and the layer itself. Raises LayerError when the model calls another one.
+
+        `keep_graph`: its backward takes the graph made here instead of a recompute.
+        """
         blocks = self.layers.layers[layer]
+        self._keep_graph = keep_graph
         self._switch(blocks)
         if self._done_block != blocks[-1]:
             if not self._coroutine.dead:
@@ -205,8 +223,9 @@ class MicroBatch:
         state = ThreadState.capture()
         context = contextvars.copy_context()
         versions = _versions(flat)
-        twins = _twins(flat, {})
-        args, kwargs = pytree.tree_unflatten(twins, spec)
+        twins: dict[int, torch.Tensor] = {}
+        given = _twins(flat, twins)
+        args, kwargs = pytree.tree_unflatten(given, spec)
         try:
             output = self.stubs.raw[block](*args, **kwargs)  # see [Note: grad mode]
         except RuntimeError as error:
@@ -216,16 +235,17 @@ class MicroBatch:
         if versions != _versions(flat):
             self._refuse_in_place(block, None)
         left = pytree.tree_leaves((args, kwargs))
-        if len(left) != len(twins) or any(a is not b for a, b in zip(left, twins, strict=True)):
+        if len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True)):
             raise LayerError(
                 f"block {self._path(block)} writes into a list or dict that it was given; what it hands on that way would be"
                 " lost: change the block to return it"
             )
-        leaves, out_spec = pytree.tree_flatten(output)
-        self._refuse_opaque(block, leaves)
-        leaves = [_leaf(value) for value in leaves]
+        outputs, out_spec = pytree.tree_flatten(output)
+        self._refuse_opaque(block, outputs)
+        leaves = [_leaf(value) for value in outputs]
         if any(map(_requires_grad, leaves)):
-            self.calls[block] = BlockCall(flat, spec, leaves, state, context, versions)
+            graph = BlockGraph(twins, outputs) if self._keep_graph else None
+            self.calls[block] = BlockCall(flat, spec, leaves, state, context, versions, graph)
         self._segments.begin(leaves)
         return pytree.tree_unflatten(leaves, out_spec)
 
@@ -258,7 +278,7 @@ class MicroBatch:
         self._segments.run_suffix(loss)
 
     def backward_layer(self, layer: int) -> None:
-        """Recompute and run backward through a layer's blocks, last first, and through the glue before each."""
+        """Run backward through a layer's blocks, last first, and through the glue before each; recompute what kept no graph."""
         for block in reversed(self.layers.layers[layer]):
             self._backward_block(block)
             if block > 0:
@@ -278,25 +298,31 @@ class MicroBatch:
             return
         if call.versions != _versions(call.args):
             raise LayerError(
-                f"an input of block {self._path(block)} was changed in place after the block had run; its recompute would start"
-                " from the changed input: change a copy"
+                f"an input of block {self._path(block)} was changed in place after the block had run; its backward would take"
+                " the changed input: change a copy"
             )
+        if call.graph is not None:
+            self._run_graph(call, call.graph, grads)
+            return
         with _buffers_kept(self.layers.blocks[block].module):
-            self._recompute_and_run(block, call, grads)
+            self._run_graph(call, self._recompute(block, call), grads)
 
-    def _recompute_and_run(self, block: int, call: BlockCall, grads: Sequence[torch.Tensor | None]) -> None:
+    def _recompute(self, block: int, call: BlockCall) -> BlockGraph:
         twins: dict[int, torch.Tensor] = {}
         args, kwargs = pytree.tree_unflatten(_twins(call.args, twins), call.spec)
         with applied(call.state), torch.enable_grad():
             output = call.context.run(self.stubs.raw[block], *args, **kwargs)
+        return BlockGraph(twins, pytree.tree_leaves(output))
+
+    def _run_graph(self, call: BlockCall, graph: BlockGraph, grads: Sequence[torch.Tensor | None]) -> None:
         pairs = [
             (value, grad)
-            for value, grad in zip(pytree.tree_leaves(output), grads, strict=True)
+            for value, grad in zip(graph.outputs, grads, strict=True)
             if grad is not None and _requires_grad(value)
         ]
-        del output
         if not pairs:
             return
+        twins = graph.twins
         received = {id(value): value for value in call.args if id(value) in twins}
         for key, value in received.items():
             waiting = self._segments.take(value)

@@ -11,7 +11,6 @@ what the others share.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import hashlib
@@ -171,6 +170,15 @@ def _record_ready(built: Path, seconds: float) -> None:
     part.replace(library.with_suffix(".json"))
 
 
+def forget(name: str) -> None:
+    """Throw an op away, so that its next load compiles it."""
+    with build_turn(cache_folder()):
+        wait_for_lock(jit_folder() / name / "lock")
+        for suffix in (".json", ".so"):
+            (cache_folder() / "lib" / f"{name}{suffix}").unlink(missing_ok=True)
+        shutil.rmtree(jit_folder() / name, ignore_errors=True)
+
+
 def _import_library(name: str, library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, library)
     if spec is None or spec.loader is None:
@@ -221,7 +229,7 @@ def _compile(stock_load: Any, builder: Any, op_folder: Path) -> ModuleType:
     """Let DeepSpeed compile one op, visibly; the compiler's lines go to a log beside the folder."""
     op_folder.parent.mkdir(parents=True, exist_ok=True)
     log = op_folder.parent / f"{op_folder.name}.log"
-    say(f"compiling DeepSpeed's op {builder.name} into {op_folder} (once per machine; log: {log})")
+    say(f"compiling the op {builder.name} into {op_folder} (once per machine; log: {log})")
     start = time.monotonic()
     try:
         log.write_text("")
@@ -300,55 +308,3 @@ def activate() -> None:
 
         jit_load.from_ds_vertical = True  # type: ignore[attr-defined]
         OpBuilder.jit_load = jit_load
-
-
-# --------------------------------------------------------------------------------------------------------- build-ops
-
-
-def needed_ops() -> dict[str, str]:
-    """Ops that this package uses here, name to builder class; pin_memory first, because async_io links to it."""
-    common = {"pin_memory": "PinMemoryBuilder", "cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
-    return common | ({"deepspeed_shm_comm": "ShareMemCommBuilder"} if accelerator_name() == "cpu" else {})
-
-
-def _builder(class_name: str) -> Any:
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
-
-    accelerator = get_accelerator()
-    assert accelerator is not None  # DeepSpeed falls back to the CPU
-    return PinMemoryBuilder() if class_name == "PinMemoryBuilder" else accelerator.create_op_builder(class_name)
-
-
-def _forget(name: str) -> None:
-    with build_turn(cache_folder()):
-        wait_for_lock(jit_folder() / name / "lock")
-        for suffix in (".json", ".so"):
-            (cache_folder() / "lib" / f"{name}{suffix}").unlink(missing_ok=True)
-        shutil.rmtree(jit_folder() / name, ignore_errors=True)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """`ds-vertical build-ops`: compile what is missing; nothing is imported where nothing is."""
-    description = "Compile DeepSpeed's ops into this user's cache, once per machine."
-    parser = argparse.ArgumentParser(prog="ds-vertical build-ops", description=description)
-    parser.add_argument("--force", action="store_true", help="throw this machine's ops away and compile them again")
-    force = parser.parse_args(argv).force
-    start = time.monotonic()
-    set_environment()
-    for name in needed_ops() if force else ():
-        _forget(name)
-    extensions = Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    own = extensions == jit_folder()  # in a folder that the user set, torch alone knows what is missing
-    missing = [name for name in needed_ops() if not own or ready_library(name) is None]
-    if missing:
-        say(f"{len(missing)} of {len(needed_ops())} DeepSpeed ops are to be compiled: {', '.join(missing)}")
-        activate()
-    for name in missing:
-        _builder(needed_ops()[name]).load(verbose=False)
-    print(f"DeepSpeed's ops are ready in {cache_folder() if own else extensions} ({time.monotonic() - start:.1f} s)")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,19 +11,27 @@ import torch
 from torch import nn
 
 from ds_vertical import compat
+from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.layers import Unit
-from ds_vertical.transfer import AioHandle, BufferPool, HostBuffer, Lane, Ticket
+from ds_vertical.transfer import BufferPool, HostBuffer, Lane, Ticket
+
+Range = tuple[int, int]  # first element in a shard, and how many
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Shard:
-    """A shard's place in its unit's host buffer, in bytes."""
+    """A shard's place in its unit's host buffer, in bytes, and its files: one per generation, the current one's number."""
 
     param: nn.Parameter
-    path: str
+    paths: tuple[str, str]
     start: int
     num_bytes: int
     numel: int
+    generation: int = 0
+
+    @property
+    def padded_numel(self) -> int:
+        return self.num_bytes // self.param.element_size()
 
     def view(self, data: torch.Tensor) -> torch.Tensor:
         """The shard's elements inside a unit buffer, 1-d, in the parameter's dtype."""
@@ -38,38 +47,76 @@ class Resident:
     ticket: Ticket
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [start, end) of a shard's file that an update fills."""
+
+    shard: Shard
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, shard: Shard, changed: Range) -> Piece:
+        first, count = changed
+        size = shard.param.element_size()
+        end = shard.num_bytes if first + count == shard.numel else (first + count) * size
+        return cls(shard, first * size, end)
+
+
+@dataclass(eq=False)
+class Update:
+    """New values of a unit in a host buffer, on their way to SSD and, unless `early`, to the unit's next fetch."""
+
+    buffer: HostBuffer
+    pieces: Sequence[Piece]
+    early: bool
+    finished: bool = False  # all values are there and their writes issued
+    returned: bool = False  # the buffer is in its pool again
+
+
 class ParamStore:
     """Parameters per unit: SSD -> host buffer -> device (and all-gather).
 
-    `num_buffers` layers may be fetched at a time, besides `pre`. A parameter that is gathered already (persistent
+    `num_buffers` layers may be fetched at a time, besides `pre`. `reads`: the queue of all reads, None where no shard is on
+    SSD. A failed read raises DiskError where the unit's ticket is waited for. A parameter that is gathered already (persistent
     ones, small enough to stay on the device) is left alone.
     """
 
     def __init__(
         self,
         units: Mapping[Unit, Sequence[nn.Parameter]],
-        new_handle: Callable[[], AioHandle],
+        new_queue: Callable[[], DiskQueue],
         num_buffers: int,
         device: torch.device,
+        writer: DiskQueue,
     ) -> None:
         self._units = units
         self._shards = {unit: _lay_out(params) for unit, params in units.items()}
         self._resident: dict[Unit, Resident] = {}
+        self._lane = Lane(device)
+        self._writer = writer
+        self._updates: dict[Unit, Update] = {}  # new shards that no fetch has taken over yet
+        self._unwritten: dict[Unit, Update] = {}  # new shards that are not all there yet
+        self._writes: dict[Unit, list[Transfer]] = {}
+        self._drained: dict[Unit, list[Update]] = {}  # early updates, until commit or discard
+        self._copies: list[tuple[nn.Parameter, torch.Tensor, Range]] = []  # early values of parameters in memory
 
-        def new_buffers(num_bytes: int, count: int) -> list[HostBuffer]:
-            handles = [new_handle() for _ in range(count)] if num_bytes else []
-            buffers = [HostBuffer(compat.lock_host_bytes(h, num_bytes), h, Lane(device)) for h in handles]
-            self._buffers += buffers
-            return buffers
-
-        self._closed = False
-        self._buffers: list[HostBuffer] = []
         sizes = {unit: sum(shard.num_bytes for shard in shards) for unit, shards in self._shards.items()}
         largest = max((size for unit, size in sizes.items() if unit != "pre"), default=0)
         count = min(num_buffers, sum(1 for unit, size in sizes.items() if unit != "pre" and size))
         self.host_bytes = largest * count + sizes["pre"]
-        self._layer_buffers = BufferPool(new_buffers(largest, count))
-        self._pre_buffers = BufferPool(new_buffers(sizes["pre"], 1))
+        self.reads: DiskQueue | None = new_queue() if self.host_bytes else None
+        self._closed = False
+        self._buffers: list[HostBuffer] = []
+        self._layer_buffers = BufferPool(self._new_buffers(largest, count))
+        self._pre_buffers = BufferPool(self._new_buffers(sizes["pre"], 1))
+
+    def _new_buffers(self, num_bytes: int, count: int) -> list[HostBuffer]:
+        if self.reads is None or num_bytes == 0:
+            return []
+        buffers = [HostBuffer(compat.lock_host_bytes(num_bytes), self.reads) for _ in range(count)]
+        self._buffers += buffers
+        return buffers
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of this rank's shards per tier, where they rest between uses."""
@@ -78,6 +125,11 @@ class ParamStore:
             for param in params:
                 tiers[compat.shard_tier(param)] += compat.shard_bytes(param)
         return tiers
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first write of new values that failed: their parameters are lost."""
+        return self._writer.write_error
 
     @property
     def fetched(self) -> list[Unit]:
@@ -89,13 +141,17 @@ class ParamStore:
             raise RuntimeError("the engine was destroyed; build a new one with ds_vertical.initialize")
         if unit in self._resident:
             raise RuntimeError(f"unit {unit} is fetched already")
+        update = self._updates.pop(unit, None)
         shards = [shard for shard in self._shards[unit] if compat.needs_read(shard.param)]
-        buffer = self._pool(unit).take() if shards else None
-        ticket = Ticket(f"fetch {unit}", lambda: self._arrive(unit, shards), sum(s.num_bytes for s in shards))
+        buffer = update.buffer if update is not None else self._take(unit) if shards else None
+        missing = shards if update is None else []
+        ticket = Ticket(f"fetch {unit}", lambda: self._arrive(unit, shards), sum(s.num_bytes for s in missing))
         self._resident[unit] = Resident(buffer, [], ticket)
-        for shard in shards:
+        if missing:
+            self._wait_writes(unit)
+        for shard in missing:
             assert buffer is not None
-            buffer.issue_read(shard.path, shard.start, shard.num_bytes)
+            buffer.issue_read(self._path(shard), shard.start, shard.num_bytes)
         return ticket
 
     def _arrive(self, unit: Unit, shards: Sequence[Shard]) -> None:
@@ -105,37 +161,143 @@ class ParamStore:
             for shard in shards:
                 compat.bind_shard(shard.param, shard.view(resident.buffer.data))
         resident.gathered = [param for param in self._units[unit] if compat.is_partitioned(param)]
-        compat.gather(resident.gathered)
+        wait_copies = self._lane.run(lambda: compat.gather(resident.gathered))
         if resident.buffer is not None:
-            resident.buffer.lane.mark()
+            resident.buffer.wait_copies = wait_copies
 
     def release(self, unit: Unit) -> None:
         """Give up the full parameters of a unit; its shards on SSD are unchanged."""
         resident = self._resident.pop(unit)
         try:
-            compat.partition(resident.gathered)
+            compat.partition(param for param in resident.gathered if not compat.is_persistent(param))
         finally:
             if resident.buffer is not None:
                 self._pool(unit).put_back(resident.buffer)
 
+    # ---- new values from the optimizer
+
+    def open_update(self, unit: Unit, ranges: Mapping[nn.Parameter, Range], early: bool) -> dict[int, torch.Tensor]:
+        """Memory for the unit's new values, by id(param): each time the whole shard, of which `ranges` will be filled.
+
+        `early`: the values go to the other generation's files, or into copies, until `commit`. Otherwise they go where
+        the parameters rest, and the unit's next fetch takes them out of memory; so what does not change is read beside them.
+        """
+        in_memory = {param: compat.shard(param) for param in ranges if not compat.is_on_ssd(param)}
+        if early:
+            in_memory = {param: torch.empty_like(shard) for param, shard in in_memory.items()}
+            self._copies += [(param, copy, ranges[param]) for param, copy in in_memory.items()]
+        targets = {id(param): target for param, target in in_memory.items()}
+        changed = [shard for shard in self._shards[unit] if shard.param in ranges]
+        if changed:
+            update = Update(self._take(unit), [Piece.of(shard, ranges[shard.param]) for shard in changed], early)
+            targets |= {id(shard.param): shard.view(update.buffer.data) for shard in changed}
+            self._unwritten[unit] = update
+            if early:
+                self._drained.setdefault(unit, []).append(update)
+            else:
+                self._updates[unit] = update
+                self._read_beside(unit, update)
+        return targets
+
+    def _read_beside(self, unit: Unit, update: Update) -> None:
+        """Read the bytes of the unit that an update leaves as they are."""
+        self._wait_writes(unit)
+        filled = {id(piece.shard): piece for piece in update.pieces}
+        for shard in self._shards[unit]:
+            piece = filled.get(id(shard))
+            for start, end in [(0, shard.num_bytes)] if piece is None else [(0, piece.start), (piece.end, shard.num_bytes)]:
+                if start < end:
+                    update.buffer.issue_read(self._path(shard), shard.start + start, end - start, start)
+
+    def finish_update(self, unit: Unit) -> None:
+        """Start writing the new values to their files. May be called on another thread than the rest."""
+        update = self._unwritten.pop(unit, None)
+        if update is None:
+            return
+        writes: list[Transfer] = []
+        for piece in update.pieces:
+            path = self._path(piece.shard, other=update.early)
+            address = update.buffer.data.data_ptr() + piece.shard.start + piece.start
+            writes.append(self._writer.write(address, piece.end - piece.start, path, piece.start))
+        update.buffer.writes += writes
+        self._writes.setdefault(unit, []).extend(writes)
+        update.finished = True
+
+    def commit(self) -> None:
+        """Make the values of early updates the parameters' own. All of them must be finished."""
+        for update in (update for updates in self._drained.values() for update in updates):
+            for piece in update.pieces:
+                shard = piece.shard
+                shard.generation ^= 1
+                compat.set_swap_path(shard.param, self._path(shard))
+        for param, copy, (first, count) in self._copies:
+            compat.shard(param).narrow(0, first, count).copy_(copy.narrow(0, first, count))
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the values of early updates."""
+        self._copies.clear()
+        for unit, updates in self._drained.items():
+            for update in updates:
+                if not update.returned:
+                    self._pool(unit).put_back(update.buffer)
+        self._drained.clear()
+
+    def close_updates(self) -> None:
+        """Wait until new values are in their files and put the buffers of those that nobody fetched back."""
+        for unit in list(self._writes):
+            self._wait_writes(unit)
+        for unit in list(self._updates):
+            self._put_away(unit)
+
+    def _path(self, shard: Shard, other: bool = False) -> str:
+        return shard.paths[shard.generation ^ other]
+
+    def _take(self, unit: Unit) -> HostBuffer:
+        """A free buffer; where there is none, that of the oldest finished update which nobody fetched yet."""
+        pool = self._pool(unit)
+        if not pool.num_free:
+            drained = [update for u, updates in self._drained.items() if self._pool(u) is pool for update in updates]
+            for update in [update for update in drained if update.finished and not update.returned][:1]:
+                update.returned = True
+                pool.put_back(update.buffer)
+        if not pool.num_free:
+            unused: list[Unit] = [u for u, update in self._updates.items() if update.finished and self._pool(u) is pool]
+            for other in unused[:1]:
+                self._put_away(other)
+        return pool.take()
+
+    def _put_away(self, unit: Unit) -> None:
+        self._wait_writes(unit)
+        update = self._updates.pop(unit)
+        update.buffer.wait_reads()
+        self._pool(unit).put_back(update.buffer)
+
+    def _wait_writes(self, unit: Unit) -> None:
+        for write in self._writes.get(unit, ()):
+            write.wait()
+        self._writes.pop(unit, None)  # not before: an interrupted wait must not forget a write in flight
+
+    # ---- the end
+
     def release_all(self) -> None:
-        """Release whatever is fetched or on its way, after an error."""
-        for unit in list(self._resident):
-            resident = self._resident[unit]
-            try:
+        """Release whatever is fetched or on its way, after an error: all of it, whatever another read's failure is."""
+        with contextlib.ExitStack() as cleanup:
+            for unit, resident in self._resident.items():
+                cleanup.callback(self.release, unit)
                 if resident.buffer is not None:
-                    resident.buffer.wait_reads()
-            finally:
-                self.release(unit)
+                    cleanup.callback(resident.buffer.wait_reads)
 
     def close(self) -> None:
         """Release everything and give the host buffers back. The store cannot be used afterwards."""
         self.release_all()
         self._layer_buffers, self._pre_buffers = BufferPool([]), BufferPool([])
         self._closed = True
+        if self.reads is not None:
+            self.reads.close()
+        self._writer.close()  # completes what it is writing from the buffers
         while self._buffers:
-            buffer = self._buffers.pop()
-            compat.unlock_host_bytes(buffer.handle, buffer.data)
+            compat.unlock_host_bytes(self._buffers.pop().data)
 
     def _pool(self, unit: Unit) -> BufferPool:
         return self._pre_buffers if unit == "pre" else self._layer_buffers
@@ -145,4 +307,7 @@ def _lay_out(params: Sequence[nn.Parameter]) -> list[Shard]:
     """Neighbouring places for the shards that live on SSD; file sizes are multiples of the aio alignment already."""
     on_ssd = [(param, compat.swap_file(param)) for param in params if compat.is_on_ssd(param)]
     starts = accumulate((file.num_bytes for _, file in on_ssd), initial=0)
-    return [Shard(p, str(f.path), start, f.num_bytes, f.numel) for (p, f), start in zip(on_ssd, starts, strict=False)]
+    return [
+        Shard(param, (str(file.path), str(compat.second_generation(file.path))), start, file.num_bytes, file.numel)
+        for (param, file), start in zip(on_ssd, starts, strict=False)
+    ]

@@ -6,11 +6,12 @@ FETCH and RELEASE, place_optimizer adds NORM and STEP. build_training() and buil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ds_vertical.dependencies import validate
-from ds_vertical.schedule import PRE, SUF, Event, Op, Schedule, ScheduleError, Unit
+from ds_vertical.schedule import DELAYED, EARLY, LEAD, PRE, SUF, Event, Op, Schedule, ScheduleError, Unit
 
 Events = tuple[Event, ...]
 
@@ -20,17 +21,23 @@ def _sweep(op: Op, unit: Unit, micro_batches: Sequence[int]) -> Iterator[Event]:
 
 
 def vertical_order(num_layers: int, num_micro_batches: int, snake: bool = False) -> Events:
-    """All micro-batches of a layer before the next layer; with `snake`, odd layers run them in reverse, both ways."""
+    """All micro-batches of a layer before the next layer; the last layer's F, HEAD and B per micro-batch (Schedule.fused).
+
+    With `snake`, every second layer, counted back from the last, runs the micro-batches in reverse, both ways: so the last
+    one ascends, as HEAD's gradient sums have to.
+    """
     ascending = range(num_micro_batches)
+    last = num_layers - 1
 
     def turn(layer: int) -> Sequence[int]:
-        return ascending[::-1] if snake and layer % 2 else ascending
+        return ascending[::-1] if snake and (last - layer) % 2 else ascending
 
     events = [*_sweep(Op.F, PRE, ascending)]
-    for layer in range(num_layers):
+    for layer in range(last):
         events += _sweep(Op.F, layer, turn(layer))
-    events += _sweep(Op.HEAD, SUF, ascending)
-    for layer in reversed(range(num_layers)):
+    for m in turn(last):
+        events += (Event(Op.F, last, m), Event(Op.HEAD, SUF, m), Event(Op.B, last, m))
+    for layer in reversed(range(last)):
         events += _sweep(Op.B, layer, turn(layer))
     return (*events, *_sweep(Op.B, PRE, ascending))
 
@@ -82,11 +89,12 @@ def _visits(events: Sequence[Event]) -> list[_Visit]:
     return visits
 
 
-def place_parameters(events: Sequence[Event], window: int) -> Events:
+def place_parameters(events: Sequence[Event], window: int, handed_over: Collection[Unit] = ()) -> Events:
     """FETCH the layers of the next `window` visits before a visit, RELEASE after it; `pre` is there from end to end.
 
     A layer that comes back within the next window + 1 visits is kept (at the turn from forward to backward, for one).
     So whatever is fetched while visit i runs belongs to visits i .. i + window: at most window + 1 layers at a time.
+    A layer that is `handed_over` comes to its first visit from its optimizer step, in memory: there is nothing to read ahead.
     """
     if window < 0:
         raise ScheduleError(f"window must be a number of layers >= 0, got {window}")
@@ -94,8 +102,10 @@ def place_parameters(events: Sequence[Event], window: int) -> Events:
     before: dict[int, list[Event]] = {}
     after: dict[int, Event] = {}
     fetched: set[int] = set()
+    in_memory = set(handed_over)
     for i, visit in enumerate(visits):
-        wanted = [coming.layer for coming in visits[i : i + 1 + window]]
+        in_memory.discard(visit.layer)
+        wanted = [coming.layer for coming in visits[i : i + 1 + window] if coming.layer not in in_memory]
         missing = [layer for layer in dict.fromkeys(wanted) if layer not in fetched]
         before[visit.first] = [Event(Op.FETCH, layer) for layer in missing]
         fetched.update(missing)
@@ -110,14 +120,52 @@ def place_parameters(events: Sequence[Event], window: int) -> Events:
     return (*placed, Event(Op.RELEASE, PRE))
 
 
-def place_optimizer(events: Sequence[Event]) -> Events:
-    """All steps after NORM, at the end: `pre`, then the layers in the order in which the next forward needs them.
+def place_optimizer(events: Sequence[Event], delayed: bool) -> Events:
+    """NORM at the end and, unless the steps are delayed into the next forward, all steps after it: `pre`, then the layers
+    in the order in which the next forward needs them.
 
-    This is the one regime that is right whatever the clipping and the loss scale. Another regime (early part, delayed
-    part, speculation) is another pass beside this one, with its rules in dependencies.py; it is not a branch in here.
+    Right whatever the clipping and the loss scale. Another regime (early part, speculation) is another pass beside this
+    one, with its rules in dependencies.py; it is not a branch in here.
     """
     layers = sorted(event.layer for event in events if event.op is Op.REDUCE and isinstance(event.layer, int))
-    return (*events, Event(Op.NORM), *(Event(Op.STEP, unit) for unit in (PRE, *layers)))
+    steps = () if delayed else (Event(Op.STEP, unit) for unit in (PRE, *layers))
+    return (*events, Event(Op.NORM), *steps)
+
+
+def place_early(events: Sequence[Event]) -> Events:
+    """STEP the early parts of a unit as soon as its gradient is complete and its parameters are released; COMMIT once
+    the norm is known."""
+    reduced: set[Unit | None] = set()
+    placed: list[Event] = []
+    for event in events:
+        placed.append(event)
+        if event.op is Op.REDUCE:
+            reduced.add(event.layer)
+        elif event.op is Op.RELEASE and event.layer in reduced:
+            placed.append(Event(Op.STEP, event.layer, part=EARLY))
+        elif event.op is Op.NORM:
+            placed.append(Event(Op.COMMIT))
+    return tuple(placed)
+
+
+def place_delayed(events: Sequence[Event], due: Collection[Unit], lead: int) -> Events:
+    """STEP what the step before left, `lead` visits ahead of the visit that needs it; `pre` first of all.
+
+    At most `lead` layers besides the one about to be fetched are stepped and not yet fetched.
+    """
+    if lead < 1:
+        raise ScheduleError(f"lead must be a number of layers >= 1, got {lead}")
+    order = list(dict.fromkeys(visit.layer for visit in _visits(events)))
+    starts = {layer: min(i for i, e in enumerate(events) if e.layer == layer) for layer in order}
+    before: dict[int, list[Event]] = {0: [Event(Op.STEP, PRE, part=DELAYED, step_offset=-1)] if PRE in due else []}
+    for position, layer in enumerate(order):
+        if layer in due:
+            index = 0 if position < lead else starts[order[position - lead]]
+            before.setdefault(index, []).append(Event(Op.STEP, layer, part=DELAYED, step_offset=-1))
+    placed: list[Event] = []
+    for index, event in enumerate(events):
+        placed += (*before.get(index, ()), event)
+    return tuple(placed)
 
 
 def _checked(schedule: Schedule) -> Schedule:
@@ -125,6 +173,7 @@ def _checked(schedule: Schedule) -> Schedule:
     return schedule
 
 
+@lru_cache(maxsize=64)
 def build_training(
     num_layers: int,
     num_micro_batches: int,
@@ -132,8 +181,17 @@ def build_training(
     order: str = "vertical",
     snake: bool = False,
     window: int = 1,
+    delayed: bool = False,
+    due: Collection[Unit] = (),
+    lead: int = LEAD,
+    early: bool = False,
 ) -> Schedule:
-    """The validated schedule of one training step; raises ScheduleError for settings that do not fit together."""
+    """The validated schedule of one training step; raises ScheduleError for settings that do not fit together.
+
+    `early`: early parts are stepped during the backward. `delayed`: what is left of this step goes to the next schedule.
+    `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a
+    delayed step is issued.
+    """
     if order == "forward":
         raise ScheduleError("order 'forward' has no backward; write 'vertical' or 'horizontal' to train")
     # An empty schedule first: its header check refuses bad settings before any pass sees them.
@@ -142,10 +200,12 @@ def build_training(
         compute = vertical_order(num_layers, num_micro_batches, snake)
     else:
         compute = horizontal_order(num_layers, num_micro_batches)
-    events = place_optimizer(place_parameters(place_gradients(compute), window))
-    return _checked(Schedule(num_layers, num_micro_batches, events, order, snake, window))
+    events = place_optimizer(place_parameters(place_gradients(compute), window, due), delayed)
+    events = place_delayed(place_early(events) if early else events, due, lead)
+    return _checked(Schedule(num_layers, num_micro_batches, events, order, snake, window, delayed, early))
 
 
+@lru_cache(maxsize=64)
 def build_evaluation(num_layers: int, num_micro_batches: int, *, window: int = 1) -> Schedule:
     """The validated forward-only schedule; raises ScheduleError."""
     Schedule(num_layers, num_micro_batches, (), "forward", False, window)

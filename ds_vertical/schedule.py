@@ -7,12 +7,19 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
 from typing import Final, Literal
 
 PRE: Final = "pre"
 SUF: Final = "suf"
 ORDERS: Final = ("vertical", "horizontal", "forward")
 FORM: Final = "[LAYER|pre|suf]OP[MICRO_BATCH][.eCHUNK|.dCHUNK][@-STEPS]: 3FETCH, preF0, sufHEAD0, NORM, 3STEP.d0@-1"
+
+EARLY: Final = "e0"  # the early parts of a unit, together
+DELAYED: Final = "d0"
+MAX_STEPS: Final = 2  # units whose steps may be under way at a time: each holds a host buffer for its new parameters
+LEAD: Final = 2  # layers by which a delayed step is ahead of its use
 
 Unit = int | Literal["pre", "suf"]
 Key = tuple["Op", "Unit | None", "int | None"]
@@ -67,7 +74,8 @@ _EVENT = re.compile(
 )
 _HEADER = re.compile(
     "# ds_vertical schedule v1 order=(?P<order>[a-z]+) layers=(?P<layers>[0-9]+)"
-    " micro_batches=(?P<micro_batches>[0-9]+) snake=(?P<snake>[01]) window=(?P<window>[0-9]+)"
+    " micro_batches=(?P<micro_batches>[0-9]+) snake=(?P<snake>[01]) window=(?P<window>[0-9]+) delayed=(?P<delayed>[01])"
+    " early=(?P<early>[01])"
 )
 
 
@@ -159,8 +167,9 @@ def error_at(events: Sequence[Event], index: int, problem: str) -> ScheduleError
 class Schedule:
     """A step (or a forward-only pass) over `num_layers` layers and `num_micro_batches` micro-batches.
 
-    `window` is the number of layers fetched ahead of the one in use. Construction checks the header only; validate()
-    checks the events. Raises ScheduleError.
+    `window` is the number of layers fetched ahead of the one in use; `delayed` says that optimizer steps of this step are
+    left to the next schedule, `early` that some are taken during the backward. Construction checks the header only;
+    validate() checks the events. Raises ScheduleError.
     """
 
     num_layers: int
@@ -169,6 +178,8 @@ class Schedule:
     order: str = "vertical"
     snake: bool = False
     window: int = 1
+    delayed: bool = False
+    early: bool = False
 
     def __post_init__(self) -> None:
         if not _is_count(self.window):
@@ -182,11 +193,26 @@ class Schedule:
         if self.snake and self.order != "vertical":
             raise ScheduleError(f"snake turns the micro-batches at each layer: write order vertical, got {self.order}")
 
+    @cached_property
+    def fused(self) -> frozenset[Event]:
+        """The layers' F whose own B is the next F or B of any layer, whatever stands between on `pre` and `suf`.
+
+        Such a forward keeps its autograd graph for that backward, one at a time; every other backward recomputes.
+        """
+        work = [event for event in self.events if event.op in (Op.F, Op.B) and isinstance(event.layer, int)]
+        return frozenset(
+            before
+            for before, event in pairwise(work)
+            if (before.op, event.op) == (Op.F, Op.B)
+            and (before.layer, before.micro_batch) == (event.layer, event.micro_batch)
+        )
+
     def to_text(self) -> str:
         """A header line, then about one line per visit of a layer; Schedule.from_text() gives an equal schedule."""
         header = (
             f"# ds_vertical schedule v1 order={self.order} layers={self.num_layers} "
             f"micro_batches={self.num_micro_batches} snake={int(self.snake)} window={self.window}"
+            f" delayed={int(self.delayed)} early={int(self.early)}"
         )
         # Long words and hyphens stay whole: "3STEP.d0@-1" is one event.
         wrap = textwrap.TextWrapper(width=120, break_long_words=False, break_on_hyphens=False).wrap
@@ -198,15 +224,16 @@ class Schedule:
         header, _, body = text.lstrip().partition("\n")
         match = _HEADER.fullmatch(header.rstrip())
         if match is None:
-            form = "# ds_vertical schedule v1 order=vertical layers=3 micro_batches=2 snake=0 window=1"
+            form = "# ds_vertical schedule v1 order=vertical layers=3 micro_batches=2 snake=0 window=1 delayed=0 early=0"
             raise ScheduleError(f"not a schedule header: {header[:120]!r}; write {form!r}")
         lines = (line for line in body.splitlines() if not line.lstrip().startswith("#"))
         layers, micro_batches, window = (int(match[name]) for name in ("layers", "micro_batches", "window"))
-        return cls(layers, micro_batches, parse_events("\n".join(lines)), match["order"], match["snake"] == "1", window)
+        snake, delayed, early = (match[name] == "1" for name in ("snake", "delayed", "early"))
+        return cls(layers, micro_batches, parse_events("\n".join(lines)), match["order"], snake, window, delayed, early)
 
 
 def _visit_lines(events: Sequence[Event]) -> list[str]:
-    """A FETCH opens the line of the work that follows it, a RELEASE closes the line of the work before it."""
+    """A FETCH opens the line of the work that follows it; a RELEASE and a HEAD stand on the line of the work before it."""
     lines: list[list[str]] = []
     ahead: list[str] = []
     current: Unit | str | None = None
@@ -215,7 +242,7 @@ def _visit_lines(events: Sequence[Event]) -> list[str]:
         if event.op is Op.FETCH:
             ahead.append(str(event))
             continue
-        if ahead or not lines or (unit != current and event.op is not Op.RELEASE):
+        if ahead or not lines or (unit != current and event.op not in (Op.RELEASE, Op.HEAD)):
             lines.append(ahead)
             ahead, current = [], unit
         lines[-1].append(str(event))

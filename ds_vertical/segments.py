@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 _Key = tuple[Node, int]
@@ -37,8 +38,9 @@ class Segments:
         self._starts = [0]
         self._output_of: dict[Node, int] = {}
         self._waiting: dict[_Key, _Waiting] = {}
-        # nodes written in Python are owned by the graph alone: its later parts are kept until the prefix is done
-        self._owners: list[Node] = []
+        # A node written in Python is owned by the nodes after it alone, not by what Python holds of it: the nearest one of
+        # those that Python can own is kept until the prefix is done, and no more of the graph than that.
+        self._owners: list[Node | GradientEdge] = []
 
     def begin(self, leaves: Iterable[Any]) -> None:
         """A block has run, and `leaves` stand for its outputs: what is made from here on belongs to the next segment."""
@@ -71,14 +73,13 @@ class Segments:
         earlier, leaves = self._reach(roots, segment)
         if not earlier:
             _run_to_leaves(roots)
-        elif _nested(earlier):
+        elif _nested(list(earlier)):
             # autograd cannot stop at one edge and reach the other past it: run through to the leaves at once, and keep the
             # graph for what still waits there. The same gradients, added in another order than stock's.
-            self._owners += (root.edge.node for root in roots)
             _run_to_leaves(roots, retain_graph=True)
         else:
-            self._owners += (root.edge.node for root in roots)
-            self._run_in_part(roots, earlier, leaves)
+            self._run_in_part(roots, list(earlier), leaves)
+        self._owners += (owner for (node, _), owner in earlier.items() if isinstance(node, FunctionCtx))
         self._output_of = {node: own for node, own in self._output_of.items() if own < segment}
 
     def clear(self) -> None:
@@ -98,14 +99,16 @@ class Segments:
             return self._output_of.get(node, 0)
         return bisect_right(self._starts, node._sequence_nr()) - 1  # type: ignore[attr-defined]
 
-    def _reach(self, roots: Sequence[_Waiting], segment: int) -> tuple[list[_Key], list[Node]]:
-        """From the roots, within the segment: edges into earlier segments, and leaves."""
-        earlier: dict[_Key, None] = {}
+    def _reach(self, roots: Sequence[_Waiting], segment: int) -> tuple[dict[_Key, Node | GradientEdge], list[Node]]:
+        """From the roots, within the segment: edges into earlier segments, with what owns each, and leaves."""
+        earlier: dict[_Key, Node | GradientEdge] = {}
         leaves: dict[Node, None] = {}
-        seen = {root.edge.node for root in roots}
-        stack = list(seen)
+        stack: list[tuple[Node, Node | GradientEdge]] = list({root.edge.node: root.edge for root in roots}.items())
+        seen = {node for node, _ in stack}
         while stack:
-            node = stack.pop()
+            node, owner = stack.pop()
+            if not isinstance(node, FunctionCtx):
+                owner = node
             if _is_leaf(node):
                 leaves[node] = None
                 continue
@@ -114,11 +117,11 @@ class Segments:
                     continue
                 is_parameter = _is_leaf(following) and following not in self._output_of
                 if not is_parameter and self._segment_of(following) < segment:
-                    earlier[(following, output_nr)] = None
+                    earlier.setdefault((following, output_nr), owner)
                 else:
                     seen.add(following)
-                    stack.append(following)
-        return list(earlier), list(leaves)
+                    stack.append((following, owner))
+        return earlier, list(leaves)
 
     def _run_in_part(self, roots: Sequence[_Waiting], earlier: Sequence[_Key], leaves: Sequence[Node]) -> None:
         # What waits at an earlier edge starts the sum there: [Note: segments], one by one.

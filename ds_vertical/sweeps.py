@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from ds_vertical.executor import Executor, Handler
 from ds_vertical.gradients import GradientStore
 from ds_vertical.layers import LayerMap, Unit
 from ds_vertical.microbatch import MicroBatch, Stubs
-from ds_vertical.schedule import Event, Op, Schedule
+from ds_vertical.schedule import EARLY, Event, Op, Schedule
 from ds_vertical.threadstate import ThreadState, preserved
+from ds_vertical.trace import Tracer
 from ds_vertical.transfer import Ticket
 
 
@@ -35,11 +35,19 @@ class Params(Protocol):
 class Optimizer(Protocol):
     """What takes a unit's gradient sums and steps the unit."""
 
-    def reduce_unit(self, params: Sequence[nn.Parameter], sums: Sequence[torch.Tensor]) -> None: ...
+    def reduce_unit(self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor) -> bool: ...
 
     def open_step(self) -> None: ...
 
-    def step_unit(self, unit: Unit) -> None: ...
+    def step_early(self, unit: Unit) -> Ticket | None: ...
+
+    def conclude_early(self) -> None: ...
+
+    def step_unit(self, unit: Unit) -> Ticket | None: ...
+
+    def abandon(self) -> None:
+        """After an error in the middle of a step: complete the steps under way, and let early ones not have been."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,11 @@ class Body:
 class Sweeps:
     """Runs schedules over one model: holds what every pass shares."""
 
-    def __init__(self, layers: LayerMap, params: Params, *, overlap: bool) -> None:
+    def __init__(self, layers: LayerMap, params: Params, *, overlap: bool, tracer: Tracer | None = None) -> None:
         self.layers = layers
         self.params = params
         self.overlap = overlap
+        self.tracer = tracer
 
     def train(
         self,
@@ -69,16 +78,16 @@ class Sweeps:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=True)
-            training = _Training(micro_batches, self.params, gradients, optimizer, scale)
-            self._run(schedule, training.handlers(), micro_batches, gradients)
+            training = _Training(schedule, micro_batches, self.params, gradients, optimizer, scale)
+            self._run(schedule, training.handlers(), micro_batches, gradients, optimizer, self.tracer)
         return training.losses
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=False)
-            evaluation = _Evaluation(micro_batches, self.params)
-            self._run(schedule, evaluation.handlers(), micro_batches, None)
+            evaluation = _Evaluation(schedule, micro_batches, self.params)
+            self._run(schedule, evaluation.handlers(), micro_batches)
         return evaluation.results
 
     def _micro_batches(self, bodies: Sequence[Body], stubs: Stubs, keep: bool) -> list[MicroBatch]:
@@ -93,18 +102,22 @@ class Sweeps:
         schedule: Schedule,
         handlers: Mapping[Op, Handler],
         micro_batches: Sequence[MicroBatch],
-        gradients: GradientStore | None,
+        gradients: GradientStore | None = None,
+        optimizer: Optimizer | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         def held_bytes() -> dict[str, int]:
             return {"host": self.params.host_bytes, "device": gradients.num_bytes if gradients else 0}
 
         try:
-            Executor(handlers, overlap=self.overlap, held_bytes=held_bytes).run(schedule)
+            Executor(handlers, overlap=self.overlap, held_bytes=held_bytes, tracer=tracer).run(schedule)
         except BaseException:
-            with contextlib.ExitStack() as cleanup:  # each is called, whatever another one raises
+            with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
                 if gradients is not None:
                     cleanup.callback(gradients.drop_all)
                 cleanup.callback(self.params.release_all)
+                if optimizer is not None:
+                    cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
                 for micro_batch in micro_batches:
                     cleanup.callback(micro_batch.close)
             raise
@@ -113,7 +126,8 @@ class Sweeps:
 class _Pass:
     """Handlers that training and evaluation share."""
 
-    def __init__(self, micro_batches: Sequence[MicroBatch], params: Params) -> None:
+    def __init__(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params) -> None:
+        self.fused = schedule.fused
         self.micro_batches = micro_batches
         self.params = params
 
@@ -135,12 +149,12 @@ class _Pass:
             self.micro_batch(event).start()
         else:
             assert isinstance(event.layer, int)
-            self.micro_batch(event).advance(event.layer)
+            self.micro_batch(event).advance(event.layer, keep_graph=event in self.fused)
 
 
 class _Evaluation(_Pass):
-    def __init__(self, micro_batches: Sequence[MicroBatch], params: Params) -> None:
-        super().__init__(micro_batches, params)
+    def __init__(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params) -> None:
+        super().__init__(schedule, micro_batches, params)
         self.results: list[Any] = [None] * len(micro_batches)
 
     def forward(self, event: Event) -> None:
@@ -154,13 +168,14 @@ class _Evaluation(_Pass):
 class _Training(_Pass):
     def __init__(
         self,
+        schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         params: Params,
         gradients: GradientStore,
         optimizer: Optimizer,
         scale: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        super().__init__(micro_batches, params)
+        super().__init__(schedule, micro_batches, params)
         self.gradients = gradients
         self.optimizer = optimizer
         self.scale = scale
@@ -173,6 +188,7 @@ class _Training(_Pass):
             Op.REDUCE: self.reduce,
             Op.NORM: self.norm,
             Op.STEP: self.step,
+            Op.COMMIT: self.commit,
         }
 
     def head(self, event: Event) -> None:
@@ -196,15 +212,22 @@ class _Training(_Pass):
 
     def reduce(self, event: Event) -> None:
         unit = _unit(event)
-        self.optimizer.reduce_unit(self.gradients.params(unit), self.gradients.take(unit))
-        self.gradients.drop(unit)
+        sums = self.gradients.take(unit)
+        if self.optimizer.reduce_unit(unit, sums, self.gradients.flat(unit)):
+            self.gradients.give_away(unit)
+        else:
+            self.gradients.drop(unit)
 
     def norm(self, _: Event) -> None:
         self.gradients.free()
         self.optimizer.open_step()
 
-    def step(self, event: Event) -> None:
-        self.optimizer.step_unit(_unit(event))
+    def step(self, event: Event) -> Ticket | None:
+        step = self.optimizer.step_early if event.part == EARLY else self.optimizer.step_unit
+        return step(_unit(event))
+
+    def commit(self, _: Event) -> None:
+        self.optimizer.conclude_early()
 
 
 def _unit(event: Event) -> Unit:

@@ -1,23 +1,32 @@
 """Tickets of asynchronous transfers, and the one place that knows how a device overlaps with the host.
 
 [Note: host buffers] A buffer is filled by the SSD and then copied to the device. It may take the next read only once that
-copy is complete; `Lane.mark` / `Lane.wait` carry this. Where device and host are one memory (the CPU accelerator) the
-parameters alias the buffer, nothing is asynchronous, and both are no-ops.
+copy is complete: `HostBuffer.wait_copies`, which `Lane.run` returned. Where device and host are one memory (the CPU
+accelerator) the parameters alias the buffer, nothing is asynchronous, and there is nothing to wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from ds_vertical.disk import DiskQueue, Transfer
+from ds_vertical.trace import now
+
 
 class Ticket:
-    """A transfer in flight: `wait` completes it, once; later calls return at once."""
+    """A transfer in flight: `wait` completes it, once; later calls return at once. `issue`: when it was made, of `now()`.
 
-    def __init__(self, what: str, wait: Callable[[], None], num_bytes: int = 0) -> None:
+    resource: which one moves it, of `trace.RESOURCES`; "" where whoever does the work records it.
+    """
+
+    def __init__(self, what: str, wait: Callable[[], None], num_bytes: int = 0, resource: str = "") -> None:
+        self.issue = now()
         self.what = what
+        self.resource = resource
         self.num_bytes = num_bytes
         self._wait: Callable[[], None] | None = wait
 
@@ -27,64 +36,74 @@ class Ticket:
 
     def wait(self) -> None:
         if self._wait is not None:
-            complete, self._wait = self._wait, None
-            complete()
-
-
-class AioHandle(Protocol):
-    """What this package uses of DeepSpeed's aio handle. `wait` completes everything issued on the handle."""
-
-    def async_pread(self, buffer: torch.Tensor, path: str, offset: int, /) -> int: ...
-
-    def wait(self) -> int: ...
+            self._wait()
+            self._wait = None  # not before: an interrupted wait is no completed one
 
 
 class Lane:
-    """Ordering between a device's queue and the host, hidden behind two calls. See [Note: host buffers]."""
+    """Copies from host to device, beside the device's computation. On CUDA a stream of its own; see [Note: host buffers].
+
+    One lane serves all buffers of a store, so that copies run in the order in which they were issued.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.asynchronous = device.type == "cuda"
-        self._event: Any = None
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def mark(self) -> None:
-        """Remember the work queued on the device so far (copies out of a host buffer)."""
-        if self.asynchronous:
-            self._event = torch.cuda.Event()
-            self._event.record()
+    def run(self, issue: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
+        """Issue copies on the lane; `issue` returns the device tensors it makes.
 
-    def wait(self) -> None:
-        """Return once the work remembered by `mark` is complete."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
+        The device's current stream waits for them, the host does not. Returns what the host calls before it overwrites
+        the source.
+        """
+        if self._stream is None:
+            issue()
+            return _nothing
+        with torch.cuda.stream(self._stream):
+            tensors = issue()
+            copied = self._stream.record_event()
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_event(copied)
+        for tensor in tensors:
+            tensor.record_stream(current)  # made on the lane, freed by code that knows the current stream only
+        return copied.synchronize
+
+
+def _nothing() -> None:
+    """Nothing to wait for."""
 
 
 class HostBuffer:
-    """One page-locked host buffer with an aio handle of its own, so that a wait covers this buffer's reads alone.
+    """One page-locked host buffer that `queue` reads into.
 
-    `data`: 1-d uint8 tensor. `num_reads`: reads issued and not waited for.
+    `data`: 1-d uint8 tensor. `reads`: issued and not waited for. `wait_copies`: returns once the copies out of the buffer
+    are complete. `writes`: its contents on their way to SSD.
     """
 
-    def __init__(self, data: torch.Tensor, handle: AioHandle, lane: Lane) -> None:
+    def __init__(self, data: torch.Tensor, queue: DiskQueue) -> None:
         self.data = data
-        self.handle = handle
-        self.lane = lane
-        self.num_reads = 0
+        self.queue = queue
+        self.reads: list[Transfer] = []
+        self.wait_copies: Callable[[], None] = _nothing
+        self.writes: list[Transfer] = []
 
-    def issue_read(self, path: str, start: int, num_bytes: int) -> None:
-        """Start reading `num_bytes` of `path` into bytes [start, start + num_bytes) of the buffer."""
-        self.lane.wait()
-        self.handle.async_pread(self.data.narrow(0, start, num_bytes), path, 0)
-        self.num_reads += 1
+    def issue_read(self, path: str, start: int, num_bytes: int, offset: int = 0) -> None:
+        """Start reading `num_bytes` of `path`, from `offset` on, into bytes [start, start + num_bytes) of the buffer."""
+        place = self.data.narrow(0, start, num_bytes)
+        self.reads.append(self.queue.read(place.data_ptr(), num_bytes, path, offset))
 
     def wait_reads(self) -> None:
-        """Complete the reads issued so far. Raises OSError when the handle completed another number of them."""
-        if self.num_reads == 0:
-            return
-        issued, self.num_reads = self.num_reads, 0
-        completed = self.handle.wait()
-        if completed != issued:
-            raise OSError(f"{completed} of {issued} reads from SSD completed")
+        """Complete the reads issued so far, all of them. Raises the first DiskError, with a note if there are more."""
+        errors: list[OSError] = []
+        while self.reads:
+            try:
+                self.reads[0].wait()
+            except OSError as error:
+                errors.append(error)
+            del self.reads[0]
+        if errors:
+            if errors[1:]:
+                errors[0].add_note(f"{len(errors) - 1} more reads into this buffer failed")
+            raise errors[0]
 
 
 class BufferPool:
@@ -92,12 +111,22 @@ class BufferPool:
 
     def __init__(self, buffers: list[HostBuffer]) -> None:
         self.num_buffers = len(buffers)
-        self._free = list(buffers)
+        self._free = deque(buffers)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
 
     def take(self) -> HostBuffer:
+        """A buffer whose earlier contents nobody needs any more: the one put back longest ago, its transfers complete."""
         if not self._free:
             raise RuntimeError(f"all {self.num_buffers} host buffers hold a layer; the schedule fetched one too many")
-        return self._free.pop()
+        buffer = self._free[0]
+        buffer.wait_copies()
+        for write in buffer.writes:
+            write.wait()
+        buffer.writes = []
+        return self._free.popleft()
 
     def put_back(self, buffer: HostBuffer) -> None:
         self._free.append(buffer)

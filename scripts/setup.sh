@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prepare this clone: Debian packages, .venv, pinned Python packages, DeepSpeed's ops. Safe to repeat: then it takes seconds.
+# Prepare this clone: Debian packages, .venv, pinned Python packages, the ops. Safe to repeat: then it takes seconds.
 #   bash scripts/setup.sh
 # PYTHON=... chooses the interpreter (3.11 or newer). Nothing here waits in silence: a line appears at least every 15 s.
 set -euo pipefail
@@ -122,5 +122,5 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || ! .venv/bin/python -c '' 2>
     install_python_packages
 fi
 has_gpu || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
-.venv/bin/python -m ds_vertical.cli build-ops || fail "DeepSpeed's ops could not be compiled; the compiler's words are above"
+.venv/bin/python -m ds_vertical.cli build-ops || fail "the ops could not be compiled; the compiler's words are above"
 echo "$wanted" >"$stamp"

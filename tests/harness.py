@@ -181,11 +181,8 @@ def dispose(engine: Any) -> None:
     from deepspeed.runtime import torch_autocast
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
 
-    from ds_vertical import compat_state
-
     swappers = {id(s): s for p in engine.module.parameters() if (s := getattr(p, "nvme_swapper", None)) is not None}
     state_swapper = engine.optimizer.optimizer_swapper
-    compat_state.settle(engine.optimizer)
     engine.destroy()
     for swapper in swappers.values():
         swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
@@ -207,9 +204,11 @@ def run_both(config: dict[str, Any], build: Callable[[], nn.Module], batches: Ba
 
 
 def read_grads(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's share of every parameter's accumulated gradient, in the accumulation dtype."""
+    """This rank's share of every parameter's accumulated gradient, in fp32 as DeepSpeed's safe_get_full_grad gives it:
+    stock holds it in the accumulation dtype, the vertical arm in fp32."""
     held = engine.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-    return {name: held[p.ds_id].detach().clone() for name, p in model.named_parameters() if p.ds_id in held}
+    grads = {name: held[p.ds_id].detach() for name, p in model.named_parameters() if p.ds_id in held}
+    return {name: grad.to(torch.float32, copy=True) for name, grad in grads.items()}
 
 
 def read_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -226,6 +225,7 @@ def read_state(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's share of fp32 master and moments of every trainable parameter, from memory or from its file."""
     names = {param.ds_id: name for name, param in model.named_parameters()}
     optimizer = engine.optimizer
+    getattr(optimizer, "flush_state", lambda: None)()
     state: dict[str, torch.Tensor] = {}
     for index, params in enumerate(optimizer.fp16_groups):
         for kind in ("master", "exp_avg", "exp_avg_sq"):

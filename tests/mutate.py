@@ -28,8 +28,16 @@ _TOY_FAULT = "test_executor.py::test_a_failure_leaves_everything_as_before_and_t
 _LATE = "test_io.py::test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too"
 _TURNS = "test_threadstate.py::test_forwards_that_take_turns_see_their_own_state"
 _RECOMPUTE = "test_threadstate.py::test_a_recompute_sees_what_its_forward_saw"
+_ONCE = "test_last_layer.py::test_the_last_layer_runs_forward_once_and_every_other_one_twice"
+_ALIVE = "test_last_layer.py::test_one_micro_batchs_graph_and_logits_are_alive_at_a_time[vertical-SkippingToy]"
 _PARITY = "test_parity.py::test_neox_on_ssd_is_bit_identical_to_stock[fp32-1.0]"
 _ODD = "test_numerics.py::test_odd_sizes_in_several_stock_sub_groups[fp32-300001]"
+_DELAYED_TOY = "test_executor.py::test_delayed_and_early_steps_have_the_bits_of_plain_autograd[0-delayed-vertical]"
+_EARLY_TOY = "test_executor.py::test_delayed_and_early_steps_have_the_bits_of_plain_autograd[0-early-vertical]"
+_DELAY = "test_delay.py::test_every_delay_is_bit_identical_to_stock"
+_LATE_WRITES = "test_delay.py::test_parameters_written_late_are_read_after_that"
+_SKIPPED = "test_delay.py::test_a_skipped_step_takes_early_ones_back_and_loses_none_that_is_due"
+_ERROR = "test_delay.py::test_an_error_anywhere_in_a_step_loses_no_step_that_is_due"
 _RECOMPUTE_STATE = "with applied(call.state), torch.enable_grad():"
 
 
@@ -62,12 +70,12 @@ def _without_field(field: str) -> str:
 
 MUTATIONS = (
     # waits
-    Mutation("ticket-wait-removed", "executor.py", "flying.pop(needed).wait()", "flying.pop(needed)", _TOY),
-    Mutation("read-wait-removed", "transfer.py", "completed = self.handle.wait()", "completed = issued", _LATE),
+    Mutation("ticket-wait-removed", "executor.py", "self._wait(flying.pop(needed), event)", "flying.pop(needed)", _TOY),
+    Mutation("read-wait-removed", "transfer.py", "self.reads[0].wait()", "pass", _LATE),
     Mutation(
         "failed-step-leaves-reads",
         "params.py",
-        "                if resident.buffer is not None:\n                    resident.buffer.wait_reads()",
+        "                if resident.buffer is not None:\n                    cleanup.callback(resident.buffer.wait_reads)",
         "                pass",
         _LATE,
     ),
@@ -129,6 +137,13 @@ MUTATIONS = (
         "if self._segment_of(waiting.edge.node) <= segment]",
         _TOY,
     ),
+    # the last layer
+    Mutation("last-layer-recomputes", "sweeps.py", "keep_graph=event in self.fused", "keep_graph=False", f"{_ONCE}[vertical]"),
+    Mutation("every-graph-kept", "sweeps.py", "keep_graph=event in self.fused", "keep_graph=True", f"{_ONCE}[vertical]"),
+    Mutation(
+        "graph-outlives-its-backward", "microbatch.py", "self.calls.pop(block, None)", "self.calls.get(block)", _ALIVE
+    ),
+    Mutation("whole-suffix-kept", "segments.py", "                owner = node\n", "                pass\n", _ALIVE),
     Mutation(
         "short-step-divided-by-all",
         "engine.py",
@@ -146,9 +161,9 @@ MUTATIONS = (
     ),
     Mutation(
         "adam-not-cut",
-        "optimizer.py",
-        "with self._adam.cutting(self._cuts[sub_group_id]):",
-        "with contextlib.nullcontext():",
+        "adam.py",
+        "for cut in cuts_within(cuts, part.start, part.numel):",
+        "for cut in cuts_within([Cut(0, 1 << 40, 1 << 40, 0)], part.start, part.numel):",
         _ODD,
     ),
     Mutation(
@@ -157,6 +172,65 @@ MUTATIONS = (
         "optimizer.overflow = True",
         "pass",
         "test_numerics.py::test_a_non_finite_step_is_skipped_whole",
+    ),
+    # delayed and early steps
+    Mutation(
+        "delayed-step-not-waited-for",
+        "dependencies.py",
+        "return [self.use(unit), *self.delayed.get(unit, ())]",
+        "return [self.use(unit)]",
+        _DELAYED_TOY,
+    ),
+    Mutation(
+        "commit-before-early-steps",
+        "dependencies.py",
+        "return [walk.need(Op.NORM), *walk.early]",
+        "return [walk.need(Op.NORM)]",
+        _EARLY_TOY,
+    ),
+    Mutation("skipped-step-committed", "optimizer.py", "if self._hit:", "if True:", f"{_SKIPPED}[False-None]"),
+    Mutation(
+        "commit-without-discard",
+        "params.py",
+        "        self.discard()\n\n    def discard",
+        "\n    def discard",
+        f"{_DELAY}[fp32-False-0.0]",
+    ),
+    Mutation(
+        "stale-buffer-handed-over",
+        "params.py",
+        "update = self._updates.pop(unit, None)\n        shards",
+        "update = self._updates.get(unit)\n        shards",
+        f"{_DELAY}[fp32-False-1.0]",
+    ),
+    Mutation(
+        "fetch-ahead-of-writes",
+        "params.py",
+        "        if missing:\n            self._wait_writes(unit)\n",
+        "",
+        f"{_LATE_WRITES}[False-0.0]",
+    ),
+    Mutation(
+        "read-beside-ahead-of-writes",
+        "params.py",
+        "        self._wait_writes(unit)\n        filled =",
+        "        filled =",
+        f"{_LATE_WRITES}[False-0.3]",
+    ),
+    Mutation("parameters-stay-in-old-files", "params.py", "shard.generation ^= 1", "pass", f"{_DELAY}[fp32-False-0.3]"),
+    Mutation(
+        "state-stays-in-old-files",
+        "stepper.py",
+        "self._generation[index] ^= 1",
+        "pass",
+        f"{_DELAY}[fp32-False-0.3]",
+    ),
+    Mutation(
+        "failed-step-goes-on",
+        "sweeps.py",
+        "cleanup.callback(optimizer.abandon)",
+        "pass",
+        f"{_ERROR}[False]",
     ),
     # what a step leaves behind
     Mutation(
@@ -176,6 +250,35 @@ MUTATIONS = (
     Mutation(
         "stubs-left-on", "microbatch.py", 'block.module.__dict__.pop("forward", None)', "pass", f"{_TOY_FAULT}[layer]"
     ),
+    # costs
+    Mutation(
+        "simulated-event-does-not-wait",
+        "simulate.py",
+        "self.waits[later] += 1",
+        "self.waits[later] += 0 if by_values else 1",
+        "test_simulate.py::test_a_delayed_step_hands_over_values_and_its_files_are_read_later",
+    ),
+    Mutation(
+        "host-cores-counted-apart",
+        "bound.py",
+        'return ("host_cores",)',
+        "return (lane,)",
+        "test_simulate.py::test_host_cores_count_once",
+    ),
+    Mutation(
+        "handed-over-parameters-read-again",
+        "costs.py",
+        "self.handed_over.pop(event.layer, 0.0)",
+        "0.0",
+        "test_costs.py::test_what_a_delayed_step_hands_over_is_not_read",
+    ),
+    Mutation(
+        "budget-advice-does-not-fit",
+        "memory.py",
+        "if total_bytes(budget(shape, changed), tier) <= limit:",
+        "if changed:",
+        "test_memory.py::test_a_budget_that_does_not_fit_names_keys_and_numbers_that_do",
+    ),
     # schedule and files
     Mutation(
         "layer-released-at-the-turn",
@@ -187,9 +290,9 @@ MUTATIONS = (
     Mutation(
         "optimizer-files-not-preallocated",
         "optimizer.py",
-        "files.preallocate(compat_state.optimizer_files(self))",
-        "pass",
-        "test_io.py::test_initialize_preallocates_every_file_of_the_optimizer",
+        "files.preallocate(one)",
+        "del one",
+        "test_io.py::test_initialize_preallocates_every_file[0.5-False-1]",
     ),
     Mutation(
         "parameter-files-not-checked",

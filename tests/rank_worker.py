@@ -2,7 +2,8 @@
 
     python tests/rank_worker.py JOB.json
 
-The job: {"folder": swap folder, "out": folder for rank<R>.pt, "runs": [{"name", "dtype", "vertical"}, ...]}.
+The job: {"folder": swap folder, "out": folder for rank<R>.pt, "runs": [{"name", "dtype", "vertical", "options"}, ...]},
+the options those of `config`.
 """
 
 from __future__ import annotations
@@ -91,12 +92,20 @@ def batches(rank: int, num_ranks: int) -> list[list[dict[str, torch.Tensor]]]:
     return steps
 
 
-def config(folder: Path, dtype: str, num_micro_batches: int = NUM_MICRO_BATCHES, tier: str = "nvme") -> dict[str, Any]:
+def config(
+    folder: Path,
+    dtype: str,
+    num_micro_batches: int = NUM_MICRO_BATCHES,
+    tier: str = "nvme",
+    clip: float = 0.5,
+    delay: float | None = None,
+) -> dict[str, Any]:
     made = harness.base_config(
         folder,
         num_micro_batches=num_micro_batches,
         dtype=dtype,
-        clip=0.5,
+        clip=clip,
+        section={"optimizer_delay": delay},
         params=tier,
         optimizer=tier,
         sub_group_size=400_001,
@@ -119,7 +128,7 @@ def main() -> int:
         ds_vertical.prepare(original)["zero_optimization"]["offload_param"]["nvme_path"] for _ in range(2)
     ]
     for run in job["runs"]:
-        prepared = ds_vertical.prepare(config(Path(job["folder"]), run["dtype"]))
+        prepared = ds_vertical.prepare(config(Path(job["folder"]), run["dtype"], **run.get("options", {})))
         results["folders"][run["name"]] = prepared["zero_optimization"]["offload_param"]["nvme_path"]
         made = harness.run_arm(prepared, OddModel, batches(rank, 2), vertical=run["vertical"])
         results[run["name"]] = vars(made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import math
 import re
 import subprocess
 import sys
@@ -187,8 +188,11 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "snake": False,
         "overlap": True,
         "prefetch_layers": None,
+        "optimizer_delay": None,
+        "optimizer_speculation": None,
         "seed_micro_batches": True,
         "seed": None,
+        "trace": None,
     }
 
 
@@ -203,8 +207,11 @@ sections = st.fixed_dictionaries(
         "snake": st.booleans(),
         "overlap": st.booleans(),
         "prefetch_layers": st.none() | st.integers(0, 100),
+        "optimizer_delay": st.none() | st.floats(0, 1) | st.integers(0, 1),
+        "optimizer_speculation": st.none() | st.booleans(),
         "seed_micro_batches": st.booleans(),
         "seed": st.none() | st.integers(0, 2**64 - 1),
+        "trace": st.none() | st.just("runs/trace"),
     },
 )
 
@@ -248,9 +255,17 @@ def test_every_key_has_a_description() -> None:
         ({"seed": -1}, "vertical_schedule.seed: got -1; need an integer >= 0"),
         ({"seed": 2**64}, "vertical_schedule.seed: got 18446744073709551616; need an integer >= 0 and < 2^64"),
         ({"seed": 1.0}, "vertical_schedule.seed: got 1.0; need an integer"),
+        ({"trace": ""}, 'vertical_schedule.trace: got ""; need the path of a folder, or null'),
+        ({"trace": True}, "vertical_schedule.trace: got true; need the path of a folder, or null"),
         ({"seed_micro_batches": 0}, "vertical_schedule.seed_micro_batches: got 0; need true or false"),
         ({"prefetch_layers": -1}, "vertical_schedule.prefetch_layers: got -1; need an integer >= 0, or null"),
         ({"prefetch_layers": "auto"}, 'vertical_schedule.prefetch_layers: got "auto" ('),
+        ({"optimizer_delay": 1.5}, "vertical_schedule.optimizer_delay: got 1.5; need a number from 0 to 1, or null"),
+        ({"optimizer_delay": -0.1}, "vertical_schedule.optimizer_delay: got -0.1; need a number from 0 to 1, or null"),
+        ({"optimizer_delay": math.nan}, "vertical_schedule.optimizer_delay: got NaN; need a number from 0 to 1, or null"),
+        ({"optimizer_delay": True}, "vertical_schedule.optimizer_delay: got true; need a number from 0 to 1, or null"),
+        ({"optimizer_speculation": 1}, "vertical_schedule.optimizer_speculation: got 1; need true, false or null"),
+        ({"optimizer_delay": "auto"}, 'vertical_schedule.optimizer_delay: got "auto" ('),
         ({"order": "snake"}, 'vertical_schedule.order: got "snake"; need "vertical" or "horizontal"'),
         ({"order": "Vertical"}, 'vertical_schedule.order: got "Vertical"; need "vertical" or "horizontal"'),
         ({"layers": []}, "vertical_schedule.layers: got []; need null (discover) or a list"),
@@ -563,6 +578,8 @@ def test_explain_prints_every_key_with_its_origin() -> None:
     assert "vertical_schedule.snake = true (as written)" in lines
     assert "vertical_schedule.blocks_per_layer = 1 (default)" in lines
     assert "vertical_schedule.prefetch_layers = 1 (null: 1 as overlap is true)" in lines
+    delay = "vertical_schedule.optimizer_delay = null (null: 0.25 where layers can be stepped during the backward, else 1)"
+    assert delay in lines
     assert "vertical_schedule.seed = 9 (null: torch.initial_seed() at initialize)" in lines
     assert "vertical_schedule.layers = null (null: discovered in the model)" in lines
     assert explain(resolve(VerticalConfig(snake=True), 9)) == lines

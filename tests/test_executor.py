@@ -20,7 +20,7 @@ from ds_vertical.transfer import Ticket
 # 2 layers, 2 micro-batches, window 1: written out by hand. Layer 1 stays from its forward to its backward, and layer 0
 # too: it comes back within the window.
 STEP = (
-    "preFETCH preF0 preF1 0FETCH 1FETCH 0F0 0F1 1F0 1F1 sufHEAD0 sufHEAD1 1B0 1B1 1REDUCE 1RELEASE"
+    "preFETCH preF0 preF1 0FETCH 1FETCH 0F0 0F1 1F0 sufHEAD0 1B0 1F1 sufHEAD1 1B1 1REDUCE 1RELEASE"
     " 0B0 0B1 0REDUCE 0RELEASE preB0 preB1 preREDUCE preRELEASE NORM preSTEP 0STEP 1STEP"
 )
 # where each fetch is complete: just before the first event that uses the unit
@@ -131,9 +131,9 @@ def test_a_failure_shows_the_events_around_it_what_is_in_flight_and_the_bytes_he
         "     5  0F0\n"
         "     6  0F1  <-- here\n"
         "     7  1F0\n"
-        "     8  1F1\n"
-        "     9  sufHEAD0\n"
-        "    10  sufHEAD1\n"
+        "     8  sufHEAD0\n"
+        "     9  1B0\n"
+        "    10  1F1\n"
         "in flight: fetch 1 (1000 bytes); held: host 4096 bytes, device 7 bytes"
     ]
 
@@ -161,10 +161,13 @@ def toy_steps(num_steps: int, num_micro_batches: int, overlap: bool = True, **sc
     """Losses and gradients of every step and the final weights, layer-major; then the same by plain autograd."""
     inputs = toy_inputs(num_micro_batches)
     model, plain = toy_model(), toy_model()
-    training = ToyTraining(model, overlap)
-    built = build_training(4, num_micro_batches, **schedule)
+    training = ToyTraining(model, overlap, schedule.get("early", False))
     seeds = [10 * step for step in range(num_steps)]
-    ours = [training.step(built, [partial(model, x) for x in inputs], seed) for seed in seeds]
+    ours = []
+    for seed in seeds:
+        built = build_training(4, num_micro_batches, due=frozenset(training.optimizer.due), **schedule)
+        ours.append(training.step(built, [partial(model, x) for x in inputs], seed))
+    training.optimizer.flush()
     theirs = [plain_step(plain, [partial(plain, x) for x in inputs], seed) for seed in seeds]
     assert training.optimizer.num_norms == num_steps
     assert training.params.fetched == []
@@ -172,16 +175,30 @@ def toy_steps(num_steps: int, num_micro_batches: int, overlap: bool = True, **sc
     return ours, training.weights(), theirs, {name: p.detach() for name, p in plain.named_parameters()}
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("window", [0, 1, 3])
-@pytest.mark.parametrize("order", ["vertical", "horizontal"])
-def test_steps_have_the_bits_of_plain_autograd(order: str, window: int, overlap: bool) -> None:
-    ours, weights, theirs, plain_weights = toy_steps(2, 3, overlap, order=order, window=window)
+def assert_plain_bits(ours: Any, weights: Any, theirs: Any, plain_weights: Any) -> None:
     for (losses, grads), (plain_losses, plain_grads) in zip(ours, theirs, strict=True):
         assert losses == plain_losses
         assert grads.keys() == plain_grads.keys()
         assert [name for name in grads if not torch.equal(grads[name], plain_grads[name])] == []
     assert [name for name in weights if not torch.equal(weights[name], plain_weights[name])] == []
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 3])
+@pytest.mark.parametrize("order", ["vertical", "horizontal"])
+def test_steps_have_the_bits_of_plain_autograd(order: str, window: int, overlap: bool) -> None:
+    assert_plain_bits(*toy_steps(2, 3, overlap, order=order, window=window))
+
+
+@pytest.mark.parametrize("order", ["vertical", "horizontal"])
+@pytest.mark.parametrize(
+    "steps",
+    [{"delayed": True}, {"delayed": True, "lead": 1}, {"delayed": True, "early": True}],
+    ids=["delayed", "lead1", "early"],
+)
+@pytest.mark.parametrize("window", [0, 2])
+def test_delayed_and_early_steps_have_the_bits_of_plain_autograd(order: str, steps: dict[str, Any], window: int) -> None:
+    assert_plain_bits(*toy_steps(3, 2, order=order, window=window, **steps))
 
 
 def test_snake_sums_in_another_order_only() -> None:

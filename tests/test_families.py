@@ -104,7 +104,7 @@ def test_stock_on_ssd_is_wrong_where_the_table_says_so(tmp_path: Path, name: str
     ("name", "lr"),
     [
         ("gpt2", 1e-3),
-        pytest.param("t5", 1e-4, marks=SLOW),
+        pytest.param("t5", 2e-5, marks=SLOW),  # at 1e-4 up to 1.7e-6 on a CPU with AVX-512
         pytest.param("gemma2", 1e-3, marks=SLOW),
         *(pytest.param(name, 1e-4, marks=SLOW) for name in ("opt", "bloom", "gemma4_text", "bart")),
     ],

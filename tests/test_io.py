@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import errno
 import os
 import re
-import resource
-import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from faults import small_disk, small_files
 from harness import (
     Run,
     base_config,
@@ -33,6 +31,7 @@ from models import MixerModel, token_batches
 
 import ds_vertical
 from ds_vertical import compat, storage
+from ds_vertical.disk import DiskError
 from ds_vertical.files import StorageError
 from ds_vertical.layers import Unit
 from ds_vertical.transfer import Ticket
@@ -43,22 +42,25 @@ MATRIX_BYTES = 4 * WIDTH * WIDTH
 build = partial(MixerModel, NUM_LAYERS, WIDTH, dropout=0.1)
 ELEMENTS = sum(p.numel() for p in build().parameters())
 MATRIX_ELEMENTS = NUM_LAYERS * 2 * WIDTH * WIDTH
-# Three fp32 files for each chunk (the embedding and the head make one above 1 MiB too), and a gradient's for each matrix.
-OPTIMIZER_BYTES = 12 * ELEMENTS + 4 * MATRIX_ELEMENTS
+STATE_BYTES = 12 * ELEMENTS  # three fp32 files for each chunk (the embedding and the head make one above 1 MiB too)
 
 
-def config(folder: Path, num_micro_batches: int = 2, **options: Any) -> dict[str, Any]:
-    made = base_config(folder, num_micro_batches=num_micro_batches, dtype="fp32", clip=0.5, **options)
+def config(folder: Path, num_micro_batches: int = 2, clip: float = 0.5, **options: Any) -> dict[str, Any]:
+    """Clipping, so that all of a step is left to the next forward."""
+    made = base_config(folder, num_micro_batches=num_micro_batches, dtype="fp32", clip=clip, **options)
     if made["zero_optimization"]["offload_param"]["device"] == "nvme":
         made["zero_optimization"]["offload_param"] |= {"buffer_count": 12, "buffer_size": 300_000}
     return made
 
 
-def read_bytes() -> int:
-    """Bytes that this process has had read from block devices; reads past the page cache (O_DIRECT) all count."""
-    match = re.search(r"^read_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
+def disk_bytes(direction: str) -> int:
+    """Bytes that this process has had read from or written to block devices; all count that pass the page cache by."""
+    match = re.search(rf"^{direction}_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
     assert match is not None
     return int(match[1])
+
+
+read_bytes = partial(disk_bytes, "read")
 
 
 class RecordingParams:
@@ -75,9 +77,9 @@ class RecordingParams:
         self.fetched.append(unit)
         return self.store.fetch(unit)
 
-    def _issue_read(self, issue: Any, path: str, start: int, num_bytes: int) -> None:
+    def _issue_read(self, issue: Any, path: str, start: int, num_bytes: int, offset: int = 0) -> None:
         self.files[path] += 1
-        issue(path, start, num_bytes)
+        issue(path, start, num_bytes, offset)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
@@ -87,25 +89,36 @@ class RecordingParams:
 
 
 class OneStep:
-    """A second step (the first has its own start-up), with what was read in it."""
+    """A third step, with what was read and written in it. (The first one starts up, and until the second nobody has
+    written the moments, which the disk then knows to be zero.)"""
 
-    def __init__(self, folder: Path, num_micro_batches: int, section: dict[str, Any] | None = None) -> None:
-        made = config(folder, num_micro_batches, section=section)
+    def __init__(self, folder: Path, num_micro_batches: int, section: dict[str, Any] | None = None, clip: float = 0.5) -> None:
+        made = config(folder, num_micro_batches, clip, section=section)
         engine, model = build_engine(made, build, vertical=True)
         try:
             self.window = engine.vertical.prefetch_layers
-            first, second = token_batches(2, num_micro_batches)
-            engine.train_batch(iter(first))
+            *before, last = token_batches(3, num_micro_batches)
+            for step in before:
+                engine.train_batch(iter(step))
             self.params = engine._sweeps.params = RecordingParams(engine._params)
-            before = read_bytes()
-            engine.train_batch(iter(second))
-            self.read_bytes = read_bytes() - before
+            complete_writes(engine)
+            read, written = read_bytes(), disk_bytes("write")
+            engine.train_batch(iter(last))
+            complete_writes(engine)
+            self.read_bytes = read_bytes() - read
+            self.written_bytes = disk_bytes("write") - written
             self.layer_files = [
                 {str(compat.swap_file(p).path) for p in engine.layers.units[layer] if compat.is_on_ssd(p)}
                 for layer in range(NUM_LAYERS)
             ]
         finally:
             dispose(engine)
+
+
+def complete_writes(engine: Any) -> None:
+    """What was issued is on the disk; what is due stays due."""
+    engine.optimizer._pipeline.wait_idle()
+    engine._params._writer.native.wait_all()
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +130,30 @@ def test_bytes_read_per_step_do_not_depend_on_the_number_of_micro_batches(steps:
     assert steps[8].read_bytes == pytest.approx(steps[2].read_bytes, rel=0.01)
 
 
-def test_bytes_read_per_step_are_the_formulas(steps: dict[int, OneStep]) -> None:
-    """Each matrix once per sweep, in fp32, less the layers kept at the turn; state and gradients, which this step still
-    sends through SSD, once."""
+def test_bytes_per_step_are_the_formulas(steps: dict[int, OneStep]) -> None:
+    """State once in, once out; each matrix out once and in once for the backward, less the layers kept at the turn: the
+    forward has them from their delayed steps. Gradients never leave memory."""
     for step in steps.values():
-        num_layer_reads = 2 * NUM_LAYERS - (step.window + 1)
-        assert step.read_bytes == pytest.approx(num_layer_reads * 2 * MATRIX_BYTES + OPTIMIZER_BYTES, rel=0.01)
+        num_layer_reads = NUM_LAYERS - (step.window + 1)
+        assert step.read_bytes == pytest.approx(num_layer_reads * 2 * MATRIX_BYTES + STATE_BYTES, rel=0.01)
+        assert step.written_bytes == pytest.approx(NUM_LAYERS * 2 * MATRIX_BYTES + STATE_BYTES, rel=0.01)
+
+
+# share left to the next forward -> matrices that are read for the forward. At 0.5 that is one per layer: `down` comes from
+# its delayed step, and `up`, stepped early, is read beside it. Stepped after the norm, two layers are still in memory.
+@pytest.mark.parametrize(
+    ("clip", "delay", "forward_reads"),
+    [(0.0, 0.0, 2 * NUM_LAYERS), (0.0, 0.5, NUM_LAYERS), (0.0, 1.0, 0), (0.5, 0.0, 2 * (NUM_LAYERS - 2))],
+)
+def test_bytes_per_step_of_every_regime(tmp_path: Path, clip: float, delay: float, forward_reads: int) -> None:
+    step = OneStep(tmp_path, 2, {"optimizer_delay": delay, "optimizer_speculation": False}, clip)
+    num_reads = forward_reads + (NUM_LAYERS - (step.window + 1)) * 2
+    assert step.read_bytes == pytest.approx(num_reads * MATRIX_BYTES + STATE_BYTES, rel=0.01)
+    assert step.written_bytes == pytest.approx(NUM_LAYERS * 2 * MATRIX_BYTES + STATE_BYTES, rel=0.01)
 
 
 def test_every_layer_is_fetched_once_per_sweep_and_the_prefix_once(steps: dict[int, OneStep]) -> None:
+    """The first fetch of a layer takes over what its delayed step made; a second one reads each file."""
     for step in steps.values():
         kept = range(NUM_LAYERS - step.window - 1, NUM_LAYERS)  # at the turn from forward to backward
         expected = {"pre": 1} | {layer: 1 if layer in kept else 2 for layer in range(NUM_LAYERS)}
@@ -133,7 +161,7 @@ def test_every_layer_is_fetched_once_per_sweep_and_the_prefix_once(steps: dict[i
         assert Counter(step.params.fetched) == expected
         for layer, files in enumerate(step.layer_files):
             assert len(files) == 2
-            assert {step.params.files[file] for file in files} == {expected[layer]}
+            assert {step.params.files[file] for file in files} == {expected[layer] - 1}
 
 
 def test_horizontal_order_reads_more_with_every_micro_batch(tmp_path: Path, steps: dict[int, OneStep]) -> None:
@@ -145,21 +173,30 @@ def test_horizontal_order_reads_more_with_every_micro_batch(tmp_path: Path, step
 # ---- files before the first step
 
 
-def optimizer_sizes(engine: Any) -> dict[str, tuple[int, int]]:
-    """File name -> (size, bytes of blocks really allocated) of the optimizer's folder."""
-    folder = Path(engine.optimizer.optimizer_swapper.swap_folder)
-    return {p.name: (p.stat().st_size, p.stat().st_blocks * 512) for p in folder.iterdir() if p.is_file()}
+def file_sizes(folder: Path) -> dict[str, tuple[int, int]]:
+    """Path -> (size, bytes of blocks really allocated) of the swap files in and below a folder."""
+    found = {str(p.relative_to(folder)): p.stat() for p in folder.rglob("*.swp")}
+    return {name: (stat.st_size, stat.st_blocks * 512) for name, stat in found.items()}
 
 
-def test_initialize_preallocates_every_file_of_the_optimizer(tmp_path: Path) -> None:
-    engine, _ = build_engine(config(tmp_path), build, vertical=True)
+@pytest.mark.parametrize(("clip", "speculation", "generations"), [(0.5, False, 1), (0.5, None, 2), (0.0, False, 2)])
+def test_initialize_preallocates_every_file(
+    tmp_path: Path, clip: float, speculation: bool | None, generations: int
+) -> None:
+    """Early steps have a second generation of files, for parameters too."""
+    section = {"optimizer_speculation": speculation}
+    engine, model = build_engine(config(tmp_path, clip=clip, section=section), build, vertical=True)
     try:
-        before = optimizer_sizes(engine)
-        assert all(allocated >= size for size, allocated in before.values())
-        assert sum(size for size, _ in before.values()) == pytest.approx(OPTIMIZER_BYTES, rel=0.01)
+        folders = [Path(engine.optimizer.optimizer_swapper.swap_folder)]
+        folders.append(next(folder for p in model.parameters() if (folder := compat.swap_folder(p)) is not None))
+        before = [file_sizes(folder) for folder in folders]
+        assert all(allocated >= size for sizes in before for size, allocated in sizes.values())
+        totals = [sum(size for size, _ in sizes.values()) for sizes in before]
+        assert totals == pytest.approx([generations * STATE_BYTES, generations * 4 * MATRIX_ELEMENTS], rel=0.01)
         for step in token_batches(2, 2):
             engine.train_batch(iter(step))
-        assert optimizer_sizes(engine) == before
+        engine.flush()
+        assert [file_sizes(folder) for folder in folders] == before
     finally:
         dispose(engine)
 
@@ -200,33 +237,6 @@ def test_a_parameter_file_of_the_wrong_size_is_refused_with_the_numbers(tmp_path
     assert str(victim) in message and found in message and f"expected {size}" in message
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, size_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A file system of `size_bytes` at `folder`; where mounting is not allowed, a folder that is said to be one."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "tmpfs", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True).returncode == 0
-    if not mounted:
-        entries = dict(f_bavail=size_bytes // 4096, f_frsize=4096)
-        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**entries))
-    try:
-        yield
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def small_files(size_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond `size_bytes`: the kernel refuses, as it does on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_file_that_cannot_get_its_blocks_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     prepared = ds_vertical.prepare(config(tmp_path, params="cpu"))
     model = written_model(prepared)
@@ -250,7 +260,7 @@ def test_too_little_space_is_refused_with_the_numbers(tmp_path: Path, monkeypatc
     match = re.search(r"needs (\d+) more bytes .* has (\d+) free .*; free (\d+) bytes", str(caught.value))
     assert match is not None, str(caught.value)
     needed, free, missing = map(int, match.groups())
-    assert needed == pytest.approx(OPTIMIZER_BYTES, rel=0.01)
+    assert needed == pytest.approx(STATE_BYTES, rel=0.01)
     assert (16 << 20) - 65536 <= free <= 16 << 20
     assert missing == needed - free
 
@@ -299,40 +309,56 @@ def test_two_engines_on_one_nvme_path_do_not_touch_each_others_files(tmp_path: P
 
 
 class LateReads:
-    """A real aio handle whose reads start only when they are waited for: as late as a read may ever arrive."""
+    """A real queue whose reads start only when they are waited for: as late as a read may ever arrive."""
 
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-        self.asked: list[tuple[torch.Tensor, str, int]] = []
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self.asked: list[tuple[int, int, bytes, int]] = []
 
-    def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
-        buffer.fill_(255)  # NaN
-        self.asked.append((buffer, path, offset))
-        return 0
+    def read(self, address: int, num_bytes: int, path: bytes, offset: int) -> int:
+        ctypes.memset(address, 255, num_bytes)  # NaN
+        self.asked.append((address, num_bytes, path, offset))
+        return len(self.asked) - 1
 
-    def wait(self) -> int:
-        for buffer, path, offset in self.asked:
-            self.handle.async_pread(buffer, path, offset)
-        self.asked = []
-        return self.handle.wait()
+    def wait(self, operation: int) -> Any:
+        return self.native.wait(self.native.read(*self.asked[operation]))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.handle, name)
+        return getattr(self.native, name)
 
 
 def test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too(tmp_path: Path, alone: list[Run]) -> None:
     engine, model = build_engine(config(tmp_path), BUILDS[1], vertical=True)
     try:
         buffers = engine._params._buffers
-        for buffer in buffers:
-            buffer.handle = LateReads(buffer.handle)
+        engine._params.reads._native = LateReads(engine._params.reads.native)
         fault = model.get_submodule("blocks.0.up").register_forward_pre_hook(_fail)
         with pytest.raises(ArithmeticError) as caught:
             engine.train_batch(iter(DATA[1][0]))
         assert f"fetch 1 ({2 * MATRIX_BYTES} bytes)" in caught.value.__notes__[0], "nothing was in flight"
         fault.remove()
         assert engine._params.fetched == []
-        assert [buffer.num_reads for buffer in buffers] == [0] * len(buffers)
+        assert [buffer.reads for buffer in buffers] == [[]] * len(buffers)
+        losses = [engine.train_batch(iter(step)).item() for step in DATA[1]]
+        assert_as_alone(alone[1], engine, model, losses)
+    finally:
+        dispose(engine)
+
+
+def test_a_file_that_becomes_short_stops_the_step_with_its_name_and_place(tmp_path: Path, alone: list[Run]) -> None:
+    engine, model = build_engine(config(tmp_path), BUILDS[1], vertical=True)
+    try:
+        path = compat.swap_file(model.get_submodule("blocks.2").up.weight).path
+        content = path.read_bytes()
+        os.truncate(path, MATRIX_BYTES // 2)
+        with pytest.raises(DiskError) as caught:
+            engine.train_batch(iter(DATA[1][0]))
+        error = caught.value
+        assert (error.errno, error.filename, error.operation) == (errno.ENODATA, str(path), "read")
+        assert (error.offset, error.num_bytes) == (MATRIX_BYTES // 2, MATRIX_BYTES)
+        assert "2F0  <-- here" in error.__notes__[0]
+        assert engine._params.fetched == []
+        path.write_bytes(content)
         losses = [engine.train_batch(iter(step)).item() for step in DATA[1]]
         assert_as_alone(alone[1], engine, model, losses)
     finally:

@@ -1,4 +1,4 @@
-"""Three bugs of stock DeepSpeed that stand in the way of a fair baseline, each shown on the installed DeepSpeed, and
+"""Four bugs of stock DeepSpeed that stand in the way of a fair baseline, each shown on the installed DeepSpeed, and
 shown to be gone in a copy with the patch from patches/. A `test_stock_...` that fails says that DeepSpeed has changed:
 see whether the patch is still needed.
 """
@@ -25,6 +25,7 @@ PATCHES = TESTS.parent / "patches"
 PREFETCH = PATCHES / "0001-prefetch-queue-duplicate.patch"
 DTYPE = PATCHES / "0002-zero-init-honours-dtype.patch"
 AIO = PATCHES / "0003-aio-checks-results.patch"
+ADAM = PATCHES / "0004-cpu-adam-releases-the-interpreter-lock.patch"
 TENSOR_BYTES = 2 << 20  # of every write in stock_aio.py
 Finished = subprocess.CompletedProcess[str]
 NUM_MODES = 4  # single_submit x overlap_events
@@ -194,3 +195,22 @@ def test_aio_patch_raises_on_cut_writes_and_refuses_a_truncated_file(tmp_path: P
     assert "short transfer, 262144 of 524288 bytes" in run.stderr
     # the second read is refused, and the first, which nobody waited for, does not abort the process
     assert [one["submitted"] for one in by_case(run, "truncated")] == [[0, -1]]
+
+
+# ------------------------------------------------------------------------------- 4: CPU Adam holds the interpreter lock
+
+
+def test_stock_adam_keeps_other_threads_waiting() -> None:
+    (measured,) = objects_of(run_script("adam_gap.py"), "call_s")
+    assert measured["gap_s"] > 0.8 * measured["call_s"], measured
+
+
+@pytest.mark.slow  # compiles cpu_adam: 2 minutes where nothing else runs
+@pytest.mark.timeout(900)
+def test_adam_patch_lets_other_threads_run(tmp_path: Path) -> None:
+    root = patched_copy(tmp_path / "repository", ADAM)
+    run = run_script("adam_gap.py", "--build", tmp_path / "build", first=root, timeout_s=800)
+    assert run.returncode == 0, run.stderr
+    shutil.rmtree(tmp_path / "build")
+    (measured,) = objects_of(run, "call_s")
+    assert measured["gap_s"] < 0.4 * measured["call_s"], measured

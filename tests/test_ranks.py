@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import rank_worker
 import torch
-from harness import MIN_SSD_BYTES, Run, largest_relative, run_arm
+from harness import MIN_SSD_BYTES, Run, differing, largest_relative, run_arm
 
 WORKER = Path(rank_worker.__file__)
 TOLERANCE = 1e-6  # fp32, relative per tensor (the numerics contract)
 NUM_MATRICES = 6  # of the blocks: on SSD in both dtypes
+DELAYS = (0.3, 1.0)  # without clipping: part of each layer stepped during the backward, or nothing
 Tensors = dict[str, torch.Tensor]
 
 
@@ -90,7 +91,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
     folder = tmp_path_factory.mktemp("ranks")
     swap = folder / "swap"
     runs = [(dtype, arm) for dtype in ("fp32", "bf16") for arm in ("stock", "vertical")]
-    listed = [{"name": f"{dtype} {arm}", "dtype": dtype, "vertical": arm == "vertical"} for dtype, arm in runs]
+    listed: list[dict[str, Any]] = [
+        {"name": f"{dtype} {arm}", "dtype": dtype, "vertical": arm == "vertical"} for dtype, arm in runs
+    ]
+    for delay in DELAYS:
+        options = {"clip": 0.0, "delay": delay}
+        listed.append({"name": f"fp32 delay {delay}", "dtype": "fp32", "vertical": True, "options": options})
     description = folder / "job.json"
     description.write_text(json.dumps({"folder": str(swap), "out": str(folder), "runs": listed}))
     start_ranks([sys.executable, str(WORKER), str(description)], folder)
@@ -157,6 +163,17 @@ def test_two_ranks_compute_what_one_process_does(fp32: TwoRanks, reference: Run)
     assert_close(reference.weights, fp32.weights("vertical"), 1e-4)
 
 
+def test_the_delay_changes_no_bit_on_either_rank(fp32: TwoRanks) -> None:
+    early, late = (fp32.each(f"delay {delay}", "weights") for delay in DELAYS)
+    clipped = fp32.weights("vertical")
+    assert all(not torch.equal(early[0][name], clipped[name]) for name in clipped), "clipping did nothing"
+    for what in ("losses", "norms", "counters"):
+        assert fp32.each(f"delay {DELAYS[0]}", what) == fp32.each(f"delay {DELAYS[1]}", what)
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        assert differing(*(fp32.state(f"delay {delay}", kind) for delay in DELAYS)) == []
+    assert [differing(early[0], other) for other in (early[1], *late)] == [[], [], []]
+
+
 @pytest.mark.parametrize("run", ["fp32", "bf16"])
 def test_half_of_every_odd_matrix_lies_on_ssd(run: str, request: pytest.FixtureRequest) -> None:
     ranks: TwoRanks = request.getfixturevalue(run)
@@ -188,7 +205,7 @@ def distance(expected: Tensors, found: Tensors) -> float:
 def test_prepare_gives_both_ranks_the_same_folder_and_each_call_another(fp32: TwoRanks) -> None:
     first, second = (rank["prepared twice"] + list(rank["folders"].values()) for rank in fp32.ranks)
     assert first == second
-    assert len(set(first)) == 6
+    assert len(set(first)) == 6 + len(DELAYS)
     assert all(Path(folder).parent == fp32.swap for folder in first)
 
 

@@ -98,32 +98,61 @@ class MemoryParams:
 
 
 class MemoryOptimizer:
-    """Plain gradient descent on the weights' homes; remembers each step's gradients by parameter."""
+    """Plain gradient descent on the weights' homes; remembers each step's gradients by parameter.
 
-    def __init__(self, params: MemoryParams) -> None:
+    A step is taken when its ticket is waited for. `early`: every second parameter of a unit is stepped early.
+    """
+
+    def __init__(self, params: MemoryParams, early: bool = False) -> None:
         self.params = params
         self.grads: dict[int, torch.Tensor] = {}
         self.num_norms = 0
+        self.due: list[Unit] = []
+        self._first_delayed = 1 if early else 0
+        self._early: dict[int, torch.Tensor] = {}
 
-    def reduce_unit(self, params: Sequence[nn.Parameter], sums: Sequence[torch.Tensor]) -> None:
+    def reduce_unit(self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor) -> bool:
+        params = self.params.units[unit]
         self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(params, sums, strict=True)}
+        return False
 
     def open_step(self) -> None:
+        assert self.due == []
         self.num_norms += 1
+        self.due = list(self.params.units)
 
-    def step_unit(self, unit: Unit) -> None:
-        for param in self.params.units[unit]:
-            self.params.home[id(param)] -= LR * self.grads[id(param)]
+    def step_early(self, unit: Unit) -> Ticket:
+        early = self.params.units[unit][::2]
+        return Ticket(f"early step {unit}", lambda: self._early.update({id(p): self._stepped(p) for p in early}))
+
+    def conclude_early(self) -> None:
+        self.params.home |= self._early
+        self._early.clear()
+
+    def step_unit(self, unit: Unit) -> Ticket:
+        self.due.remove(unit)
+        late = self.params.units[unit][self._first_delayed :: 1 + self._first_delayed]
+        return Ticket(f"step {unit}", lambda: self.params.home.update({id(p): self._stepped(p) for p in late}))
+
+    def abandon(self) -> None:
+        self._early.clear()
+
+    def flush(self) -> None:
+        for unit in list(self.due):
+            self.step_unit(unit).wait()
+
+    def _stepped(self, param: nn.Parameter) -> torch.Tensor:
+        return self.params.home[id(param)] - LR * self.grads[id(param)]
 
 
 class ToyTraining:
     """Sweeps over the toy model; `step` gives losses and gradients by name, `weights` the weights' homes."""
 
-    def __init__(self, model: ToyModel, overlap: bool = True) -> None:
+    def __init__(self, model: ToyModel, overlap: bool = True, early: bool = False) -> None:
         self.model = model
         self.layers = map_layers(model, ["blocks"])
         self.params = MemoryParams(self.layers)
-        self.optimizer = MemoryOptimizer(self.params)
+        self.optimizer = MemoryOptimizer(self.params, early)
         self.gradients = GradientStore(
             self.layers.units, torch.float32, lambda p: self.params.home[id(p)].numel(), lambda p: p.dtype
         )

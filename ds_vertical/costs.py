@@ -1,0 +1,336 @@
+"""Seconds and bytes of each event on each resource, from a machine's rates and a model's sizes.
+
+[Note: roofline] A resource ("lane") does its work at the rate that `ds-vertical limits` measures for it alone, after a
+fixed latency. Nothing is assumed about what runs beside it: `simulate` and `bound` know what shares.
+
+[Note: carried work] Some schedules have events for every transfer (HOLD, RECALL, READ, WRITE), some leave them to the
+event that needs them. So work that no event of the unit does is carried: REDUCE carries the writing of waiting gradients
+to SSD, STEP the reading of gradients and state and the writing of state and parameters.
+
+All bytes and elements are those of one rank's shard, except what stays on the device: that is gathered. Collectives
+between ranks are not modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
+
+from ds_vertical.machine import CostsError, Machine, check_number, check_share, refuse
+from ds_vertical.schedule import PRE, SUF, Event, Op, Unit
+
+Lane = Literal["compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam"]
+LANES: Final[tuple[Lane, ...]] = ("compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam")
+Parts = Mapping[tuple[Unit, str], float]
+_STEPPING: Final = frozenset((Op.READ, Op.STEP, Op.WRITE))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Shares in [0, 1] of what rests on SSD, or (activations) off the device; the rest is in host memory, activations on
+    the device. `gradients_on_ssd` is the share of the gradients that wait for their step."""
+
+    parameters_on_ssd: float = 1.0
+    state_on_ssd: float = 1.0
+    gradients_on_ssd: float = 0.0
+    activations_on_host: float = 0.0
+    activations_on_ssd: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_share(f"placement.{field.name}", getattr(self, field.name))
+        if self.activations_off_device > 1:
+            raise refuse("placement", "activations_on_ssd", self.activations_on_ssd, f"{1 - self.activations_on_host}")
+
+    @property
+    def activations_off_device(self) -> float:
+        return self.activations_on_host + self.activations_on_ssd
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as the schedule sees it: elements per unit, seconds per micro-batch, bytes.
+
+    `forward_s`, `backward_s`: one layer (of largest size), one micro-batch; backward without the recompute, with the sum
+    into the gradient. Smaller layers cost in proportion to their elements. `head_s`: suffix, loss and their backward.
+    `activation_bytes`: what passes from a layer to the next for one micro-batch. `num_shards`: ranks that share each
+    parameter. `state_bytes`: per element, fp32 master and two moments. `generations`: copies of the files of state and
+    parameters on SSD (2 where steps may be discarded). `part_elements`: most elements of a piece that
+    goes through the optimizer pipeline by itself (null: a unit or its part at once). `working_bytes`: what a layer needs on
+    the device while it runs backward for one micro-batch. Raises CostsError.
+    """
+
+    pre_elements: int
+    layer_elements: tuple[int, ...]
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+    pre_forward_s: float = 0.0
+    pre_backward_s: float = 0.0
+    head_s: float = 0.0
+    param_bytes: int = 2
+    gradient_bytes: int = 4
+    state_bytes: int = 12
+    num_shards: int = 1
+    generations: int = 1
+    part_elements: int | None = None
+    recompute_last: bool = True
+    working_bytes: int = 0
+    placement: Placement = Placement()
+
+    def __post_init__(self) -> None:
+        if not self.layer_elements:
+            raise refuse("model", "layer_elements", self.layer_elements, "the elements of each layer, at least one")
+        for elements in (self.pre_elements, *self.layer_elements):
+            check_number("model", "layer_elements and pre_elements", elements, 0, "whole numbers, 0 or more", whole=True)
+        for key in ("forward_s", "backward_s", "pre_forward_s", "pre_backward_s", "head_s"):
+            check_number("model", key, getattr(self, key), 0.0, "seconds, 0 or more")
+        for key in ("activation_bytes", "gradient_bytes", "state_bytes", "working_bytes"):
+            check_number("model", key, getattr(self, key), 0, "bytes, 0 or more", whole=True)
+        for key in ("param_bytes", "num_shards", "generations"):
+            check_number("model", key, getattr(self, key), 1, "a whole number, 1 or more", whole=True)
+        if self.part_elements is not None:
+            check_number("model", "part_elements", self.part_elements, 1, "elements, 1 or more, or null", whole=True)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_elements)
+
+    @property
+    def num_elements(self) -> int:
+        return self.pre_elements + sum(self.layer_elements)
+
+    def elements(self, unit: Unit | None) -> int:
+        """All elements of `pre` or of a layer. `suf` has none of its own. Raises CostsError for a layer it lacks."""
+        if not isinstance(unit, int):
+            return self.pre_elements if unit == PRE else 0
+        if unit >= self.num_layers:
+            raise CostsError(f"the schedule names layer {unit}; the model has {self.num_layers}")
+        return self.layer_elements[unit]
+
+    def shard(self, unit: Unit | None) -> float:
+        """Elements of a unit that this rank keeps."""
+        return self.elements(unit) / self.num_shards
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Work on one lane. `seconds` at the lane's rate alone; `purpose` says which queue of the lane it takes."""
+
+    lane: Lane
+    purpose: Literal["compute", "parameters", "gradients", "state", "activations"]
+    seconds: float
+    num_bytes: float = 0.0
+
+
+Job = tuple[Stage, ...]
+Cost = tuple[Job, ...]
+
+
+def split_steps(shape: ModelShape, delay: float) -> dict[tuple[Unit, str], float]:
+    """`parts` of a schedule that takes a share `delay` of every unit as "d0", the rest as "e0". Raises CostsError."""
+    check_share("optimizer_delay", delay)
+    units: tuple[Unit, ...] = (PRE, *range(shape.num_layers))
+    shares = {"e0": 1 - delay, "d0": delay}
+    return {(unit, part): shape.shard(unit) * share for unit in units for part, share in shares.items()}
+
+
+class PartSizes:
+    """Elements of this rank that an event is about: of its part, or of its whole unit.
+
+    `parts`: elements per (unit, part). Without it, the parts of a unit that the events name are of equal size. A READ, STEP
+    or WRITE without a part, beside others with one, is about the rest: one more part.
+    """
+
+    def __init__(self, events: Sequence[Event], shape: ModelShape, parts: Parts | None = None) -> None:
+        self._shape = shape
+        self._parts = parts
+        self._named: dict[Unit | None, set[str | None]] = {}
+        for event in events:
+            if event.part is not None or event.op in _STEPPING:
+                self._named.setdefault(event.layer, set()).add(event.part)
+
+    def elements(self, event: Event) -> float:
+        """Raises CostsError for a part whose size was not given, and for parts larger than their unit."""
+        whole, named = self._shape.shard(event.layer), self._named.get(event.layer, set())
+        if event.layer is None or (event.part is None and (event.op not in _STEPPING or named == {None})):
+            return whole
+        if self._parts is None:
+            return whole / len(named)
+        if event.part is not None:
+            return self._given(event, event.part)
+        rest = whole - sum(self._given(event, part) for part in named if part is not None)
+        if rest < -0.5:
+            raise CostsError(f"event {event}: the parts of {event.layer} have {-rest:.0f} elements more than it; give fewer")
+        return max(0.0, rest)
+
+    def _given(self, event: Event, part: str) -> float:
+        assert self._parts is not None and event.layer is not None
+        if (event.layer, part) not in self._parts:
+            raise CostsError(f"event {event}: parts has no ({event.layer!r}, {part!r}); give its elements")
+        return self._parts[event.layer, part]
+
+
+def event_costs(events: Sequence[Event], machine: Machine, shape: ModelShape, parts: Parts | None = None) -> tuple[Cost, ...]:
+    """What each event of a step costs: jobs that may overlap, each a chain of stages; () where it takes no time.
+
+    `parts`: see PartSizes. See [Note: carried work]. A FETCH reads less by what delayed steps hand over in memory: those
+    since the unit's last FETCH.
+    """
+    pricer = _Pricer(events, machine, shape, parts)
+    return tuple(pricer.price(event) for event in events)
+
+
+class _Pricer:
+    def __init__(self, events: Sequence[Event], machine: Machine, shape: ModelShape, parts: Parts | None) -> None:
+        self.machine = machine
+        self.shape = shape
+        self.sizes = PartSizes(events, shape, parts)
+        self.present = {(event.op, event.layer, event.part) for event in events}
+        self.held = {event.layer for event in events if event.op in (Op.HOLD, Op.RECALL)}
+        self.handed_over: dict[Unit | None, float] = {}
+
+    def price(self, event: Event) -> Cost:
+        return _PRICES[event.op](self, event)
+
+    # ---- lanes
+
+    def ssd(self, lane: Literal["ssd_read", "ssd_write"], purpose: Any, num_bytes: float) -> Job:
+        if not num_bytes:
+            return ()
+        machine = self.machine
+        rate = machine.ssd_read_bytes_per_s if lane == "ssd_read" else machine.ssd_write_bytes_per_s
+        return (Stage(lane, purpose, machine.ssd_latency_s + num_bytes / rate, num_bytes),)
+
+    def copy(self, lane: Literal["copy_in", "copy_out"], purpose: Any, num_bytes: float) -> Job:
+        machine = self.machine
+        rate = machine.copy_in_bytes_per_s if lane == "copy_in" else machine.copy_out_bytes_per_s
+        if machine.one_memory or rate is None or not num_bytes:
+            return ()
+        return (Stage(lane, purpose, machine.copy_latency_s + num_bytes / rate, num_bytes),)
+
+    def compute(self, seconds: float) -> Cost:
+        return ((Stage("compute", "compute", self.machine.compute_latency_s + seconds),),)
+
+    def has(self, op: Op, event: Event) -> bool:
+        """Whether an event of its own does this part of the work of `event`'s unit."""
+        return any((op, event.layer, part) in self.present for part in (event.part, None))
+
+    # ---- events
+
+    def fetch(self, event: Event) -> Cost:
+        num_bytes = self.shape.shard(event.layer) * self.shape.param_bytes
+        left = num_bytes - self.handed_over.pop(event.layer, 0.0) * self.shape.param_bytes
+        read = self.ssd("ssd_read", "parameters", max(0.0, left) * self.shape.placement.parameters_on_ssd)
+        return _cost(read + self.copy("copy_in", "parameters", num_bytes))
+
+    def _scale(self, event: Event) -> float:
+        return self.shape.elements(event.layer) / (max(self.shape.layer_elements) or 1)
+
+    def forward(self, event: Event) -> Cost:
+        if event.layer == PRE:
+            return self.compute(self.shape.pre_forward_s)
+        if event.layer == SUF:
+            return self.compute(self.shape.head_s / 3)  # a forward pass is a third of forward and backward
+        return self.compute(self.shape.forward_s * self._scale(event))
+
+    def head(self, event: Event) -> Cost:
+        return self.compute(self.shape.head_s)
+
+    def backward(self, event: Event) -> Cost:
+        shape = self.shape
+        if event.layer == PRE:
+            return self.compute(shape.pre_backward_s)
+        kept = event.layer == shape.num_layers - 1 and not shape.recompute_last
+        return self.compute((shape.backward_s + (0.0 if kept else shape.forward_s)) * self._scale(event))
+
+    def save(self, event: Event) -> Cost:
+        placement, num_bytes = self.shape.placement, self.shape.activation_bytes
+        out = self.copy("copy_out", "activations", num_bytes * placement.activations_off_device)
+        return _cost(out + self.ssd("ssd_write", "activations", num_bytes * placement.activations_on_ssd))
+
+    def load(self, event: Event) -> Cost:
+        placement, num_bytes = self.shape.placement, self.shape.activation_bytes
+        read = self.ssd("ssd_read", "activations", num_bytes * placement.activations_on_ssd)
+        return _cost(read + self.copy("copy_in", "activations", num_bytes * placement.activations_off_device))
+
+    def _gradient_bytes(self, event: Event) -> float:
+        return self.sizes.elements(event) * self.shape.gradient_bytes
+
+    def reduce(self, event: Event) -> Cost:
+        out = self.copy("copy_out", "gradients", self._gradient_bytes(event))
+        return _cost(out + (() if event.layer in self.held else sum(self.hold(event), ())))
+
+    def hold(self, event: Event) -> Cost:
+        on_ssd = self.shape.placement.gradients_on_ssd
+        return _cost(self.ssd("ssd_write", "gradients", self._gradient_bytes(event) * on_ssd))
+
+    def recall(self, event: Event) -> Cost:
+        on_ssd = self.shape.placement.gradients_on_ssd
+        return _cost(self.ssd("ssd_read", "gradients", self._gradient_bytes(event) * on_ssd))
+
+    def read(self, event: Event) -> Cost:
+        return _cost(self._read_state(self.sizes.elements(event)))
+
+    def write(self, event: Event) -> Cost:
+        return _cost(self._write_state(self.sizes.elements(event)))
+
+    def _read_state(self, elements: float) -> Job:
+        return self.ssd("ssd_read", "state", elements * self.shape.state_bytes * self.shape.placement.state_on_ssd)
+
+    def _write_state(self, elements: float) -> Job:
+        shape, placement = self.shape, self.shape.placement
+        each = shape.state_bytes * placement.state_on_ssd + shape.param_bytes * placement.parameters_on_ssd
+        return self.ssd("ssd_write", "state", elements * each)
+
+    def step(self, event: Event) -> Cost:
+        shape, machine = self.shape, self.machine
+        elements = self.sizes.elements(event)
+        if not elements:
+            return ()
+        if event.step_offset:
+            self.handed_over[event.layer] = self.handed_over.get(event.layer, 0.0) + elements
+        placement = shape.placement
+        carried = (
+            event.layer not in self.held and placement.gradients_on_ssd > 0,
+            not self.has(Op.READ, event) and placement.state_on_ssd > 0,
+            not self.has(Op.WRITE, event) and placement.state_on_ssd + placement.parameters_on_ssd > 0,
+        )
+        count = math.ceil(elements / shape.part_elements) if shape.part_elements and any(carried) else 1
+        piece = elements / count
+        seconds = piece / machine.adam_elements_per_s
+        seconds += piece / machine.cast_elements_per_s if machine.cast_elements_per_s else 0.0
+        job: Job = (Stage("adam", "compute", seconds),)
+        if carried[0]:
+            job = self.ssd("ssd_read", "gradients", piece * shape.gradient_bytes * placement.gradients_on_ssd) + job
+        if carried[1]:
+            job = self._read_state(piece) + job
+        if carried[2]:
+            job += self._write_state(piece)
+        return (job,) * count
+
+    def nothing(self, event: Event) -> Cost:
+        return ()
+
+
+def _cost(job: Job) -> Cost:
+    return (job,) if job else ()
+
+
+_PRICES: Final[dict[Op, Callable[[_Pricer, Event], Cost]]] = {
+    **dict.fromkeys((Op.RELEASE, Op.DROP, Op.GDROP, Op.NORM, Op.COMMIT, Op.DISCARD), _Pricer.nothing),
+    Op.FETCH: _Pricer.fetch,
+    Op.F: _Pricer.forward,
+    Op.HEAD: _Pricer.head,
+    Op.B: _Pricer.backward,
+    **dict.fromkeys((Op.SAVE, Op.GSAVE), _Pricer.save),
+    **dict.fromkeys((Op.LOAD, Op.GLOAD), _Pricer.load),
+    Op.REDUCE: _Pricer.reduce,
+    Op.HOLD: _Pricer.hold,
+    Op.RECALL: _Pricer.recall,
+    Op.READ: _Pricer.read,
+    Op.STEP: _Pricer.step,
+    Op.WRITE: _Pricer.write,
+}

@@ -1,0 +1,53 @@
+"""What a measurement was made on: processor, memory, accelerator and the versions of packages, for its report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+
+def accelerator() -> str:
+    """The accelerator that runs will use; DeepSpeed's own choice unless DS_ACCELERATOR says otherwise."""
+    from deepspeed.accelerator import get_accelerator
+
+    found = get_accelerator()
+    assert found is not None  # DeepSpeed falls back to the CPU
+    return os.environ.get("DS_ACCELERATOR") or found.device_name()
+
+
+def describe_machine() -> dict[str, Any]:
+    """JSON fields of this machine; the load average says whether others used it at the same time."""
+    import torch
+
+    cpu = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    memory = next(line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemTotal"))
+    name = accelerator()
+    return {
+        "accelerator": name,
+        "device": torch.cuda.get_device_name(0) if name == "cuda" else name,
+        "cpu": cpu[0] if cpu else platform.processor(),
+        "num_cores": os.cpu_count(),
+        "host_bytes": 1024 * int(memory),
+        "kernel": platform.release(),
+        "load_average_at_end": list(os.getloadavg()),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of the packages that decide a measurement; None where one is not installed."""
+    packages = ("torch", "deepspeed", "transformers", "ds-vertical")
+    return {name: _version(name) for name in packages} | {"python": platform.python_version()}
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,265 @@
+"""`ds-vertical limits`: the rates of this machine that bound a step: SSD, copies, CPU Adam, a layer's forward and backward."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ds_vertical import cgroup
+from ds_vertical.config import ConfigError, read_config
+from ds_vertical.facts import accelerator, describe_machine, versions
+from ds_vertical.machine import Machine
+
+_BAD_INPUT = 2
+_DTYPES = ("bf16", "fp16", "fp32")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints a table, writes JSON. Returns 0; 2 for bad input; a limited child's status with --ssd-limit."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(arguments)
+    try:
+        if options.ssd_limit is not None and not options.limited:
+            return _run_limited(options, arguments)
+        report = measure(options)
+    except (ConfigError, OSError) as error:
+        print(f"ds-vertical limits: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    report["ssd_limit"] = json.loads(options.limited) if options.limited else None
+    print(table(report["rates"]))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        print(f"written: {options.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds-vertical limits", description=__doc__)
+    parser.add_argument("--path", type=Path, default=Path("."), help="folder on the disk to measure (default: here)")
+    parser.add_argument("--config", type=Path, help="DeepSpeed JSON whose aio section is used (default: DeepSpeed's)")
+    parser.add_argument("--model", type=Path, help="Hugging Face config of the model whose layer is timed")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the layer (default bf16)")
+    parser.add_argument("--tokens", type=int, default=32, help="of a micro-batch (default 32)")
+    parser.add_argument("--size-mb", type=int, default=256, help="MB per transfer (default 256)")
+    parser.add_argument("--rounds", type=int, default=3, help="the median of so many counts (default 3)")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument(cgroup.OPTION, metavar="READ,WRITE", help=cgroup.HELP)
+    parser.add_argument("--limited", help=argparse.SUPPRESS)  # given to the child that runs inside the group
+    return parser
+
+
+def _run_limited(options: argparse.Namespace, arguments: list[str]) -> int:
+    with cgroup.limited(cgroup.parse_limit(options.ssd_limit), [options.path]) as group:
+        command = [sys.executable, "-m", "ds_vertical.limits", *arguments, "--limited", json.dumps(group.to_json())]
+        return subprocess.run(group.wrap(command)).returncode
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The report. Raises ConfigError for options that make no sense, OSError where `path` cannot be written."""
+    for name, value in (("--tokens", options.tokens), ("--size-mb", options.size_mb), ("--rounds", options.rounds)):
+        if value < 1:
+            raise ConfigError(f"{name} {value}: write 1 or more")
+    if not options.path.is_dir():
+        raise ConfigError(f"--path {options.path}: no such folder; name one on the disk to measure")
+    num_bytes = options.size_mb << 20
+    aio = read_config(options.config) if options.config else {}
+    rates = ssd_rates(options.path, num_bytes, options.rounds, aio)
+    rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds)
+    if options.model:
+        rates |= layer_seconds(options.model, options.dtype, options.tokens, options.rounds)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    return {
+        "machine": _as_machine(rates),
+        "rates": rates,
+        "settings": settings,
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "facts": describe_machine(),
+        "versions": versions(),
+    }
+
+
+def _as_machine(rates: dict[str, float]) -> dict[str, Any]:
+    """The rates as `machine.Machine.from_dict` reads them."""
+    known = {field.name for field in fields(Machine)}
+    own: dict[str, Any] = {key: value for key, value in rates.items() if key in known}
+    return own | {"host_cores": len(os.sched_getaffinity(0)), "one_memory": accelerator() == "cpu"}
+
+
+def table(rates: dict[str, float]) -> str:
+    """One rate a line, in GB/s, million elements/s or milliseconds."""
+    units = {"_bytes_per_s": ("GB/s", 1e-9), "_elements_per_s": ("M elements/s", 1e-6), "_s": ("ms", 1e3)}
+    lines = []
+    for key, value in rates.items():
+        suffix = next(suffix for suffix in units if key.endswith(suffix))
+        unit, scale = units[suffix]
+        lines.append(f"{key.removesuffix(suffix).replace('_', ' '):24}{value * scale:10.3f} {unit}")
+    return "\n".join(lines)
+
+
+def _median_s(run: Callable[[], Any], rounds: int) -> float:
+    run()  # warm: pages touched, threads started
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+# ---- SSD
+
+
+def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any]) -> dict[str, float]:
+    """Bytes/s past the page cache through the queues that training uses: each direction alone, and both together."""
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+    from ds_vertical import compat, native
+
+    queues = [native.new_disk_queue(get_aio_config(config)) for _ in range(2)]
+    buffers = [compat.lock_host_bytes(num_bytes) for _ in queues]
+    try:
+        with tempfile.TemporaryDirectory(prefix="ds_vertical.limits.", dir=folder) as scratch:
+            for buffer in buffers:
+                buffer.fill_(1)
+            files = [Path(scratch, name) for name in ("read", "write")]
+
+            def read(rounds: int) -> float:
+                return _transfer_s([queues[0].read], buffers[:1], files[:1], rounds)
+
+            def write(rounds: int) -> float:
+                return _transfer_s([queues[1].write], buffers[1:], files[1:], rounds)
+
+            _transfer_s([queues[0].write, queues[1].write], buffers, files, 1)
+            rates = {"ssd_read_bytes_per_s": num_bytes / read(rounds), "ssd_write_bytes_per_s": num_bytes / write(rounds)}
+            together = _transfer_s([queues[0].read, queues[1].write], buffers, files, rounds)
+            rates |= {f"ssd_{way}_together_bytes_per_s": num_bytes / together for way in ("read", "write")}
+            return rates | _fio_rates(Path(scratch), num_bytes)
+    finally:
+        for queue, buffer in zip(queues, buffers, strict=True):
+            queue.close()
+            compat.unlock_host_bytes(buffer)
+
+
+def _transfer_s(issues: Sequence[Callable[..., Any]], buffers: Sequence[Any], files: Sequence[Path], rounds: int) -> float:
+    """Seconds of one whole-file transfer per queue, all at once. Raises DiskError."""
+
+    def run() -> None:
+        flying = [
+            issue(buffer.data_ptr(), buffer.numel(), file)
+            for issue, buffer, file in zip(issues, buffers, files, strict=True)
+        ]
+        for transfer in flying:
+            transfer.wait()
+
+    return _median_s(run, rounds)
+
+
+def _fio_rates(folder: Path, num_bytes: int) -> dict[str, float]:
+    """What fio measures with direct I/O of 1 MiB blocks, 8 deep; {} without fio."""
+    if shutil.which("fio") is None:
+        return {}
+    rates = {}
+    for direction in ("write", "read"):
+        options = f"--name=x --filename={folder}/fio --rw={direction} --bs=1M --iodepth=8 --direct=1 --ioengine=libaio"
+        command = ["fio", *options.split(), f"--size={num_bytes}", "--output-format=json"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        rates[f"fio_{direction}_bytes_per_s"] = float(json.loads(done.stdout)["jobs"][0][direction]["bw_bytes"])
+    return rates
+
+
+# ---- memory, host cores, layers
+
+
+def copy_rates(num_bytes: int, rounds: int) -> dict[str, float]:
+    """Bytes/s of copies host to host, and to and from the device (page-locked) where it is CUDA."""
+    import torch
+
+    def rate(target: torch.Tensor, source: torch.Tensor) -> float:
+        def copy() -> None:
+            target.copy_(source)
+            _synchronize()
+
+        return num_bytes / _median_s(copy, rounds)
+
+    host, other = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+    rates = {"copy_host_bytes_per_s": rate(other, host)}
+    if accelerator() == "cuda":
+        host, device = host.pin_memory(), torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+        rates |= {"copy_in_bytes_per_s": rate(device, host), "copy_out_bytes_per_s": rate(host, device)}
+    return rates
+
+
+def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
+    """Elements/s of CPU Adam on fp32 state in memory, all host cores, and of casting masters to bf16."""
+    import torch
+
+    from ds_vertical import native
+
+    kernel, kernel_id = native.free_adam(), 1 << 21
+    kernel.create_adam(kernel_id, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+    try:
+        tensors = [torch.full((numel,), 0.5) for _ in range(4)]
+        rates = (1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True)
+        adam_s = _median_s(lambda: kernel.adam_update(kernel_id, *rates, *tensors), rounds)
+        target = torch.empty(numel, dtype=torch.bfloat16)
+        cast_s = _median_s(lambda: target.copy_(tensors[0]), rounds)
+        return {"adam_elements_per_s": numel / adam_s, "cast_elements_per_s": numel / cast_s}
+    finally:
+        kernel.destroy_adam(kernel_id)
+
+
+def layer_seconds(model: Path, dtype: str, tokens: int, rounds: int) -> dict[str, float]:
+    """Seconds of one layer's forward, and of its backward (without the forward before it), for one micro-batch."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ds_vertical.layers import map_layers
+
+    fields = json.loads(model.read_text())
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config.num_hidden_layers, config.use_cache = 2, False  # the least that has layers to be found
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    network = AutoModelForCausalLM.from_config(config).to(device=accelerator(), dtype=torch_dtype)
+    block = map_layers(network, None).blocks[0].module
+    seen: list[Any] = []
+    hook = block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    with torch.no_grad():
+        network(torch.zeros(1, tokens, dtype=torch.long, device=accelerator()))
+    hook.remove()
+    args, kwargs = seen[0]
+    args = tuple(arg.detach().requires_grad_() if torch.is_tensor(arg) and arg.is_floating_point() else arg for arg in args)
+
+    def forward() -> torch.Tensor:
+        output = block(*args, **kwargs)
+        _synchronize()
+        return output[0] if isinstance(output, tuple) else output
+
+    def both() -> None:
+        forward().sum().backward()
+        _synchronize()
+
+    forward_s, both_s = _median_s(forward, rounds), _median_s(both, rounds)
+    return {"layer_forward_s": forward_s, "layer_backward_s": both_s - forward_s}
+
+
+def _synchronize() -> None:
+    import torch
+
+    if accelerator() == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

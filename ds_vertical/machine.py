@@ -1,0 +1,119 @@
+"""What a machine can do: its rates, from the JSON of `ds-vertical limits`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Self
+
+
+class CostsError(ValueError):
+    """Numbers that describe no machine or no model; names the key, the value and what to write instead."""
+
+
+def refuse(where: str, key: str, value: object, wanted: str) -> CostsError:
+    return CostsError(f"{where}.{key}: got {value!r}; write {wanted}")
+
+
+def check_number(where: str, key: str, value: object, least: float, wanted: str, whole: bool = False) -> None:
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and value >= least):  # pyright: ignore
+        raise refuse(where, key, value, wanted)
+
+
+def check_share(name: str, value: float) -> None:
+    """Raises CostsError unless `value` is a share."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and 0 <= value <= 1):
+        raise CostsError(f"{name}: got {value!r}; write a share from 0 to 1")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one machine, as one rank sees them.
+
+    `ssd_*_together_bytes_per_s`: with reads and writes under way at the same time; null: as alone. `copy_in`: host to
+    device. `one_memory`: host and device are one (the CPU accelerator): there are no copies, and compute, CPU Adam and
+    casts share the host cores. `adam_elements_per_s`: CPU Adam on `adam_cores` cores (null: all), fp32 state in memory;
+    `cast_elements_per_s`: fp32 to the parameters' dtype on as many (null: part of Adam's rate). Latencies are seconds per
+    event. `from_dict` reads the JSON of `ds-vertical limits`.
+    """
+
+    ssd_read_bytes_per_s: float
+    ssd_write_bytes_per_s: float
+    adam_elements_per_s: float
+    host_cores: int
+    one_memory: bool
+    copy_in_bytes_per_s: float | None = None
+    copy_out_bytes_per_s: float | None = None
+    ssd_read_together_bytes_per_s: float | None = None
+    ssd_write_together_bytes_per_s: float | None = None
+    cast_elements_per_s: float | None = None
+    adam_cores: int | None = None
+    ssd_latency_s: float = 0.0
+    copy_latency_s: float = 0.0
+    compute_latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            self._check(field.name, getattr(self, field.name), field.default is None)
+        for lane in ("in", "out"):
+            if not self.one_memory and getattr(self, f"copy_{lane}_bytes_per_s") is None:
+                raise refuse("machine", f"copy_{lane}_bytes_per_s", None, "bytes per second, or one_memory: true")
+        for lane in ("read", "write"):
+            alone, together = (getattr(self, f"ssd_{lane}_{way}bytes_per_s") for way in ("", "together_"))
+            if together is not None and together > alone:
+                raise refuse("machine", f"ssd_{lane}_together_bytes_per_s", together, f"at most the rate alone, {alone}")
+        if self.adam_cores is not None and self.adam_cores > self.host_cores:
+            raise refuse("machine", "adam_cores", self.adam_cores, f"at most host_cores, {self.host_cores}, or null")
+
+    @staticmethod
+    def _check(key: str, value: object, optional: bool) -> None:
+        if value is None and optional:
+            return
+        null = " or null" if optional else ""
+        if key == "one_memory":
+            if not isinstance(value, bool):
+                raise refuse("machine", key, value, "true or false")
+        elif key.endswith("_cores"):
+            check_number("machine", key, value, 1, f"a number of cores, 1 or more{null}", whole=True)
+        elif key.endswith("_per_s"):
+            check_number("machine", key, value, 1e-9, f"a rate above 0, per second{null}")
+        else:
+            check_number("machine", key, value, 0.0, "seconds, 0 or more")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read the object `{"machine": {FIELD: VALUE, ...}, ...}` or the inner object alone.
+
+        Keys are the fields of this class with the units in their names; those with a default may be left out. Beside
+        "machine", other keys (date, name, command) are allowed and ignored; inside it an unknown key is an error.
+        Raises CostsError naming the key.
+        """
+        inner = values.get("machine", values)
+        if not isinstance(inner, Mapping):
+            raise refuse("limits", "machine", inner, "an object of rates")
+        names = {field.name: field.default is MISSING for field in fields(cls)}
+        unknown = sorted(set(inner) - set(names))
+        missing = [name for name, required in names.items() if required and name not in inner]
+        if unknown:
+            raise CostsError(f"machine.{unknown[0]}: no such key; there are {', '.join(names)}")
+        if missing:
+            raise CostsError(f"machine.{missing[0]}: missing; run `ds-vertical limits` again, or write its value")
+        return cls(**inner)
+
+    @property
+    def adam_share(self) -> float:
+        """The share of the host cores that CPU Adam uses while it runs."""
+        return (self.adam_cores or self.host_cores) / self.host_cores
+
+    @property
+    def read_together(self) -> float:
+        """The SSD's read rate beside writes, against reads alone."""
+        return (self.ssd_read_together_bytes_per_s or self.ssd_read_bytes_per_s) / self.ssd_read_bytes_per_s
+
+    @property
+    def write_together(self) -> float:
+        """The SSD's write rate beside reads, against writes alone."""
+        return (self.ssd_write_together_bytes_per_s or self.ssd_write_bytes_per_s) / self.ssd_write_bytes_per_s

@@ -1,0 +1,280 @@
+"""The optimizer pipeline: read state -> compute -> write state, several parts deep, on a thread of its own.
+
+[Note: slots] A slot is page-locked host memory for one part's state. While one slot is computed, the next is being read
+and the one before is being written: with three slots every resource has work. A slot takes its next read when its
+write is complete. Parts go through in the order in which they were submitted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ds_vertical.disk import DiskQueue, Transfer
+from ds_vertical.trace import Tracer, now
+from ds_vertical.transfer import Ticket
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A piece of a state file: `num_bytes` at `offset` are transferred, both multiples of the disk's alignment."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+
+    def overlaps(self, other: Extent) -> bool:
+        end, other_end = self.offset + self.num_bytes, other.offset + other.num_bytes
+        return self.path == other.path and self.offset < other_end and other.offset < end
+
+
+@dataclass
+class Job:
+    """One part's step. `extents`: its state on SSD (master, moments), none where the state is in memory.
+
+    `compute` gets one uint8 tensor per extent, filled from its file, and changes it in place.
+    """
+
+    what: str
+    extents: Sequence[Extent]
+    compute: Callable[[Sequence[torch.Tensor]], None]
+    outputs: Sequence[Extent] | None = None  # where the state is written; None: where it was read
+    started: list[Transfer] = field(default_factory=list)
+
+    @property
+    def targets(self) -> Sequence[Extent]:
+        return self.extents if self.outputs is None else self.outputs
+
+
+class Batch:
+    """Jobs submitted together; complete when all have been computed (their writes may be under way)."""
+
+    def __init__(self, jobs: Sequence[Job], finish: Callable[[], None]) -> None:
+        self.left = len(jobs)
+        self.finish = finish
+        self.error: BaseException | None = None
+
+
+class Slot:
+    """Memory of one part's state, cut into as many pieces as a job has extents."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.writes: list[Transfer] = []
+
+    def views(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
+        views, start = [], 0
+        for extent in extents:
+            views.append(self.data.narrow(0, start, extent.num_bytes))
+            start += extent.num_bytes
+        return views
+
+    @property
+    def free(self) -> bool:
+        return all(write.done for write in self.writes)
+
+
+class StepPipeline:
+    """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as the largest job's state.
+
+    An error of a job is raised by the wait of its batch and of every later one: the state is torn from there on.
+    """
+
+    def __init__(
+        self, slots: Sequence[torch.Tensor], reader: DiskQueue, writer: DiskQueue, tracer: Tracer | None = None
+    ) -> None:
+        self._tracer = tracer or Tracer()
+        self._free = deque(Slot(data) for data in slots)
+        self._reader = reader
+        self._writer = writer
+        self._submitted: deque[tuple[Job, Batch]] = deque()
+        self._reading: deque[tuple[Job, Batch, Slot | None]] = deque()
+        self._writes: dict[Path, list[tuple[Extent, Transfer]]] = {}
+        self._changed = threading.Condition()
+        self._idle = True
+        self._closed = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, what: str, jobs: Sequence[Job], finish: Callable[[], None]) -> Ticket:
+        """Queue jobs; `finish` runs on the pipeline's thread after the last. The ticket waits for all of it."""
+        batch = Batch(jobs, finish)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError(f"{what}: the optimizer pipeline is closed; build a new engine")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ds_vertical optimizer", daemon=True)
+                self._thread.start()
+            self._submitted.extend((job, batch) for job in jobs)
+            self._idle = False
+            self._changed.notify_all()
+        num_bytes = sum(extent.num_bytes for job in jobs for extent in job.extents)
+        return Ticket(what, lambda: self._wait(batch), num_bytes)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first failure: nothing is computed after it."""
+        return self._error
+
+    def wait_idle(self) -> None:
+        """Return when nothing is in flight, whatever came of it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle)
+
+    def drain(self) -> None:
+        """Return when everything submitted is computed and on SSD. Raises the first error."""
+        self.wait_idle()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread. Harmless when called twice; raises nothing."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._reader.close()
+        self._writer.close()
+
+    def _wait(self, batch: Batch) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: batch.left == 0 or batch.error is not None)
+            if batch.error is not None:
+                raise batch.error
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while self._next():
+            try:
+                if self._error is None:
+                    self._advance()
+                else:
+                    self._fail(self._error)
+            except BaseException as error:  # handed to whoever waits
+                self._fail(error)
+
+    def _next(self) -> bool:
+        """Wait for work; False when there is none left and the pipeline is closed."""
+        with self._changed:
+            busy = self._submitted or self._reading or any(self._writes.values())
+            if not busy:
+                self._idle = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._submitted or self._closed)
+            return bool(self._submitted or self._reading or any(self._writes.values()))
+
+    def _advance(self) -> None:
+        """Start the reads that have a slot, then compute the oldest job, then complete writes where nothing is left."""
+        while self._start_one(patient=not self._reading):
+            pass
+        if self._reading:
+            self._compute(*self._reading.popleft())
+        elif not self._submitted:
+            self._settle()
+
+    def _start_one(self, patient: bool) -> bool:
+        with self._changed:
+            if not self._submitted:
+                return False
+            job, batch = self._submitted[0]
+        if any(extent.overlaps(target) for extent in job.extents for other, *_ in self._reading for target in other.targets):
+            return False  # what it is to read has not been computed yet
+        slot = None
+        if job.extents:
+            slot = self._take_slot(patient)
+            if slot is None:
+                return False
+            for extent, view in zip(job.extents, slot.views(job.extents), strict=True):
+                self._await_writes(extent)
+                job.started.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
+        with self._changed:
+            self._submitted.popleft()
+        self._reading.append((job, batch, slot))
+        return True
+
+    def _take_slot(self, patient: bool) -> Slot | None:
+        """The slot that was written longest ago; with `patient` wait for its writes."""
+        if not self._free or not (patient or self._free[0].free):
+            return None
+        slot = self._free[0]
+        for write in slot.writes:
+            write.wait()
+        slot.writes = []
+        return self._free.popleft()
+
+    def _await_writes(self, extent: Extent) -> None:
+        """Complete earlier writes of the bytes about to be read or written: a queue keeps no order."""
+        left = []
+        for written, write in self._writes.get(extent.path, ()):
+            if written.overlaps(extent):
+                write.wait()
+            elif not write.done:
+                left.append((written, write))
+        self._writes[extent.path] = left
+
+    def _compute(self, job: Job, batch: Batch, slot: Slot | None) -> None:
+        try:
+            for transfer in job.started:
+                transfer.wait()
+            job.started.clear()
+            views = slot.views(job.extents) if slot is not None else []
+            start = now()
+            job.compute(views)
+            self._tracer.span("adam", job.what, start, now())
+            if slot is not None:
+                for extent, view in zip(job.targets, views, strict=True):
+                    self._await_writes(extent)
+                    write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
+                    slot.writes.append(write)
+                    self._writes.setdefault(extent.path, []).append((extent, write))
+            if batch.left == 1:
+                batch.finish()
+        except BaseException as error:
+            batch.error = error
+            for transfer in job.started:  # into memory of ours
+                _complete(transfer)
+            raise
+        finally:
+            if slot is not None:
+                self._free.append(slot)
+            with self._changed:
+                batch.left -= 1
+                self._changed.notify_all()
+
+    def _settle(self) -> None:
+        writes, self._writes = self._writes, {}
+        started = [write for entries in writes.values() for _, write in entries]
+        for write in (*started, *(write for slot in self._free for write in slot.writes)):
+            write.wait()
+
+    def _fail(self, error: BaseException) -> None:
+        """Give the error to everything submitted; complete transfers in flight, whose memory is ours."""
+        with self._changed:
+            self._error = error
+            batches = [batch for _, batch in self._submitted] + [batch for _, batch, _ in self._reading]
+            flying = [transfer for job, _ in self._submitted for transfer in job.started]
+            self._submitted.clear()
+            for batch in batches:
+                batch.error = batch.error or error
+            self._changed.notify_all()
+        flying += [transfer for job, _, _ in self._reading for transfer in job.started]
+        flying += [write for entries in self._writes.values() for _, write in entries]
+        self._reading.clear()
+        self._writes.clear()
+        for transfer in flying:
+            _complete(transfer)
+
+
+def _complete(transfer: Transfer) -> None:
+    """Wait for a transfer whose failure no longer matters: an earlier one has been reported."""
+    try:
+        transfer.wait()
+    except OSError:
+        return

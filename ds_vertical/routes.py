@@ -1,0 +1,78 @@
+"""DeepSpeed's public routes to gradients, masters and moments (`safe_get_*`, `safe_set_*`, checkpoints), flushed first."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from ds_vertical import compat, compat_state
+
+_TOO_LATE = (
+    "{call}: train_batch has decided the step of these gradients already, and nothing would come of the new ones;"
+    " to change gradients between backward and step set vertical_schedule.enabled to false"
+)
+
+
+class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
+    """Stage 3 whose public methods on state see every step taken. The subclass says how to flush and what it holds."""
+
+    def flush_state(self) -> None:
+        raise NotImplementedError
+
+    def steps(self, param: Any) -> bool:
+        raise NotImplementedError
+
+    def held_share(self, param: Any) -> torch.Tensor | None:
+        """This rank's share of a parameter's gradient in the last step, flat fp32; None where there is none."""
+        raise NotImplementedError
+
+    # ---- gradients
+
+    def get_local_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
+        """This rank's share (flat fp32) of the last step's gradient: summed over the micro-batches, neither clipped nor
+        freed of the loss scale. None before the first step, and for a parameter that the optimizer does not have."""
+        share = self.held_share(param)
+        return None if share is None else share.to(compat.device_name(), copy=True)
+
+    def get_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
+        """As `get_local_fp32_grad_for_param`, of all ranks, in the parameter's shape."""
+        share = self.get_local_fp32_grad_for_param(param)
+        return None if share is None else compat_state.gather_shares(self, param, share)
+
+    def set_fp32_grad_for_param(self, value: Any, param: Any) -> NoReturn:
+        raise RuntimeError(_TOO_LATE.format(call="safe_set_full_grad"))
+
+    def set_local_grad_for_param(self, value: Any, param: Any) -> NoReturn:
+        raise RuntimeError(_TOO_LATE.format(call="safe_set_local_grad"))
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> NoReturn:
+        raise RuntimeError(_TOO_LATE.format(call="safe_update_full_grad_vectorized"))
+
+    # ---- masters and moments
+
+    def get_full_hp_param(self, param: Any, optim_state_key: Any = None) -> Any:
+        self.flush_state()
+        return super().get_full_hp_param(param, optim_state_key)
+
+    def set_full_hp_param(self, value: Any, param: Any, optim_state_key: Any = None) -> None:
+        self.flush_state()
+        super().set_full_hp_param(value, param, optim_state_key)
+
+    def get_local_fp32_param(self, param: Any, optim_state_key: Any = None) -> Any:
+        self.flush_state()
+        share = super().get_local_fp32_param(param, optim_state_key)
+        return None if share is None else share.clone()  # stock's is part of a buffer that the next read takes
+
+    def set_local_hp_param(self, value: Any, param: Any, optim_state_key: Any = None) -> None:
+        """Raises ValueError for a wrong number of elements. (Stock refuses every value for a parameter on SSD.)"""
+        if value.numel() != param.partition_numel():
+            raise ValueError(f"got {value.numel()} elements for this rank's share of {param.partition_numel()}")
+        self.flush_state()
+        if self.steps(param):
+            compat_state.set_share(self, param, value, optim_state_key)
+
+    def state_dict(self) -> Any:
+        self.flush_state()
+        return super().state_dict()

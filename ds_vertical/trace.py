@@ -1,0 +1,279 @@
+"""Where a step's time goes: spans per resource, waits and counters, as JSONL; a reader; a summary per step.
+
+Times are `now()`, seconds of a clock that all threads of the process share. A record costs one append of a tuple; text is
+made once per step, after the step's end is taken. One file per rank, one JSON object per line, by "kind":
+
+- header: version, rank, date
+- step: step, start, end
+- span: step, thread, resource, name, issue, start, end, bytes, blocked_from; see [Note: inexact spans]
+- wait: step, thread, name (what was waited for), by (the event that needed it), start, end
+- count: step, thread, name, time, value
+
+[Note: inexact spans] A transfer's issue is known, and that it was complete when its wait returned, but not when it began or
+ended, unless the transport says so. Such a span is from issue to the end of the wait, an upper bound; `blocked_from` is when
+somebody began to wait for it: from there on its resource was certainly busy. A summary's `busy_s` counts only the certain part,
+`in_flight_s` all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+RESOURCES = ("compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam")
+VERSION = 1
+now = perf_counter
+
+
+class Tracer:
+    """Takes records and keeps none: tracing switched off. `RecordingTracer` is the one that keeps them."""
+
+    def span(
+        self, resource: str, name: object, start: float, end: float, num_bytes: int = 0, *, issue: float | None = None
+    ) -> None:
+        """`resource` worked on `name` from `start` to `end` (of `now()`), moving `num_bytes`. From any thread.
+
+        resource: one of RESOURCES, or "" for work of the calling thread that belongs to none. name: anything; its `str` is
+        taken when the step is written. issue: when it was asked for, where that was earlier than start.
+        """
+
+    def transfer(self, resource: str, name: object, issue: float, blocked_from: float, end: float, num_bytes: int) -> None:
+        """A transfer whose own start and end are not known: see [Note: inexact spans]. One of no bytes is no transfer."""
+
+    def wait(self, name: object, by: object, start: float, end: float) -> None:
+        """The calling thread waited for `name`, because `by` needs it."""
+
+    def count(self, name: str, value: float) -> None:
+        """A counter's value from now on, e.g. bytes held in host memory."""
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One optimizer step; what was recorded since the last step's end is written at this one's, after an exception too."""
+        yield
+
+
+class RecordingTracer(Tracer):
+    """Appends the records of every step to `folder/rank<r>.jsonl`; an earlier run's file is replaced.
+
+    Raises OSError where it cannot write there. A span that ends after its step, such as a delayed part's, is written with the
+    step after it.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"rank{rank}.jsonl"
+        date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        self.path.write_text(json.dumps({"kind": "header", "version": VERSION, "rank": rank, "date": date}) + "\n")
+        self._records: deque[tuple[Any, ...]] = deque()  # append and popleft are atomic
+        self._num_steps = 0
+
+    def span(
+        self, resource: str, name: object, start: float, end: float, num_bytes: int = 0, *, issue: float | None = None
+    ) -> None:
+        thread = threading.current_thread().name
+        self._records.append(("span", thread, resource, name, start if issue is None else issue, start, end, num_bytes, None))
+
+    def transfer(self, resource: str, name: object, issue: float, blocked_from: float, end: float, num_bytes: int) -> None:
+        if num_bytes:
+            thread = threading.current_thread().name
+            self._records.append(("span", thread, resource, name, issue, issue, end, num_bytes, blocked_from))
+
+    def wait(self, name: object, by: object, start: float, end: float) -> None:
+        self._records.append(("wait", threading.current_thread().name, name, by, start, end))
+
+    def count(self, name: str, value: float) -> None:
+        self._records.append(("count", threading.current_thread().name, name, now(), value))
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        start = now()
+        try:
+            yield
+        finally:
+            self._write(start, now())
+
+    def _write(self, start: float, end: float) -> None:
+        self._num_steps += 1
+        lines = [_line({"kind": "step", "step": self._num_steps, "start": start, "end": end})]
+        for _ in range(len(self._records)):
+            kind, *values = self._records.popleft()
+            fields = {"kind": kind, "step": self._num_steps} | dict(zip(_FIELDS[kind], values, strict=True))
+            lines.append(_line(fields | {key: str(fields[key]) for key in ("name", "by") if key in fields}))
+        with self.path.open("a", encoding="ascii") as file:
+            file.write("".join(lines))
+
+
+_FIELDS = {
+    "span": ("thread", "resource", "name", "issue", "start", "end", "bytes", "blocked_from"),
+    "wait": ("thread", "name", "by", "start", "end"),
+    "count": ("thread", "name", "time", "value"),
+}
+_line_of = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def _line(fields: Mapping[str, Any]) -> str:
+    return _line_of(fields) + "\n"
+
+
+# ---- reading
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work of one resource; `blocked_from` is None where start and end are exact, see [Note: inexact spans]."""
+
+    step: int
+    thread: str
+    resource: str
+    name: str
+    issue: float
+    start: float
+    end: float
+    bytes: int
+    blocked_from: float | None
+
+    @property
+    def busy_from(self) -> float:
+        """From here to `end` the resource was certainly busy."""
+        return self.start if self.blocked_from is None else self.blocked_from
+
+
+@dataclass(frozen=True)
+class Wait:
+    step: int
+    thread: str
+    name: str
+    by: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Count:
+    step: int
+    thread: str
+    name: str
+    time: float
+    value: float
+
+
+@dataclass
+class StepTrace:
+    """One step of one rank: when it was, and all that was written with it."""
+
+    step: int
+    start: float
+    end: float
+    spans: list[Span] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    counts: list[Count] = field(default_factory=list)
+
+
+def read_trace(path: Path) -> list[StepTrace]:
+    """The steps of one rank's file, in order. Raises ValueError, naming file and line, for what is no trace."""
+    steps: list[StepTrace] = []
+    for number, line in enumerate(path.read_text(encoding="ascii").splitlines(), start=1):
+        try:
+            _take(steps, json.loads(line), first=number == 1)
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise ValueError(f"{path}, line {number}: no record of a trace of version {VERSION} ({error})") from error
+    return steps
+
+
+def _take(steps: list[StepTrace], fields: dict[str, Any], first: bool) -> None:
+    kind = fields.pop("kind")
+    if first or kind == "header":
+        if not first or kind != "header" or fields["version"] != VERSION:
+            raise ValueError(f"{kind} {fields.get('version', '')}")
+    elif kind == "step":
+        steps.append(StepTrace(**fields))
+    elif kind == "span":
+        steps[-1].spans.append(Span(**fields))
+    elif kind == "wait":
+        steps[-1].waits.append(Wait(**fields))
+    elif kind == "count":
+        steps[-1].counts.append(Count(**fields))
+    else:
+        raise ValueError(f"unknown kind {kind!r}")
+
+
+# ---- summary
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Seconds and bytes of one step.
+
+    busy_s, in_flight_s, bytes: per resource; times are unions of intervals within the step, so two transfers at once count
+    once. outside_s: the part of the step in which no resource was certainly busy. waits_s: per event waited for, most first.
+    unassigned_s: per name, work of threads that belongs to no resource.
+    """
+
+    step_s: float
+    busy_s: dict[str, float]
+    in_flight_s: dict[str, float]
+    bytes: dict[str, int]
+    outside_s: float
+    waits_s: dict[str, float]
+    unassigned_s: dict[str, float]
+
+    def table(self) -> str:
+        """For the terminal: resources, then the time outside them and the longest waits."""
+        lines = [f"{'':12}{'busy s':>9}{'of step':>9}{'in flight s':>13}{'MB':>10}"]
+        for resource, busy in self.busy_s.items():
+            share, flight, moved = busy / self.step_s, self.in_flight_s[resource], self.bytes[resource] / 1e6
+            lines.append(f"{resource:12}{busy:9.3f}{share:9.1%}{flight:13.3f}{moved:10.1f}")
+        lines.append(f"{'outside':12}{self.outside_s:9.3f}{self.outside_s / self.step_s:9.1%}")
+        for title, seconds in (("waits", self.waits_s), ("unassigned", self.unassigned_s)):
+            shown = ", ".join(f"{name} {value:.3f}" for name, value in list(seconds.items())[:6])
+            lines.append(f"{title:12}{sum(seconds.values()):9.3f}  {shown}".rstrip())
+        return "\n".join(lines)
+
+
+def summarize(step: StepTrace) -> Summary:
+    """The step's seconds and bytes; intervals are cut to the step."""
+    spans = defaultdict(list)
+    for span in step.spans:
+        spans[span.resource].append(span)
+    unassigned = spans.pop("", [])
+    resources = [*RESOURCES, *sorted(set(spans) - set(RESOURCES))]
+    busy = {resource: [(span.busy_from, span.end) for span in spans[resource]] for resource in resources}
+
+    def union_s(intervals: Iterable[tuple[float, float]]) -> float:
+        return union((max(start, step.start), min(end, step.end)) for start, end in intervals)
+
+    return Summary(
+        step_s=step.end - step.start,
+        busy_s={resource: union_s(intervals) for resource, intervals in busy.items()},
+        in_flight_s={resource: union_s((span.start, span.end) for span in spans[resource]) for resource in resources},
+        bytes={resource: sum(span.bytes for span in spans[resource]) for resource in resources},
+        outside_s=step.end - step.start - union_s(interval for intervals in busy.values() for interval in intervals),
+        waits_s=_seconds_by_name(step.waits),
+        unassigned_s=_seconds_by_name(unassigned),
+    )
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of (start, end); an interval that ends before it starts is empty."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        start = max(start, reached)
+        if end > start:
+            total += end - start
+            reached = end
+    return total
+
+
+def _seconds_by_name(records: Iterable[Span | Wait]) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for record in records:
+        seconds[record.name] += record.end - record.start
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))

@@ -1,0 +1,256 @@
+"""Rates and sizes to seconds and bytes; bytes of a step against the architecture's table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_vertical.costs import CostsError, ModelShape, Placement, event_costs, split_steps
+from ds_vertical.machine import Machine
+from ds_vertical.passes import build_training
+from ds_vertical.schedule import PRE, Event, parse_event, parse_events
+from ds_vertical.traffic import Traffic, kept_layers, stock_traffic, traffic_of, vertical_traffic
+
+RATES = {
+    "ssd_read_bytes_per_s": 1000.0,
+    "ssd_write_bytes_per_s": 500.0,
+    "adam_elements_per_s": 100.0,
+    "host_cores": 2,
+    "one_memory": False,
+    "copy_in_bytes_per_s": 4000.0,
+    "copy_out_bytes_per_s": 2000.0,
+}
+MACHINE = Machine.from_dict(RATES)
+SHAPE = ModelShape(
+    pre_elements=100,
+    layer_elements=(1000, 1000, 500),
+    forward_s=1.0,
+    backward_s=2.0,
+    activation_bytes=400,
+    pre_forward_s=0.25,
+    pre_backward_s=0.5,
+    head_s=3.0,
+)
+P = SHAPE.num_elements
+
+
+def seconds(text: str, machine: Machine = MACHINE, shape: ModelShape = SHAPE, beside: str = "") -> dict[str, float]:
+    """Seconds per lane of the first event of `text`, in a schedule with the events of `beside`."""
+    events = parse_events(f"{text} {beside}")
+    found: dict[str, float] = {}
+    for job in event_costs(events, machine, shape)[0]:
+        for stage in job:
+            found[stage.lane] = found.get(stage.lane, 0.0) + stage.seconds
+    return found
+
+
+# One element: 2 bytes of parameter, 4 of gradient, 12 of state. All by hand.
+@pytest.mark.parametrize(
+    ("text", "beside", "expected"),
+    [
+        ("0FETCH", "", {"ssd_read": 2.0, "copy_in": 0.5}),
+        ("preFETCH", "", {"ssd_read": 0.2, "copy_in": 0.05}),
+        ("0F0", "", {"compute": 1.0}),
+        ("2F0", "", {"compute": 0.5}),
+        ("preF0", "", {"compute": 0.25}),
+        ("sufHEAD0", "", {"compute": 3.0}),
+        ("0B0", "", {"compute": 3.0}),
+        ("preB0", "", {"compute": 0.5}),
+        ("0REDUCE", "", {"copy_out": 2.0}),
+        ("0RELEASE", "", {}),
+        ("NORM", "", {}),
+        ("0STEP", "", {"ssd_read": 12.0, "adam": 10.0, "ssd_write": 28.0}),
+        ("0STEP", "0READ 0WRITE", {"adam": 10.0}),
+        ("0READ", "0STEP", {"ssd_read": 12.0}),
+        ("0WRITE", "0STEP", {"ssd_write": 28.0}),
+        ("0STEP.e0", "0STEP.e1", {"ssd_read": 6.0, "adam": 5.0, "ssd_write": 14.0}),
+        ("0STEP.d0@-1", "0STEP.e0 0READ.d0@-1", {"adam": 5.0, "ssd_write": 14.0}),
+        ("0HOLD", "", {}),
+        ("0SAVE0", "", {}),
+    ],
+)
+def test_seconds_of_events(text: str, beside: str, expected: dict[str, float]) -> None:
+    assert seconds(text, beside=beside) == pytest.approx(expected)
+
+
+def test_placement_decides_what_moves() -> None:
+    waits = replace(SHAPE, placement=Placement(gradients_on_ssd=0.5, activations_on_host=0.5, activations_on_ssd=0.25))
+    assert seconds("0REDUCE", shape=waits) == pytest.approx({"copy_out": 2.0, "ssd_write": 4.0})
+    assert seconds("0REDUCE", shape=waits, beside="0HOLD 0RECALL") == pytest.approx({"copy_out": 2.0})
+    assert seconds("0HOLD", shape=waits) == pytest.approx({"ssd_write": 4.0})
+    assert seconds("0RECALL", shape=waits) == pytest.approx({"ssd_read": 2.0})
+    assert seconds("0STEP", shape=waits)["ssd_read"] == pytest.approx(14.0)
+    assert seconds("0STEP", shape=waits, beside="0HOLD 0RECALL")["ssd_read"] == pytest.approx(12.0)
+    assert seconds("1SAVE0", shape=waits) == pytest.approx({"copy_out": 0.15, "ssd_write": 0.2})
+    assert seconds("1GLOAD0", shape=waits) == pytest.approx({"copy_in": 0.075, "ssd_read": 0.1})
+    in_memory = replace(SHAPE, placement=Placement(parameters_on_ssd=0.0, state_on_ssd=0.0))
+    assert seconds("0FETCH", shape=in_memory) == pytest.approx({"copy_in": 0.5})
+    assert seconds("0STEP", shape=in_memory) == pytest.approx({"adam": 10.0})
+
+
+def test_shards_latencies_casts_and_one_memory() -> None:
+    assert seconds("0FETCH", shape=replace(SHAPE, num_shards=2)) == pytest.approx({"ssd_read": 1.0, "copy_in": 0.25})
+    slow = replace(MACHINE, ssd_latency_s=0.5, copy_latency_s=0.25, compute_latency_s=0.125)
+    assert seconds("0FETCH", slow) == pytest.approx({"ssd_read": 2.5, "copy_in": 0.75})
+    assert seconds("0F0", slow) == pytest.approx({"compute": 1.125})
+    assert seconds("0STEP", replace(MACHINE, cast_elements_per_s=200.0))["adam"] == pytest.approx(15.0)
+    assert seconds("0FETCH", replace(MACHINE, one_memory=True)) == pytest.approx({"ssd_read": 2.0})
+    assert seconds("2B0", shape=replace(SHAPE, recompute_last=False)) == pytest.approx({"compute": 1.0})
+
+
+def test_a_step_is_cut_into_pieces_and_keeps_its_bytes() -> None:
+    whole = event_costs([parse_event("0STEP")], MACHINE, SHAPE)[0]
+    pieces = event_costs([parse_event("0STEP")], MACHINE, replace(SHAPE, part_elements=300))[0]
+    assert (len(whole), len(pieces)) == (1, 4)
+    assert sum(s.num_bytes for job in pieces for s in job) == pytest.approx(sum(s.num_bytes for s in whole[0]))
+    assert len(event_costs(parse_events("0READ 0STEP 0WRITE"), MACHINE, replace(SHAPE, part_elements=300))[1]) == 1
+
+
+def test_given_sizes_of_parts() -> None:
+    events = parse_events("0STEP.e0 0STEP.d0@-1")
+    early, delayed = event_costs(events, MACHINE, SHAPE, {(0, "e0"): 700, (0, "d0"): 300})
+    assert [early[0][1].seconds, delayed[0][1].seconds] == [7.0, 3.0]
+    with pytest.raises(CostsError, match=r"event 0STEP.d0@-1: parts has no \(0, 'd0'\)"):
+        event_costs(events, MACHINE, SHAPE, {(0, "e0"): 700})
+
+
+def test_a_step_without_part_beside_others_takes_the_rest() -> None:
+    events = parse_events("0REDUCE 0STEP.e0 0STEP")
+    halves = event_costs(events, MACHINE, SHAPE)
+    assert [halves[0][0][0].num_bytes, halves[1][0][1].seconds, halves[2][0][1].seconds] == [4000, 5.0, 5.0]
+    given = event_costs(events, MACHINE, SHAPE, split_steps(SHAPE, 0.25))
+    assert [given[1][0][1].seconds, given[2][0][1].seconds] == [7.5, 2.5]
+    assert event_costs(events, MACHINE, SHAPE, {(0, "e0"): 1000})[2] == ()
+    with pytest.raises(CostsError, match="event 0STEP: the parts of 0 have 100 elements more than it"):
+        event_costs(events, MACHINE, SHAPE, {(0, "e0"): 1100})
+    with pytest.raises(CostsError, match="optimizer_delay: got 1.5; write a share from 0 to 1"):
+        split_steps(SHAPE, 1.5)
+
+
+def test_what_a_delayed_step_hands_over_is_not_read() -> None:
+    events = parse_events("0STEP.d0@-1 0STEP.e0 0FETCH 0FETCH preFETCH")
+    read = [
+        sum(s.num_bytes for job in cost for s in job if s.lane == "ssd_read") for cost in event_costs(events, MACHINE, SHAPE)
+    ]
+    assert read[2:] == [1000, 2000, 200]
+
+
+# ------------------------------------------------------------------------------------------------------ bytes per step
+
+
+@pytest.mark.parametrize("waiting_on_ssd", [0.0, 1.0])
+@pytest.mark.parametrize("window", [0, 1, 2, 5])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_a_schedule_moves_the_bytes_of_the_table(window: int, num_micro_batches: int, waiting_on_ssd: float) -> None:
+    shape = replace(SHAPE, placement=Placement(gradients_on_ssd=waiting_on_ssd))
+    schedule = build_training(3, num_micro_batches, window=window)
+    table = vertical_traffic(shape, num_micro_batches, kept=kept_layers(window), waiting=1.0)
+    moved = traffic_of(event_costs(schedule.events, MACHINE, shape), shape)
+    for name, expected in vars(table).items():
+        assert getattr(moved, name) == pytest.approx(expected), name
+
+
+def test_the_table_in_multiples_of_p() -> None:
+    on_ssd = replace(SHAPE, placement=Placement(gradients_on_ssd=1.0), pre_elements=0)
+    p = on_ssd.num_elements
+    stock = stock_traffic(on_ssd, 4)
+    assert (stock.read, stock.written) == (16 * p + 4 * p + 12 * p, 4 * p + 12 * p + 2 * p)
+    plain = vertical_traffic(on_ssd, 4, kept=0)
+    assert (plain.read, plain.written) == (4 * p + 12 * p, 12 * p + 2 * p)
+    waiting = vertical_traffic(on_ssd, 4, kept=0, waiting=1.0)
+    assert (waiting.read - plain.read, waiting.written - plain.written) == (4 * p, 4 * p)
+    redone = vertical_traffic(on_ssd, 4, kept=0, redone=1.0)
+    assert (redone.read - plain.read, redone.written - plain.written) == (12 * p, 14 * p)
+    handed = vertical_traffic(on_ssd, 4, kept=0, handed_over=0.25)
+    assert plain.read - handed.read == pytest.approx(0.25 * 2 * p)
+    kept = vertical_traffic(on_ssd, 4, kept=1)
+    assert plain.read - kept.read == pytest.approx(2 * 500)
+
+
+def test_the_table_has_the_bytes_measured_in_the_prototype() -> None:
+    """8 layers of 12.6 M and 0.5 M outside, M = 4 (design, prototype.md): 3231 MB read, 1822 written by stock; own step 1593
+    and 1417. The size of the parts is known to 0.1 M only."""
+    shape = replace(SHAPE, pre_elements=500_000, layer_elements=(12_600_000,) * 8)
+    stock, own = stock_traffic(shape, 4), vertical_traffic(shape, 4)
+    assert [x / 1e6 for x in (stock.read, stock.written)] == pytest.approx([3231, 1822], rel=0.01)
+    assert [x / 1e6 for x in (own.read, own.written)] == pytest.approx([1593, 1417], rel=0.01)
+
+
+def test_activations_travel_once_each_way() -> None:
+    shape = replace(SHAPE, placement=Placement(activations_on_ssd=0.5))
+    saves = "0SAVE0 0SAVE1 1SAVE0 1SAVE1 2SAVE0 2SAVE1".split()
+    events = parse_events(" ".join([*saves, *(event.replace("SAVE", "LOAD") for event in saves)]))
+    table = vertical_traffic(shape, 2)
+    moved = traffic_of(event_costs(events, MACHINE, shape), shape)
+    assert moved == Traffic(activations_read=1200, activations_written=1200)
+    assert (table.activations_read, table.activations_written) == (1200, 1200)
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ssd_read_bytes_per_s": 0}, r"machine.ssd_read_bytes_per_s: got 0; write a rate above 0"),
+        ({"ssd_read_bytes_per_s": "fast"}, r"machine.ssd_read_bytes_per_s: got 'fast'"),
+        ({"adam_elements_per_s": float("nan")}, r"machine.adam_elements_per_s: got nan"),
+        ({"adam_elements_per_s": None}, r"machine.adam_elements_per_s: got None"),
+        ({"host_cores": 1.5}, r"machine.host_cores: got 1.5; write a number of cores"),
+        ({"one_memory": 1}, r"machine.one_memory: got 1; write true or false"),
+        ({"ssd_latency_s": -1}, r"machine.ssd_latency_s: got -1; write seconds, 0 or more"),
+        ({"copy_in_bytes_per_s": None}, r"machine.copy_in_bytes_per_s: got None; write bytes per second, or one_memory: true"),
+        ({"ssd_write_together_bytes_per_s": 501}, r"write at most the rate alone, 500"),
+        ({"adam_cores": 3}, r"machine.adam_cores: got 3; write at most host_cores, 2"),
+        ({"ssd_read": 1}, r"machine.ssd_read: no such key; there are ssd_read_bytes_per_s"),
+    ],
+)
+def test_a_machine_that_is_none_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(CostsError, match=message):
+        Machine.from_dict({"date": "2026-11-21", "machine": RATES | changes})
+
+
+def test_a_machine_is_read_with_and_without_what_is_around_it() -> None:
+    assert Machine.from_dict({"date": "today", "machine": RATES}) == Machine.from_dict(RATES) == MACHINE
+    with pytest.raises(CostsError, match="machine.host_cores: missing; run `ds-vertical limits` again"):
+        Machine.from_dict({key: value for key, value in RATES.items() if key != "host_cores"})
+    with pytest.raises(CostsError, match="limits.machine: got 3; write an object"):
+        Machine.from_dict({"machine": 3})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_elements": ()}, "model.layer_elements"),
+        ({"pre_elements": -1}, "pre_elements: got -1"),
+        ({"forward_s": -0.5}, "model.forward_s: got -0.5"),
+        ({"num_shards": 0}, "model.num_shards: got 0"),
+        ({"part_elements": 0}, "model.part_elements: got 0"),
+    ],
+)
+def test_a_shape_that_is_none_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(CostsError, match=message):
+        replace(SHAPE, **changes)  # pyright: ignore
+
+
+def test_shares_and_layers_out_of_range_are_refused() -> None:
+    with pytest.raises(CostsError, match="placement.state_on_ssd: got 1.5; write a share from 0 to 1"):
+        Placement(state_on_ssd=1.5)
+    with pytest.raises(CostsError, match="placement.activations_on_ssd: got 0.75; write 0.5"):
+        Placement(activations_on_host=0.5, activations_on_ssd=0.75)
+    with pytest.raises(CostsError, match="the schedule names layer 3; the model has 3"):
+        event_costs([parse_event("3FETCH")], MACHINE, SHAPE)
+    with pytest.raises(CostsError, match="handed_over: got 2"):
+        vertical_traffic(SHAPE, handed_over=2)
+    assert SHAPE.elements(PRE) == 100 and SHAPE.elements("suf") == 0 and P == 2600
+
+
+def test_every_op_has_a_price() -> None:
+    from ds_vertical.schedule import Op
+
+    texts = {Op.NORM: "NORM", Op.HEAD: "sufHEAD0"}
+    plain = {Op.FETCH, Op.RELEASE, Op.REDUCE, Op.HOLD, Op.RECALL, Op.READ, Op.STEP, Op.WRITE, Op.COMMIT, Op.DISCARD}
+    for op in Op:
+        event: Event = parse_event(texts.get(op, f"0{op}{'' if op in plain else 0}"))
+        event_costs([event], MACHINE, SHAPE)

@@ -1,0 +1,420 @@
+"""Every route to the weights, gradients and optimizer state sees the last step, although part of it was left to the next
+forward; and training goes on as if nobody had looked, or from what was written.
+
+Stock (state in host memory, where it is right) and the vertical arm train side by side; every route is taken on both.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import utils as fragments
+from harness import (
+    MIN_SSD_BYTES,
+    base_config,
+    build_engine,
+    bytes_on_ssd,
+    differing,
+    dispose,
+    read_grads,
+    read_state,
+    read_weights,
+    running,
+    small_buffers,
+)
+from models import MixerModel, tiny_gpt2, token_batches
+from torch import nn
+
+NUM_MICRO_BATCHES = 2
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Tensors = dict[str, torch.Tensor]
+Route = Callable[[Any, Any, Path], Tensors]
+
+# where the vertical arm's state lies, the clipping, and what it leaves to the next forward
+REGIMES: dict[str, dict[str, Any]] = {
+    "all delayed, on SSD": dict(clip=0.05, section={"optimizer_delay": 1.0}),
+    "half early, on SSD": dict(clip=0.0, section={"optimizer_delay": 0.5}),
+    "all delayed, in host memory": dict(clip=0.05, params="cpu", optimizer="cpu", section={"optimizer_delay": 1.0}),
+}
+
+
+def build_model() -> nn.Module:
+    return MixerModel(3)
+
+
+def config_in(folder: Path, **options: Any) -> dict[str, Any]:
+    options = {"dtype": "fp32", "num_micro_batches": NUM_MICRO_BATCHES} | options
+    config = base_config(folder, **options)
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return small_buffers(config) if options.get("params", "nvme") == "nvme" else config
+
+
+class Pair:
+    """Both arms after the same steps. `sound`: whether they can be used by another test."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        self.batches = iter(token_batches(200, NUM_MICRO_BATCHES))
+        self.sound = True
+        self.arms: dict[bool, tuple[Any, Any]] = {}
+        stock = options | {"params": "cpu", "optimizer": "cpu"}
+        for vertical, chosen in ((False, stock), (True, options)):
+            self.arms[vertical] = build_engine(config_in(folder, **chosen), build_model, vertical=vertical)
+
+    def step(self) -> None:
+        """One step of both; afterwards part of it is left to the vertical arm's next forward."""
+        batch = next(self.batches)
+        losses = {vertical: engine.train_batch(iter(batch)).item() for vertical, (engine, _) in self.arms.items()}
+        assert losses[False] == losses[True]
+        assert set(self.vertical.optimizer.due) == {"pre", 0, 1, 2}, "nothing is left to do: the test shows nothing"
+
+    @property
+    def vertical(self) -> Any:
+        return self.arms[True][0]
+
+    def take(self, route: Route, folder: Path) -> dict[bool, Tensors]:
+        taken = {}
+        for vertical, (engine, model) in self.arms.items():
+            (folder / str(vertical)).mkdir()
+            taken[vertical] = route(engine, model, folder / str(vertical))
+        return taken
+
+    def assert_equal(self) -> None:
+        states = [read_weights(model) | read_state(engine, model) for engine, model in self.arms.values()]
+        assert not differing(*states)
+
+    def close(self) -> None:
+        for engine, _ in self.arms.values():
+            dispose(engine)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
+    """The pair of a regime; a new one where a test failed on the last."""
+    made: dict[str, Pair] = {}
+
+    def give(regime: str) -> Pair:
+        for other in [name for name, pair in made.items() if name != regime or not pair.sound]:
+            made.pop(other).close()
+        if regime not in made:
+            made[regime] = Pair(tmp_path_factory.mktemp("pair"), REGIMES[regime])
+            made[regime].step()
+        return made[regime]
+
+    yield give
+    for pair in made.values():
+        pair.close()
+
+
+# ---- routes that read
+
+
+def token_ids() -> torch.Tensor:
+    return token_batches(1, 1, seed=9)[0][0]["input_ids"]
+
+
+def eval_batch(engine: Any, model: Any, folder: Path) -> Tensors:
+    return {"loss": engine.eval_batch(iter(token_batches(1, NUM_MICRO_BATCHES, seed=7)[0])).view(1)}
+
+
+def called(call: Callable[..., torch.Tensor], model: Any) -> Tensors:
+    model.eval()
+    with torch.no_grad():
+        logits = call(input_ids=token_ids()).clone()
+    model.train()
+    return {"logits": logits}
+
+
+def engine_call(engine: Any, model: Any, folder: Path) -> Tensors:
+    return called(engine, model)
+
+
+def module_call(engine: Any, model: Any, folder: Path) -> Tensors:
+    return called(model, model)
+
+
+def save_weights(engine: Any, model: Any, folder: Path) -> Tensors:
+    assert engine.save_16bit_model(str(folder), "weights.bin")
+    return torch.load(folder / "weights.bin")
+
+
+def gathered(engine: Any, model: Any, folder: Path) -> Tensors:
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def each(model: Any, read: Callable[..., torch.Tensor], *args: Any) -> Tensors:
+    found = {name: read(param, *args) for name, param in model.named_parameters()}
+    return {name: value.clone().flatten() for name, value in found.items()}
+
+
+def full_master(engine: Any, model: Any, folder: Path) -> Tensors:
+    return each(model, fragments.safe_get_full_fp32_param)
+
+
+def local_master(engine: Any, model: Any, folder: Path) -> Tensors:
+    return each(model, fragments.safe_get_local_fp32_param)
+
+
+def moments(read: Callable[..., torch.Tensor], model: Any) -> Tensors:
+    return {f"{name}/{kind}": value for kind in MOMENTS for name, value in each(model, read, kind).items()}
+
+
+def full_moments(engine: Any, model: Any, folder: Path) -> Tensors:
+    return moments(fragments.safe_get_full_optimizer_state, model)
+
+
+def local_moments(engine: Any, model: Any, folder: Path) -> Tensors:
+    return moments(fragments.safe_get_local_optimizer_state, model)
+
+
+def gradient(read: Callable[..., torch.Tensor], engine: Any, model: Any, folder: Path) -> Tensors:
+    """Stock forgets its gradients in its step, but for the share that the harness finds."""
+    return each(model, read) if type(engine).__name__ == "VerticalEngine" else read_grads(engine, model)
+
+
+full_gradient = partial(gradient, fragments.safe_get_full_grad)
+local_gradient = partial(gradient, fragments.safe_get_local_grad)
+
+
+def optimizer_state_dict(engine: Any, model: Any, folder: Path) -> Tensors:
+    names = {param.ds_id: name for name, param in model.named_parameters()}
+    found: Tensors = {}
+    for params, flat in zip(engine.optimizer.fp16_groups, engine.optimizer.state_dict()["fp32_flat_groups"], strict=True):
+        sizes = [param.partition_numel() for param in params]
+        found |= {names[p.ds_id]: part.clone() for p, part in zip(params, flat.split(sizes), strict=True)}
+    return found
+
+
+def checkpoint(engine: Any, model: Any, folder: Path) -> Tensors:
+    engine.save_checkpoint(str(folder))
+    weights = read_weights(model)
+    path, _ = engine.load_checkpoint(str(folder))
+    assert path is not None
+    assert not differing(weights, read_weights(model))
+    return weights | read_state(engine, model)
+
+
+READS: list[Route] = [
+    eval_batch,
+    engine_call,
+    module_call,
+    save_weights,
+    gathered,
+    full_master,
+    local_master,
+    full_moments,
+    local_moments,
+    full_gradient,
+    local_gradient,
+]
+IN_HOST_MEMORY: list[Route] = [optimizer_state_dict, checkpoint]
+
+
+def name_of(route: Any) -> str:
+    if isinstance(route, partial):
+        return route.args[0].__name__
+    return getattr(route, "__name__", str(route))
+
+
+DELAYED, EARLY, HOST = REGIMES
+
+
+def cases(routes: list[Route], fast: list[Route]) -> list[Any]:
+    """Every route in every regime; beside the first regime the `fast` ones only where slow tests are left out."""
+    everything = [(regime, route) for regime in REGIMES for route in routes]
+    slow = [regime != DELAYED and route not in fast for regime, route in everything]
+    return [
+        pytest.param(*case, marks=[pytest.mark.slow] * late, id=f"{name_of(case[1])}, {case[0]}")
+        for case, late in zip(everything, slow, strict=True)
+    ]
+
+
+READ_CASES = cases(READS, [gathered, full_moments, full_gradient]) + [(HOST, route) for route in IN_HOST_MEMORY]
+
+
+@pytest.mark.parametrize(("regime", "route"), READ_CASES)
+def test_a_route_reads_what_stock_reads(
+    tmp_path: Path, pairs: Callable[[str], Pair], regime: str, route: Route
+) -> None:
+    pair = pairs(regime)
+    pair.sound = False
+    pair.step()
+    taken = pair.take(route, tmp_path)
+    assert not differing(taken[False], taken[True])
+    pair.step()
+    pair.assert_equal()
+    on_ssd = bytes_on_ssd(pair.arms[True][1])
+    assert on_ssd == (0 if regime == HOST else 6 * MIN_SSD_BYTES)
+    pair.sound = True
+
+
+# ---- routes that write
+
+
+def chosen(model: Any) -> list[tuple[str, Any]]:
+    """A parameter on SSD, a small one, and one outside the layers."""
+    named = dict(model.named_parameters())
+    return [(name, named[name]) for name in ("blocks.1.up.weight", "blocks.2.norm.bias", "head.weight")]
+
+
+def new_value(numel: int) -> torch.Tensor:
+    return torch.rand(numel, generator=torch.Generator().manual_seed(numel)) * 0.02
+
+
+def write_gathered(engine: Any, model: Any, folder: Path) -> Tensors:
+    for _, param in chosen(model):
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+            param.data.copy_(new_value(param.ds_numel).view(param.ds_shape))
+    return gathered(engine, model, folder)
+
+
+def write_each(write: Callable[..., None], model: Any, *args: Any) -> None:
+    for _, param in chosen(model):
+        value = new_value(param.ds_numel)
+        write(param, value.view(param.ds_shape) if "full" in write.__name__ else value, *args)
+
+
+def write_full_master(engine: Any, model: Any, folder: Path) -> Tensors:
+    write_each(fragments.safe_set_full_fp32_param, model)
+    return full_master(engine, model, folder)
+
+
+def write_local_master(engine: Any, model: Any, folder: Path) -> Tensors:
+    write_each(fragments.safe_set_local_fp32_param, model)
+    return local_master(engine, model, folder)
+
+
+def write_full_moments(engine: Any, model: Any, folder: Path) -> Tensors:
+    for kind in MOMENTS:
+        write_each(fragments.safe_set_full_optimizer_state, model, kind)
+    return full_moments(engine, model, folder)
+
+
+def write_local_moments(engine: Any, model: Any, folder: Path) -> Tensors:
+    for kind in MOMENTS:
+        write_each(fragments.safe_set_local_optimizer_state, model, kind)
+    return local_moments(engine, model, folder)
+
+
+WRITES: list[Route] = [
+    write_gathered,
+    write_full_master,
+    write_local_master,
+    write_full_moments,
+    write_local_moments,
+]
+
+
+@pytest.mark.parametrize(("regime", "route"), cases(WRITES, [write_gathered, write_full_moments]))
+def test_training_goes_on_from_what_was_written(
+    tmp_path: Path, pairs: Callable[[str], Pair], regime: str, route: Route
+) -> None:
+    pair = pairs(regime)
+    pair.sound = False
+    pair.step()
+    taken = pair.take(route, tmp_path)
+    assert not differing(taken[False], taken[True])
+    written = sum(torch.equal(value.flatten(), new_value(value.numel())) for value in taken[True].values())
+    assert written >= 3, "nothing was written"
+    pair.assert_equal()
+    pair.step()
+    pair.step()
+    pair.assert_equal()
+    pair.sound = True
+
+
+def test_a_gradient_cannot_be_set_after_its_step(pairs: Callable[[str], Pair]) -> None:
+    pair = pairs(DELAYED)
+    engine, model = pair.arms[True]
+    (_, param), *_ = chosen(model)
+    before = read_grads(engine, model)
+    for call in (fragments.safe_set_full_grad, fragments.safe_set_local_grad):
+        with pytest.raises(RuntimeError, match=f"{call.__name__}: train_batch has decided the step"):
+            call(param, new_value(param.ds_numel))
+    with pytest.raises(RuntimeError, match="safe_update_full_grad_vectorized: train_batch has decided"):
+        fragments.safe_update_full_grad_vectorized([param], lambda grad, _: grad)
+    assert not differing(before, read_grads(engine, model))
+
+
+def test_a_share_of_another_size_is_refused(pairs: Callable[[str], Pair]) -> None:
+    _, param = chosen(pairs(DELAYED).arms[True][1])[0]
+    with pytest.raises(ValueError, match="got 3 elements for this rank's share of 262144"):
+        fragments.safe_set_local_fp32_param(param, torch.ones(3))
+
+
+# ---- generation and the end of training
+
+
+def test_generate(tmp_path: Path) -> None:
+    scores = []
+    for vertical in (False, True):
+        config = small_buffers(config_in(tmp_path, clip=0.05, section={"optimizer_delay": 1.0}, params="nvme"), 1_100_000)
+        with running(config, partial(tiny_gpt2, 2), vertical=vertical) as (engine, model):
+            for step in token_batches(2, NUM_MICRO_BATCHES):
+                engine.train_batch(iter(step))
+            assert not vertical or engine.optimizer.due
+            model.eval()
+            ids = token_ids()
+            found = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=2,
+                do_sample=False,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+            scores.append({f"{i}": score for i, score in enumerate(found.scores)})
+    assert len(scores[0]) == 2 and not differing(*scores)
+
+
+@pytest.mark.parametrize("regime", [DELAYED, EARLY])
+def test_destroying_the_engine_takes_the_steps_that_were_left(tmp_path: Path, regime: str) -> None:
+    batches = token_batches(2, NUM_MICRO_BATCHES)
+    ends = []
+    for flushes in (True, False):
+        engine, model = build_engine(config_in(tmp_path, **REGIMES[regime]), build_model, vertical=True)
+        for step in batches:
+            engine.train_batch(iter(step))
+        assert engine.optimizer.due
+        if flushes:
+            ends.append(read_weights(model) | read_state(engine, model))
+        else:
+            engine.destroy()
+            ends.append(read_weights(model) | read_state(engine, model))
+        dispose(engine)
+    assert not differing(*ends)
+
+
+END_OF_PROCESS = """
+import sys
+sys.path[:0] = [{tests!r}]
+from test_flush import DELAYED, REGIMES, build_engine, build_model, config_in, token_batches
+from pathlib import Path
+
+engine, model = build_engine(config_in(Path({folder!r}), **REGIMES[{regime!r}]), build_model, vertical=True)
+for step in token_batches(2, 2):
+    engine.train_batch(iter(step))
+assert engine.optimizer.due
+{last}
+print("the last line")
+"""
+
+
+@pytest.mark.parametrize(
+    ("regime", "last"), [(DELAYED, ""), pytest.param(EARLY, "raise SystemExit(3)", marks=pytest.mark.slow)]
+)
+def test_a_process_may_end_with_steps_left(tmp_path: Path, regime: str, last: str) -> None:
+    script = END_OF_PROCESS.format(tests=str(Path(__file__).parent), folder=str(tmp_path), regime=regime, last=last)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == (3 if last else 0), done.stderr[-3000:]
+    assert ("the last line" in done.stdout) == (not last)
+    assert "Traceback" not in done.stderr and not list(tmp_path.rglob("*.swp")), "swap files are left"

@@ -1,0 +1,79 @@
+"""Errors and interrupts at awkward moments of the optimizer's step, and a checkpoint loaded while a step is due."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import base_config, differing, read_state, read_weights, running, small_buffers
+from models import MixerModel, token_batches
+
+from ds_vertical.stepper import Stepper
+from ds_vertical.transfer import Ticket
+
+BUILD = partial(MixerModel, 3, 512)
+STEPS = [list(step) for step in token_batches(4, 2)]
+
+
+def on_ssd(folder: Path, clip: float) -> dict[str, Any]:
+    return small_buffers(base_config(folder, num_micro_batches=2, dtype="fp32", clip=clip, section={"seed": 3}), 600_000)
+
+
+def outcome(engine: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return read_weights(model) | read_state(engine, model)
+
+
+@pytest.mark.parametrize("persistence", [0, None])
+def test_a_checkpoint_loaded_while_a_step_is_due_is_the_checkpoint(tmp_path: Path, persistence: int | None) -> None:
+    config = base_config(tmp_path, num_micro_batches=2, dtype="fp32", params="cpu", optimizer="cpu", persistence=persistence)
+    with running(config, BUILD, vertical=True) as (engine, model):
+        engine.train_batch(iter(STEPS[0]))
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        saved = outcome(engine, model)
+        engine.train_batch(iter(STEPS[1]))
+        assert engine.optimizer.due
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        assert not differing(saved, outcome(engine, model))
+        engine.train_batch(iter(STEPS[1]))
+        assert differing(saved, outcome(engine, model))
+
+
+def test_a_step_interrupted_after_its_norm_counts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The early parts are under way when the wait ahead of COMMIT is interrupted: the norm has made them count."""
+    with running(on_ssd(tmp_path / "a", 0.0), BUILD, vertical=True) as (engine, model):
+        for step in STEPS[:2]:
+            engine.train_batch(iter(step))
+        expected = outcome(engine, model)
+    with running(on_ssd(tmp_path / "b", 0.0), BUILD, vertical=True) as (engine, model):
+        engine.train_batch(iter(STEPS[0]))
+        wait = Ticket.wait
+
+        def interrupted(ticket: Ticket) -> None:
+            if engine.optimizer._hit and ticket.what == "step pre":
+                monkeypatch.setattr(Ticket, "wait", wait)
+                raise KeyboardInterrupt
+            wait(ticket)
+
+        monkeypatch.setattr(Ticket, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_batch(iter(STEPS[1]))
+        assert not differing(expected, outcome(engine, model))
+
+
+def test_an_interrupt_while_a_step_is_issued_tears_the_state_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(on_ssd(tmp_path, 1.0), BUILD, vertical=True) as (engine, _):
+        engine.train_batch(iter(STEPS[0]))
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Stepper, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.train_batch(iter(STEPS[1]))
+        for use in (lambda: engine.train_batch(iter(STEPS[1])), lambda: engine.save_16bit_model(str(tmp_path / "out"))):
+            with pytest.raises(Exception, match="the live state is torn"):
+                use()

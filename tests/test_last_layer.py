@@ -1,0 +1,149 @@
+"""The last layer: forward, suffix, loss and backward fused per micro-batch, on the graph that its one forward made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from toy import ToyModel, ToyTraining, plain_step, toy_inputs
+
+from ds_vertical.layers import LayerError
+from ds_vertical.passes import build_training
+from ds_vertical.schedule import Schedule
+
+NUM_LAYERS, NUM_MICRO_BATCHES = 3, 3
+LAST = NUM_LAYERS - 1
+FUSED = "2F0 sufHEAD0 2B0 2F1 sufHEAD1 2B1 2F2 sufHEAD2 2B2"
+APART = "2F0 2F1 2F2 sufHEAD0 sufHEAD1 sufHEAD2 2B0 2B1 2B2"
+ORDERS: dict[str, dict[str, Any]] = {"vertical": {}, "snake": {"snake": True}, "horizontal": {"order": "horizontal"}}
+
+
+class Twice(torch.autograd.Function):
+    """A node written in Python, as the joints at every module of an engine are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return 2 * grads[0]
+
+
+class SkippingToy(ToyModel):
+    """Two tensors made before the first layer come back in the suffix, one of them in every block as well."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        side, hidden = torch.sigmoid(self.side(inputs)), self.embed(inputs)
+        first = Twice.apply(hidden)
+        for gain, block in zip(self.gains, self.blocks, strict=True):
+            hidden = block(hidden * gain, side)
+        return self.head(hidden + torch.tanh(first) * side).square().mean()
+
+
+class LateToy(ToyModel):
+    """Changes what the last layer was given, after it has run."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        side = hidden = given = self.embed(inputs)
+        for block in self.blocks:
+            given = hidden * 2.0
+            hidden = block(given, side)
+        with torch.no_grad():
+            given.add_(1)
+        return self.head(hidden).square().mean()
+
+
+def built(kind: type[ToyModel]) -> ToyModel:
+    torch.manual_seed(0)
+    return kind(NUM_LAYERS)
+
+
+def step(model: ToyModel, schedule: Schedule) -> tuple[list[float], dict[str, torch.Tensor]]:
+    bodies = [partial(model, each) for each in toy_inputs(NUM_MICRO_BATCHES)]
+    return ToyTraining(model).step(schedule, bodies, seed=0)
+
+
+def apart() -> Schedule:
+    """The same step with HEAD after all of the last layer's forwards: then it recomputes as every layer."""
+    text = build_training(NUM_LAYERS, NUM_MICRO_BATCHES).to_text()
+    assert text.count(FUSED) == 1
+    return Schedule.from_text(text.replace(FUSED, APART))
+
+
+def schedules() -> dict[str, Schedule]:
+    orders = {name: build_training(NUM_LAYERS, NUM_MICRO_BATCHES, **options) for name, options in ORDERS.items()}
+    return orders | {"apart": apart()}
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_the_last_layer_runs_forward_once_and_every_other_one_twice(name: str) -> None:
+    model, runs = built(ToyModel), Counter[int]()
+    for index, block in enumerate(model.blocks):
+        block.up.register_forward_hook(lambda *_, index=index: runs.update([index]))
+    step(model, schedules()[name])
+    once = NUM_MICRO_BATCHES
+    assert runs == {0: 2 * once, 1: 2 * once, LAST: 2 * once if name == "apart" else once}
+
+
+@pytest.mark.parametrize("kind", [ToyModel, SkippingToy])
+def test_the_graph_of_the_forward_has_the_bits_of_a_recompute_and_of_plain_autograd(kind: type[ToyModel]) -> None:
+    model = built(kind)
+    losses, grads = plain_step(model, [partial(model, each) for each in toy_inputs(NUM_MICRO_BATCHES)], seed=0)
+    for name in ("vertical", "apart"):
+        ours, our_grads = step(built(kind), schedules()[name])
+        assert ours == losses
+        assert [name for name in grads if not torch.equal(grads[name], our_grads[name])] == []
+
+
+class Alive:
+    """Which micro-batches have tensors of the last layer or logits in memory, asked at every run of a watched module."""
+
+    def __init__(self, model: ToyModel) -> None:
+        self.found: list[tuple[str, set[int]]] = []
+        self._kept: list[tuple[int, StorageWeakRef]] = []
+        self._micro_batch = -1
+        last = model.blocks[LAST]
+        model.blocks[LAST - 1].up.register_forward_hook(partial(self._ask, "before"))
+        last.up.register_forward_pre_hook(self._begin)
+        for name, module in {"last": last.up, "activation": last.drop, "output": last, "logits": model.head}.items():
+            module.register_forward_hook(partial(self._keep, name))
+
+    def _begin(self, *_: Any) -> None:
+        self._micro_batch += 1
+
+    def now(self) -> set[int]:
+        return {micro_batch for micro_batch, tensor in self._kept if not tensor.expired()}
+
+    def _ask(self, name: str, *_: Any) -> None:
+        self.found.append((name, self.now()))
+
+    def _keep(self, name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self._ask(name)
+        self._kept.append((self._micro_batch, StorageWeakRef(output.untyped_storage())))
+
+
+@pytest.mark.parametrize("kind", [ToyModel, SkippingToy])
+@pytest.mark.parametrize("name", ORDERS)
+def test_one_micro_batchs_graph_and_logits_are_alive_at_a_time(kind: type[ToyModel], name: str) -> None:
+    model = built(kind)
+    alive = Alive(model)
+    step(model, schedules()[name])
+    last = [[("last", set()), *((each, {m}) for each in ("activation", "output", "logits"))] for m in range(NUM_MICRO_BATCHES)]
+    before = [("before", set())]
+    if name == "horizontal":
+        assert alive.found == sum((before + visit + before for visit in last), [])
+    else:
+        assert alive.found == before * NUM_MICRO_BATCHES + sum(last, []) + before * NUM_MICRO_BATCHES
+    assert alive.now() == set()
+
+
+def test_an_input_of_the_last_layer_changed_after_it_ran_is_refused() -> None:
+    with pytest.raises(LayerError, match=r"input of block blocks\.2 was changed in place after the block had run") as caught:
+        step(built(LateToy), schedules()["vertical"])
+    assert "2B0  <-- here" in caught.value.__notes__[0]

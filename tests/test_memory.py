@@ -1,0 +1,254 @@
+"""Bytes per tier: by closed formulas before a run, and in use in a simulated one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from ds_vertical.costs import ModelShape, Placement
+from ds_vertical.dependencies import dependencies
+from ds_vertical.machine import Machine
+from ds_vertical.memory import MemoryBudgetError, Settings, budget, budget_lines, check_budget, total_bytes
+from ds_vertical.passes import build_evaluation, build_training
+from ds_vertical.residency import changes, peaks
+from ds_vertical.schedule import Event, Op, Schedule, parse_events
+from ds_vertical.simulate import simulate
+
+DEVICE = Machine(1e6, 5e5, 1e5, 2, False, 4e6, 2e6)
+ONE_MEMORY = replace(DEVICE, one_memory=True)
+SHAPE = ModelShape(100, (1000,) * 4, 1.0, 2.0, 700, head_s=1.0, part_elements=500)
+
+
+def settings(machine: Machine, num_micro_batches: int, window: int, **others: float) -> Settings:
+    return replace(Settings(num_micro_batches, window, one_memory=machine.one_memory), **others)
+
+
+# ------------------------------------------------------------------------------------------------------ closed formulas
+
+
+def sizes(shape: ModelShape, given: Settings) -> dict[tuple[str, str], int]:
+    return {(item.tier, item.what): item.num_bytes for item in budget(shape, given)}
+
+
+def test_the_items_by_hand() -> None:
+    assert sizes(SHAPE, Settings(num_micro_batches=3, window=1, slots=3)) == {
+        ("host", "parameter buffers"): (2 * 1000 + 100) * 2,
+        ("host", "optimizer slots"): 3 * 500 * 14,
+        ("host", "gradients"): 4100 * 4,
+        ("device", "parameters"): (2 * 1000 + 100) * 2,
+        ("device", "gradient sums"): (2 * 1000 + 100) * 4,
+        ("device", "activations between layers"): (3 * 4 + 2) * 700,
+    }
+
+
+def test_one_memory_counts_parameters_and_sums_once() -> None:
+    assert sizes(SHAPE, Settings(3, one_memory=True)) == {
+        ("host", "optimizer slots"): 3 * 500 * 14,
+        ("host", "gradients"): 4100 * 4,
+        ("host", "parameters"): 2100 * 2,
+        ("host", "activations between layers"): 14 * 700,
+    }
+
+
+def test_early_steps_hold_a_few_layers_only() -> None:
+    assert sizes(SHAPE, Settings(3, held_share=0.0))["host", "gradients"] == (2 * 1000 + 100) * 4
+    mixed = sizes(SHAPE, Settings(3, held_share=0.25))["host", "gradients"]
+    assert mixed == 4100 + 0.75 * 2100 * 4
+
+
+def test_a_slot_is_as_large_as_the_largest_piece() -> None:
+    for part, piece in ((None, 1000), (999, 500), (334, 1000 / 3), (50, 50)):
+        found = sizes(replace(SHAPE, part_elements=part), Settings(3, slots=3))["host", "optimizer slots"]
+        assert found == round(3 * piece * 14)
+
+
+def test_shards_tiers_and_working_memory() -> None:
+    placed = Placement(0.5, 0.0, 1.0, activations_on_host=0.5, activations_on_ssd=0.5)
+    found = sizes(replace(SHAPE, placement=placed, num_shards=2, working_bytes=9000), Settings(3))
+    assert found == {
+        ("host", "parameter buffers"): 1050,
+        ("host", "parameters at rest"): 2050,
+        ("host", "optimizer state at rest"): 2050 * 12,
+        ("host", "gradients"): 1050 * 4,
+        ("host", "activations"): 3 * 4 * 350,
+        ("device", "parameters"): 4200,
+        ("device", "gradient sums"): 8400,
+        ("device", "activations between layers"): (3 * 2 + 1) * 700,
+        ("device", "one layer's backward"): 9000,
+    }
+
+
+def test_the_table_has_each_tier_with_its_sum() -> None:
+    items = budget(replace(SHAPE, layer_elements=(1 << 20,) * 4, pre_elements=0), Settings(3))
+    lines = budget_lines(items)
+    assert lines[0].split() == ["tier", "what", "MiB", "decided", "by"]
+    assert "host    gradients                           16.0  vertical_schedule.optimizer_delay" in lines
+    assert [line.split()[:2] for line in lines if " total " in line] == [["device", "total"], ["host", "total"]]
+
+
+def test_a_budget_that_fits_is_given_back() -> None:
+    given = Settings(3)
+    items = budget(SHAPE, given)
+    limits = {f"{tier}_bytes": total_bytes(items, tier) for tier in ("host", "device")}
+    assert check_budget(SHAPE, given, **limits) == items == check_budget(SHAPE, given)
+
+
+def test_a_budget_that_does_not_fit_names_keys_and_numbers_that_do() -> None:
+    given = Settings(num_micro_batches=8, window=3)
+    needed = total_bytes(budget(SHAPE, given), "device")
+    with pytest.raises(MemoryBudgetError) as caught:
+        check_budget(SHAPE, given, device_bytes=needed - 3000, host_bytes=10**9)
+    first = str(caught.value).splitlines()[0]
+    assert first == (
+        f"device memory: needs {needed} bytes, {needed - 3000} are allowed, 3000 too few; write "
+        '"vertical_schedule.prefetch_layers": 1 (now 3) or "gradient_accumulation_steps": 6 (now 8)'
+    )
+    for changed in (replace(given, window=1), replace(given, num_micro_batches=6)):
+        check_budget(SHAPE, changed, device_bytes=needed - 3000)
+    with pytest.raises(MemoryBudgetError):
+        check_budget(SHAPE, replace(given, window=2), device_bytes=needed - 3000)
+
+
+def test_a_budget_that_nothing_mends_says_what_is_largest_and_what_is_left() -> None:
+    with pytest.raises(MemoryBudgetError) as caught:
+        check_budget(SHAPE, Settings(8, window=2), host_bytes=1000, device_bytes=1000)
+    host, device = str(caught.value).splitlines()[:2]
+    assert '"vertical_schedule.prefetch_layers": 0 and "gradient_accumulation_steps": 1 would need' in host
+    assert "most is gradients, 16400 bytes: change vertical_schedule.optimizer_delay" in host
+    assert device.startswith("device memory: needs ")
+
+
+# ------------------------------------------------------------------------------------------------------ a simulated run
+
+
+@pytest.mark.parametrize("machine", [DEVICE, ONE_MEMORY], ids=["device", "one memory"])
+@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_what_is_in_use_stays_within_the_formulas(machine: Machine, window: int, num_micro_batches: int) -> None:
+    timeline = simulate(build_training(4, num_micro_batches, window=window), machine, SHAPE, steps=2)
+    items = budget(SHAPE, settings(machine, num_micro_batches, window))
+    found = peaks(timeline, machine, SHAPE)
+    for tier in ("host", "device"):
+        assert found[tier].num_bytes <= total_bytes(items, tier)
+    if not machine.one_memory:
+        by_item = {(item.tier, item.what): item.num_bytes for item in items}
+        owners = found["device"].owners
+        activations = owners["activations"] + owners["activation gradients"]
+        assert activations <= by_item["device", "activations between layers"]
+        assert found["device"].num_bytes >= 0.7 * total_bytes(items, "device")
+
+
+def test_activations_peak_at_the_turn_as_the_formula_says() -> None:
+    shape = replace(SHAPE, activation_bytes=10**7)
+    found = peaks(simulate(build_training(4, 3), DEVICE, shape), DEVICE, shape)["device"]
+    owners = found.owners
+    assert owners["activations"] + owners["activation gradients"] == (3 * 4 + 2) * 10**7
+    assert found.owner == "activations"
+
+
+def test_gradients_own_the_host_while_they_wait_and_state_owns_the_disk() -> None:
+    found = peaks(simulate(build_training(4, 2), DEVICE, SHAPE, slots=1), DEVICE, SHAPE)
+    assert 4000 * 4 <= found["host"].owners["gradients"] <= 4100 * 4 and found["host"].owner == "gradients"
+    assert found["ssd"].num_bytes == 4100 * 14 and found["ssd"].owner == "state"
+    twice = replace(SHAPE, generations=2)
+    assert peaks(simulate(build_training(4, 2), DEVICE, twice), DEVICE, twice)["ssd"].num_bytes == 4100 * 28
+
+
+def test_in_an_evaluation_one_layer_s_inputs_and_outputs_are_alive() -> None:
+    found = peaks(simulate(build_evaluation(4, 3, window=0), DEVICE, SHAPE), DEVICE, SHAPE)
+    assert found["device"].num_bytes == (1000 + 100) * 2 + (3 + 1) * 700
+    assert found["ssd"].num_bytes == 4100 * 2
+
+
+def test_early_parts_give_their_gradients_up() -> None:
+    """The early half of each layer is stepped right after its REDUCE, the rest after NORM."""
+    base = build_training(4, 1)
+    events: list[Event] = []
+    needs: list[tuple[int, ...]] = []
+    place: list[int] = []
+    for event, earlier in zip(base.events, dependencies(base.events), strict=True):
+        place.append(len(events))
+        events += parse_events(f"{event.layer}STEP.d0") if event.op is Op.STEP else [event]
+        needs.append(tuple(place[j] for j in earlier))
+        if event.op is Op.REDUCE:
+            events += parse_events(f"{event.layer}STEP.e0")
+            needs.append((place[-1],))
+    schedule = Schedule(4, 1, tuple(events))
+    found = peaks(simulate(schedule, DEVICE, SHAPE, needs=needs), DEVICE, SHAPE)["host"]
+    # The delayed halves, and the whole of the one layer that is on its way when the machine is this fast.
+    assert 4000 * 2 <= found.owners["gradients"] <= 4100 * 2 + 1000 * 2
+    assert found.num_bytes <= total_bytes(budget(SHAPE, Settings(1, held_share=0.5)), "host")
+
+
+# ---- activations in other tiers
+
+
+def saving(num_layers: int, num_micro_batches: int) -> tuple[Schedule, list[tuple[int, ...]]]:
+    """Every layer's input is saved after its forward, loaded before its backward and dropped after it."""
+    base = build_training(num_layers, num_micro_batches)
+    events: list[Event] = []
+    needs: list[tuple[int, ...]] = []
+    place: dict[int, int] = {}
+
+    def put(event: Event, *earlier: int) -> int:
+        events.append(event)
+        needs.append(tuple(earlier))
+        return len(events) - 1
+
+    saved: dict[tuple[object, object], int] = {}
+    for index, (event, earlier) in enumerate(zip(base.events, dependencies(base.events), strict=True)):
+        key = (event.layer, event.micro_batch)
+        layer = isinstance(event.layer, int)
+        loaded = [put(Event(Op.LOAD, *key), saved[key])] if event.op is Op.B and layer else []  # pyright: ignore
+        place[index] = put(event, *(place[j] for j in earlier), *loaded)
+        if event.op is Op.F and layer:
+            saved[key] = put(Event(Op.SAVE, *key), place[index])  # pyright: ignore
+        if event.op is Op.B and layer:
+            put(Event(Op.DROP, *key), place[index])  # pyright: ignore
+    return Schedule(num_layers, num_micro_batches, tuple(events)), needs
+
+
+def test_saved_activations_leave_the_device() -> None:
+    placed = replace(SHAPE, placement=Placement(activations_on_host=0.25, activations_on_ssd=0.75), activation_bytes=10**6)
+    fast = replace(
+        DEVICE, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9, copy_in_bytes_per_s=1e9, copy_out_bytes_per_s=1e9
+    )
+    schedule, needs = saving(4, 3)
+    found = peaks(simulate(schedule, fast, placed, needs=needs), fast, placed)
+    saved = 3 * 3 + 1  # of the last layer one at a time: its backward follows
+    assert found["host"].owners["activations"] == saved * 250_000
+    assert found["ssd"].owners["activations"] == saved * 750_000
+    on_device = found["device"].owners["activations"] + found["device"].owners.get("activation gradients", 0.0)
+    assert on_device <= (3 * 2 + 1) * 10**6
+    kept = peaks(simulate(build_training(4, 3), fast, placed), fast, placed)["device"].owners
+    assert kept["activations"] + kept["activation gradients"] == (3 * 4 + 2) * 10**6
+
+
+def test_a_slow_disk_keeps_them_on_the_device_longer() -> None:
+    placed = replace(SHAPE, placement=Placement(activations_on_ssd=1.0), activation_bytes=10**6)
+    schedule, needs = saving(4, 3)
+    slow = replace(DEVICE, ssd_write_bytes_per_s=2e5)
+    held = [peaks(simulate(schedule, m, placed, needs=needs), m, placed)["device"].num_bytes for m in (DEVICE, slow)]
+    assert held[0] < held[1]
+
+
+def runs() -> Iterator[tuple[Schedule, list[tuple[int, ...]] | None]]:
+    yield build_training(4, 3), None
+    yield build_training(4, 3, order="horizontal"), None
+    yield build_evaluation(4, 3), None
+    yield saving(4, 3)
+
+
+@pytest.mark.parametrize("machine", [DEVICE, ONE_MEMORY], ids=["device", "one memory"])
+@pytest.mark.parametrize("run", list(runs()), ids=["vertical", "horizontal", "evaluation", "saving"])
+def test_what_is_taken_is_given_up(machine: Machine, run: tuple[Schedule, list[tuple[int, ...]] | None]) -> None:
+    schedule, needs = run
+    shape = replace(SHAPE, placement=Placement(activations_on_host=0.5, activations_on_ssd=0.25, gradients_on_ssd=0.5))
+    timeline = simulate(schedule, machine, shape, needs=needs, steps=2)
+    left: dict[tuple[str, str], float] = {}
+    for change in changes(timeline, machine, shape):
+        left[change.tier, change.owner] = left.get((change.tier, change.owner), 0.0) + change.num_bytes
+    resting = {("ssd", "parameters"): 8200.0} | ({} if schedule.order == "forward" else {("ssd", "state"): 49200.0})
+    assert {key: num_bytes for key, num_bytes in left.items() if abs(num_bytes) > 1e-6} == resting

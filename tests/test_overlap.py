@@ -1,0 +1,235 @@
+"""N2: timing never changes values. Random settings against the debugging oracle (no overlap, nothing ahead, nothing delayed,
+all state in host memory), bit for bit: losses, norms, gradients, weights, masters and moments.
+
+[Note: slow disk] Every operation is given to the real queue only after a random pause, on a thread of its own: data arrive
+late and in any order, and memory is read late. Who uses either before its wait computes something else.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Run, assert_identical, base_config, run_arm, small_buffers
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from models import MixerModel, token_batches
+
+from ds_vertical import engine, native
+from ds_vertical.disk import DiskQueue
+
+NUM_STEPS = 3
+WIDTH = {False: {"fp32": 64, "bf16": 64}, True: {"fp32": 512, "bf16": 768}}  # on SSD a matrix must have 1 MiB
+LONGEST_PAUSE_S = 0.006
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the values depend on."""
+
+    num_layers: int
+    num_micro_batches: int
+    dtype: str
+    clip: float
+    sub_group_size: int
+    wide: bool
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What they do not depend on. `params`, `optimizer`: where the state rests; `pauses`: seed of the disk's."""
+
+    section: tuple[tuple[str, Any], ...]
+    params: str
+    optimizer: str
+    pauses: int
+
+
+ORACLE = Timing((("overlap", False), ("prefetch_layers", 0), ("optimizer_delay", 0.0)), "cpu", "cpu", 0)
+
+
+def run(numbers: Numbers, timing: Timing, folder: Path) -> Run:
+    config = base_config(
+        folder,
+        num_micro_batches=numbers.num_micro_batches,
+        dtype=numbers.dtype,
+        clip=numbers.clip,
+        sub_group_size=numbers.sub_group_size,
+        params=timing.params,
+        optimizer=timing.optimizer,
+        section={"seed": 7, "layers": ["blocks"]} | dict(timing.section),
+    )
+    if timing.params == "nvme":
+        small_buffers(config, 600_000)
+    build = partial(MixerModel, numbers.num_layers, WIDTH[numbers.wide][numbers.dtype], dropout=0.1, vocab=61)
+    batches = token_batches(NUM_STEPS, numbers.num_micro_batches, vocab=61, rows=1, shortest=3)
+    return run_arm(config, build, batches, vertical=True)
+
+
+@functools.lru_cache(maxsize=64)
+def oracle(numbers: Numbers) -> Run:
+    return run(numbers, ORACLE, Path("unused"))
+
+
+# ---- the slow disk
+
+
+class SlowQueue:
+    """A native queue behind random pauses; see [Note: slow disk]."""
+
+    def __init__(self, inner: Any, pause: Callable[[], float]) -> None:
+        self._inner = inner
+        self._pause = pause
+        self._pool = ThreadPoolExecutor(8)
+        self._under_way: dict[int, Future[Any]] = {}
+        self._next = 0
+
+    def _issue(self, issue: Callable[..., int], *args: Any) -> int:
+        pause = self._pause()
+
+        def do() -> Any:
+            time.sleep(pause)
+            return self._inner.wait(issue(*args))
+
+        self._next += 1
+        self._under_way[self._next] = self._pool.submit(do)
+        return self._next
+
+    def read(self, *args: Any) -> int:
+        return self._issue(self._inner.read, *args)
+
+    def write(self, *args: Any) -> int:
+        return self._issue(self._inner.write, *args)
+
+    def wait(self, operation: int) -> Any:
+        return self._under_way.pop(operation).result()
+
+    def poll(self, operation: int) -> Any:
+        return self.wait(operation) if self._under_way[operation].done() else None
+
+    def wait_all(self) -> None:
+        wait_for(list(self._under_way.values()))
+        self._pool.shutdown()
+
+    def pending(self) -> int:
+        return len(self._under_way)
+
+
+def slow_disk(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[DiskQueue]:
+    """From now on every queue of a new engine is slow; returns those made."""
+    generator = random.Random(seed)
+    queues: list[DiskQueue] = []
+
+    def new_queue(aio: Mapping[str, Any], *_: Any) -> DiskQueue:
+        inner = native.checked_aio().Queue(aio["block_size"], aio["queue_depth"], aio["single_submit"])
+        queues.append(DiskQueue(SlowQueue(inner, lambda: generator.choice((0.0, LONGEST_PAUSE_S * generator.random())))))
+        return queues[-1]
+
+    monkeypatch.setattr(engine, "new_disk_queue", new_queue)
+    return queues
+
+
+# ---- random settings
+
+
+def sections() -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
+    return st.fixed_dictionaries(
+        {
+            "overlap": st.sampled_from([True, True, False]),
+            "prefetch_layers": st.sampled_from([None, 0, 1, 2, 3]),
+            "optimizer_delay": st.sampled_from([None, 0.0, 0.25, 0.5, 1.0]),
+            "optimizer_speculation": st.sampled_from([None, True, False]),
+            "order": st.sampled_from(["vertical", "vertical", "horizontal"]),
+        }
+    ).map(lambda section: tuple(section.items()))
+
+
+IN_MEMORY = st.tuples(
+    st.builds(
+        Numbers,
+        st.sampled_from([1, 2, 3, 5]),
+        st.integers(1, 4),
+        st.sampled_from(["fp32", "bf16"]),
+        st.sampled_from([0.0, 1.0, 0.05]),
+        st.sampled_from([5_001, 20_001, 700_001]),
+        st.just(False),
+    ),
+    st.builds(Timing, sections(), st.sampled_from(["none", "cpu"]), st.just("cpu"), st.just(0)),
+)
+ON_SSD = st.tuples(
+    st.builds(
+        Numbers,
+        st.sampled_from([4, 7]),  # many layers, and little to compute in each
+        st.integers(1, 3),
+        st.sampled_from(["fp32", "fp32", "bf16"]),
+        st.sampled_from([0.0, 0.05]),
+        st.sampled_from([300_001, 700_001]),
+        st.just(True),
+    ),
+    st.builds(
+        Timing,
+        sections(),
+        st.sampled_from(["nvme", "nvme", "cpu"]),
+        st.sampled_from(["nvme", "nvme", "cpu"]),
+        st.integers(1, 10**6),
+    ).filter(lambda timing: "nvme" in (timing.params, timing.optimizer)),
+)
+
+
+def check(strategy: st.SearchStrategy[tuple[Numbers, Timing]], count: int, folder: Path) -> set[tuple[Numbers, Timing]]:
+    """Compare `count` random settings with the oracle; returns those compared."""
+    compared: set[tuple[Numbers, Timing]] = set()
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def compare(drawn: tuple[Numbers, Timing]) -> None:
+        numbers, timing = drawn
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            queues = slow_disk(monkeypatch, timing.pauses) if timing.pauses else []
+            found = run(numbers, timing, folder)
+        assert_identical(oracle(numbers), found)
+        if timing.params == "nvme":
+            assert 0 < found.ssd_bytes <= sum(queue.num_read_bytes for queue in queues), "the disk was hardly used"
+        compared.add(drawn)
+
+    compare()
+    return compared
+
+
+def test_random_settings_in_memory(tmp_path: Path) -> None:
+    assert len(check(IN_MEMORY, 4, tmp_path)) == 4
+
+
+def test_random_settings_on_a_slow_disk(tmp_path: Path) -> None:
+    assert len(check(ON_SSD, 3, tmp_path)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_hundred_random_settings_in_memory(tmp_path: Path) -> None:
+    assert len(check(IN_MEMORY, 105, tmp_path)) >= 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_twenty_random_settings_on_a_slow_disk(tmp_path: Path) -> None:
+    compared = check(ON_SSD, 22, tmp_path)
+    assert len(compared) >= 20
+    early = [t for n, t in compared if n.clip == 0 and t.optimizer == "nvme" and dict(t.section)["optimizer_delay"] != 1.0]
+    assert len(early) >= 3, "hardly any setting steps early"

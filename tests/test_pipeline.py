@@ -1,0 +1,268 @@
+"""The optimizer pipeline over real files and the real queues: order, slots, read after write, and every kind of failure."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import small_disk, small_files
+
+from ds_vertical import native
+from ds_vertical.disk import DiskError, DiskQueue
+from ds_vertical.pipeline import Extent, Job, StepPipeline
+
+BLOCK = 4096
+LIMIT_S = 60  # a wait that takes longer hangs
+
+
+class Rig:
+    """A pipeline with `num_slots` slots of `slot_bytes`, and what it computed, in order."""
+
+    def __init__(self, num_slots: int = 3, slot_bytes: int = 8 * BLOCK) -> None:
+        self.memory = mmap.mmap(-1, num_slots * slot_bytes)
+        slots = torch.frombuffer(self.memory, dtype=torch.uint8).view(num_slots, slot_bytes)
+        self.reader, self.writer = (DiskQueue(native.checked_aio().Queue(BLOCK, 8, False)) for _ in range(2))
+        self.pipeline = StepPipeline(list(slots), self.reader, self.writer)
+        self.computed: list[str] = []
+
+    def add_one(self, what: str, *extents: Extent, outputs: Sequence[Extent] | None = None) -> Job:
+        """A job that adds one to every byte of its state."""
+
+        def compute(views: Sequence[torch.Tensor]) -> None:
+            self.computed.append(what)
+            for view in views:
+                view.add_(1)
+
+        return Job(what, extents, compute, outputs)
+
+    def failing(self, what: str, *extents: Extent) -> Job:
+        def compute(views: Sequence[torch.Tensor]) -> None:
+            raise ArithmeticError(what)
+
+        return Job(what, extents, compute)
+
+    def submit(self, *jobs: Job, finish: Callable[[], None] = lambda: None) -> Callable[[], None]:
+        return self.pipeline.submit(jobs[0].what, jobs, finish).wait
+
+    def close(self) -> None:
+        self.pipeline.close()
+        self.reader.close()
+        self.writer.close()
+
+
+@pytest.fixture
+def make_rig() -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(*args: Any) -> Rig:
+        made.append(Rig(*args))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        assert within_limit(rig.close) is None
+    assert not pipeline_threads()
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig]) -> Rig:
+    return make_rig()
+
+
+def pipeline_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ds_vertical optimizer"]
+
+
+def within_limit(call: Callable[[], object]) -> BaseException | None:
+    """Run `call` on a thread; fails where it hangs. Returns what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive(), "hangs"
+    return raised[0] if raised else None
+
+
+def zeros(path: Path, num_blocks: int) -> Path:
+    path.write_bytes(bytes(num_blocks * BLOCK))
+    return path
+
+
+def blocks(path: Path, first: int, count: int = 1) -> Extent:
+    return Extent(path, first * BLOCK, count * BLOCK)
+
+
+def values(path: Path) -> list[int]:
+    """The first byte of every block, all of whose bytes must be equal."""
+    content = path.read_bytes()
+    found = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
+    assert all(len(set(block)) == 1 for block in found)
+    return [block[0] for block in found]
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
+def test_jobs_run_in_order_and_their_state_is_written(make_rig: Callable[..., Rig], tmp_path: Path, num_slots: int) -> None:
+    rig = make_rig(num_slots)
+    files = [zeros(tmp_path / name, 24) for name in ("master", "exp_avg", "exp_avg_sq")]
+    finished: list[list[str]] = []
+    waits = []
+    for batch in range(4):
+        jobs = [rig.add_one(f"{batch}.{i}", *(blocks(f, 6 * batch + 2 * i, 2) for f in files)) for i in range(3)]
+        waits.append(rig.submit(*jobs, finish=lambda: finished.append(list(rig.computed))))
+    for batch, wait in enumerate(waits):
+        assert within_limit(wait) is None
+        assert rig.computed[: 3 * (batch + 1)] == [f"{b}.{i}" for b in range(batch + 1) for i in range(3)]
+    assert [len(computed) for computed in finished] == [3, 6, 9, 12]
+    assert within_limit(rig.pipeline.drain) is None
+    assert [values(file) for file in files] == [[1] * 24] * 3
+
+
+def test_state_in_memory_needs_no_slot(rig: Rig, tmp_path: Path) -> None:
+    file = zeros(tmp_path / "file", 2)
+    wait = rig.submit(rig.add_one("memory"), rig.add_one("disk", blocks(file, 0, 2)), rig.add_one("memory again"))
+    assert within_limit(wait) is None and rig.computed == ["memory", "disk", "memory again"]
+    assert within_limit(rig.pipeline.drain) is None and values(file) == [1, 1]
+
+
+def test_other_outputs_leave_the_state_that_was_read_alone(rig: Rig, tmp_path: Path) -> None:
+    old, new = zeros(tmp_path / "old", 4), zeros(tmp_path / "new", 4)
+    rig.submit(rig.add_one("early", blocks(old, 1, 2), outputs=[blocks(new, 1, 2)]))
+    assert within_limit(rig.pipeline.drain) is None
+    assert (values(old), values(new)) == ([0] * 4, [0, 1, 1, 0])
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 4])
+def test_a_read_sees_every_earlier_write_of_its_bytes(make_rig: Callable[..., Rig], tmp_path: Path, num_slots: int) -> None:
+    """Overlapping extents of one file, again and again, without a wait between: reads ahead must not be stale."""
+    rig = make_rig(num_slots)
+    file = zeros(tmp_path / "file", 16)
+    expected = [0] * 16
+    for number in range(200):
+        first, count = (7 * number) % 13, 1 + number % 4
+        rig.submit(rig.add_one(str(number), blocks(file, first, min(count, 16 - first))))
+        for index in range(first, min(first + count, 16)):
+            expected[index] += 1
+    assert within_limit(rig.pipeline.drain) is None
+    assert values(file) == expected and rig.computed == [str(number) for number in range(200)]
+
+
+def test_work_may_come_after_a_pause_and_ends_with_close(rig: Rig, tmp_path: Path) -> None:
+    file = zeros(tmp_path / "file", 4)
+    for _ in range(3):
+        rig.submit(rig.add_one("pause", blocks(file, 0, 4)))
+        assert within_limit(rig.pipeline.drain) is None
+    rig.submit(*(rig.add_one("last", blocks(file, 0, 4)) for _ in range(20)))
+    assert within_limit(rig.pipeline.close) is None
+    assert values(file) == [23] * 4, "close did not finish what was submitted"
+    assert not pipeline_threads()
+    within_limit(rig.pipeline.close)
+    with pytest.raises(RuntimeError, match="late: the optimizer pipeline is closed"):
+        rig.submit(rig.add_one("late"))
+
+
+# ---- failures
+
+
+def assert_dead(rig: Rig, wait: Callable[[], None], kind: type[BaseException]) -> BaseException:
+    """The batch's wait raises, and so does everything after it; returns the error."""
+    error = within_limit(wait)
+    assert isinstance(error, kind), error
+    assert isinstance(within_limit(rig.pipeline.drain), kind)
+    computed = len(rig.computed)
+    assert isinstance(within_limit(rig.submit(rig.add_one("later"))), kind)
+    assert isinstance(within_limit(rig.pipeline.drain), kind)
+    assert len(rig.computed) == computed, "a job ran on torn state"
+    return error
+
+
+def test_a_truncated_file_fails_its_batch_and_all_later_ones(rig: Rig, tmp_path: Path) -> None:
+    good, short = zeros(tmp_path / "good", 8), zeros(tmp_path / "short", 3)
+    first = rig.submit(rig.add_one("good", blocks(good, 0, 4)))
+    jobs = [rig.add_one("good", blocks(good, 4, 4)), rig.add_one("short", blocks(good, 0), blocks(short, 0, 4))]
+    second = rig.submit(*jobs)
+    third = rig.submit(rig.add_one("after", blocks(good, 0, 8)))
+    assert within_limit(first) is None
+    error = assert_dead(rig, second, DiskError)
+    assert isinstance(within_limit(third), DiskError) and "after" not in rig.computed
+    assert isinstance(error, DiskError)
+    assert (error.filename, error.operation, error.offset, error.errno) == (str(short), "read", 3 * BLOCK, errno.ENODATA)
+
+
+def test_a_missing_file_fails(rig: Rig, tmp_path: Path) -> None:
+    error = assert_dead(rig, rig.submit(rig.add_one("missing", blocks(tmp_path / "missing", 0))), DiskError)
+    assert isinstance(error, DiskError) and error.errno == errno.ENOENT
+
+
+def test_a_full_disk_fails(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = zeros(tmp_path / "source", 64)
+    disk = tmp_path / "disk"
+    with small_disk(disk, 8 * BLOCK, monkeypatch), small_files(8 * BLOCK + 64 * BLOCK * os.path.ismount(disk)):
+        full = disk / "full"
+        # 8 blocks fit: of what is written beyond them nothing does
+        waits = [
+            rig.submit(rig.add_one(f"{i}", blocks(source, 4 * i, 4), outputs=[blocks(full, 4 * i, 4)])) for i in range(8)
+        ]
+        errors = [within_limit(wait) for wait in waits]
+        error = assert_dead(rig, rig.pipeline.drain, DiskError)
+        assert isinstance(error, DiskError) and error.operation == "write" and error.filename == str(full)
+        assert error.errno == (errno.ENOSPC if os.path.ismount(disk) else errno.EFBIG)
+        assert errors[0] is None or isinstance(errors[0], DiskError)
+
+
+def test_an_error_of_a_computation_fails_its_batch_and_all_later_ones(rig: Rig, tmp_path: Path) -> None:
+    file = zeros(tmp_path / "file", 8)
+    finished: list[str] = []
+    wait = rig.submit(
+        rig.add_one("one", blocks(file, 0, 4)), rig.failing("two", blocks(file, 4, 4)), finish=lambda: finished.append("x")
+    )
+    error = assert_dead(rig, wait, ArithmeticError)
+    assert str(error) == "two" and not finished
+    assert values(file)[4:] == [0] * 4
+
+
+def test_an_error_of_finishing_a_batch_fails_it(rig: Rig) -> None:
+    def finish() -> None:
+        raise ArithmeticError("finish")
+
+    assert_dead(rig, rig.submit(rig.add_one("one"), finish=finish), ArithmeticError)
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_an_overlapping_write_that_failed_fails_the_read_after_it(
+    make_rig: Callable[..., Rig], tmp_path: Path, num_slots: int
+) -> None:
+    """The read is of a job that has been given a slot, and has other reads under way, when the write's failure shows."""
+    rig = make_rig(num_slots)
+    file, folder = zeros(tmp_path / "file", 8), tmp_path / "gone"
+    rig.submit(rig.add_one("lost", blocks(file, 0), outputs=[blocks(folder / "missing", 0)]))
+    wait = rig.submit(rig.add_one("again", blocks(file, 1), blocks(folder / "missing", 0)))
+    error = assert_dead(rig, wait, DiskError)
+    assert isinstance(error, DiskError) and error.filename == str(folder / "missing")
+    assert not rig.reader.native.pending() and not rig.writer.native.pending(), "memory is in use after the failure"
+
+
+def test_a_failed_write_that_nobody_reads_again_is_told(rig: Rig, tmp_path: Path) -> None:
+    file = zeros(tmp_path / "file", 4)
+    with small_files(4 * BLOCK):
+        rig.submit(rig.add_one("lost", blocks(file, 0), outputs=[blocks(file, 6)]))
+        wait = rig.submit(*(rig.add_one(str(i), blocks(file, i)) for i in (1, 2)))
+        assert within_limit(wait) in (None, rig.pipeline.error)
+        error = within_limit(rig.pipeline.drain)
+    assert isinstance(error, DiskError) and error.offset == 6 * BLOCK

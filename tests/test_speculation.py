@@ -1,0 +1,85 @@
+"""Early steps before the norm is known: kept where they came true, redone where not, the same bits either way."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Run, assert_identical, base_config, run_arm
+from models import tiny_neox, token_batches
+
+from ds_vertical.regime import Regime
+
+BUILD = partial(tiny_neox, num_layers=3)
+
+
+def arm(folder: Path, clip: float, vertical: bool, **section: Any) -> tuple[Run, list[tuple[bool, bool]]]:
+    """A run of three steps, and for each whether it was tried early and whether that came true."""
+    seen: list[tuple[bool, bool]] = []
+    note = Regime.note
+
+    def noted(self: Regime, tried: bool, hit: bool) -> None:
+        seen.append((tried, hit))
+        note(self, tried, hit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Regime, "note", noted)
+        config = base_config(folder, clip=clip, section=section)
+        return run_arm(config, BUILD, token_batches(3, 3, rows=1, shortest=4), vertical=vertical), seen
+
+
+@pytest.mark.parametrize("clip", [1.0, 1e3, None], ids=["all-miss", "all-hit", "both"])
+@pytest.mark.parametrize("delay", [0.0, 0.4])
+def test_bits_are_stocks_whether_or_not_it_comes_true(tmp_path: Path, clip: float | None, delay: float) -> None:
+    if clip is None:
+        norms = sorted(arm(tmp_path, 1e3, vertical=False)[0].norms)
+        clip = (norms[0] + norms[1]) / 2
+    stock, _ = arm(tmp_path, clip, vertical=False)
+    vertical, seen = arm(tmp_path, clip, vertical=True, optimizer_speculation=True, optimizer_delay=delay)
+    assert_identical(stock, vertical)
+    assert seen == [(True, norm < clip) for norm in stock.norms]
+    if clip not in (1.0, 1e3):
+        assert {hit for _, hit in seen} == {True, False}
+
+
+def test_history_decides_when_nobody_does(tmp_path: Path) -> None:
+    """The first step is never tried; without clipping the second is, with clipping none."""
+    _, calm = arm(tmp_path, 1e3, vertical=True)
+    _, clipped = arm(tmp_path, 1.0, vertical=True)
+    assert calm == [(False, True), (True, True), (True, True)]
+    assert clipped == [(False, False)] * 3
+
+
+def test_the_rate_follows_the_last_steps() -> None:
+    regime = Regime(None, None, certain=False, on_ssd=True)
+    assert not regime.early and regime.hit_rate is None
+    for _ in range(20):
+        regime.note(tried=regime.early, hit=True)
+    assert regime.early and regime.hit_rate == 1.0
+    misses = 0
+    while regime.early:
+        regime.note(tried=True, hit=False)
+        misses += 1
+    assert 4 <= misses <= 9
+    assert regime.hit_rate == pytest.approx(19 / (19 + misses))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "possible", "delay", "leaves"),
+    [
+        ((None, None, True, True), True, 0.25, True),
+        ((None, None, False, True), True, 0.25, True),
+        ((None, False, False, True), False, 1.0, True),
+        ((None, None, True, False), False, 1.0, True),
+        ((0.0, False, False, True), False, 0.0, False),
+        ((0.0, None, True, True), True, 0.0, True),
+        ((1.0, True, False, True), False, 1.0, True),
+    ],
+)
+def test_what_settings_allow(arguments: tuple[Any, ...], possible: bool, delay: float, leaves: bool) -> None:
+    regime = Regime(*arguments)
+    assert (regime.possible, regime.delay, regime.leaves_steps) == (possible, delay, leaves)
+    regime.give_up()
+    assert not regime.early

@@ -1,0 +1,201 @@
+"""Traces: what is written and read back, from several threads; what a summary makes of it; what it costs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from harness import running
+from models import token_batches
+from test_engine_api import build_model, host_config, initialize, ssd_config
+from test_executor import Log
+
+from ds_vertical.config import ConfigError
+from ds_vertical.executor import Executor
+from ds_vertical.passes import build_training
+from ds_vertical.schedule import Event, Op
+from ds_vertical.trace import RESOURCES, RecordingTracer, StepTrace, Tracer, now, read_trace, summarize, union
+from ds_vertical.transfer import Ticket
+
+
+def recorded(folder: Path) -> list[StepTrace]:
+    return read_trace(folder / "rank0.jsonl")
+
+
+# ---- writing and reading
+
+
+def test_records_are_read_back_as_they_were_made(tmp_path: Path) -> None:
+    tracer = RecordingTracer(tmp_path, 0)
+    with tracer.step():
+        tracer.span("adam", "2STEP.e0", 1.0, 2.5, 64, issue=0.5)
+        tracer.span("ssd_write", Event(Op.STEP, 2), 2.5, 3.0, 32)
+        tracer.transfer("ssd_read", "fetch 1", 1.0, 2.0, 2.25, 16)
+        tracer.transfer("ssd_read", "fetch 0", 1.0, 2.0, 2.25, 0)  # nothing moved
+        tracer.wait("fetch 1", "1F0", 2.0, 2.25)
+        tracer.count("host bytes", 7)
+    with tracer.step():
+        pass
+    first, second = recorded(tmp_path)
+    spans = [(s.resource, s.name, s.issue, s.start, s.end, s.bytes, s.blocked_from) for s in first.spans]
+    assert spans == [
+        ("adam", "2STEP.e0", 0.5, 1.0, 2.5, 64, None),
+        ("ssd_write", "2STEP", 2.5, 2.5, 3.0, 32, None),
+        ("ssd_read", "fetch 1", 1.0, 1.0, 2.25, 16, 2.0),
+    ]
+    assert [(w.name, w.by, w.start, w.end) for w in first.waits] == [("fetch 1", "1F0", 2.0, 2.25)]
+    assert [(c.name, c.value) for c in first.counts] == [("host bytes", 7)]
+    assert first.start <= first.counts[0].time <= first.end <= second.start <= second.end
+    assert (second.step, second.spans, second.waits, second.counts) == (2, [], [], [])
+
+
+def test_a_failing_step_is_written_too(tmp_path: Path) -> None:
+    tracer = RecordingTracer(tmp_path, 0)
+    with pytest.raises(ArithmeticError), tracer.step():
+        tracer.span("compute", "0F0", now(), now())
+        raise ArithmeticError
+    assert [span.name for span in recorded(tmp_path)[0].spans] == ["0F0"]
+
+
+def test_no_record_of_any_thread_is_lost(tmp_path: Path) -> None:
+    tracer = RecordingTracer(tmp_path, 0)
+    count, num_threads = 2000, 4
+
+    def work() -> None:
+        for index in range(count):
+            tracer.span("adam", index, now(), now())
+
+    threads = [threading.Thread(target=work, name=f"worker{index}") for index in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        with tracer.step():  # writes while they record
+            time.sleep(0.001)
+    with tracer.step():
+        pass
+    spans = [span for step in recorded(tmp_path) for span in step.spans]
+    for thread in threads:
+        assert [span.name for span in spans if span.thread == thread.name] == [str(index) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"kind":"step","step":1,"start":0,"end":1}\n', "line 1"),
+        ('{"kind":"header","version":99,"rank":0}\n', "line 1"),
+        ('{"kind":"header","version":1,"rank":0}\n{"kind":"wait"}\n', "line 2"),
+        ('{"kind":"header","version":1,"rank":0}\n{"kind":"ste', "line 2"),
+        ('{"kind":"header","version":1,"rank":0}\n{"kind":"new"}\n', "line 2.*'new'"),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_line(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "rank0.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        recorded(tmp_path)
+
+
+# ---- summary
+
+
+def test_busy_seconds_are_unions_and_the_rest_is_outside(tmp_path: Path) -> None:
+    tracer = RecordingTracer(tmp_path, 0)
+    with tracer.step():
+        tracer.span("ssd_read", "a", 1, 3, 10)
+        tracer.span("ssd_read", "b", 2, 4, 10)
+        tracer.span("compute", "0F0", 3, 6)
+        tracer.transfer("ssd_write", "c", 5.0, 7.0, 7.5, 30)  # certainly busy for half a second only
+        tracer.span("", "0STEP", 8, 9)
+        tracer.span("adam", "late", 9, 12)
+        tracer.wait("a", "0F0", 1, 2)
+        tracer.wait("c", "end", 7.0, 7.5)
+        tracer.wait("a", "1F0", 2.5, 3)
+    step = recorded(tmp_path)[0]
+    step.start, step.end = 0.0, 10.0
+    summary = summarize(step)
+    expected = dict.fromkeys(RESOURCES, 0.0)
+    assert summary.busy_s == expected | {"ssd_read": 3.0, "compute": 3.0, "ssd_write": 0.5, "adam": 1.0}
+    assert summary.in_flight_s == expected | {"ssd_read": 3.0, "compute": 3.0, "ssd_write": 2.5, "adam": 1.0}
+    assert (summary.bytes["ssd_read"], summary.bytes["ssd_write"]) == (20, 30)
+    assert summary.outside_s == 10 - (5 + 0.5 + 1)  # 1 to 6, 7 to 7.5, 9 to the step's end
+    assert list(summary.waits_s.items()) == [("a", 1.5), ("c", 0.5)]
+    assert summary.unassigned_s == {"0STEP": 1.0}
+    assert "30.0%" in summary.table() and "0STEP 1.000" in summary.table()
+
+
+def test_union_of_intervals() -> None:
+    assert union([]) == 0
+    assert union([(5, 6), (1, 2), (1, 4), (2, 3), (4, 5), (9, 8)]) == 5
+
+
+# ---- the executor
+
+
+class SlowFetches(Log):
+    """A fetch takes 20 ms from its issue."""
+
+    def issue(self, event: Event) -> Ticket:
+        self.compute(event)
+        ready = now() + 0.02
+        return Ticket(f"fetch {event.layer}", lambda: time.sleep(max(0.0, ready - now())), 1000, "ssd_read")
+
+
+def test_every_event_of_a_schedule_and_every_wait_is_there(tmp_path: Path) -> None:
+    tracer, schedule = RecordingTracer(tmp_path, 0), build_training(2, 2, window=1)
+    with tracer.step():
+        Executor(SlowFetches().handlers(), tracer=tracer).run(schedule)
+    step = recorded(tmp_path)[0]
+    handled = [span for span in step.spans if span.resource != "ssd_read"]
+    assert [span.name for span in handled] == [str(event) for event in schedule.events]
+    assert {span.name for span in handled if not span.resource} >= {"0FETCH", "0RELEASE", "0STEP"}
+    fetches = {span.name: span for span in step.spans if span.resource == "ssd_read"}
+    assert list(fetches) == ["fetch pre", "fetch 0", "fetch 1"]
+    assert [(wait.name, wait.by) for wait in step.waits] == [("fetch pre", "preF0"), ("fetch 0", "0F0"), ("fetch 1", "1F0")]
+    for span in fetches.values():
+        assert span.bytes == 1000 and span.issue < span.busy_from < span.end and span.end - span.issue >= 0.02
+    first = next(span for span in handled if span.name == "preF0")
+    assert first.issue <= fetches["fetch pre"].busy_from <= fetches["fetch pre"].end <= first.start <= first.end
+    assert sum(summarize(step).waits_s.values()) >= 0.02
+
+
+def test_a_trace_costs_less_than_a_hundredth_of_a_step(tmp_path: Path) -> None:
+    schedule = build_training(32, 16, window=2)  # a Llama 8B: the least that an event takes there is a few milliseconds
+    event_s = 0.003
+    assert len(schedule.events) > 1000
+    tracer = RecordingTracer(tmp_path, 0)
+    seconds: dict[Tracer, list[float]] = {Tracer(): [], tracer: []}
+    for _ in range(5):
+        for each, measured in seconds.items():
+            start = time.thread_time()  # not the load of others
+            with each.step():
+                Executor(Log().handlers(), tracer=each).run(schedule)
+            measured.append(time.thread_time() - start)
+    off, on = (min(measured) for measured in seconds.values())
+    assert len(recorded(tmp_path)[0].spans) >= len(schedule.events)
+    assert (on - off) / (len(schedule.events) * event_s) < 0.01
+
+
+# ---- the engine
+
+
+def test_the_engine_writes_each_step(tmp_path: Path) -> None:
+    config = ssd_config(tmp_path / "ssd", section={"seed": 5, "trace": str(tmp_path / "trace")})
+    with running(config, build_model, vertical=True) as (engine, _):
+        for micro_batches in token_batches(2, 2):
+            engine.train_batch(iter(micro_batches))
+            engine.eval_batch(iter(micro_batches))  # no part of any step
+    steps = recorded(tmp_path / "trace")
+    assert [step.step for step in steps] == [1, 2]
+    for step in steps:
+        names = [span.name for span in step.spans]
+        assert [name for name in names if name in ("0F0", "sufHEAD1", "0B1", "NORM")] == ["0F0", "sufHEAD1", "0B1", "NORM"]
+        summary = summarize(step)
+        assert 0 < summary.busy_s["compute"] < summary.step_s and summary.bytes["ssd_read"] > 0
+        assert 0 <= summary.outside_s < summary.step_s
+
+
+def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="vertical_schedule.trace: got .*file.*cannot write there"):
+        initialize(config=host_config(trace=str(tmp_path / "file")))
