@@ -86,7 +86,7 @@ def longest_chain_s(
     needs = dependencies(schedule.events) if needs is None else needs
     ends: list[float] = []
     for event, cost, earlier in zip(schedule.events, costs, needs, strict=True):
-        jobs = ([s for s in job if not (event.step_offset and s.lane == "ssd_write")] for job in cost)
+        jobs = ([s for s in job if not ((event.step_offset or event.ahead) and s.lane == "ssd_write")] for job in cost)
         ends.append(max((ends[j] for j in earlier), default=0.0) + max((_seconds(job) for job in jobs), default=0.0))
     return max(ends, default=0.0)
 

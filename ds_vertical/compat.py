@@ -312,18 +312,24 @@ def bind_shard(param: ZeroParam, shard: torch.Tensor) -> None:
     param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
 
-def guard_parameters(params: Iterable[ZeroParam], before: Callable[[], None]) -> None:
-    """Call `before` ahead of every gather of these parameters and every read of their shards, by whomever.
+def guard_parameters(
+    params: Iterable[ZeroParam], before: Callable[[], None], written: Callable[[Iterable[ZeroParam]], None]
+) -> None:
+    """Call `before` ahead of every gather of these parameters and every read or write of their shards' files by stock;
+    after a write, call `written` with the parameters.
 
-    Users reach the weights in many ways (GatheredParameters, a direct call of the model, saving); all of them end in a
-    parameter's own closures or in the swapper that they share.
+    Users reach the weights in many ways (GatheredParameters, a direct call of the model, saving, loading); all of them end
+    in a parameter's own closures or in the swapper that they share.
     """
     for param in params:
         for name in ("all_gather", "all_gather_coalesced"):
             setattr(param, name, _after(before, getattr(param, name)))
     swappers = {id(s): s for param in params if (s := getattr(param, "nvme_swapper", None)) is not None}
     for swapper in swappers.values():
-        swapper.swap_in = _after(before, swapper.swap_in)
+        for name in ("swap_in", "swap_into_buffer"):
+            setattr(swapper, name, _after(before, getattr(swapper, name)))
+        for name in ("swap_out_and_release", "swap_out_partitioned_params"):
+            setattr(swapper, name, _noting(written, _after(before, getattr(swapper, name))))
 
 
 def _after(before: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
@@ -332,6 +338,19 @@ def _after(before: Callable[[], None], then: Callable[..., Any]) -> Callable[...
         return then(*args, **kwargs)
 
     return guarded
+
+
+def _noting(written: Callable[[Iterable[ZeroParam]], None], write: Callable[..., Any]) -> Callable[..., Any]:
+    """`write`, whose first argument is the parameters written, by position or name; noted after a failure too."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        params = list(args[0] if args else kwargs.get("params", kwargs.get("dst_fp16_params", ())))
+        try:
+            return write(*args, **kwargs)
+        finally:
+            written(params)
+
+    return noted
 
 
 def gather(params: Sequence[ZeroParam]) -> list[torch.Tensor]:

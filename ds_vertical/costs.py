@@ -177,7 +177,7 @@ def event_costs(events: Sequence[Event], machine: Machine, shape: ModelShape, pa
     """What each event of a step costs: jobs that may overlap, each a chain of stages; () where it takes no time.
 
     `parts`: see PartSizes. See [Note: carried work]. A FETCH reads less by what delayed steps hand over in memory: those
-    since the unit's last FETCH.
+    since the unit's last FETCH. The step before is taken to be one like this: what it ends with ahead of this one counts there.
     """
     pricer = _Pricer(events, machine, shape, parts)
     return tuple(pricer.price(event) for event in events)
@@ -191,6 +191,10 @@ class _Pricer:
         self.present = {(event.op, event.layer, event.part) for event in events}
         self.held = {event.layer for event in events if event.op in (Op.HOLD, Op.RECALL)}
         self.handed_over: dict[Unit | None, float] = {}
+        for event in events:
+            if event.ahead:
+                whole = event.op is Op.FETCH
+                self.handed_over[event.layer] = shape.shard(event.layer) if whole else self.sizes.elements(event)
 
     def price(self, event: Event) -> Cost:
         return _PRICES[event.op](self, event)
@@ -224,7 +228,7 @@ class _Pricer:
         num_bytes = self.shape.shard(event.layer) * self.shape.param_bytes
         left = num_bytes - self.handed_over.pop(event.layer, 0.0) * self.shape.param_bytes
         read = self.ssd("ssd_read", "parameters", max(0.0, left) * self.shape.placement.parameters_on_ssd)
-        return _cost(read + self.copy("copy_in", "parameters", num_bytes))
+        return _cost(read if event.ahead else read + self.copy("copy_in", "parameters", num_bytes))
 
     def _scale(self, event: Event) -> float:
         return self.shape.elements(event.layer) / (max(self.shape.layer_elements) or 1)
@@ -290,7 +294,7 @@ class _Pricer:
         elements = self.sizes.elements(event)
         if not elements:
             return ()
-        if event.step_offset:
+        if event.step_offset or event.ahead:
             self.handed_over[event.layer] = self.handed_over.get(event.layer, 0.0) + elements
         placement = shape.placement
         carried = (

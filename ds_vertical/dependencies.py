@@ -31,6 +31,7 @@ class _Walk:
         self.steps: dict[Unit | None, list[int]] = {}
         self.delayed: dict[Unit | None, list[int]] = {}
         self.early: list[int] = []
+        self.ahead: dict[Unit | None, int] = {}
         self.under_way: list[int] = []
 
     def need(self, op: Op, layer: Unit | None = None, micro_batch: int | None = None) -> int:
@@ -47,11 +48,20 @@ class _Walk:
         self.uses[unit].append(self.index)
         return self.fetched[unit]
 
+    def refuse_read(self, unit: Unit | None, what: str) -> None:
+        """Refuse what makes parameters that were read for the next step others, or not the next."""
+        if unit in self.ahead:
+            raise ScheduleError(f"event {self.ahead[unit]} has read {unit} for the next step; {what} before that")
+
     def take_turn(self) -> list[int]:
         """The step that must be over before another one may begin; see MAX_STEPS."""
         before = self.under_way[-MAX_STEPS] if len(self.under_way) >= MAX_STEPS else None
         self.under_way.append(self.index)
         return [] if before is None else [before]
+
+    def concluded(self) -> list[int]:
+        """The COMMIT that must be over before anything uses what early steps made or left."""
+        return [self.need(Op.COMMIT)] if self.early else []
 
     def values(self, unit: Unit | None) -> list[int]:
         """FETCH of the unit, and the delayed step that made the values it brings."""
@@ -78,10 +88,21 @@ def _fetch(walk: _Walk, event: Event) -> list[int]:
     unit = event.layer
     if unit in walk.fetched:
         raise ScheduleError(f"{unit} is already fetched, by event {walk.fetched[unit]}")
+    walk.refuse_read(unit, "fetch it")
     walk.fetched[unit] = walk.index
     walk.uses[unit] = []
     released = walk.done.get((Op.RELEASE, unit, None))
     return [*([] if released is None else [released]), *walk.steps.pop(unit, [])]
+
+
+def _fetch_ahead(walk: _Walk, event: Event) -> list[int]:
+    """The read of what the next step fetches: once the step is known to count or not, and the unit's new values are there."""
+    unit = event.layer
+    if unit in walk.fetched:
+        raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before")
+    walk.refuse_read(unit, "read it once")
+    walk.ahead[unit] = walk.index
+    return [walk.need(Op.NORM), walk.need(Op.RELEASE, unit), *walk.concluded(), *walk.steps.get(unit, ())]
 
 
 def _release(walk: _Walk, event: Event) -> list[int]:
@@ -135,6 +156,7 @@ def _step(walk: _Walk, event: Event) -> list[int]:
     unit = event.layer
     if unit in walk.fetched:
         raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before its step")
+    walk.refuse_read(unit, "step it")
     needs = [walk.need(Op.NORM), walk.need(Op.RELEASE, unit), *walk.take_turn()]
     walk.steps.setdefault(unit, []).append(walk.index)
     return needs
@@ -168,6 +190,15 @@ def _delayed_step(walk: _Walk, event: Event) -> list[int]:
     return []
 
 
+def _step_ahead(walk: _Walk, event: Event) -> list[int]:
+    """The delayed part of this very step, for the next forward; the next schedule's FETCH of the unit takes its values."""
+    unit = event.layer
+    if unit in walk.fetched:
+        raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before its step")
+    walk.refuse_read(unit, "step it")
+    return [walk.need(Op.NORM), walk.need(Op.RELEASE, unit), *walk.concluded()]
+
+
 _RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
     Op.FETCH: _fetch,
     Op.RELEASE: _release,
@@ -185,6 +216,8 @@ _RULES_BY_PART: Final[dict[tuple[str | None, int], dict[Op, Callable[[_Walk, Eve
     (None, 0): _RULES,
     (EARLY, 0): {Op.STEP: _early_step},
     (DELAYED, -1): {Op.STEP: _delayed_step},
+    (DELAYED, 0): {Op.STEP: _step_ahead},
+    (None, 1): {Op.FETCH: _fetch_ahead},
 }
 
 
@@ -212,13 +245,15 @@ def validate(schedule: Schedule) -> None:
     """Raises ScheduleError, naming the event and showing those around it, unless the schedule can be run as it stands.
 
     Checked: everything an event depends on comes before it; each F, HEAD, B, REDUCE, NORM, STEP and the prefix's FETCH
-    stands there exactly once; at most window + 1 layers are fetched at a time and none at the end; gradients are summed
-    in the order that the header promises.
+    stands there exactly once; at most window + 1 layers are fetched at a time, those read for the next step included, and
+    no other at the end; nothing is read for the next step that is still to be stepped; gradients are summed in the order
+    that the header promises.
     """
     _check_once(schedule)
     _dependencies(schedule.events, _Walk(schedule.num_layers, schedule.num_micro_batches))
     _check_complete(schedule)
     _check_window(schedule)
+    _check_ahead(schedule)
     _check_sums(schedule)
 
 
@@ -242,14 +277,17 @@ def _check_once(schedule: Schedule) -> None:
     allowed = set(_once(schedule))
     allowed |= {Event(op, layer) for op in (Op.FETCH, Op.RELEASE) for layer in range(schedule.num_layers)}
     if schedule.order != "forward":
-        allowed |= {Event(Op.STEP, u, part=DELAYED, step_offset=-1) for u in (PRE, *range(schedule.num_layers))}
+        units: tuple[Unit, ...] = (PRE, *range(schedule.num_layers))
+        allowed |= {Event(Op.STEP, u, part=DELAYED, step_offset=-1) for u in units}
+        allowed |= {Event(Op.FETCH, u, step_offset=1) for u in units}
+        allowed |= {Event(Op.STEP, u, part=DELAYED) for u in units if schedule.delayed}
     seen: Counter[Event] = Counter()
     for index, event in enumerate(schedule.events):
         seen[event] += 1
         if event not in allowed:
             shape = f"{schedule.num_layers} layers, {schedule.num_micro_batches} micro-batches"
             raise error_at(schedule.events, index, f"has no place in a schedule of order {schedule.order} with {shape}")
-        if seen[event] > 1 and not (event.op in (Op.FETCH, Op.RELEASE) and event.layer != PRE):
+        if seen[event] > 1 and not (event.op in (Op.FETCH, Op.RELEASE) and event.layer != PRE and not event.ahead):
             raise error_at(schedule.events, index, "stands here a second time; it must happen once")
 
 
@@ -263,6 +301,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 def _check_window(schedule: Schedule) -> None:
     fetched: set[Unit | None] = set()
+    ahead = {event.layer for event in schedule.events if event.op is Op.FETCH and event.ahead}
     for index, event in enumerate(schedule.events):
         if event.op is Op.RELEASE:
             fetched.discard(event.layer)
@@ -271,9 +310,21 @@ def _check_window(schedule: Schedule) -> None:
         if len(fetched) > schedule.window + 1:
             problem = f"is layer number {len(fetched)} fetched at once; window {schedule.window} allows"
             raise error_at(schedule.events, index, f"{problem} {schedule.window + 1}: release one before")
+    fetched -= ahead
     if fetched:
         units = ", ".join(str(unit) for unit in fetched)
         raise error_at(schedule.events, len(schedule.events), f"still fetched: {units}; every FETCH needs its RELEASE")
+
+
+def _check_ahead(schedule: Schedule) -> None:
+    """What is read for the next step while its step is due would be old then."""
+    stepped: set[Unit | None] = set()
+    for index, event in enumerate(schedule.events):
+        if event.op is Op.STEP and event.ahead:
+            stepped.add(event.layer)
+        elif event.op is Op.FETCH and event.ahead and schedule.delayed and event.layer not in stepped:
+            wanted = Event(Op.STEP, event.layer, part=DELAYED)
+            raise error_at(schedule.events, index, f"reads what a delayed step is to change; write {wanted} before it")
 
 
 def _check_sums(schedule: Schedule) -> None:

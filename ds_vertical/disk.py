@@ -2,15 +2,18 @@
 
 [Note: order] The operations of one queue are issued to the kernel in their order but may complete in any other: what must
 follow an operation is issued after its `wait`. The memory of an operation must neither move nor be used until then;
-`DiskQueue` does not hold it. Address, length and offset are multiples of ALIGNMENT_BYTES, as O_DIRECT demands. A write that
-makes its file longer is done by the kernel at once, in the queue's thread (ext4): preallocate.
+`DiskQueue` does not hold it; what is in flight when the process ends is completed first. Address, length and offset are
+multiples of ALIGNMENT_BYTES, as O_DIRECT demands. A write that makes its file longer is done by the kernel at once, in the
+queue's thread (ext4): preallocate.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import threading
+import weakref
 from typing import NamedTuple, Protocol
 
 ALIGNMENT_BYTES = 512
@@ -149,6 +152,7 @@ class DiskQueue:
         self.num_read_bytes = 0
         self.num_written_bytes = 0
         self.write_error: DiskError | None = None  # the first, seen when the write was waited for
+        _OPEN.add(self)
 
     @property
     def native(self) -> NativeQueue:
@@ -176,3 +180,13 @@ class DiskQueue:
         if self._native is not None:
             self._native.wait_all()
             self._native = None
+
+
+_OPEN: weakref.WeakSet[DiskQueue] = weakref.WeakSet()
+
+
+@atexit.register
+def _complete_all() -> None:
+    """A process may end without closing its queues, and the memory of their operations goes before they do."""
+    for queue in list(_OPEN):
+        queue.close()

@@ -198,7 +198,8 @@ class VerticalEngine(compat.DeepSpeedEngine):
         num_buffers = max(vertical.prefetch_layers + MAX_STEPS, LEAD) + 1
         self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue())
         self.optimizer.start_pipeline(new_queue(), new_queue(), self._params, self.tracer)
-        compat.guard_parameters([p for params in layers.units.values() for p in params], self.optimizer.flush)
+        every = [param for params in layers.units.values() for param in params]
+        compat.guard_parameters(every, self.optimizer.flush, self._params.note_write)
         self._gradients = GradientStore(
             _in_chunk_order(layers, self.optimizer),
             self.optimizer.gradient_accumulation_dtype,
@@ -283,6 +284,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
             delayed=self.optimizer.regime.leaves_steps,
             due=frozenset(self.optimizer.due),
             early=self.optimizer.regime.early,
+            ahead=vertical.prefetch_layers > 0,
         )
 
         def scale(loss: torch.Tensor) -> torch.Tensor:

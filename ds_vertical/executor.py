@@ -25,7 +25,8 @@ class Executor:
     """Runs schedules with one handler per operation.
 
     A handler that starts something asynchronous returns its Ticket; the executor waits for it just before the first
-    event that depends on it (`dependencies` of the schedule), or at once with `overlap=False`, the debugging oracle.
+    event that depends on it (`dependencies` of the schedule), or at once with `overlap=False`, the debugging oracle. What is
+    issued for the next schedule is waited for there, by whoever gave the ticket.
     `held_bytes()` gives bytes held per tier for the message of a failure. `tracer` takes a span of every handler (from issue,
     when the executor came to the event, and start, when its waits were over) and every wait. On a device that computes
     asynchronously a handler's span is the host's part only.
@@ -60,7 +61,7 @@ class Executor:
                 self.tracer.span(_RESOURCE.get(event.op, ""), event, start, now(), issue=issue)
                 if ticket is not None and not self.overlap:
                     self._wait(ticket, event)
-                if ticket is not None and not ticket.done:
+                if ticket is not None and not ticket.done and not event.ahead:
                     flying[index] = ticket
             index = len(schedule.events)
             for issued in list(flying):

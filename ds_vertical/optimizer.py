@@ -27,6 +27,7 @@ from ds_vertical.regime import Regime
 from ds_vertical.routes import StateRoutes
 from ds_vertical.stepper import Chunk, Due, Share, Stepper, Updates, slot_bytes
 from ds_vertical.storage import StorageError
+from ds_vertical.torn import TornState
 from ds_vertical.trace import Tracer
 from ds_vertical.transfer import Ticket
 
@@ -35,15 +36,6 @@ _STOCK_BUFFERS = 4
 _SLOTS = 4
 _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that DeepSpeed counts up, in case they share a table
 _PART_NUMEL = 1 << 21
-_TORN = (
-    "the live state is torn: part of it has taken a step that the rest has not. It can be neither trained on nor read nor"
-    " saved; build a new engine from the last weights or checkpoint that were saved"
-)
-
-
-
-class TornStateError(RuntimeError):
-    """Some of the live state has taken a step that the rest has not, and cannot. `__cause__`: what failed."""
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -71,6 +63,7 @@ class VerticalStage3(StateRoutes):
         self._dynamic_scale = bool(kwargs.get("dynamic_loss_scale"))
         self._tried = False  # whether parts of this step have been taken early
         self._hit = False  # whether they count, and have not been committed yet
+        self._torn = TornState()
         self._broken: BaseException | None = None
         self._share: Share = "delayed"  # of every unit that is due
         self._unit_of = layers.unit_of()
@@ -80,6 +73,7 @@ class VerticalStage3(StateRoutes):
         self._settled = True  # nothing due, nothing in flight
         self._due: Due | None = None
         self._left: dict[Unit, None] = {}  # units whose step is due, in the order of their next use
+        self._ahead: dict[Unit, Ticket] = {}  # steps issued for the next forward, which has not taken them over yet
         super().__init__(*args, **kwargs)
         self._stepped = {id(param) for chunk in self.fp16_groups for param in chunk}
         self._gradients = HeldGradients([[p.partition_numel() for p in chunk] for chunk in self.fp16_groups])
@@ -242,6 +236,11 @@ class VerticalStage3(StateRoutes):
         """Units whose step of the last train_batch has not been issued yet."""
         return tuple(self._left)
 
+    @property
+    def pending(self) -> tuple[Unit, ...]:
+        """Units whose step of the last train_batch nobody has waited for: issued for the next forward, or due."""
+        return (*self._ahead, *self._left)
+
     def open_step(self) -> None:
         """Take the global norm and decide whether the step is skipped (non-finite norm, overflow); else what is not
         stepped early is due."""
@@ -308,6 +307,15 @@ class VerticalStage3(StateRoutes):
             self._broken = error
             raise
 
+    def step_ahead(self, unit: Unit) -> Ticket | None:
+        """Issue what is due of a unit in the step that made it; the next forward waits for `stepped_ahead`."""
+        if ticket := self.step_unit(unit):
+            self._ahead[unit] = ticket
+        return ticket
+
+    def stepped_ahead(self, unit: Unit) -> Ticket | None:
+        return self._ahead.pop(unit, None)
+
     def step(self, closure: Any = None) -> None:  # override
         """Conclude the step that the schedule opened; the engine calls this where stock would take the whole step."""
         if not self._opened:
@@ -319,17 +327,14 @@ class VerticalStage3(StateRoutes):
 
     @contextlib.contextmanager
     def schedule_running(self) -> Iterator[None]:
-        """Within the block parameters are fetched by the schedule, which knows what is due: nothing is flushed.
-
-        Raises TornStateError ahead of the block where an earlier step has failed.
-        """
+        """Within the block the schedule fetches parameters, and knows what is due: no flush. Raises as `check_whole`."""
         self.check_whole()
         self._inside += 1
         try:
             yield
         except BaseException as error:
             if self.failure is not None:
-                error.add_note(_TORN)
+                self._torn.tell(error)
             raise
         finally:
             self._inside -= 1
@@ -340,9 +345,9 @@ class VerticalStage3(StateRoutes):
         return self._broken or self._pipeline.error or self._updates.error
 
     def check_whole(self) -> None:
-        """Raise TornStateError where a step failed in part. Nothing may read the live state then, or save it."""
+        """Raise where a step failed in part: what failed, if nobody has been told, else TornStateError."""
         if failure := self.failure:
-            raise TornStateError(f"{_TORN}; what failed: {type(failure).__name__}: {failure}") from failure
+            self._torn.refuse(failure)
 
     def abandon(self) -> None:
         """After an error in a schedule: complete what is in flight and let early steps not have been, unless the norm has
@@ -352,6 +357,7 @@ class VerticalStage3(StateRoutes):
             self.conclude_early()
         else:
             self._stepper.discard()
+        self._ahead.clear()  # complete, or torn
         self._tried = self._hit = False
 
     def flush(self) -> None:
@@ -370,6 +376,7 @@ class VerticalStage3(StateRoutes):
             self._pipeline.drain()
             self._updates.close_updates()
             compat_state.gather_persistent(self)
+        self._ahead.clear()
         self._settled = True
 
     def flush_state(self) -> None:

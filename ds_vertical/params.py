@@ -1,9 +1,14 @@
-"""Fetch and release the parameters of one unit at a time over ZeRO-3's partitions."""
+"""Fetch and release the parameters of one unit at a time over ZeRO-3's partitions.
+
+[Note: versions] What is read ahead of its fetch may meanwhile become old: somebody writes a parameter's file, or the
+optimizer makes new values. Each such event counts the unit's version up; a copy of an older version is dropped, and read again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -45,6 +50,14 @@ class Resident:
     buffer: HostBuffer | None
     gathered: list[nn.Parameter]
     ticket: Ticket
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A unit's shards on their way into a buffer, as they are in `version`, before anybody fetches them."""
+
+    buffer: HostBuffer
+    version: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,10 @@ class ParamStore:
     ) -> None:
         self._units = units
         self._shards = {unit: _lay_out(params) for unit, params in units.items()}
+        self._unit_of: dict[int, Unit] = {id(param): unit for unit, params in units.items() for param in params}
         self._resident: dict[Unit, Resident] = {}
+        self._ahead: dict[Unit, Copy] = {}
+        self._versions: Counter[Unit] = Counter()
         self._lane = Lane(device)
         self._writer = writer
         self._updates: dict[Unit, Update] = {}  # new shards that no fetch has taken over yet
@@ -137,22 +153,68 @@ class ParamStore:
 
     def fetch(self, unit: Unit) -> Ticket:
         """Start reading a unit's shards; the ticket's wait gathers the full parameters on the device."""
+        self._check_absent(unit)
+        shards = [shard for shard in self._shards[unit] if compat.needs_read(shard.param)]
+        buffer = self._in_memory(unit)
+        missing = shards if buffer is None else []
+        if missing:
+            buffer = self._take(unit)
+        ticket = Ticket(f"fetch {unit}", lambda: self._arrive(unit, shards), sum(s.num_bytes for s in missing))
+        self._resident[unit] = Resident(buffer, [], ticket)
+        if buffer is not None:
+            self._read(unit, missing, buffer)
+        return ticket
+
+    def fetch_ahead(self, unit: Unit) -> Ticket | None:
+        """Start reading a unit's shards for its next `fetch`; the parameters are left as they are. See [Note: versions].
+
+        None where nothing is on SSD, or where its values are in memory anyway. The ticket's wait raises DiskError.
+        """
+        self._check_absent(unit)
+        shards = self._shards[unit]
+        if not shards or unit in self._updates or unit in self._ahead:
+            return None
+        buffer = self._take(unit)
+        self._ahead[unit] = Copy(buffer, self._versions[unit])
+        self._read(unit, shards, buffer)
+
+        def wait() -> None:
+            if unit in self._ahead and self._ahead[unit].buffer is buffer:  # otherwise somebody else has waited, or will
+                buffer.wait_reads()
+
+        return Ticket(f"fetch {unit} ahead", wait, sum(shard.num_bytes for shard in shards))
+
+    def note_write(self, params: Iterable[nn.Parameter]) -> None:
+        """Somebody has written the files of these parameters: what was read of their units before is old."""
+        for param in params:
+            if id(param) in self._unit_of:
+                self._versions[self._unit_of[id(param)]] += 1
+
+    def _check_absent(self, unit: Unit) -> None:
         if self._closed:
             raise RuntimeError("the engine was destroyed; build a new one with ds_vertical.initialize")
         if unit in self._resident:
             raise RuntimeError(f"unit {unit} is fetched already")
-        update = self._updates.pop(unit, None)
-        shards = [shard for shard in self._shards[unit] if compat.needs_read(shard.param)]
-        buffer = update.buffer if update is not None else self._take(unit) if shards else None
-        missing = shards if update is None else []
-        ticket = Ticket(f"fetch {unit}", lambda: self._arrive(unit, shards), sum(s.num_bytes for s in missing))
-        self._resident[unit] = Resident(buffer, [], ticket)
-        if missing:
+
+    def _in_memory(self, unit: Unit) -> HostBuffer | None:
+        """The buffer with the unit's values of now: from its step, or read ahead. Whoever asks has it."""
+        copy = self._ahead.get(unit)
+        if copy is not None and (unit in self._updates or copy.version != self._versions[unit]):
+            self._drop_ahead(unit)
+        entry = self._updates.pop(unit, None) or self._ahead.pop(unit, None)
+        return None if entry is None else entry.buffer
+
+    def _drop_ahead(self, unit: Unit) -> None:
+        buffer = self._ahead[unit].buffer
+        buffer.complete_reads()
+        del self._ahead[unit]  # not before: an interrupted wait must not forget a read in flight
+        self._pool(unit).put_back(buffer)
+
+    def _read(self, unit: Unit, shards: Sequence[Shard], buffer: HostBuffer) -> None:
+        if shards:
             self._wait_writes(unit)
-        for shard in missing:
-            assert buffer is not None
+        for shard in shards:
             buffer.issue_read(self._path(shard), shard.start, shard.num_bytes)
-        return ticket
 
     def _arrive(self, unit: Unit, shards: Sequence[Shard]) -> None:
         resident = self._resident[unit]
@@ -192,6 +254,7 @@ class ParamStore:
             update = Update(self._take(unit), [Piece.of(shard, ranges[shard.param]) for shard in changed], early)
             targets |= {id(shard.param): shard.view(update.buffer.data) for shard in changed}
             self._unwritten[unit] = update
+            self._versions[unit] += not early
             if early:
                 self._drained.setdefault(unit, []).append(update)
             else:
@@ -229,6 +292,7 @@ class ParamStore:
             for piece in update.pieces:
                 shard = piece.shard
                 shard.generation ^= 1
+                self._versions[self._unit_of[id(shard.param)]] += 1
                 compat.set_swap_path(shard.param, self._path(shard))
         for param, copy, (first, count) in self._copies:
             compat.shard(param).narrow(0, first, count).copy_(copy.narrow(0, first, count))
@@ -254,7 +318,8 @@ class ParamStore:
         return shard.paths[shard.generation ^ other]
 
     def _take(self, unit: Unit) -> HostBuffer:
-        """A free buffer; where there is none, that of the oldest finished update which nobody fetched yet."""
+        """A free buffer; where there is none, that of the oldest finished update which nobody fetched yet, or of what was
+        read ahead last."""
         pool = self._pool(unit)
         if not pool.num_free:
             drained = [update for u, updates in self._drained.items() if self._pool(u) is pool for update in updates]
@@ -265,6 +330,9 @@ class ParamStore:
             unused: list[Unit] = [u for u, update in self._updates.items() if update.finished and self._pool(u) is pool]
             for other in unused[:1]:
                 self._put_away(other)
+        if not pool.num_free:
+            for other in [u for u in self._ahead if self._pool(u) is pool][-1:]:
+                self._drop_ahead(other)
         return pool.take()
 
     def _put_away(self, unit: Unit) -> None:
@@ -283,6 +351,8 @@ class ParamStore:
     def release_all(self) -> None:
         """Release whatever is fetched or on its way, after an error: all of it, whatever another read's failure is."""
         with contextlib.ExitStack() as cleanup:
+            for other in self._ahead:
+                cleanup.callback(self._drop_ahead, other)
             for unit, resident in self._resident.items():
                 cleanup.callback(self.release, unit)
                 if resident.buffer is not None:

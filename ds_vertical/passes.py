@@ -168,6 +168,19 @@ def place_delayed(events: Sequence[Event], due: Collection[Unit], lead: int) -> 
     return tuple(placed)
 
 
+def place_ahead(events: Sequence[Event], window: int, lead: int, delayed: bool) -> Events:
+    """At the end, issue what the next forward waits for first, so that it is under way while nobody trains: the delayed steps
+    of `pre` and `lead` layers, the reads of `pre` and `window` layers.
+
+    Of what is `delayed` only those stepped here are read: another's file is about to change.
+    """
+    layers = sorted(event.layer for event in events if event.op is Op.REDUCE and isinstance(event.layer, int))
+    stepped: tuple[Unit, ...] = (PRE, *layers[:lead]) if delayed else ()
+    read = (PRE, *layers[: min(window, lead) if delayed else window])
+    steps = (Event(Op.STEP, unit, part=DELAYED) for unit in stepped)
+    return (*events, *steps, *(Event(Op.FETCH, unit, step_offset=1) for unit in read))
+
+
 def _checked(schedule: Schedule) -> Schedule:
     validate(schedule)
     return schedule
@@ -185,12 +198,13 @@ def build_training(
     due: Collection[Unit] = (),
     lead: int = LEAD,
     early: bool = False,
+    ahead: bool = False,
 ) -> Schedule:
     """The validated schedule of one training step; raises ScheduleError for settings that do not fit together.
 
     `early`: early parts are stepped during the backward. `delayed`: what is left of this step goes to the next schedule.
     `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a
-    delayed step is issued.
+    delayed step is issued. `ahead`: what the next step needs first is issued at the end.
     """
     if order == "forward":
         raise ScheduleError("order 'forward' has no backward; write 'vertical' or 'horizontal' to train")
@@ -202,6 +216,7 @@ def build_training(
         compute = horizontal_order(num_layers, num_micro_batches)
     events = place_optimizer(place_parameters(place_gradients(compute), window, due), delayed)
     events = place_delayed(place_early(events) if early else events, due, lead)
+    events = place_ahead(events, window, lead, delayed) if ahead else events
     return _checked(Schedule(num_layers, num_micro_batches, events, order, snake, window, delayed, early))
 
 

@@ -7,7 +7,9 @@ write is complete. Parts go through in the order in which they were submitted.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +102,7 @@ class StepPipeline:
         self._closed = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        _OPEN.add(self)
 
     def submit(self, what: str, jobs: Sequence[Job], finish: Callable[[], None]) -> Ticket:
         """Queue jobs; `finish` runs on the pipeline's thread after the last. The ticket waits for all of it."""
@@ -270,6 +273,16 @@ class StepPipeline:
         self._writes.clear()
         for transfer in flying:
             _complete(transfer)
+
+
+_OPEN: weakref.WeakSet[StepPipeline] = weakref.WeakSet()
+
+
+@atexit.register
+def _complete_all() -> None:
+    """A process may end without closing its pipelines: their thread finishes while there is an interpreter."""
+    for pipeline in list(_OPEN):
+        pipeline.close()
 
 
 def _complete(transfer: Transfer) -> None:

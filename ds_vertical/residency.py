@@ -100,20 +100,29 @@ class _Ledger:
             yield Change(0.0, "host", owner, elements * each * (1 - on_ssd))
 
     def parameters(self) -> Iterator[Change]:
-        """The shard in its host buffer from the read to the end of the copy, the gathered unit from there to RELEASE."""
+        """The shard in its host buffer from the read to the end of the copy, the gathered unit from there to RELEASE. Read
+        ahead, from that read on. Where nothing is copied the buffer is the unit."""
         fetched: dict[Unit | None, int] = {}
+        ahead: dict[Unit | None, int] = {}
+        copied = not (self.machine.one_memory or self.machine.copy_in_bytes_per_s is None)
         for index, event in enumerate(self.timeline.events):
-            if event.op is Op.FETCH:
+            shard = self.shape.shard(event.layer) * self.shape.param_bytes * self.shape.placement.parameters_on_ssd
+            gathered = self.shape.elements(event.layer) * self.shape.param_bytes
+            if event.op is Op.FETCH and event.ahead:
+                ahead[event.layer] = index
+                buffered = ("host", shard) if copied else ("device", gathered)
+                yield Change(self.start_s(index), buffered[0], "parameters", buffered[1])
+            elif event.op is Op.FETCH:
                 fetched[event.layer] = index
+                early = ahead.pop(event.layer, None) is not None
                 copies = [s.start_s for s in self.spans.get(index, ()) if s.stage.lane == "copy_in"]
-                gathered = self.shape.elements(event.layer) * self.shape.param_bytes
-                yield Change(min(copies, default=self.start_s(index)), "device", "parameters", gathered)
-                shard = self.shape.shard(event.layer) * self.shape.param_bytes * self.shape.placement.parameters_on_ssd
-                if copies:
+                if copied or not early:
+                    yield Change(min(copies, default=self.start_s(index)), "device", "parameters", gathered)
+                if copied and not early:
                     yield Change(self.start_s(index), "host", "parameters", shard)
+                if copied:
                     yield Change(self.end_s(index), "host", "parameters", -shard)
             elif event.op is Op.RELEASE and event.layer in fetched:
-                gathered = self.shape.elements(event.layer) * self.shape.param_bytes
                 yield Change(self.end_s(index), "device", "parameters", -gathered)
 
     def gradients(self) -> Iterator[Change]:

@@ -14,7 +14,7 @@ from typing import Final, Literal
 PRE: Final = "pre"
 SUF: Final = "suf"
 ORDERS: Final = ("vertical", "horizontal", "forward")
-FORM: Final = "[LAYER|pre|suf]OP[MICRO_BATCH][.eCHUNK|.dCHUNK][@-STEPS]: 3FETCH, preF0, sufHEAD0, NORM, 3STEP.d0@-1"
+FORM: Final = "[LAYER|pre|suf]OP[MICRO_BATCH][.eN|.dN][@STEPS]: 3FETCH, preF0, sufHEAD0, NORM, 3STEP.d0@-1, 0FETCH@+1"
 
 EARLY: Final = "e0"  # the early parts of a unit, together
 DELAYED: Final = "d0"
@@ -66,11 +66,16 @@ _UNITS: Final[dict[Op, str]] = {
 _PER_MICRO_BATCH: Final = frozenset((Op.F, Op.HEAD, Op.B, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP))
 _PER_PART: Final = frozenset((Op.HOLD, Op.RECALL, Op.READ, Op.STEP, Op.WRITE, Op.COMMIT, Op.DISCARD))
 _OPTIMIZER: Final = _PER_PART | {Op.NORM}
+# Op -> the sign of the step offsets it may have, and their name; the others take none.
+_OFFSETS: Final[dict[Op, tuple[int, str]]] = {
+    **dict.fromkeys(_PER_PART, (-1, "a step offset <= 0")),
+    Op.FETCH: (1, "a step offset >= 0"),
+}
 _NUMBER = "(?:0|[1-9][0-9]*)"
 _PART = re.compile(f"[ed]{_NUMBER}")
 _EVENT = re.compile(
     f"(?P<layer>{_NUMBER}|pre|suf)?(?P<op>{'|'.join(Op)})(?P<micro_batch>{_NUMBER})?"
-    f"(?:\\.(?P<part>{_PART.pattern}))?(?:@(?P<step_offset>-[1-9][0-9]*))?"
+    f"(?:\\.(?P<part>{_PART.pattern}))?(?:@(?P<step_offset>[+-][1-9][0-9]*))?"
 )
 _HEADER = re.compile(
     "# ds_vertical schedule v1 order=(?P<order>[a-z]+) layers=(?P<layers>[0-9]+)"
@@ -87,8 +92,8 @@ def _is_count(value: object) -> bool:
 class Event:
     """One entry of a schedule: an operation on a layer, on `pre` or `suf`, or (NORM) on none of them.
 
-    `part` is "e<chunk>" (early) or "d<chunk>" (delayed); `step_offset` is 0, or -1 for what the step before left.
-    Raises ScheduleError when the fields do not fit the operation.
+    `part` is "e<chunk>" (early) or "d<chunk>" (delayed); `step_offset` is 0, -1 for what the step before left, or +1 for
+    what the next step fetches. Raises ScheduleError when the fields do not fit the operation.
     """
 
     op: Op
@@ -102,10 +107,17 @@ class Event:
         if problem:
             raise ScheduleError(f"event {str(self)!r}: {problem}; write {FORM}")
 
+    @property
+    def ahead(self) -> bool:
+        """Whether it is issued for the next step, whose schedule waits for it: what that step fetches, and a delayed part
+        that is stepped in its own step."""
+        delayed = self.op is Op.STEP and self.part is not None and self.part.startswith("d")
+        return self.step_offset > 0 or (delayed and self.step_offset == 0)
+
     def __str__(self) -> str:
         layer, micro_batch = ("" if x is None else x for x in (self.layer, self.micro_batch))
         part = "" if self.part is None else f".{self.part}"
-        offset = f"@{self.step_offset}" if self.step_offset else ""
+        offset = f"@{self.step_offset:+d}" if self.step_offset else ""
         return f"{layer}{self.op}{micro_batch}{part}{offset}"
 
 
@@ -125,8 +137,9 @@ def _misfit(event: Event) -> str | None:
         return f"{op} takes no micro-batch, got {event.micro_batch!r}"
     if event.part is not None and (op not in _PER_PART or not _PART.fullmatch(event.part)):
         return f"{op} takes {'e<chunk> or d<chunk> as part' if op in _PER_PART else 'no part'}, got {event.part!r}"
-    if event.step_offset and (op not in _PER_PART or not _is_count(-event.step_offset)):
-        return f"{op} takes {'a step offset <= 0' if op in _PER_PART else 'no step offset'}, got {event.step_offset!r}"
+    sign, offsets = _OFFSETS.get(op, (0, "no step offset"))
+    if event.step_offset and not (sign and _is_count(sign * event.step_offset)):
+        return f"{op} takes {offsets}, got {event.step_offset!r}"
     return None
 
 

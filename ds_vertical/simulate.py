@@ -12,7 +12,8 @@ is complete. Steps of the optimizer are only handed to their pipeline. Where hos
 thread computes itself. RELEASE holds the thread until its unit's uses are complete, so the window bounds memory.
 
 [Note: boundary] dependencies() covers one schedule. Between consecutive ones: what an earlier step left (`@-1`) needs that
-step's NORM, and what it did to the same unit; the first FETCH of a unit needs its steps and its RELEASE.
+step's NORM, and what it did to the same unit; the first FETCH of a unit needs its steps and its RELEASE, and of a step
+issued ahead of it (`STEP.d0`) the values only: what is written is needed by the FETCH after that.
 """
 
 from __future__ import annotations
@@ -121,16 +122,18 @@ def _boundary(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
     """[Note: boundary]: pairs (event of the step before, event of this step)."""
     left: dict[Unit | None, list[int]] = {}
     for index, event in enumerate(events):
-        if event.op in OPTIMIZER or event.op in (Op.RELEASE, Op.REDUCE):
+        if event.op in OPTIMIZER or event.op in (Op.RELEASE, Op.REDUCE) or event.ahead:
             left.setdefault(event.layer, []).append(index)
     norms = [index for index, event in enumerate(events) if event.op is Op.NORM]
     fetched: set[Unit | None] = set()
     for index, event in enumerate(events):
-        if event.step_offset:
+        if event.step_offset < 0:
             yield from ((j, index) for j in {*norms, *left.get(event.layer, ()), *left.get(None, ())})
         elif event.op is Op.FETCH and event.layer not in fetched:
             fetched.add(event.layer)
             yield from ((j, index) for j in left.get(event.layer, ()))
+        elif event.op is Op.FETCH and not event.ahead:
+            yield from ((j, index) for j in left.get(event.layer, ()) if events[j].op is Op.STEP and events[j].ahead)
 
 
 def _written_before_fetch(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
@@ -163,6 +166,11 @@ class _Engine:
 
     def __init__(self, events: Sequence[Event], costs: Sequence[Cost], machine: Machine, steps: int) -> None:
         self.events = tuple(events) * steps
+        first: dict[Unit | None, int] = {}
+        for index, event in enumerate(events):
+            if event.op is Op.FETCH and not event.ahead:
+                first.setdefault(event.layer, index)
+        self.first_fetches = {step * len(events) + index for step in range(steps) for index in first.values()}
         self.machine = machine
         self.steps = steps
         self.now = 0.0
@@ -195,8 +203,10 @@ class _Engine:
 
     def add_edge(self, earlier: int, later: int) -> None:
         """`later` needs `earlier`: of a delayed step its values, for a FETCH its files."""
-        values = self.events[earlier].op is Op.STEP and self.events[earlier].step_offset
-        by_values = values and self.events[later].op is not Op.FETCH and self.values_left[earlier] > 0
+        step = self.events[earlier]
+        hands_over = step.op is Op.STEP and (step.ahead or step.step_offset < 0)
+        reads = self.events[later].op is Op.FETCH and not (step.ahead and later in self.first_fetches)
+        by_values = hands_over and not reads and self.values_left[earlier] > 0
         (self.on_values if by_values else self.on_end)[earlier].append(later)
         self.waits[later] += 1
 

@@ -24,6 +24,10 @@ class Params(Protocol):
 
     def fetch(self, unit: Unit) -> Ticket: ...
 
+    def fetch_ahead(self, unit: Unit) -> Ticket | None:
+        """Start reading what the next `fetch` of the unit needs, if that is not in memory."""
+        ...
+
     def release(self, unit: Unit) -> None: ...
 
     def release_all(self) -> None: ...
@@ -44,6 +48,14 @@ class Optimizer(Protocol):
     def conclude_early(self) -> None: ...
 
     def step_unit(self, unit: Unit) -> Ticket | None: ...
+
+    def step_ahead(self, unit: Unit) -> Ticket | None:
+        """As `step_unit`, for the next schedule."""
+        ...
+
+    def stepped_ahead(self, unit: Unit) -> Ticket | None:
+        """Once after `step_ahead`: what the unit's parameters wait for; None where there is nothing."""
+        ...
 
     def abandon(self) -> None:
         """After an error in the middle of a step: complete the steps under way, and let early ones not have been."""
@@ -138,7 +150,7 @@ class _Pass:
         assert event.micro_batch is not None
         return self.micro_batches[event.micro_batch]
 
-    def fetch(self, event: Event) -> Ticket:
+    def fetch(self, event: Event) -> Ticket | None:
         return self.params.fetch(_unit(event))
 
     def release(self, event: Event) -> None:
@@ -191,6 +203,12 @@ class _Training(_Pass):
             Op.COMMIT: self.commit,
         }
 
+    def fetch(self, event: Event) -> Ticket | None:
+        if event.ahead:
+            return self.params.fetch_ahead(_unit(event))
+        step, ticket = self.optimizer.stepped_ahead(_unit(event)), self.params.fetch(_unit(event))
+        return ticket if step is None else ticket.after(step)
+
     def head(self, event: Event) -> None:
         """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
         assert event.micro_batch is not None
@@ -223,8 +241,9 @@ class _Training(_Pass):
         self.optimizer.open_step()
 
     def step(self, event: Event) -> Ticket | None:
-        step = self.optimizer.step_early if event.part == EARLY else self.optimizer.step_unit
-        return step(_unit(event))
+        optimizer = self.optimizer
+        late = optimizer.step_ahead if event.ahead else optimizer.step_unit
+        return (optimizer.step_early if event.part == EARLY else late)(_unit(event))
 
     def commit(self, _: Event) -> None:
         self.optimizer.conclude_early()

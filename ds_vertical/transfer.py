@@ -7,6 +7,7 @@ accelerator) the parameters alias the buffer, nothing is asynchronous, and there
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,15 @@ class Ticket:
     @property
     def done(self) -> bool:
         return self._wait is None
+
+    def after(self, earlier: Ticket) -> Ticket:
+        """One ticket for both, the earlier one waited for first."""
+
+        def wait() -> None:
+            earlier.wait()
+            self.wait()
+
+        return Ticket(self.what, wait, self.num_bytes, self.resource)
 
     def wait(self) -> None:
         if self._wait is not None:
@@ -104,6 +114,14 @@ class HostBuffer:
             if errors[1:]:
                 errors[0].add_note(f"{len(errors) - 1} more reads into this buffer failed")
             raise errors[0]
+
+
+    def complete_reads(self) -> None:
+        """Complete the reads issued so far, for nobody: what failed is not needed, and whoever needs it reads it again."""
+        while self.reads:
+            with contextlib.suppress(OSError):
+                self.reads[0].wait()
+            del self.reads[0]
 
 
 class BufferPool:

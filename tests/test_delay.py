@@ -87,7 +87,7 @@ def test_every_delay_is_bit_identical_to_stock(
     regimes: list[tuple[bool, bool, bool]] = []
 
     def note(engine: Any, step: int) -> None:
-        due = engine.optimizer.due
+        due = engine.optimizer.pending
         regimes.append((engine.optimizer.regime.early, bool(due), len(due) == NUM_LAYERS + 1))
 
     made = config(tmp_path, dtype, clip_of(clips), delay)
@@ -245,7 +245,7 @@ def test_an_error_anywhere_in_a_step_loses_no_step_that_is_due(
         engine.optimizer._stepper._kernel = SlowKernel(engine.optimizer._stepper._kernel)
         losses = [engine.train_batch(iter(batches[0])).item()]
         for place, step in zip(PLACES, batches[1:], strict=True):
-            assert engine.optimizer.due, "nothing was due"
+            assert engine.optimizer.pending, "nothing was due"
             fail_once(model, place)
             with pytest.raises(Fault, match=place):
                 engine.train_batch(iter(step))

@@ -73,7 +73,7 @@ class Pair:
         batch = next(self.batches)
         losses = {vertical: engine.train_batch(iter(batch)).item() for vertical, (engine, _) in self.arms.items()}
         assert losses[False] == losses[True]
-        assert set(self.vertical.optimizer.due) == {"pre", 0, 1, 2}, "nothing is left to do: the test shows nothing"
+        assert set(self.vertical.optimizer.pending) == {"pre", 0, 1, 2}, "nothing is left to do: the test shows nothing"
 
     @property
     def vertical(self) -> Any:
@@ -360,7 +360,7 @@ def test_generate(tmp_path: Path) -> None:
         with running(config, partial(tiny_gpt2, 2), vertical=vertical) as (engine, model):
             for step in token_batches(2, NUM_MICRO_BATCHES):
                 engine.train_batch(iter(step))
-            assert not vertical or engine.optimizer.due
+            assert not vertical or engine.optimizer.pending
             model.eval()
             ids = token_ids()
             found = model.generate(
@@ -384,7 +384,7 @@ def test_destroying_the_engine_takes_the_steps_that_were_left(tmp_path: Path, re
         engine, model = build_engine(config_in(tmp_path, **REGIMES[regime]), build_model, vertical=True)
         for step in batches:
             engine.train_batch(iter(step))
-        assert engine.optimizer.due
+        assert engine.optimizer.pending
         if flushes:
             ends.append(read_weights(model) | read_state(engine, model))
         else:
@@ -403,7 +403,7 @@ from pathlib import Path
 engine, model = build_engine(config_in(Path({folder!r}), **REGIMES[{regime!r}]), build_model, vertical=True)
 for step in token_batches(2, 2):
     engine.train_batch(iter(step))
-assert engine.optimizer.due
+assert engine.optimizer.pending
 {last}
 print("the last line")
 """

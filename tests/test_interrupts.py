@@ -34,7 +34,7 @@ def test_a_checkpoint_loaded_while_a_step_is_due_is_the_checkpoint(tmp_path: Pat
         engine.save_checkpoint(str(tmp_path / "saved"))
         saved = outcome(engine, model)
         engine.train_batch(iter(STEPS[1]))
-        assert engine.optimizer.due
+        assert engine.optimizer.pending
         engine.load_checkpoint(str(tmp_path / "saved"))
         assert not differing(saved, outcome(engine, model))
         engine.train_batch(iter(STEPS[1]))

@@ -72,6 +72,7 @@ class MemoryParams:
         self.units = layers.units
         self.home = {id(p): p.detach().clone() for params in layers.units.values() for p in params}
         self.fetched: list[Unit] = []
+        self.num_ahead = 0
         self.host_bytes = 12345
         for unit in self.units:
             self._forget(unit)
@@ -79,6 +80,10 @@ class MemoryParams:
     def fetch(self, unit: Unit) -> Ticket:
         self.fetched.append(unit)
         return Ticket(f"fetch {unit}", lambda: self._arrive(unit), 4 * sum(p.numel() for p in self.units[unit]))
+
+    def fetch_ahead(self, unit: Unit) -> Ticket:
+        self.num_ahead += 1
+        return Ticket(f"fetch {unit} ahead", lambda: None)
 
     def release(self, unit: Unit) -> None:
         self.fetched.remove(unit)
@@ -108,6 +113,7 @@ class MemoryOptimizer:
         self.grads: dict[int, torch.Tensor] = {}
         self.num_norms = 0
         self.due: list[Unit] = []
+        self.ahead: dict[Unit, Ticket] = {}
         self._first_delayed = 1 if early else 0
         self._early: dict[int, torch.Tensor] = {}
 
@@ -134,10 +140,19 @@ class MemoryOptimizer:
         late = self.params.units[unit][self._first_delayed :: 1 + self._first_delayed]
         return Ticket(f"step {unit}", lambda: self.params.home.update({id(p): self._stepped(p) for p in late}))
 
+    def step_ahead(self, unit: Unit) -> Ticket:
+        self.ahead[unit] = self.step_unit(unit)
+        return self.ahead[unit]
+
+    def stepped_ahead(self, unit: Unit) -> Ticket | None:
+        return self.ahead.pop(unit, None)
+
     def abandon(self) -> None:
         self._early.clear()
 
     def flush(self) -> None:
+        for unit in list(self.ahead):
+            self.ahead.pop(unit).wait()
         for unit in list(self.due):
             self.step_unit(unit).wait()
 
