@@ -118,10 +118,8 @@ class HostBuffer:
 
     def complete_reads(self) -> None:
         """Complete the reads issued so far, for nobody: what failed is not needed, and whoever needs it reads it again."""
-        while self.reads:
-            with contextlib.suppress(OSError):
-                self.reads[0].wait()
-            del self.reads[0]
+        with contextlib.suppress(OSError):
+            self.wait_reads()
 
 
 class BufferPool:

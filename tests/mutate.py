@@ -38,6 +38,11 @@ _DELAY = "test_delay.py::test_every_delay_is_bit_identical_to_stock"
 _LATE_WRITES = "test_delay.py::test_parameters_written_late_are_read_after_that"
 _SKIPPED = "test_delay.py::test_a_skipped_step_takes_early_ones_back_and_loses_none_that_is_due"
 _ERROR = "test_delay.py::test_an_error_anywhere_in_a_step_loses_no_step_that_is_due"
+_AHEAD_TOY = "test_executor.py::test_what_is_issued_ahead_of_the_next_step_has_the_bits_of_plain_autograd"
+_AHEAD_READS = "test_ahead.py::test_reads_for_the_next_step_are_issued_before_train_batch_returns_and_once[1-kept0]"
+_AHEAD_STEPS = "test_ahead.py::test_delayed_steps_are_issued_before_train_batch_returns_and_once"
+_BETWEEN = "test_ahead.py::test_whatever_comes_between_two_steps_is_as_if_nothing_were_ahead"
+_END = "test_flush.py::test_a_process_may_end_with_steps_left_and_reads_under_way"
 _RECOMPUTE_STATE = "with applied(call.state), torch.enable_grad():"
 
 
@@ -188,6 +193,47 @@ MUTATIONS = (
         "return [walk.need(Op.NORM)]",
         _EARLY_TOY,
     ),
+    # what is issued ahead of the next step
+    Mutation(
+        "step-ahead-not-waited-for",
+        "sweeps.py",
+        "return ticket if step is None else ticket.after(step)",
+        "return ticket",
+        f"{_AHEAD_TOY}[True-{{'delayed': True}}]",
+    ),
+    Mutation("waits-for-what-is-ahead", "executor.py", " and not event.ahead:", ":", _AHEAD_STEPS),
+    Mutation("nothing-ahead", "engine.py", "ahead=vertical.prefetch_layers > 0", "ahead=False", _AHEAD_READS),
+    Mutation("read-ahead-for-nothing", "params.py", " or self._ahead.pop(unit, None)", "", _AHEAD_READS),
+    Mutation(
+        "old-copy-handed-over",
+        "params.py",
+        "(unit in self._updates or copy.version != self._versions[unit])",
+        "unit in self._updates",
+        f"{_BETWEEN}[0.0-write_gathered-SoonReads]",
+    ),
+    Mutation(
+        "write-of-stock-unnoticed",
+        "compat.py",
+        '("swap_out_and_release", "swap_out_partitioned_params")',
+        '("swap_out_and_release",)',
+        f"{_BETWEEN}[0.0-write_through_the_swapper-SoonReads]",
+    ),
+    Mutation(
+        "reads-what-is-about-to-change",
+        "passes.py",
+        "layers[: min(window, lead) if delayed else window]",
+        "layers[:window]",
+        "test_passes.py::test_place_ahead_issues_what_comes_first_in_the_next_forward",
+    ),
+    Mutation(
+        "due-unit-read-ahead-not-refused",
+        "dependencies.py",
+        "    _check_ahead(schedule)\n    _check_sums",
+        "    _check_sums",
+        "test_passes.py::test_what_is_read_for_the_next_step_must_have_taken_this_one",
+    ),
+    Mutation("process-ends-during-steps", "pipeline.py", "        _OPEN.add(self)\n", "", f"{_END}[all delayed, on SSD-]"),
+    Mutation("process-ends-during-reads", "disk.py", "        _OPEN.add(self)\n", "", f"{_END}[all early, on SSD-]"),
     Mutation("skipped-step-committed", "optimizer.py", "if self._hit:", "if True:", f"{_SKIPPED}[False-None]"),
     Mutation(
         "commit-without-discard",
@@ -199,14 +245,14 @@ MUTATIONS = (
     Mutation(
         "stale-buffer-handed-over",
         "params.py",
-        "update = self._updates.pop(unit, None)\n        shards",
-        "update = self._updates.get(unit)\n        shards",
+        "entry = self._updates.pop(unit, None) or",
+        "entry = self._updates.get(unit) or",
         f"{_DELAY}[fp32-False-1.0]",
     ),
     Mutation(
         "fetch-ahead-of-writes",
         "params.py",
-        "        if missing:\n            self._wait_writes(unit)\n",
+        "        if shards:\n            self._wait_writes(unit)\n",
         "",
         f"{_LATE_WRITES}[False-0.0]",
     ),

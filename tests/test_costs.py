@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -136,7 +137,29 @@ def test_what_a_delayed_step_hands_over_is_not_read() -> None:
     assert read[2:] == [1000, 2000, 200]
 
 
+def test_what_is_read_for_the_next_step_is_not_read_in_it() -> None:
+    events = parse_events("preFETCH 0FETCH 0RELEASE 0FETCH 0RELEASE 1FETCH NORM 1STEP.d0 preFETCH@+1 0FETCH@+1")
+    costs = event_costs(events, MACHINE, SHAPE)
+    moved = {
+        lane: [sum(s.num_bytes for job in cost for s in job if (s.lane, s.purpose) == (lane, "parameters")) for cost in costs]
+        for lane in ("ssd_read", "copy_in")
+    }
+    assert moved["ssd_read"] == [0, 0, 0, 2000, 0, 0, 0, 0, 200, 2000]
+    assert moved["copy_in"] == [200, 2000, 0, 2000, 0, 2000, 0, 0, 0, 0]
+
+
 # ------------------------------------------------------------------------------------------------------ bytes per step
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("steps", [{}, {"early": True}, {"delayed": True, "due": frozenset({2})}], ids=str)
+def test_issuing_ahead_moves_no_byte_more(window: int, steps: dict[str, Any]) -> None:
+    """`due`: with LEAD layers stepped ahead, the third is left to the next forward."""
+    ahead = build_training(3, 2, window=window, ahead=True, **steps)
+    plain = build_training(3, 2, window=window, **steps | ({"due": frozenset({"pre", 0, 1, 2})} if steps.get("due") else {}))
+    moved = [traffic_of(event_costs(built.events, MACHINE, SHAPE, split_steps(SHAPE, 0.25)), SHAPE) for built in (ahead, plain)]
+    assert vars(moved[0]) == pytest.approx(vars(moved[1]))
+
 
 
 @pytest.mark.parametrize("waiting_on_ssd", [0.0, 1.0])

@@ -201,6 +201,13 @@ def test_delayed_and_early_steps_have_the_bits_of_plain_autograd(order: str, ste
     assert_plain_bits(*toy_steps(3, 2, order=order, window=window, **steps))
 
 
+@pytest.mark.parametrize("steps", [{"delayed": True}, {"delayed": True, "early": True}, {"early": True}], ids=str)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_is_issued_ahead_of_the_next_step_has_the_bits_of_plain_autograd(steps: dict[str, Any], overlap: bool) -> None:
+    """A step issued ahead is taken when the next schedule waits for it; the weights it makes are NaN until then."""
+    assert_plain_bits(*toy_steps(3, 2, overlap, window=1, ahead=True, **steps))
+
+
 def test_snake_sums_in_another_order_only() -> None:
     ours, weights, theirs, plain_weights = toy_steps(1, 3, snake=True)
     assert ours[0][0] == theirs[0][0]

@@ -1,7 +1,9 @@
 """Every route to the weights, gradients and optimizer state sees the last step, although part of it was left to the next
 forward; and training goes on as if nobody had looked, or from what was written.
 
-Stock (state in host memory, where it is right) and the vertical arm train side by side; every route is taken on both.
+Stock (state in host memory, where it is right) and the vertical arm train side by side; every route is taken on both. What
+the vertical arm issues ahead of the next step is in flight then: no part of a step is computed before somebody waits for
+it, and parameters are read as soon as they may be, so that a copy which a write makes old is old.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from harness import (
     running,
     small_buffers,
 )
+from late import LateSteps, SoonReads
 from models import MixerModel, tiny_gpt2, token_batches
 from torch import nn
 
@@ -43,6 +46,7 @@ REGIMES: dict[str, dict[str, Any]] = {
     "all delayed, on SSD": dict(clip=0.05, section={"optimizer_delay": 1.0}),
     "half early, on SSD": dict(clip=0.0, section={"optimizer_delay": 0.5}),
     "all delayed, in host memory": dict(clip=0.05, params="cpu", optimizer="cpu", section={"optimizer_delay": 1.0}),
+    "all early, on SSD": dict(clip=0.0, section={"optimizer_delay": 0.0}),
 }
 
 
@@ -63,17 +67,26 @@ class Pair:
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         self.batches = iter(token_batches(200, NUM_MICRO_BATCHES))
         self.sound = True
+        self.leaves_steps = options["section"]["optimizer_delay"] > 0
         self.arms: dict[bool, tuple[Any, Any]] = {}
         stock = options | {"params": "cpu", "optimizer": "cpu"}
         for vertical, chosen in ((False, stock), (True, options)):
             self.arms[vertical] = build_engine(config_in(folder, **chosen), build_model, vertical=vertical)
+        self.late = LateSteps(self.vertical)
+        if options.get("params", "nvme") == "nvme":
+            SoonReads.of(self.vertical)
 
     def step(self) -> None:
-        """One step of both; afterwards part of it is left to the vertical arm's next forward."""
+        """One step of both; afterwards the vertical arm has issued what it could for its next forward."""
         batch = next(self.batches)
         losses = {vertical: engine.train_batch(iter(batch)).item() for vertical, (engine, _) in self.arms.items()}
         assert losses[False] == losses[True]
-        assert set(self.vertical.optimizer.pending) == {"pre", 0, 1, 2}, "nothing is left to do: the test shows nothing"
+        optimizer = self.vertical.optimizer
+        if self.leaves_steps:
+            assert optimizer.pending == ("pre", 0, 1, 2) and optimizer.due == (2,), "nothing is left to do"
+            assert self.late.num_left, "nothing is in flight"
+        else:
+            assert list(self.vertical._params._ahead) == [0] and not optimizer.pending
 
     @property
     def vertical(self) -> Any:
@@ -150,6 +163,11 @@ def gathered(engine: Any, model: Any, folder: Path) -> Tensors:
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+def state_dict(engine: Any, model: Any, folder: Path) -> Tensors:
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
 def each(model: Any, read: Callable[..., torch.Tensor], *args: Any) -> Tensors:
     found = {name: read(param, *args) for name, param in model.named_parameters()}
     return {name: value.clone().flatten() for name, value in found.items()}
@@ -208,6 +226,7 @@ READS: list[Route] = [
     module_call,
     save_weights,
     gathered,
+    state_dict,
     full_master,
     local_master,
     full_moments,
@@ -224,7 +243,7 @@ def name_of(route: Any) -> str:
     return getattr(route, "__name__", str(route))
 
 
-DELAYED, EARLY, HOST = REGIMES
+DELAYED, EARLY, HOST, ALL_EARLY = REGIMES
 
 
 def cases(routes: list[Route], fast: list[Route]) -> list[Any]:
@@ -262,7 +281,7 @@ def test_a_route_reads_what_stock_reads(
 def chosen(model: Any) -> list[tuple[str, Any]]:
     """A parameter on SSD, a small one, and one outside the layers."""
     named = dict(model.named_parameters())
-    return [(name, named[name]) for name in ("blocks.1.up.weight", "blocks.2.norm.bias", "head.weight")]
+    return [(name, named[name]) for name in ("blocks.0.up.weight", "blocks.2.norm.bias", "head.weight")]
 
 
 def new_value(numel: int) -> torch.Tensor:
@@ -273,6 +292,13 @@ def write_gathered(engine: Any, model: Any, folder: Path) -> Tensors:
     for _, param in chosen(model):
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
             param.data.copy_(new_value(param.ds_numel).view(param.ds_shape))
+    return gathered(engine, model, folder)
+
+
+def load_state_dict(engine: Any, model: Any, folder: Path) -> Tensors:
+    values = {name: new_value(param.ds_numel).view(param.ds_shape) for name, param in chosen(model)}
+    with deepspeed.zero.GatheredParameters([param for _, param in chosen(model)], modifier_rank=0):
+        model.load_state_dict(values, strict=False)
     return gathered(engine, model, folder)
 
 
@@ -306,6 +332,7 @@ def write_local_moments(engine: Any, model: Any, folder: Path) -> Tensors:
 
 WRITES: list[Route] = [
     write_gathered,
+    load_state_dict,
     write_full_master,
     write_local_master,
     write_full_moments,
@@ -395,26 +422,38 @@ def test_destroying_the_engine_takes_the_steps_that_were_left(tmp_path: Path, re
 
 
 END_OF_PROCESS = """
-import sys
+import atexit, sys
+in_flight = []
+atexit.register(lambda: print("in flight:", [how_many() for how_many in in_flight]))  # the first: called last
 sys.path[:0] = [{tests!r}]
+from late import LateReads, LateSteps
 from test_flush import DELAYED, REGIMES, build_engine, build_model, config_in, token_batches
 from pathlib import Path
 
 engine, model = build_engine(config_in(Path({folder!r}), **REGIMES[{regime!r}]), build_model, vertical=True)
+reads, steps = LateReads.of(engine), LateSteps(engine)
 for step in token_batches(2, 2):
     engine.train_batch(iter(step))
-assert engine.optimizer.pending
+in_flight += [lambda: len(reads.left), lambda: steps.num_left]
+print("before:", [how_many() > 0 for how_many in in_flight])
 {last}
 print("the last line")
 """
 
 
 @pytest.mark.parametrize(
-    ("regime", "last"), [(DELAYED, ""), pytest.param(EARLY, "raise SystemExit(3)", marks=pytest.mark.slow)]
+    ("regime", "last"),
+    [
+        (DELAYED, ""),
+        pytest.param(EARLY, "raise SystemExit(3)", marks=pytest.mark.slow),
+        pytest.param(ALL_EARLY, "", marks=pytest.mark.slow),
+    ],
 )
-def test_a_process_may_end_with_steps_left(tmp_path: Path, regime: str, last: str) -> None:
+def test_a_process_may_end_with_steps_left_and_reads_under_way(tmp_path: Path, regime: str, last: str) -> None:
     script = END_OF_PROCESS.format(tests=str(Path(__file__).parent), folder=str(tmp_path), regime=regime, last=last)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == (3 if last else 0), done.stderr[-3000:]
     assert ("the last line" in done.stdout) == (not last)
+    assert f"before: {[regime == ALL_EARLY, regime != ALL_EARLY]}" in done.stdout
+    assert "in flight: [0, 0]" in done.stdout
     assert "Traceback" not in done.stderr and not list(tmp_path.rglob("*.swp")), "swap files are left"

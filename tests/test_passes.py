@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ds_vertical.passes import (
     build_training,
     forward_order,
     horizontal_order,
+    place_ahead,
     place_delayed,
     place_early,
     place_gradients,
@@ -30,6 +32,8 @@ STEPS = {
     "delayed": {"delayed": True},
     "delayed_due": {"delayed": True, "due": DUE},
     "early_delayed": {"delayed": True, "early": True, "due": frozenset({"pre", 1, 2})},
+    "ahead": {"ahead": True},
+    "ahead_delayed": {"ahead": True, "delayed": True, "early": True, "due": frozenset({2})},
 }
 SETTINGS = ORDERS | STEPS
 
@@ -42,7 +46,7 @@ def schedules(draw) -> Schedule:
         return build_evaluation(layers, micro_batches, window=window)
     steps = {"delayed": draw(st.booleans()), "early": draw(st.booleans()), "lead": draw(st.integers(1, 3))}
     due = draw(st.frozensets(st.sampled_from(["pre", *range(layers)])))
-    return build_training(layers, micro_batches, window=window, due=due, **steps, **ORDERS[order])
+    return build_training(layers, micro_batches, window=window, due=due, ahead=draw(st.booleans()), **steps, **ORDERS[order])
 
 
 def text(events) -> str:
@@ -171,6 +175,31 @@ def test_place_delayed_counts_first_visits_only():
 
 
 @pytest.mark.parametrize(
+    ("window", "lead", "delayed", "after"),
+    [
+        (1, 2, False, "preFETCH@+1 0FETCH@+1"),
+        (2, 1, False, "preFETCH@+1 0FETCH@+1 1FETCH@+1"),
+        (9, 1, False, "preFETCH@+1 0FETCH@+1 1FETCH@+1 2FETCH@+1"),
+        (1, 2, True, "preSTEP.d0 0STEP.d0 1STEP.d0 preFETCH@+1 0FETCH@+1"),
+        (3, 1, True, "preSTEP.d0 0STEP.d0 preFETCH@+1 0FETCH@+1"),
+    ],
+)
+def test_place_ahead_issues_what_comes_first_in_the_next_forward(window, lead, delayed, after):
+    before = "2REDUCE 1REDUCE 0REDUCE preREDUCE NORM"
+    assert text(place_ahead(parse_events(before), window, lead, delayed)) == f"{before} {after}"
+
+
+def test_what_is_read_for_the_next_step_must_have_taken_this_one():
+    schedule = build_training(3, 2, delayed=True, ahead=True)
+    assert text(schedule.events).endswith("NORM preSTEP.d0 0STEP.d0 1STEP.d0 preFETCH@+1 0FETCH@+1")
+    events = tuple(event for event in schedule.events if str(event) != "0STEP.d0")
+    with pytest.raises(ScheduleError, match=r"reads what a delayed step is to change; write 0STEP.d0 before it"):
+        validate(replace(schedule, events=events))
+    with pytest.raises(ScheduleError, match="has no place in a schedule"):
+        validate(replace(schedule, delayed=False))
+
+
+@pytest.mark.parametrize(
     ("handed_over", "after"),
     [
         ([], "preFETCH 0FETCH 1FETCH 0F0 2FETCH 1F0 2F0 2B0 2RELEASE 0FETCH 1B0 1RELEASE 0B0 0RELEASE preRELEASE"),
@@ -239,7 +268,7 @@ def test_a_forward_is_fused_when_its_backward_is_the_next_work_on_a_layer(events
 def test_fetched_layers_stay_within_the_window(schedule):
     fetched, most = set(), 0
     for event in schedule.events:
-        if isinstance(event.layer, int) and event.op is Op.FETCH:
+        if isinstance(event.layer, int) and event.op is Op.FETCH and not event.ahead:
             fetched.add(event.layer)
         if isinstance(event.layer, int) and event.op is Op.RELEASE:
             fetched.remove(event.layer)
@@ -252,7 +281,7 @@ def test_fetched_layers_stay_within_the_window(schedule):
 @settings(max_examples=40, deadline=None)
 @given(schedules())
 def test_number_of_fetches(schedule):
-    fetches = [event.layer for event in schedule.events if event.op is Op.FETCH]
+    fetches = [event.layer for event in schedule.events if event.op is Op.FETCH and not event.ahead]
     counts = [fetches.count(layer) for layer in range(schedule.num_layers)]
     assert fetches.count("pre") == 1
     if schedule.order == "forward":
@@ -297,7 +326,7 @@ def test_delayed_steps_come_once_ahead_of_their_fetch_and_early_ones_before_the_
     due = [unit for unit in units if f"{unit}STEP.d0@-1" in events]
     assert all(events.index(f"{unit}STEP.d0@-1") < events.index(f"{unit}FETCH") for unit in due)
     if schedule.order != "forward":
-        after_norm = events[events.index("NORM") + 1 :]
+        after_norm = [str(event) for event in schedule.events[events.index("NORM") + 1 :] if not event.ahead]
         commit = ["COMMIT"] if schedule.early else []
         assert after_norm == commit + ([] if schedule.delayed else [f"{unit}STEP" for unit in units])
     for unit in units if schedule.early else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -223,9 +224,48 @@ def test_a_fetch_after_a_step_waits_for_it():
 def test_dependencies_refuse_an_event_that_no_rule_covers():
     with pytest.raises(ScheduleError, match=r"event 1 \(0SAVE0\): no rule says what it depends on"):
         dependencies(parse_events("preFETCH 0SAVE0"))
-    for text in ("0STEP.d1@-1", "0STEP.d0", "0STEP.e0@-1", "0STEP.e1", "0STEP@-1", "0READ.d0@-1", "COMMIT.e0"):
+    for text in ("0STEP.d1@-1", "0STEP.d1", "0FETCH@+2", "0STEP.e0@-1", "0STEP.e1", "0STEP@-1", "0READ.d0@-1", "COMMIT.e0"):
         with pytest.raises(ScheduleError, match=r"event 0 .*: no rule says what it depends on"):
             dependencies(parse_events(text))
+
+
+@pytest.mark.parametrize(
+    ("end", "needs"),
+    [
+        ("NORM 0FETCH@+1", ("NORM", "0RELEASE")),
+        ("NORM 0STEP 0FETCH@+1", ("NORM", "0RELEASE", "0STEP")),
+        ("0STEP.e0 NORM COMMIT 0FETCH@+1", ("NORM", "0RELEASE", "COMMIT")),
+        ("NORM 0STEP.d0", ("NORM", "0RELEASE")),
+        ("0STEP.e0 NORM COMMIT 0STEP.d0", ("NORM", "0RELEASE", "COMMIT")),
+        ("NORM 0STEP.d0 0FETCH@+1", ("NORM", "0RELEASE")),
+    ],
+)
+def test_what_is_issued_for_the_next_step_comes_after_what_decides_it(end: str, needs: tuple[str, ...]) -> None:
+    text = "preFETCH preF0 0FETCH 0F0 sufHEAD0 0B0 0REDUCE 0RELEASE preB0 preREDUCE preRELEASE"
+    events = parse_events(f"{text} {end}")
+    assert {str(events[need]) for need in dependencies(events)[-1]} == set(needs)
+    assert events[-1].ahead and not any(event.ahead for event in events[:-2])
+    assert Schedule.from_text(Schedule(1, 1, events).to_text()).events == events
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("0FETCH@+1", "needs NORM before it"),
+        ("0STEP.e0 NORM 0FETCH@+1 COMMIT", "needs COMMIT before it"),
+        ("0STEP.e0 NORM 0STEP.d0 COMMIT", "needs COMMIT before it"),
+        ("NORM 0FETCH@+1 0FETCH@+1", "event 12 has read 0 for the next step; read it once before that"),
+        ("NORM 0FETCH@+1 0STEP", "event 12 has read 0 for the next step; step it before that"),
+        ("NORM 0FETCH@+1 0STEP.d0", "event 12 has read 0 for the next step; step it before that"),
+        ("NORM 0FETCH@+1 0FETCH", "event 12 has read 0 for the next step; fetch it before that"),
+        ("NORM 0FETCH 0FETCH@+1", "0 is still fetched, by event 12; release it before"),
+        ("NORM 0FETCH 0STEP.d0", "0 is still fetched, by event 12; release it before its step"),
+    ],
+)
+def test_nothing_makes_what_was_read_for_the_next_step_old(end: str, told: str) -> None:
+    text = "preFETCH preF0 0FETCH 0F0 sufHEAD0 0B0 0REDUCE 0RELEASE preB0 preREDUCE preRELEASE"
+    with pytest.raises(ScheduleError, match=re.escape(told)):
+        dependencies(parse_events(f"{text} {end}"))
 
 
 def edited(schedule: Schedule, before: str, after: str) -> Schedule:

@@ -14,6 +14,7 @@ from ds_vertical.costs import CostsError, ModelShape, Placement, event_costs
 from ds_vertical.dependencies import dependencies
 from ds_vertical.machine import Machine
 from ds_vertical.passes import build_evaluation, build_training
+from ds_vertical.residency import changes
 from ds_vertical.schedule import PRE, Event, Op, Schedule, ScheduleError, parse_event, parse_events
 from ds_vertical.simulate import Timeline, simulate
 
@@ -174,6 +175,34 @@ def test_steps_follow_their_norm_across_the_boundary() -> None:
         norm = timeline.end_s[(step - 1) * count + schedule.events.index(Event(Op.NORM))]
         starts = [s.start_s for s in timeline.spans if s.event.step_offset and s.index // count == step]
         assert len(starts) == 9 and min(starts) >= norm
+
+
+def test_what_is_issued_ahead_is_there_when_the_next_step_needs_it() -> None:
+    shape = replace(SHAPE, layer_elements=(1000,) * 3)
+    schedule = build_training(3, 2, delayed=True, due=frozenset({2}), ahead=True)
+    timeline = simulate(schedule, MACHINE, shape, steps=2)
+    second = timeline.num_steps * len(schedule.events) // 2
+    spans = {(s.index, s.stage.lane): s for s in timeline.spans}
+
+    def at(text: str, step: int) -> int:
+        return step * second + [str(event) for event in schedule.events].index(text)
+
+    for unit in ("pre", 0, 1):
+        fetch = at(f"{unit}FETCH", 1)
+        assert (fetch, "ssd_read") not in spans, "read once more, or not handed over"
+        assert spans[at(f"{unit}STEP.d0", 0), "adam"].end_s <= timeline.issued_s[at(f"{unit}F0", 1)]
+    again = [i for i, event in enumerate(timeline.events) if str(event) == "0FETCH" and i > second][1]
+    assert spans[again, "ssd_read"].start_s >= spans[at("0STEP.d0", 0), "ssd_write"].end_s
+    assert spans[at("preSTEP.d0", 0), "ssd_write"].end_s > timeline.issued_s[at("preF0", 1)], "the values are enough"
+
+
+def test_a_read_ahead_holds_its_buffer_until_its_fetch_is_complete() -> None:
+    schedule = build_training(3, 2, ahead=True)
+    shape = replace(SHAPE, pre_elements=100, layer_elements=(1000,) * 3)
+    timeline = simulate(schedule, MACHINE, shape, steps=2)
+    held = [c for c in changes(timeline, MACHINE, shape) if c.owner == "parameters" and c.tier == "host" and c.at_s > 0]
+    left = shape.param_bytes * 1100
+    assert sum(c.num_bytes for c in held) == left, "the last step's reads ahead, and no other"
 
 
 @pytest.mark.parametrize("seed", range(10))
