@@ -127,7 +127,8 @@ def test_a_budget_that_nothing_mends_says_what_is_largest_and_what_is_left() -> 
 @pytest.mark.parametrize("window", [0, 1, 2])
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_what_is_in_use_stays_within_the_formulas(machine: Machine, window: int, num_micro_batches: int) -> None:
-    timeline = simulate(build_training(4, num_micro_batches, window=window), machine, SHAPE, steps=2)
+    schedule = build_training(4, num_micro_batches, window=window, ahead=window > 0)
+    timeline = simulate(schedule, machine, SHAPE, steps=2)
     items = budget(SHAPE, settings(machine, num_micro_batches, window))
     found = peaks(timeline, machine, SHAPE)
     for tier in ("host", "device"):

@@ -19,7 +19,7 @@ from models import MixerModel, token_batches
 from torch import nn
 
 from ds_vertical.disk import DiskError
-from ds_vertical.optimizer import TornStateError
+from ds_vertical.torn import TornStateError
 
 NUM_MICRO_BATCHES = 2
 BATCHES = token_batches(6, NUM_MICRO_BATCHES)
