@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import nn
@@ -20,14 +19,20 @@ Range = tuple[int, int]  # first element in a shard, and how many
 
 @dataclass(eq=False)
 class Shard:
-    """A shard's place in its unit's host buffer, in bytes, and its files: one per generation, the current one's number."""
+    """A shard's place in its unit's host buffer, in bytes, and its files: one per generation (one or two), the current one's
+    number."""
 
     param: nn.Parameter
-    paths: tuple[str, str]
+    paths: tuple[str, ...]
     start: int
     num_bytes: int
     numel: int
     generation: int = 0
+
+    @property
+    def other(self) -> int:
+        """The generation that an early step writes."""
+        return (self.generation + 1) % len(self.paths)
 
     @property
     def padded_numel(self) -> int:
@@ -75,7 +80,8 @@ class Update:
 
 
 class ParamStore:
-    """Parameters per unit: SSD -> host buffer -> device (and all-gather).
+    """Parameters per unit: SSD -> host buffer -> device (and all-gather). `generations`: of each file; with one, early steps
+    are written in place.
 
     `num_buffers` layers may be fetched at a time, besides `pre`. `reads`: the queue of all reads, None where no shard is on
     SSD. A failed read raises DiskError where the unit's ticket is waited for. A parameter that is gathered already (persistent
@@ -89,9 +95,10 @@ class ParamStore:
         num_buffers: int,
         device: torch.device,
         writer: DiskQueue,
+        generations: int,
     ) -> None:
         self._units = units
-        self._shards = {unit: _lay_out(params) for unit, params in units.items()}
+        self._shards = {unit: _lay_out(params, generations) for unit, params in units.items()}
         self._resident: dict[Unit, Resident] = {}
         self._lane = Lane(device)
         self._writer = writer
@@ -228,7 +235,7 @@ class ParamStore:
         for update in (update for updates in self._drained.values() for update in updates):
             for piece in update.pieces:
                 shard = piece.shard
-                shard.generation ^= 1
+                shard.generation = shard.other
                 compat.set_swap_path(shard.param, self._path(shard))
         for param, copy, (first, count) in self._copies:
             compat.shard(param).narrow(0, first, count).copy_(copy.narrow(0, first, count))
@@ -251,7 +258,7 @@ class ParamStore:
             self._put_away(unit)
 
     def _path(self, shard: Shard, other: bool = False) -> str:
-        return shard.paths[shard.generation ^ other]
+        return shard.paths[shard.other if other else shard.generation]
 
     def _take(self, unit: Unit) -> HostBuffer:
         """A free buffer; where there is none, that of the oldest finished update which nobody fetched yet."""
@@ -303,11 +310,14 @@ class ParamStore:
         return self._pre_buffers if unit == "pre" else self._layer_buffers
 
 
-def _lay_out(params: Sequence[nn.Parameter]) -> list[Shard]:
+def _lay_out(params: Sequence[nn.Parameter], generations: int) -> list[Shard]:
     """Neighbouring places for the shards that live on SSD; file sizes are multiples of the aio alignment already."""
-    on_ssd = [(param, compat.swap_file(param)) for param in params if compat.is_on_ssd(param)]
-    starts = accumulate((file.num_bytes for _, file in on_ssd), initial=0)
-    return [
-        Shard(param, (str(file.path), str(compat.second_generation(file.path))), start, file.num_bytes, file.numel)
-        for (param, file), start in zip(on_ssd, starts, strict=False)
-    ]
+    shards: list[Shard] = []
+    start = 0
+    for param in params:
+        if compat.is_on_ssd(param):
+            file = compat.swap_file(param)
+            paths = (str(file.path), str(compat.second_generation(file.path)))[:generations]
+            shards.append(Shard(param, paths, start, file.num_bytes, file.numel))
+            start += file.num_bytes
+    return shards

@@ -202,6 +202,12 @@ def distance(expected: Tensors, found: Tensors) -> float:
     return torch.stack(gaps).norm().item()
 
 
+def test_a_norm_that_is_not_finite_on_one_rank_stops_both(fp32: TwoRanks) -> None:
+    """Without clipping in the middle of steps in place; with it nothing was stepped, and both go on."""
+    expected = [["NonFiniteError", "TornStateError"], ["NonFiniteError", "nothing"]]
+    assert [rank["stop"] for rank in fp32.ranks] == [expected, expected]
+
+
 def test_prepare_gives_both_ranks_the_same_folder_and_each_call_another(fp32: TwoRanks) -> None:
     first, second = (rank["prepared twice"] + list(rank["folders"].values()) for rank in fp32.ranks)
     assert first == second

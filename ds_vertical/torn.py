@@ -1,0 +1,49 @@
+"""The live state after a step that was not completed: why it is torn, what that refuses, and the way back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_TORN = (
+    "the live state is torn: part of it has taken a step that the rest has not. It can be neither trained on nor read nor"
+    " saved; build a new engine from the last weights or checkpoint that were saved"
+)
+
+
+class NonFiniteError(ArithmeticError):
+    """The norm of a step's gradients is not finite, and `on_nonfinite` is "stop". Raised on every rank: the norm is global.
+
+    Where layers had taken the step in place (no clipping, static loss scale, optimizer on SSD) the live state is torn, as
+    a note says. Otherwise nothing has been stepped: the state is that of the step before, and may be saved.
+    """
+
+
+class TornStateError(RuntimeError):
+    """Some of the live state has taken a step that the rest has not, and cannot. `__cause__`: what failed."""
+
+
+class Condition:
+    """Whether the live state is whole, as far as transfers do not know it themselves, and which checkpoint is the last good
+    one. `failure`: what tore the state."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._last_good: Path | None = None
+
+    def note_good(self, checkpoint: Path) -> None:
+        """A checkpoint (its folder, named by its tag) has been saved from the whole state, or loaded into it."""
+        self._last_good = checkpoint
+
+    def tear(self, failure: BaseException) -> None:
+        """The state is torn; the first reason counts."""
+        self.failure = self.failure or failure
+
+    def note(self) -> str:
+        """What to tell with the error that tore the state."""
+        good = self._last_good
+        last = "no checkpoint has been saved" if good is None else f'the last good tag is "{good.name}" in {good.parent}'
+        return f"{_TORN} ({last})"
+
+    def refusal(self, failure: BaseException) -> TornStateError:
+        """For whoever asks for the state; to be raised from `failure`."""
+        return TornStateError(f"{self.note()}; what failed: {type(failure).__name__}: {failure}")
