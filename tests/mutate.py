@@ -374,7 +374,7 @@ def run_tests(folder: Path, nodes: Sequence[str], limit_s: float) -> subprocess.
     return done
 
 
-def is_killed(mutation: Mutation, limit_s: float = 280) -> bool:
+def is_killed(mutation: Mutation, limit_s: float = 900) -> bool:
     """Whether the mutation's test fails on the mutated copy (or crashes: SSD reads into memory given back do that)."""
     with package_copy([mutation]) as folder:
         return run_tests(folder, [mutation.killer], limit_s).returncode != 0
