@@ -8,7 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["initialize", "prepare", "VerticalEngine", "VerticalConfig", "ConfigError", "__version__"]
+__all__ = [
+    "initialize",
+    "prepare",
+    "VerticalEngine",
+    "VerticalConfig",
+    "ConfigError",
+    "NonFiniteError",
+    "TornStateError",
+    "__version__",
+]
 
 _HOMES = {
     "initialize": "ds_vertical.engine",
@@ -16,11 +25,14 @@ _HOMES = {
     "VerticalEngine": "ds_vertical.engine",
     "VerticalConfig": "ds_vertical.config",
     "ConfigError": "ds_vertical.config",
+    "NonFiniteError": "ds_vertical.torn",
+    "TornStateError": "ds_vertical.torn",
 }
 
 if TYPE_CHECKING:
     from ds_vertical.config import ConfigError, VerticalConfig
     from ds_vertical.engine import VerticalEngine, initialize, prepare
+    from ds_vertical.torn import NonFiniteError, TornStateError
 
 
 def __getattr__(name: str) -> Any:

@@ -64,6 +64,10 @@ class VerticalConfig(BaseModel):
     optimizer_speculation: bool | None = None
     """Step layers during the backward although the norm may ask for clipping, and redo the step where it does. Null:
     where it would lately have come true, if there is room on the SSD for a second generation of files."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """skip: a step whose gradients are not finite is skipped whole, as in stock. stop: train_batch raises NonFiniteError on
+    every rank. Without clipping the early steps are then taken in place, with one generation of files (14 bytes per
+    parameter less on the SSD), so that the live state is torn afterwards. Not with a dynamic loss scale."""
     seed_micro_batches: bool = True
     """Give each micro-batch its own random stream from (seed, step, micro-batch, rank), in both arms."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -83,6 +87,7 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "prefetch_layers": ("an integer >= 0, or null", "1 or null"),
     "optimizer_delay": ("a number from 0 to 1, or null", "1 or null"),
     "optimizer_speculation": ("true, false or null", "null"),
+    "on_nonfinite": ('"skip" or "stop"', '"skip"'),
     "seed_micro_batches": ("true or false", "true"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
@@ -271,6 +276,7 @@ class Resolved:
     prefetch_layers: int
     optimizer_delay: float | None
     optimizer_speculation: bool | None
+    on_nonfinite: Literal["skip", "stop"]
     seed_micro_batches: bool
     seed: int | None
     trace: str | None

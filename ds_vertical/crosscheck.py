@@ -131,6 +131,7 @@ def check(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
     faults = _object_faults(config)
     if not faults:
         faults = [*_zero_faults(config), *_optimizer_faults(config), *_batch_faults(config), *_refusal_faults(config)]
+        faults += _loss_scale_faults(config, section)
     if section.snake and section.order == "horizontal":
         faults.append(
             f'{SECTION}.snake: got true with {SECTION}.order "horizontal"; snake reorders micro-batches from one layer '
@@ -215,6 +216,17 @@ def _batch_faults(config: Mapping[str, Any]) -> list[str]:
         fault = f"train_batch_size: got {train}; it is train_micro_batch_size_per_gpu ({_got(micro)}) x "
         return [fault + f"gradient_accumulation_steps ({_got(accumulation)}) x ranks; write a multiple of {divisor}"]
     return []
+
+
+def _loss_scale_faults(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
+    """With a dynamic loss scale overflows are routine: they are how the scale is found."""
+    scale = _get(config, "fp16.loss_scale")
+    if section.on_nonfinite == "skip" or not _true(_get(config, "fp16.enabled")) or (scale is not None and _number(scale) != 0):
+        return []
+    return [
+        f'{SECTION}.on_nonfinite: got "stop" with fp16.loss_scale {_got(scale)}, a dynamic loss scale, which is found by steps'
+        ' that overflow; write "skip", or a static fp16.loss_scale, e.g. 1024'
+    ]
 
 
 def _refusal_faults(config: Mapping[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ from ds_vertical import compat, compat_state, storage
 from ds_vertical.batches import LossFn
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
 from ds_vertical.crosscheck import check
+from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, unclaimed_paths
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
 from ds_vertical.layers import LayerMap, Unit, check_trainable, map_layers, refuse_batch_flags
@@ -49,7 +50,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     section = load_section(raw)
     if section is not None:
         check(raw, section)
-    if _unclaimed_paths(raw):
+    if unclaimed_paths(raw):
         storage.leave_on_sigterm()
         return storage.claim_config(raw, compat.common_run_id(storage.new_run_id()), compat.rank())
     return raw
@@ -89,7 +90,7 @@ def initialize(
 
 def _initialize_stock(config: dict[str, Any], resolved: Resolved | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if resolved is not None and isinstance(kwargs["model"], nn.Module):
-        _refuse_foreign_model(kwargs["model"], config)
+        refuse_foreign_model(kwargs["model"], config)
         config = prepare(config)
     returned = compat.stock_initialize(config=config, **kwargs)
     seeded = resolved is not None and resolved.seed_micro_batches
@@ -109,8 +110,8 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
         check_optimizer(kwargs["optimizer"])
     check_trainable(model)
     layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
-    _refuse_foreign_model(model, config)
-    _refuse_late_fp32(model, config)
+    refuse_foreign_model(model, config)
+    refuse_late_fp32(model, config)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved)]:
         compat.log(f"ds_vertical: {line}")
@@ -142,46 +143,6 @@ def _single_config(args: Any, config: Any, config_params: Any) -> tuple[Any, Any
     return args, from_args
 
 
-def _offload_sections(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    zero = config.get("zero_optimization") or {}
-    for name in ("offload_param", "offload_optimizer"):
-        section = zero.get(name) if isinstance(zero, dict) else None
-        if isinstance(section, dict) and section.get("device") == "nvme" and section.get("nvme_path"):
-            yield section
-
-
-def _unclaimed_paths(config: dict[str, Any]) -> list[str]:
-    return [s["nvme_path"] for s in _offload_sections(config) if storage.owned(s["nvme_path"]) is None]
-
-
-def _refuse_foreign_model(model: nn.Module, config: dict[str, Any]) -> None:
-    """Refuse a model whose parameters zero.Init has already written below another path than this run's."""
-    roots = [Path(section["nvme_path"]).resolve() for section in _offload_sections(config)]
-    unclaimed = _unclaimed_paths(config)
-    for param in model.parameters():
-        folder = compat.swap_folder(param)
-        if folder is None:
-            continue
-        if unclaimed or not any(folder.resolve().is_relative_to(root) for root in roots):
-            raise ConfigError(
-                f"zero_optimization.offload_param.nvme_path: the model's parameters lie in {folder}, written by zero.Init"
-                " outside the folder of this run; before building the model write\n"
-                "    config = ds_vertical.prepare(config)\n"
-                "and pass that config to zero.Init (or HfDeepSpeedConfig) and to initialize"
-            )
-
-
-def _refuse_late_fp32(model: nn.Module, config: dict[str, Any]) -> None:
-    """Refuse an fp32 model that DeepSpeed would partition at initialize as bf16: see patches/0002."""
-    on_ssd = ((config.get("zero_optimization") or {}).get("offload_param") or {}).get("device") == "nvme"
-    if on_ssd and compat.rounds_late_fp32(config) and not compat.is_partitioned_model(model):
-        raise ConfigError(
-            "zero_optimization.offload_param.device: DeepSpeed would write this fp32 model to SSD as bf16, since it was not"
-            " built under zero.Init (patches/README.md, 0002); build it under\n"
-            "    with deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config)):"
-        )
-
-
 class VerticalEngine(compat.DeepSpeedEngine):
     """DeepSpeed's engine with layer-major training: `train_batch`, `eval_batch`, and forward in evaluation mode."""
 
@@ -196,7 +157,8 @@ class VerticalEngine(compat.DeepSpeedEngine):
         device = torch.device(compat.device_name())
         new_queue = partial(new_disk_queue, compat.aio_config(self), self.tracer)
         num_buffers = max(vertical.prefetch_layers + MAX_STEPS, LEAD) + 1
-        self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue())
+        generations = self.optimizer.regime.generations
+        self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), generations)
         self.optimizer.start_pipeline(new_queue(), new_queue(), self._params, self.tracer)
         every = [param for params in layers.units.values() for param in params]
         compat.guard_parameters(every, self.optimizer.flush, self._params.note_write)
@@ -218,8 +180,13 @@ class VerticalEngine(compat.DeepSpeedEngine):
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:  # override
         check_optimizer(optimizer)
-        delay, speculation = self.vertical.optimizer_delay, self.vertical.optimizer_speculation
-        with compat.substituted_stage3(partial(VerticalStage3, layers=self.layers, delay=delay, speculation=speculation)):
+        wanted = dict(
+            layers=self.layers,
+            delay=self.vertical.optimizer_delay,
+            speculation=self.vertical.optimizer_speculation,
+            stops=self.vertical.on_nonfinite == "stop",
+        )
+        with compat.substituted_stage3(partial(VerticalStage3, **wanted)):
             return super()._configure_zero_optimizer(optimizer)
 
     # ---- training
@@ -329,18 +296,25 @@ class VerticalEngine(compat.DeepSpeedEngine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:  # override
         return compat.consolidated_weights(self, exclude_frozen_parameters)
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's with everything in host memory. Raises NotImplementedError with any state on SSD."""
         self._refuse_checkpoint("save_checkpoint")
-        return super().save_checkpoint(*args, **kwargs)
+        saved = super().save_checkpoint(save_dir, tag, *args, **kwargs)
+        self.optimizer.condition.note_good(Path(save_dir, f"global_step{self.global_steps}" if tag is None else str(tag)))
+        return saved
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's with everything in host memory. Raises NotImplementedError with any state on SSD."""
         self._refuse_checkpoint("load_checkpoint")
         self.optimizer.flush_state()  # what is due belongs to the state that is replaced
-        return super().load_checkpoint(*args, **kwargs)
+        path, client_state = super().load_checkpoint(*args, **kwargs)
+        if path is not None:
+            self.optimizer.condition.note_good(Path(path).parent)
+        return path, client_state
 
     def _refuse_checkpoint(self, call: str) -> None:
+        """Raise where the state is torn, ahead of the first file; and where state on SSD is involved."""
+        self.optimizer.check_whole()
         settings = []
         if self._params.bytes_by_tier()["ssd"]:
             settings.append("zero_optimization.offload_param.device")

@@ -27,7 +27,7 @@ from ds_vertical.regime import Regime
 from ds_vertical.routes import StateRoutes
 from ds_vertical.stepper import Chunk, Due, Share, Stepper, Updates, slot_bytes
 from ds_vertical.storage import StorageError
-from ds_vertical.torn import TornState
+from ds_vertical.torn import Condition, NonFiniteError
 from ds_vertical.trace import Tracer
 from ds_vertical.transfer import Ticket
 
@@ -55,16 +55,15 @@ class VerticalStage3(StateRoutes):
     """
 
     def __init__(
-        self, *args: Any, layers: LayerMap, delay: float | None, speculation: bool | None, **kwargs: Any
+        self, *args: Any, layers: LayerMap, delay: float | None, speculation: bool | None, stops: bool, **kwargs: Any
     ) -> None:
         self._layers = layers
-        self._wanted = (delay, speculation)
-        self.regime = Regime(*self._wanted, certain=False, on_ssd=False)  # another where the state turns out to be on SSD
+        self._new_regime = partial(Regime, delay, speculation, stops=stops)
+        self.regime = self._new_regime(certain=False, on_ssd=False)  # another where the state turns out to be on SSD
+        self.condition = Condition()
         self._dynamic_scale = bool(kwargs.get("dynamic_loss_scale"))
         self._tried = False  # whether parts of this step have been taken early
         self._hit = False  # whether they count, and have not been committed yet
-        self._torn = TornState()
-        self._broken: BaseException | None = None
         self._share: Share = "delayed"  # of every unit that is due
         self._unit_of = layers.unit_of()
         self._stock_groups: list[list[compat.ZeroParam]] = []
@@ -140,7 +139,7 @@ class VerticalStage3(StateRoutes):
             early,
             delayed,
             compat_state.file_numel(self, index) if on_ssd else sum(sizes),
-            compat_state.state_files(self, index) if on_ssd else None,
+            compat_state.state_files(self, index)[: self.regime.generations] if on_ssd else None,
             None if on_ssd else partial(compat_state.resident_state, self, index),
         )
 
@@ -172,12 +171,12 @@ class VerticalStage3(StateRoutes):
         self._allocate_files()
 
     def _allocate_files(self) -> None:
-        """Files of one generation; of two where early steps may be taken, as long as there is room or somebody asked."""
+        """Files of one generation; of two where early steps need them, as long as there is room or somebody asked."""
         dynamic_scale = self._dynamic_scale and self.dtype == torch.float16  # other dtypes have a static one, whatever is asked
         certain = self.clip_grad == 0.0 and not dynamic_scale
-        self.regime = Regime(*self._wanted, certain, self.swap_optimizer)
+        self.regime = self._new_regime(certain=certain, on_ssd=self.swap_optimizer)
         one = compat_state.optimizer_files(self, 1)
-        if self.regime.possible:
+        if self.regime.generations == 2:
             stepped = [param for chunk in self.fp16_groups for param in chunk if compat.is_on_ssd(param)]
             shards = {compat.second_generation(f.path): f.num_bytes for f in map(compat.swap_file, stepped)}
             try:
@@ -243,12 +242,14 @@ class VerticalStage3(StateRoutes):
 
     def open_step(self) -> None:
         """Take the global norm and decide whether the step is skipped (non-finite norm, overflow); else what is not
-        stepped early is due."""
+        stepped early is due. Raises NonFiniteError instead of skipping where the regime stops."""
         if self._left:
             raise RuntimeError(f"units {list(self._left)} have not taken the step before this one")
         self._settled = False  # the persistent parameters have been partitioned, whatever comes of the norm
         guess = self._scale_guess()  # before the loss scale is updated
         norm = compat_state.open_step(self)
+        if norm is None and self.regime.stops:
+            raise NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
         self._opened, self._hit = True, False
         if norm is None:
             self.regime.note(self._tried, False)
@@ -304,7 +305,7 @@ class VerticalStage3(StateRoutes):
         try:
             return self._stepper.step(unit, self.chunks_of(unit), self._due, self._share)
         except BaseException as error:  # an interrupt, too: the unit's step is neither taken nor due
-            self._broken = error
+            self.condition.tear(error)
             raise
 
     def step_ahead(self, unit: Unit) -> Ticket | None:
@@ -333,8 +334,10 @@ class VerticalStage3(StateRoutes):
         try:
             yield
         except BaseException as error:
+            if self._stepper.torn:
+                self.condition.tear(error)
             if self.failure is not None:
-                self._torn.tell(error)
+                self.condition.tell(error)
             raise
         finally:
             self._inside -= 1
@@ -342,16 +345,17 @@ class VerticalStage3(StateRoutes):
     @property
     def failure(self) -> BaseException | None:
         """What kept a step from being completed: a transfer or computation of state or of new parameters."""
-        return self._broken or self._pipeline.error or self._updates.error
+        return self.condition.failure or self._pipeline.error or self._updates.error
 
     def check_whole(self) -> None:
         """Raise where a step failed in part: what failed, if nobody has been told, else TornStateError."""
         if failure := self.failure:
-            self._torn.refuse(failure)
+            self.condition.refuse(failure)
 
     def abandon(self) -> None:
-        """After an error in a schedule: complete what is in flight and let early steps not have been, unless the norm has
-        been taken and made them count: the rest of that step is due. Raises nothing."""
+        """After an error in a schedule: complete what is in flight and let early steps not have been (taken in place, they
+        have torn the state), unless the norm has been taken and made them count: the rest of that step is due. Raises
+        nothing."""
         self._pipeline.wait_idle()
         if self._hit and self.failure is None:
             self.conclude_early()

@@ -10,7 +10,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import nn
@@ -25,14 +24,20 @@ Range = tuple[int, int]  # first element in a shard, and how many
 
 @dataclass(eq=False)
 class Shard:
-    """A shard's place in its unit's host buffer, in bytes, and its files: one per generation, the current one's number."""
+    """A shard's place in its unit's host buffer, in bytes, and its files: one per generation (one or two), the current one's
+    number."""
 
     param: nn.Parameter
-    paths: tuple[str, str]
+    paths: tuple[str, ...]
     start: int
     num_bytes: int
     numel: int
     generation: int = 0
+
+    @property
+    def other(self) -> int:
+        """The generation that an early step writes."""
+        return (self.generation + 1) % len(self.paths)
 
     @property
     def padded_numel(self) -> int:
@@ -88,7 +93,8 @@ class Update:
 
 
 class ParamStore:
-    """Parameters per unit: SSD -> host buffer -> device (and all-gather).
+    """Parameters per unit: SSD -> host buffer -> device (and all-gather). `generations`: of each file; with one, early steps
+    are written in place.
 
     `num_buffers` layers may be fetched at a time, besides `pre`. `reads`: the queue of all reads, None where no shard is on
     SSD. A failed read raises DiskError where the unit's ticket is waited for. A parameter that is gathered already (persistent
@@ -102,9 +108,10 @@ class ParamStore:
         num_buffers: int,
         device: torch.device,
         writer: DiskQueue,
+        generations: int,
     ) -> None:
         self._units = units
-        self._shards = {unit: _lay_out(params) for unit, params in units.items()}
+        self._shards = {unit: _lay_out(params, generations) for unit, params in units.items()}
         self._unit_of: dict[int, Unit] = {id(param): unit for unit, params in units.items() for param in params}
         self._resident: dict[Unit, Resident] = {}
         self._ahead: dict[Unit, Copy] = {}
@@ -291,7 +298,7 @@ class ParamStore:
         for update in (update for updates in self._drained.values() for update in updates):
             for piece in update.pieces:
                 shard = piece.shard
-                shard.generation ^= 1
+                shard.generation = shard.other
                 self._versions[self._unit_of[id(shard.param)]] += 1
                 compat.set_swap_path(shard.param, self._path(shard))
         for param, copy, (first, count) in self._copies:
@@ -315,7 +322,7 @@ class ParamStore:
             self._put_away(unit)
 
     def _path(self, shard: Shard, other: bool = False) -> str:
-        return shard.paths[shard.generation ^ other]
+        return shard.paths[shard.other if other else shard.generation]
 
     def _take(self, unit: Unit) -> HostBuffer:
         """A free buffer; where there is none, that of the oldest finished update which nobody fetched yet, or of what was
@@ -373,11 +380,14 @@ class ParamStore:
         return self._pre_buffers if unit == "pre" else self._layer_buffers
 
 
-def _lay_out(params: Sequence[nn.Parameter]) -> list[Shard]:
+def _lay_out(params: Sequence[nn.Parameter], generations: int) -> list[Shard]:
     """Neighbouring places for the shards that live on SSD; file sizes are multiples of the aio alignment already."""
-    on_ssd = [(param, compat.swap_file(param)) for param in params if compat.is_on_ssd(param)]
-    starts = accumulate((file.num_bytes for _, file in on_ssd), initial=0)
-    return [
-        Shard(param, (str(file.path), str(compat.second_generation(file.path))), start, file.num_bytes, file.numel)
-        for (param, file), start in zip(on_ssd, starts, strict=False)
-    ]
+    shards: list[Shard] = []
+    start = 0
+    for param in params:
+        if compat.is_on_ssd(param):
+            file = compat.swap_file(param)
+            paths = (str(file.path), str(compat.second_generation(file.path)))[:generations]
+            shards.append(Shard(param, paths, start, file.num_bytes, file.numel))
+            start += file.num_bytes
+    return shards

@@ -16,9 +16,13 @@ _EARLY_DELAY = 0.25  # share left to the next forward, which takes about a quart
 class Regime:
     """`delay`, `speculation`: the JSON's `optimizer_delay` and `optimizer_speculation` (None: chosen). `certain`: nothing of
     the norm but whether the step counts can change a step (no clipping, static loss scale). `on_ssd`: the state is in files,
-    of which there can be a second generation."""
+    of which there can be a second generation. `stops`: a non-finite norm ends the run instead of being skipped, so that a
+    certain early step never has to be discarded and needs no second generation."""
 
-    def __init__(self, delay: float | None, speculation: bool | None, certain: bool, on_ssd: bool) -> None:
+    def __init__(
+        self, delay: float | None, speculation: bool | None, certain: bool, on_ssd: bool, stops: bool = False
+    ) -> None:
+        self.stops = stops
         self._delay = delay
         self._always = certain or speculation is True
         self._certain = certain
@@ -30,6 +34,11 @@ class Regime:
     def give_up(self) -> None:
         """There is no room for a second generation: no early steps."""
         self.possible = False
+
+    @property
+    def generations(self) -> int:
+        """How many generations of state and parameter files the early steps need."""
+        return 2 if self.possible and not (self.stops and self._certain) else 1
 
     @property
     def delay(self) -> float:
@@ -64,4 +73,6 @@ class Regime:
         if not self.possible:
             return f"steps {'in the next forward' if self.delay else 'after the norm'}"
         when = "in the backward" if self._certain else "in the backward where the norm has lately asked for no clipping"
+        if self.generations == 1:
+            when += ", in place (a norm that is not finite tears the state)"
         return f"steps {when}, a share of {self.delay:g} in the next forward"

@@ -3,7 +3,8 @@
 [Note: generations] An early step is taken before it is known whether the step counts. It reads the state of one generation
 of files and writes that of the other; `commit` turns the bit, `discard` does not. The delayed share of a chunk is stepped
 when all is known and has one generation only. So a chunk's state is current in generation `g` up to its boundary, and in
-generation 0 beyond.
+generation 0 beyond. Where there is one generation at all, early steps are taken in place: the other one is the same, and what
+is discarded has torn the state.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Chunk:
     early: Sequence[Part]
     delayed: Sequence[Part]
     file_numel: int
-    files: tuple[Files, Files] | None
+    files: tuple[Files, ...] | None
     resident: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None
 
     @staticmethod
@@ -132,6 +133,7 @@ class Stepper:
         self._updates = updates
         self._generation = [0] * len(chunks)
         self._stepped_early: set[int] = set()
+        self.torn = False  # early steps that do not count have changed the only generation
         self._scratch: torch.Tensor | None = None
 
     def step(self, unit: Unit, indices: Sequence[int], due: Due, share: Share) -> Ticket | None:
@@ -154,12 +156,13 @@ class Stepper:
     def commit(self) -> None:
         """Make the early steps count. All of them must have been waited for."""
         for index in self._stepped_early:
-            self._generation[index] ^= 1
+            self._generation[index] = self._other(index)
         self._stepped_early.clear()
         self._updates.commit()
 
     def discard(self) -> None:
-        """Let the early steps not have been. None may be in flight."""
+        """Let the early steps not have been, or know that the state is torn. None may be in flight."""
+        self.torn |= any(self._other(index) == self._generation[index] for index in self._stepped_early)
         self._stepped_early.clear()
         self._updates.discard()
 
@@ -175,6 +178,10 @@ class Stepper:
             self._pipeline.submit("gather state", jobs, lambda: None).wait()
             self._pipeline.drain()
         self._generation = [0] * len(self.chunks)
+
+    def _other(self, index: int) -> int:
+        """The generation that an early step of a chunk writes."""
+        return (self._generation[index] + 1) % len(self.chunks[index].files or (None,))
 
     def _ranges(self, parts: Sequence[Part]) -> dict[nn.Parameter, tuple[int, int]]:
         ranges: dict[nn.Parameter, tuple[int, int]] = {}
@@ -192,7 +199,7 @@ class Stepper:
             with torch.no_grad():
                 self._compute(part, due, state, targets)
 
-        outputs = chunk.extents(part, current ^ 1) if early else None
+        outputs = chunk.extents(part, self._other(part.chunk)) if early else None
         return Job(f"step {unit}, chunk {part.chunk} from {part.start}", chunk.extents(part, current), compute, outputs)
 
     def _compute(self, part: Part, due: Due, state: Sequence[torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:

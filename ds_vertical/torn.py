@@ -1,7 +1,8 @@
-"""What becomes of a state of which a part has taken a step and the rest cannot."""
+"""The live state after a step that was not completed: why it is torn, what that refuses, and the way back."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NoReturn
 
 _TORN = (
@@ -10,24 +11,48 @@ _TORN = (
 )
 
 
+class NonFiniteError(ArithmeticError):
+    """The norm of a step's gradients is not finite, and `on_nonfinite` is "stop". Raised on every rank: the norm is global.
+
+    Where layers had taken the step in place (no clipping, static loss scale, optimizer on SSD) the live state is torn, as
+    a note says. Otherwise nothing has been stepped: the state is that of the step before, and may be saved.
+    """
+
+
 class TornStateError(RuntimeError):
     """Some of the live state has taken a step that the rest has not, and cannot. `__cause__`: what failed."""
 
 
-class TornState:
-    """Tells of what failed, once as it is, and refuses everything after that."""
+class Condition:
+    """Whether the live state is whole, as far as transfers do not know it themselves, and which checkpoint is the last good
+    one. `failure`: what tore the state."""
 
     def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._last_good: Path | None = None
         self._told = False
+
+    def note_good(self, checkpoint: Path) -> None:
+        """A checkpoint (its folder, named by its tag) has been saved from the whole state, or loaded into it."""
+        self._last_good = checkpoint
+
+    def tear(self, failure: BaseException) -> None:
+        """The state is torn; the first reason counts."""
+        self.failure = self.failure or failure
 
     def tell(self, error: BaseException) -> None:
         """`error` is about to be raised: say with it what has become of the state."""
         self._told = True
-        error.add_note(_TORN)
+        error.add_note(self._note())
 
     def refuse(self, failure: BaseException) -> NoReturn:
         """Raise `failure` itself where nobody has been told (it came between two calls), else TornStateError."""
         if not self._told:
             self.tell(failure)
             raise failure
-        raise TornStateError(f"{_TORN}; what failed: {type(failure).__name__}: {failure}") from failure
+        raise TornStateError(f"{self._note()}; what failed: {type(failure).__name__}: {failure}") from failure
+
+    def _note(self) -> str:
+        good = self._last_good
+        last = "no checkpoint has been saved" if good is None else f'the last good tag is "{good.name}" in {good.parent}'
+        return f"{_TORN} ({last})"

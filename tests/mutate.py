@@ -37,6 +37,7 @@ _EARLY_TOY = "test_executor.py::test_delayed_and_early_steps_have_the_bits_of_pl
 _DELAY = "test_delay.py::test_every_delay_is_bit_identical_to_stock"
 _LATE_WRITES = "test_delay.py::test_parameters_written_late_are_read_after_that"
 _SKIPPED = "test_delay.py::test_a_skipped_step_takes_early_ones_back_and_loses_none_that_is_due"
+_TEARS = "test_nonfinite.py::test_stepped_in_place_a_step_that_is_not_finite_tears_the_state"
 _ERROR = "test_delay.py::test_an_error_anywhere_in_a_step_loses_no_step_that_is_due"
 _AHEAD_TOY = "test_executor.py::test_what_is_issued_ahead_of_the_next_step_has_the_bits_of_plain_autograd"
 _AHEAD_READS = "test_ahead.py::test_reads_for_the_next_step_are_issued_before_train_batch_returns_and_once[1-kept0]"
@@ -263,11 +264,46 @@ MUTATIONS = (
         "        filled =",
         f"{_LATE_WRITES}[False-0.3]",
     ),
-    Mutation("parameters-stay-in-old-files", "params.py", "shard.generation ^= 1", "pass", f"{_DELAY}[fp32-False-0.3]"),
+    Mutation(
+        "parameters-stay-in-old-files",
+        "params.py",
+        "shard.generation = shard.other",
+        "pass",
+        f"{_DELAY}[fp32-False-0.3]",
+    ),
+    # a run that stops
+    Mutation(
+        "stop-skips",
+        "optimizer.py",
+        "if norm is None and self.regime.stops:",
+        "if False:",
+        f"{_TEARS}[fp32-first]",
+    ),
+    Mutation(
+        "discarded-in-place-not-torn",
+        "stepper.py",
+        "self.torn |= any(",
+        "self.torn |= any([]) and any(",
+        f"{_TEARS}[fp32-first]",
+    ),
+    Mutation(
+        "stop-pays-the-disk",
+        "regime.py",
+        "return 2 if self.possible and not (self.stops and self._certain) else 1",
+        "return 2 if self.possible else 1",
+        "test_nonfinite.py::test_stopping_costs_no_second_generation[0.0-stop-1]",
+    ),
+    Mutation(
+        "speculation-in-place",
+        "regime.py",
+        "not (self.stops and self._certain)",
+        "not self.stops",
+        "test_nonfinite.py::test_stopping_costs_no_second_generation[1.0-stop-2]",
+    ),
     Mutation(
         "state-stays-in-old-files",
         "stepper.py",
-        "self._generation[index] ^= 1",
+        "self._generation[index] = self._other(index)",
         "pass",
         f"{_DELAY}[fp32-False-0.3]",
     ),
@@ -384,7 +420,7 @@ def run_tests(folder: Path, nodes: Sequence[str], limit_s: float) -> subprocess.
     return done
 
 
-def is_killed(mutation: Mutation, limit_s: float = 280) -> bool:
+def is_killed(mutation: Mutation, limit_s: float = 900) -> bool:
     """Whether the mutation's test fails on the mutated copy (or crashes: SSD reads into memory given back do that)."""
     with package_copy([mutation]) as folder:
         return run_tests(folder, [mutation.killer], limit_s).returncode != 0

@@ -115,6 +115,38 @@ def config(
     return made
 
 
+class Poison(torch.autograd.Function):
+    """Identity whose gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * float("nan")
+
+
+def stop(folder: Path, rank: int, clip: float) -> list[str]:
+    """A good step, then one whose gradients are not finite on rank 1 only: what this rank is told, then and later."""
+    made = config(folder, "fp32", clip=clip)
+    made["vertical_schedule"]["on_nonfinite"] = "stop"
+    told = []
+    with harness.running(made, OddModel, vertical=True) as (engine, _):
+        good, bad, _ = batches(rank, 2)
+        engine.train_batch(iter(good))
+        for call in (
+            lambda: engine.train_batch(iter(bad), lambda loss, _: Poison.apply(loss) if rank == 1 else loss),
+            lambda: engine.train_batch(iter(good)),
+        ):
+            try:
+                call()
+                told.append("nothing")
+            except (ArithmeticError, RuntimeError) as error:
+                told.append(type(error).__name__)
+    return told
+
+
 def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
@@ -132,6 +164,7 @@ def main() -> int:
         results["folders"][run["name"]] = prepared["zero_optimization"]["offload_param"]["nvme_path"]
         made = harness.run_arm(prepared, OddModel, batches(rank, 2), vertical=run["vertical"])
         results[run["name"]] = vars(made)
+    results["stop"] = [stop(Path(job["folder"]), rank, clip) for clip in (0.0, 0.5)]
     torch.save(results, Path(job["out"]) / f"rank{rank}.pt")
     return 0
 

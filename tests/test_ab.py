@@ -74,7 +74,7 @@ while True:
     except StopIteration:
         break
     recorder.begin()
-    time.sleep(0.01 if vertical else 0.03)
+    time.sleep(0.02 if vertical else 0.2)
     losses = [3.0, 4.0 + args.shift * vertical]
     recorder.end("VerticalEngine" if vertical else "DeepSpeedEngine", losses, tokens=8, tied=False)
     if args.hang:
@@ -436,7 +436,7 @@ def test_table_shows_both_arms_and_their_ratio() -> None:
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`ds-vertical ab` as a process, 3 steps of SCRIPT in each arm."""
-    return subprocess.run(ab_command(folder, *arguments), capture_output=True, text=True, timeout=200)
+    return subprocess.run(ab_command(folder, *arguments), capture_output=True, text=True, timeout=280)
 
 
 def ab_command(folder: Path, *arguments: str) -> list[str]:
@@ -490,19 +490,19 @@ def test_ended_ab_ends_its_run(tmp_path: Path) -> None:
     with subprocess.Popen(ab_command(tmp_path, "--hang"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         pid = wait_for_pid(tmp_path / "out" / "stock.0.log", process)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(200) == 128 + signal.SIGTERM
     assert not is_alive(pid)
 
 
 def wait_for_pid(log: Path, process: subprocess.Popen[bytes]) -> int:
     """The pid that SCRIPT prints with --hang, once its log has it."""
-    for _ in range(600):
+    for _ in range(2000):
         match = re.search(r"^pid (\d+)$", log.read_text() if log.exists() else "", re.M)
         if match:
             return int(match[1])
         assert process.poll() is None, "ab ended before its run trained"
         time.sleep(0.1)
-    raise AssertionError("the run did not start within 60 s")
+    raise AssertionError("the run did not start within 200 s")
 
 
 def is_alive(pid: int) -> bool:

@@ -57,7 +57,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 
 def seconds_to_read(path: Path, prefix: list[str]) -> float:
-    done = subprocess.run([*prefix, sys.executable, "-c", READER, str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*prefix, sys.executable, "-c", READER, str(path)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
@@ -69,14 +69,18 @@ def test_a_limited_process_reads_as_fast_as_the_limit_says(file: Path) -> None:
     if not is_permitted(file):
         assert groups_of_this_process() == []
         return
-    free = seconds_to_read(file, [])
-    with limited(SLOW, [file]) as group:
-        assert [group.folder] == groups_of_this_process()
-        slow = seconds_to_read(file, group.wrap([]))
     expected = READ_BYTES / SLOW.read_bps
-    assert 0.7 * expected < slow < max(3 * expected, 3 * free)
-    assert slow > 2 * free or free > expected  # a disk slower than the limit shows nothing
-    assert groups_of_this_process() == []
+    for _ in range(10):  # what else runs may hold a reader up, but none is faster than the limit
+        free = seconds_to_read(file, [])
+        with limited(SLOW, [file]) as group:
+            assert [group.folder] == groups_of_this_process()
+            slow = seconds_to_read(file, group.wrap([]))
+        assert slow > 0.7 * expected
+        assert groups_of_this_process() == []
+        # a disk slower than the limit shows nothing
+        if slow < max(3 * expected, 3 * free) and (slow > 2 * free or free > expected):
+            return
+    raise AssertionError(f"a limited process never read at the limit: {slow} s, without it {free} s")
 
 
 def test_the_group_is_removed_after_a_failure_with_a_process_still_in_it(file: Path) -> None:
@@ -85,7 +89,7 @@ def test_the_group_is_removed_after_a_failure_with_a_process_still_in_it(file: P
     process = None
     try:
         with pytest.raises(RuntimeError, match="broke"), limited(SLOW, [file]) as group:
-            process = subprocess.Popen(group.wrap(["sleep", "60"]))
+            process = subprocess.Popen(group.wrap(["sleep", "600"]))
             wait_until(lambda: str(process.pid) in (group.folder / "cgroup.procs").read_text().split())
             raise RuntimeError("broke")
         assert groups_of_this_process() == []
@@ -111,7 +115,7 @@ def test_a_group_that_a_killed_process_left_is_removed(file: Path) -> None:
 @pytest.mark.slow
 def test_ab_limits_its_runs_and_says_so(tmp_path: Path) -> None:
     with _ab(tmp_path, "--ssd-limit", "300M,500e6") as process:
-        output, errors = process.communicate(timeout=200)
+        output, errors = process.communicate(timeout=280)
     if not is_permitted(tmp_path):
         assert process.returncode == 2 and "--ssd-limit" in errors
         return
@@ -133,7 +137,7 @@ def test_an_ended_ab_removes_its_group(tmp_path: Path) -> None:
         wait_for_pid(tmp_path / "out" / "stock.0.log", process)
         assert list(Path("/sys/fs/cgroup").rglob(f"ds_vertical.{process.pid}"))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(200) == 128 + signal.SIGTERM
     assert not list(Path("/sys/fs/cgroup").rglob(f"ds_vertical.{process.pid}"))
 
 
@@ -148,7 +152,7 @@ def _ab(folder: Path, *options: str, script_arguments: tuple[str, ...] = ()) -> 
 
 def wait_until(condition: object) -> None:
     assert callable(condition)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

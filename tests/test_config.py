@@ -190,6 +190,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "prefetch_layers": None,
         "optimizer_delay": None,
         "optimizer_speculation": None,
+        "on_nonfinite": "skip",
         "seed_micro_batches": True,
         "seed": None,
         "trace": None,
@@ -209,6 +210,7 @@ sections = st.fixed_dictionaries(
         "prefetch_layers": st.none() | st.integers(0, 100),
         "optimizer_delay": st.none() | st.floats(0, 1) | st.integers(0, 1),
         "optimizer_speculation": st.none() | st.booleans(),
+        "on_nonfinite": st.sampled_from(["skip", "stop"]),
         "seed_micro_batches": st.booleans(),
         "seed": st.none() | st.integers(0, 2**64 - 1),
         "trace": st.none() | st.just("runs/trace"),
@@ -265,6 +267,8 @@ def test_every_key_has_a_description() -> None:
         ({"optimizer_delay": math.nan}, "vertical_schedule.optimizer_delay: got NaN; need a number from 0 to 1, or null"),
         ({"optimizer_delay": True}, "vertical_schedule.optimizer_delay: got true; need a number from 0 to 1, or null"),
         ({"optimizer_speculation": 1}, "vertical_schedule.optimizer_speculation: got 1; need true, false or null"),
+        ({"on_nonfinite": "ignore"}, 'vertical_schedule.on_nonfinite: got "ignore"; need "skip" or "stop"; write e.g. "skip"'),
+        ({"on_nonfinite": None}, "vertical_schedule.on_nonfinite: got null; need"),
         ({"optimizer_delay": "auto"}, 'vertical_schedule.optimizer_delay: got "auto" ('),
         ({"order": "snake"}, 'vertical_schedule.order: got "snake"; need "vertical" or "horizontal"'),
         ({"order": "Vertical"}, 'vertical_schedule.order: got "Vertical"; need "vertical" or "horizontal"'),
@@ -350,6 +354,17 @@ def test_unchanged_stage_3_configurations_pass(
     assert [line.split(":")[0] for line in warnings] == (
         ["zero_optimization.offload_param.max_in_cpu"] if param == "nvme in part" else []
     )
+
+
+@pytest.mark.parametrize("fp16", [{}, {"loss_scale": 0}, {"loss_scale": "auto"}, {"loss_scale": 1024}, {"enabled": False}])
+def test_stopping_at_overflows_needs_a_static_loss_scale(fp16: dict[str, Any]) -> None:
+    config = changed("fp16", {"enabled": True} | fp16)
+    assert check(config, VerticalConfig()) == []
+    if fp16.get("loss_scale") == 1024 or "enabled" in fp16:
+        assert check(config, VerticalConfig(on_nonfinite="stop")) == []
+        return
+    with pytest.raises(ConfigError, match=r'^vertical_schedule.on_nonfinite: got "stop" with fp16.loss_scale (0|noth)'):
+        check(config, VerticalConfig(on_nonfinite="stop"))
 
 
 # path, refused value, another that passes
@@ -588,4 +603,4 @@ def test_explain_prints_every_key_with_its_origin() -> None:
 def test_config_and_storage_import_neither_torch_nor_deepspeed() -> None:
     code = "import sys, ds_vertical.crosscheck, ds_vertical.files; print({'torch', 'deepspeed'} & set(sys.modules))"
     root = Path(__file__).parents[1]
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True, timeout=60).strip() == "set()"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True, timeout=200).strip() == "set()"

@@ -451,7 +451,7 @@ print("the last line")
 )
 def test_a_process_may_end_with_steps_left_and_reads_under_way(tmp_path: Path, regime: str, last: str) -> None:
     script = END_OF_PROCESS.format(tests=str(Path(__file__).parent), folder=str(tmp_path), regime=regime, last=last)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250)
     assert done.returncode == (3 if last else 0), done.stderr[-3000:]
     assert ("the last line" in done.stdout) == (not last)
     assert f"before: {[regime == ALL_EARLY, regime != ALL_EARLY]}" in done.stdout

@@ -51,16 +51,18 @@ def read_past_the_cache(path: Path, num_bytes: int) -> None:
 def test_step_holds_the_bytes_and_seconds_between_begin_and_end(tmp_path: Path) -> None:
     steps = recorder(tmp_path)
     write_past_the_cache(tmp_path / "before", 1 << 20)
+    start = time.perf_counter()
     steps.begin()
     write_past_the_cache(tmp_path / "file", 3 << 20)
     read_past_the_cache(tmp_path / "file", 2 << 20)
     time.sleep(0.05)
     steps.end("DeepSpeedEngine", [1.0, 2.0], tokens=7)
+    around_s = time.perf_counter() - start
     (record,) = read_records(tmp_path / "metrics")[0]
     # The records' own line and the file system's journal come on top, by kilobytes.
     assert 3 << 20 <= record.write_bytes < (3 << 20) + (1 << 19)
     assert 2 << 20 <= record.read_bytes < (2 << 20) + (1 << 19)
-    assert 0.05 <= record.step_s < 5.0
+    assert 0.05 <= record.step_s <= around_s
     assert (record.step, record.engine, record.tokens, record.tied) == (1, "DeepSpeedEngine", 7, None)
     assert (record.loss, record.losses) == (1.5, (1.0, 2.0))
 
@@ -75,7 +77,7 @@ held = peak_host_bytes()
 del block
 print(before, held, peak_host_bytes())
 """
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=200).stdout
     before, held, after = map(int, output.split())
     assert (120 << 20) <= held - before <= (200 << 20)
     assert after >= held - (4 << 20)  # the kernel counts pages per core and sums now and then

@@ -52,7 +52,7 @@ def test_a_script_without_launcher_is_told_of_it(tmp_path: Path) -> None:
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "AZUREML_EXPERIMENT_ID")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     code = f"import ds_vertical; ds_vertical.prepare({base_config(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode != 0
     assert "write: deepspeed SCRIPT.py --deepspeed_config CONFIG.json" in done.stderr
     assert not any(tmp_path.iterdir())

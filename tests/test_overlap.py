@@ -149,6 +149,7 @@ def sections() -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
             "optimizer_delay": st.sampled_from([None, 0.0, 0.25, 0.5, 1.0]),
             "optimizer_speculation": st.sampled_from([None, True, False]),
             "order": st.sampled_from(["vertical", "vertical", "horizontal"]),
+            "on_nonfinite": st.sampled_from(["skip", "stop"]),
         }
     ).map(lambda section: tuple(section.items()))
 

@@ -82,7 +82,7 @@ def patched_copy(root: Path, patch: Path) -> Path:
     return root
 
 
-def run_script(name: str, *arguments: object, first: Path | None = None, timeout_s: float = 120) -> Finished:
+def run_script(name: str, *arguments: object, first: Path | None = None, timeout_s: float = 280) -> Finished:
     """Run a script of this folder; DeepSpeed comes from `first`, or is the installed one."""
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "ignore"}
     folders = [str(first)] if first is not None else []
@@ -201,8 +201,7 @@ def test_aio_patch_raises_on_cut_writes_and_refuses_a_truncated_file(tmp_path: P
 
 
 def test_stock_adam_keeps_other_threads_waiting() -> None:
-    (measured,) = objects_of(run_script("adam_gap.py"), "call_s")
-    assert measured["gap_s"] > 0.8 * measured["call_s"], measured
+    assert objects_of(run_script("adam_gap.py"), "ticks") == [{"ticks": 0}]
 
 
 @pytest.mark.slow  # compiles cpu_adam: 2 minutes where nothing else runs
@@ -212,5 +211,5 @@ def test_adam_patch_lets_other_threads_run(tmp_path: Path) -> None:
     run = run_script("adam_gap.py", "--build", tmp_path / "build", first=root, timeout_s=800)
     assert run.returncode == 0, run.stderr
     shutil.rmtree(tmp_path / "build")
-    (measured,) = objects_of(run, "call_s")
-    assert measured["gap_s"] < 0.4 * measured["call_s"], measured
+    (measured,) = objects_of(run, "ticks")
+    assert measured["ticks"] > 0

@@ -88,7 +88,7 @@ class Job:
         return self.process.stdout.readline().strip()
 
     def finish(self) -> int:
-        _, self.errors = self.process.communicate("\n", timeout=30)
+        _, self.errors = self.process.communicate("\n", timeout=200)
         return self.process.returncode
 
 
@@ -104,7 +104,7 @@ def job() -> Iterator[Callable[..., Job]]:
     for started in jobs:
         if started.process.poll() is None:
             started.process.kill()
-        started.process.wait(timeout=30)
+        started.process.wait(timeout=200)
         for stream in (started.process.stdin, started.process.stdout, started.process.stderr):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
@@ -226,7 +226,7 @@ def test_ranks_that_claim_and_release_at_once_leave_nothing(tmp_path: Path, job:
     for rank in ranks:
         assert rank.process.stdin is not None
         rank.process.stdin.close()  # all exit now, not one after another
-    assert [rank.process.wait(timeout=30) for rank in ranks] == [0] * 4
+    assert [rank.process.wait(timeout=200) for rank in ranks] == [0] * 4
     assert list(tmp_path.iterdir()) == []
 
 
@@ -264,7 +264,7 @@ def test_a_forked_child_of_a_dead_owner_does_not_hold_its_lock(tmp_path: Path, j
     try:
         dead = job(tmp_path, "run1", 0, "orphan", pass_fd=read_end)
         dead.proceed()
-        assert dead.process.wait(timeout=30) == -signal.SIGKILL
+        assert dead.process.wait(timeout=200) == -signal.SIGKILL
         RunFolder.claim(tmp_path, "run1", 0).release()
     finally:
         os.write(write_end, b"x")
@@ -561,10 +561,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path | None]:
     mountpoint = tmp_path / "small"
     mountpoint.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mountpoint)]
-    done = subprocess.run(command, capture_output=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=200, check=False)
     yield mountpoint if done.returncode == 0 else None
     if done.returncode == 0:
-        subprocess.run(["umount", str(mountpoint)], timeout=30, check=True)
+        subprocess.run(["umount", str(mountpoint)], timeout=200, check=True)
 
 
 def test_space_is_counted_per_file_system_and_less_what_exists(tmp_path: Path, small_disk: Path | None) -> None:
@@ -614,7 +614,7 @@ def test_release_reports_what_it_could_not_delete(small_disk: Path | None, tmp_p
     stuck = folder.path / "mount"
     stuck.mkdir()
     (folder.path / "other").write_text("goes")
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(stuck)], timeout=30, check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(stuck)], timeout=200, check=True)
     try:
         words = rf"release: 2 entries could not be deleted:\n{stuck}: delete: .*errno EBUSY\); delete it by hand"
         with pytest.raises(StorageError, match=words):
@@ -622,7 +622,7 @@ def test_release_reports_what_it_could_not_delete(small_disk: Path | None, tmp_p
         assert [path.name for path in folder.path.iterdir()] == ["mount"]
         assert owned(folder.path) is None
     finally:
-        subprocess.run(["umount", str(stuck)], timeout=30, check=True)
+        subprocess.run(["umount", str(stuck)], timeout=200, check=True)
 
 
 def test_free_bytes_of_a_path_that_does_not_exist_yet(tmp_path: Path) -> None:

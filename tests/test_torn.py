@@ -114,15 +114,39 @@ def test_an_error_of_the_kernel_tears_state_in_memory(tmp_path: Path) -> None:
     config = config_in(tmp_path, 0.05, 1.0, params="cpu", optimizer="cpu")
     with running(config, partial(MixerModel, 3), vertical=True) as (engine, model):
         step(engine, 0)
-        engine.optimizer._destroy_kernel()
-        with pytest.raises(ValueError, match="no CPU Adam optimizer") as raised:
-            step(engine, 1)
-        assert "live state is torn" in "".join(raised.value.__notes__)
+        tear(engine)
         assert_refuses_everything(engine, model, tmp_path, "no CPU Adam optimizer")
-        with pytest.raises(TornStateError):
+        with pytest.raises(TornStateError, match=r"\(no checkpoint has been saved\)"):
             engine.save_checkpoint(str(tmp_path / "checkpoint"))
         assert not list(tmp_path.rglob("*optim_states.pt"))
-        engine.optimizer._destroy_kernel = lambda: None
+
+
+def tear(engine: Any) -> None:
+    engine.optimizer._destroy_kernel()
+    engine.optimizer._destroy_kernel = lambda: None
+    with pytest.raises(ValueError, match="no CPU Adam optimizer") as raised:
+        step(engine, 1)
+        engine.flush()
+    assert "live state is torn" in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("tag", [None, "mine"])
+def test_the_refusal_names_the_last_good_tag(tmp_path: Path, tag: str | None) -> None:
+    """Saved by this process, or loaded into it."""
+    config = config_in(tmp_path, 0.05, 1.0, params="cpu", optimizer="cpu")
+    with running(config, partial(MixerModel, 3), vertical=True) as (engine, _):
+        step(engine, 0)
+        engine.save_checkpoint(str(tmp_path / "first"), tag="older")
+        engine.save_checkpoint(str(tmp_path / "second"), tag=tag)
+        tear(engine)
+        named = f'the last good tag is "{tag or "global_step1"}" in {tmp_path / "second"}'
+        with pytest.raises(TornStateError, match=named):
+            engine.save_checkpoint(str(tmp_path / "second"), tag="third")
+    with running(config, partial(MixerModel, 3), vertical=True) as (engine, _):
+        engine.load_checkpoint(str(tmp_path / "second"))
+        tear(engine)
+        with pytest.raises(TornStateError, match=named):
+            engine.save_checkpoint(str(tmp_path / "second"), tag="third")
 
 
 # ---- whole
