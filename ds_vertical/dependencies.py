@@ -32,6 +32,7 @@ class _Walk:
         self.delayed: dict[Unit | None, list[int]] = {}
         self.early: list[int] = []
         self.under_way: list[int] = []
+        self.holds: list[int] = []
 
     def need(self, op: Op, layer: Unit | None = None, micro_batch: int | None = None) -> int:
         """The latest such event's index."""
@@ -127,8 +128,16 @@ def _reduce(walk: _Walk, event: Event) -> list[int]:
     return [walk.use(unit), *sums]
 
 
+def _hold(walk: _Walk, event: Event) -> list[int]:
+    """As many at a time as steps (MAX_STEPS): each keeps the memory that it is written from."""
+    before = walk.holds[-MAX_STEPS:][:1] if len(walk.holds) >= MAX_STEPS else []
+    walk.holds.append(walk.index)
+    return [walk.need(Op.REDUCE, event.layer), *before]
+
+
 def _norm(walk: _Walk, event: Event) -> list[int]:
-    return [walk.need(Op.REDUCE, unit) for unit in (PRE, *range(walk.num_layers))]
+    """A step is decided once all its gradients are where they wait: one that cannot be written fails the step as a whole."""
+    return [*(walk.need(Op.REDUCE, unit) for unit in (PRE, *range(walk.num_layers))), *walk.holds]
 
 
 def _step(walk: _Walk, event: Event) -> list[int]:
@@ -175,6 +184,7 @@ _RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
     Op.HEAD: _head,
     Op.B: _backward,
     Op.REDUCE: _reduce,
+    Op.HOLD: _hold,
     Op.NORM: _norm,
     Op.STEP: _step,
     Op.COMMIT: _commit,
@@ -184,6 +194,7 @@ _RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
 _RULES_BY_PART: Final[dict[tuple[str | None, int], dict[Op, Callable[[_Walk, Event], list[int]]]]] = {
     (None, 0): _RULES,
     (EARLY, 0): {Op.STEP: _early_step},
+    (DELAYED, 0): {Op.HOLD: _hold},
     (DELAYED, -1): {Op.STEP: _delayed_step},
 }
 
@@ -242,7 +253,9 @@ def _check_once(schedule: Schedule) -> None:
     allowed = set(_once(schedule))
     allowed |= {Event(op, layer) for op in (Op.FETCH, Op.RELEASE) for layer in range(schedule.num_layers)}
     if schedule.order != "forward":
-        allowed |= {Event(Op.STEP, u, part=DELAYED, step_offset=-1) for u in (PRE, *range(schedule.num_layers))}
+        units: tuple[Unit, ...] = (PRE, *range(schedule.num_layers))
+        allowed |= {Event(Op.STEP, unit, part=DELAYED, step_offset=-1) for unit in units}
+        allowed |= {Event(Op.HOLD, unit, part=part) for unit in units for part in (None, DELAYED)}
     seen: Counter[Event] = Counter()
     for index, event in enumerate(schedule.events):
         seen[event] += 1

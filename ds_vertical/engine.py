@@ -197,7 +197,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
         new_queue = partial(new_disk_queue, compat.aio_config(self), self.tracer)
         num_buffers = max(vertical.prefetch_layers + MAX_STEPS, LEAD) + 1
         self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue())
-        self.optimizer.start_pipeline(new_queue(), new_queue(), self._params, self.tracer)
+        self.optimizer.start_pipeline(new_queue, self._params, self.tracer)
         compat.guard_parameters([p for params in layers.units.values() for p in params], self.optimizer.flush)
         self._gradients = GradientStore(
             _in_chunk_order(layers, self.optimizer),
@@ -205,7 +205,8 @@ class VerticalEngine(compat.DeepSpeedEngine):
             compat.full_numel,
             partial(compat_state.rounding_dtype, self.optimizer),
             self.optimizer.steps,
-            self.optimizer.reclaim,
+            self.optimizer.gradients.drop,
+            compat.device_name(),
         )
         self._sweeps = Sweeps(layers, self._params, overlap=vertical.overlap, tracer=self.tracer)
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None)
@@ -217,8 +218,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:  # override
         check_optimizer(optimizer)
-        delay, speculation = self.vertical.optimizer_delay, self.vertical.optimizer_speculation
-        with compat.substituted_stage3(partial(VerticalStage3, layers=self.layers, delay=delay, speculation=speculation)):
+        with compat.substituted_stage3(partial(VerticalStage3, layers=self.layers, vertical=self.vertical)):
             return super()._configure_zero_optimizer(optimizer)
 
     # ---- training
@@ -283,6 +283,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
             delayed=self.optimizer.regime.leaves_steps,
             due=frozenset(self.optimizer.due),
             early=self.optimizer.regime.early,
+            hold=self.optimizer.holding,
         )
 
         def scale(loss: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ class Regime:
     def __init__(self, delay: float | None, speculation: bool | None, certain: bool, on_ssd: bool) -> None:
         self._delay = delay
         self._always = certain or speculation is True
-        self._certain = certain
+        self.certain = certain
         self.possible = on_ssd and delay != 1.0 and (certain or speculation is not False)
         self.demanded = (delay is not None and certain) or speculation is True
         self._rate = 0.0
@@ -40,6 +40,11 @@ class Regime:
     def early(self) -> bool:
         """Whether the next step is tried early."""
         return self.possible and (self._always or self._rate >= _WORTH)
+
+    @property
+    def final(self) -> bool:
+        """Whether no early step is ever redone: it counts, or the whole step is skipped."""
+        return self.possible and self.certain
 
     @property
     def leaves_steps(self) -> bool:
@@ -63,5 +68,5 @@ class Regime:
         """For the start-up line."""
         if not self.possible:
             return f"steps {'in the next forward' if self.delay else 'after the norm'}"
-        when = "in the backward" if self._certain else "in the backward where the norm has lately asked for no clipping"
+        when = "in the backward" if self.certain else "in the backward where the norm has lately asked for no clipping"
         return f"steps {when}, a share of {self.delay:g} in the next forward"
