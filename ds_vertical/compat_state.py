@@ -72,14 +72,13 @@ def reduce(optimizer: Any, params: Sequence[ZeroParam], sums: Sequence[torch.Ten
     return reduce_scatter_coalesced(list(sums), group) if dist.get_world_size(group) > 1 else list(sums)
 
 
-def note_gradient(optimizer: Any, param: ZeroParam, share: torch.Tensor, held: torch.Tensor) -> None:
-    """Tell stock of a gradient: its norm, and where this rank's share (fp32, flat) is held.
+def note_gradient(optimizer: Any, param: ZeroParam, share: torch.Tensor) -> None:
+    """Tell stock of a gradient's norm, given this rank's share of it (flat).
 
     A rank whose share lies wholly in the padding has nothing to add to the norm.
     """
     if param.partition_numel() * optimizer._get_param_partition_rank(param) < param.ds_numel:
         optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = optimizer._constant_buffered_norm2(share)
-    optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id] = held
 
 
 def gather_shares(optimizer: Any, param: ZeroParam, share: torch.Tensor) -> torch.Tensor:
@@ -123,6 +122,11 @@ def state_files(optimizer: Any, chunk: int) -> tuple[tuple[Path, Path, Path], tu
 
 def chunk_numel(optimizer: Any, chunk: int) -> int:
     return optimizer.fp16_partitioned_groups_flat_numel[chunk]
+
+
+def gradient_file(optimizer: Any) -> Path:
+    """Where gradients wait that are not to wait in host memory: beside the state."""
+    return Path(optimizer.optimizer_swapper.swap_folder) / "gradients.swp"
 
 
 def file_numel(optimizer: Any, chunk: int) -> int:

@@ -68,6 +68,12 @@ class VerticalConfig(BaseModel):
     """skip: a step whose gradients are not finite is skipped whole, as in stock. stop: train_batch raises NonFiniteError on
     every rank. Without clipping the early steps are then taken in place, with one generation of files (14 bytes per
     parameter less on the SSD), so that the live state is torn afterwards. Not with a dynamic loss scale."""
+    gradient_host_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of the gradients that wait for their step in host memory; the others wait on SSD, written once and read once.
+    Null: 1, all in host memory."""
+    keep_gradients: bool = False
+    """True: keep every gradient of the last step in host memory (4 bytes per parameter) until the next step sums new ones,
+    for safe_get_full_grad and safe_get_local_grad."""
     seed_micro_batches: bool = True
     """Give each micro-batch its own random stream from (seed, step, micro-batch, rank), in both arms."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -88,6 +94,8 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "optimizer_delay": ("a number from 0 to 1, or null", "1 or null"),
     "optimizer_speculation": ("true, false or null", "null"),
     "on_nonfinite": ('"skip" or "stop"', '"skip"'),
+    "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
+    "keep_gradients": ("true or false", "false"),
     "seed_micro_batches": ("true or false", "true"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
@@ -277,6 +285,8 @@ class Resolved:
     optimizer_delay: float | None
     optimizer_speculation: bool | None
     on_nonfinite: Literal["skip", "stop"]
+    gradient_host_share: float
+    keep_gradients: bool
     seed_micro_batches: bool
     seed: int | None
     trace: str | None
@@ -287,9 +297,9 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolve
     """Apply the fixed rule of every null.
 
     layers: discovered in the model; prefetch_layers: 1 with overlap, 0 without; optimizer_delay: 0.25 where the rest can
-    be stepped during the backward, else 1 (decided when the optimizer is known); seed: `initial_seed`, which is
-    torch.initial_seed() at initialize. Nothing else is ever chosen: snake and blocks_per_layer are as written or their
-    defaults.
+    be stepped during the backward, else 1 (decided when the optimizer is known); gradient_host_share: 1; seed:
+    `initial_seed`, which is torch.initial_seed() at initialize. Nothing else is ever chosen: snake and blocks_per_layer are
+    as written or their defaults.
     """
     values: dict[str, Any] = section.model_dump()
     written = section.model_fields_set
@@ -303,6 +313,9 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolve
         reasons["optimizer_delay"] = "null: 0.25 where layers can be stepped during the backward, else 1"
     if section.optimizer_speculation is None:
         reasons["optimizer_speculation"] = "null: where it would lately have come true"
+    if section.gradient_host_share is None:
+        values["gradient_host_share"] = 1.0
+        reasons["gradient_host_share"] = "null: 1, what waits does so in host memory"
     if section.seed is None:
         values["seed"] = initial_seed
         reasons["seed"] = "null: torch.initial_seed() at initialize"

@@ -5,7 +5,8 @@ fixed latency. Nothing is assumed about what runs beside it: `simulate` and `bou
 
 [Note: carried work] Some schedules have events for every transfer (HOLD, RECALL, READ, WRITE), some leave them to the
 event that needs them. So work that no event of the unit does is carried: REDUCE carries the writing of waiting gradients
-to SSD, STEP the reading of gradients and state and the writing of state and parameters.
+to SSD, STEP the reading of gradients and state and the writing of state and parameters. An early STEP finds its gradient in
+memory. A HOLD of a part says that the rest of the unit's gradients does not wait.
 
 All bytes and elements are those of one rank's shard, except what stays on the device: that is gathered. Collectives
 between ranks are not modelled.
@@ -137,6 +138,11 @@ def split_steps(shape: ModelShape, delay: float) -> dict[tuple[Unit, str], float
     return {(unit, part): shape.shard(unit) * share for unit in units for part, share in shares.items()}
 
 
+def is_early(event: Event) -> bool:
+    """Whether an event is about parts that are stepped during the backward."""
+    return event.part is not None and event.part.startswith("e")
+
+
 class PartSizes:
     """Elements of this rank that an event is about: of its part, or of its whole unit.
 
@@ -189,7 +195,8 @@ class _Pricer:
         self.shape = shape
         self.sizes = PartSizes(events, shape, parts)
         self.present = {(event.op, event.layer, event.part) for event in events}
-        self.held = {event.layer for event in events if event.op in (Op.HOLD, Op.RECALL)}
+        self.held = {event.layer for event in events if event.op is Op.HOLD}
+        self.recalled = {event.layer for event in events if event.op is Op.RECALL}
         self.handed_over: dict[Unit | None, float] = {}
         for event in events:
             if event.ahead:
@@ -298,7 +305,7 @@ class _Pricer:
             self.handed_over[event.layer] = self.handed_over.get(event.layer, 0.0) + elements
         placement = shape.placement
         carried = (
-            event.layer not in self.held and placement.gradients_on_ssd > 0,
+            event.layer not in self.recalled and placement.gradients_on_ssd > 0 and not is_early(event),
             not self.has(Op.READ, event) and placement.state_on_ssd > 0,
             not self.has(Op.WRITE, event) and placement.state_on_ssd + placement.parameters_on_ssd > 0,
         )

@@ -137,9 +137,30 @@ def check(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
             f'{SECTION}.snake: got true with {SECTION}.order "horizontal"; snake reorders micro-batches from one layer '
             'to the next, which only the vertical order has; write "snake": false or "order": "vertical"'
         )
+    faults += _gradient_faults(config, section)
     if faults:
         raise ConfigError("\n".join(faults))
     return _warnings(config, section)
+
+
+def _gradient_faults(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
+    """Gradients that wait on SSD have their file beside the optimizer's, and nobody can read them there."""
+    share, path = section.gradient_host_share, f"{_ZERO}.offload_optimizer.device"
+    if share is None or share == 1:
+        return []
+    faults = []
+    device = _get(config, path)
+    if device != "nvme":
+        faults.append(
+            f'{SECTION}.gradient_host_share: got {show(share)} with {path} {_got(device)}; gradients wait beside the optimizer'
+            f' state; write 1 or null, or {path} "nvme"'
+        )
+    if section.keep_gradients:
+        faults.append(
+            f"{SECTION}.keep_gradients: got true with {SECTION}.gradient_host_share {show(share)}; kept gradients are in host"
+            ' memory; write "keep_gradients": false, or "gradient_host_share": 1'
+        )
+    return faults
 
 
 def _object_faults(config: Mapping[str, Any]) -> list[str]:

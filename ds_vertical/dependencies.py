@@ -33,6 +33,7 @@ class _Walk:
         self.early: list[int] = []
         self.ahead: dict[Unit | None, int] = {}
         self.under_way: list[int] = []
+        self.holds: list[int] = []
 
     def need(self, op: Op, layer: Unit | None = None, micro_batch: int | None = None) -> int:
         """The latest such event's index."""
@@ -148,8 +149,16 @@ def _reduce(walk: _Walk, event: Event) -> list[int]:
     return [walk.use(unit), *sums]
 
 
+def _hold(walk: _Walk, event: Event) -> list[int]:
+    """As many at a time as steps (MAX_STEPS): each keeps the memory that it is written from."""
+    before = walk.holds[-MAX_STEPS:][:1] if len(walk.holds) >= MAX_STEPS else []
+    walk.holds.append(walk.index)
+    return [walk.need(Op.REDUCE, event.layer), *before]
+
+
 def _norm(walk: _Walk, event: Event) -> list[int]:
-    return [walk.need(Op.REDUCE, unit) for unit in (PRE, *range(walk.num_layers))]
+    """A step is decided once all its gradients are where they wait: one that cannot be written fails the step as a whole."""
+    return [*(walk.need(Op.REDUCE, unit) for unit in (PRE, *range(walk.num_layers))), *walk.holds]
 
 
 def _step(walk: _Walk, event: Event) -> list[int]:
@@ -206,6 +215,7 @@ _RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
     Op.HEAD: _head,
     Op.B: _backward,
     Op.REDUCE: _reduce,
+    Op.HOLD: _hold,
     Op.NORM: _norm,
     Op.STEP: _step,
     Op.COMMIT: _commit,
@@ -216,7 +226,7 @@ _RULES_BY_PART: Final[dict[tuple[str | None, int], dict[Op, Callable[[_Walk, Eve
     (None, 0): _RULES,
     (EARLY, 0): {Op.STEP: _early_step},
     (DELAYED, -1): {Op.STEP: _delayed_step},
-    (DELAYED, 0): {Op.STEP: _step_ahead},
+    (DELAYED, 0): {Op.HOLD: _hold, Op.STEP: _step_ahead},
     (None, 1): {Op.FETCH: _fetch_ahead},
 }
 
@@ -281,6 +291,7 @@ def _check_once(schedule: Schedule) -> None:
         allowed |= {Event(Op.STEP, u, part=DELAYED, step_offset=-1) for u in units}
         allowed |= {Event(Op.FETCH, u, step_offset=1) for u in units}
         allowed |= {Event(Op.STEP, u, part=DELAYED) for u in units if schedule.delayed}
+        allowed |= {Event(Op.HOLD, u, part=part) for u in units for part in (None, DELAYED)}
     seen: Counter[Event] = Counter()
     for index, event in enumerate(schedule.events):
         seen[event] += 1

@@ -159,7 +159,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
         num_buffers = max(vertical.prefetch_layers + MAX_STEPS, LEAD) + 1
         generations = self.optimizer.regime.generations
         self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), generations)
-        self.optimizer.start_pipeline(new_queue(), new_queue(), self._params, self.tracer)
+        self.optimizer.start_pipeline(new_queue, self._params, self.tracer)
         every = [param for params in layers.units.values() for param in params]
         compat.guard_parameters(every, self.optimizer.flush, self._params.note_write)
         self._gradients = GradientStore(
@@ -168,7 +168,8 @@ class VerticalEngine(compat.DeepSpeedEngine):
             compat.full_numel,
             partial(compat_state.rounding_dtype, self.optimizer),
             self.optimizer.steps,
-            self.optimizer.reclaim,
+            self.optimizer.gradients.drop,
+            compat.device_name(),
         )
         self._sweeps = Sweeps(layers, self._params, overlap=vertical.overlap, tracer=self.tracer)
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None)
@@ -180,13 +181,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:  # override
         check_optimizer(optimizer)
-        wanted = dict(
-            layers=self.layers,
-            delay=self.vertical.optimizer_delay,
-            speculation=self.vertical.optimizer_speculation,
-            stops=self.vertical.on_nonfinite == "stop",
-        )
-        with compat.substituted_stage3(partial(VerticalStage3, **wanted)):
+        with compat.substituted_stage3(partial(VerticalStage3, layers=self.layers, vertical=self.vertical)):
             return super()._configure_zero_optimizer(optimizer)
 
     # ---- training
@@ -252,6 +247,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
             due=frozenset(self.optimizer.due),
             early=self.optimizer.regime.early,
             ahead=vertical.prefetch_layers > 0,
+            hold=self.optimizer.holding,
         )
 
         def scale(loss: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from ds_vertical.layers import Unit
+from ds_vertical.reserve import Reserve
 
 
 class GradientStore:
-    """Sums of `param.grad` per unit, in the gradient accumulation dtype.
+    """Sums of `param.grad` per unit, in the gradient accumulation dtype, on `device`.
 
-    `steps` tells the parameters that the optimizer has; gradients of the others are thrown away. `reclaim` gives back what
-    `give_away` gave, when the unit's next sums are made.
+    `steps` tells the parameters that the optimizer has; gradients of the others are thrown away. `begin` hears of a unit
+    whose next sums are about to be made: what others hold of its last ones is wanted no longer.
 
     The first contribution is copied and later ones are added in the order of the `add` calls, each after rounding to the
     dtype that stock would communicate it in: the bits of stock's accumulation.
@@ -27,25 +28,26 @@ class GradientStore:
         numel: Callable[[nn.Parameter], int],
         rounding: Callable[[nn.Parameter], torch.dtype],
         steps: Callable[[nn.Parameter], bool] = lambda _: True,
-        reclaim: Callable[[Unit], torch.Tensor | None] = lambda _: None,
+        begin: Callable[[Unit], None] = lambda _: None,
+        device: str = "cpu",
     ) -> None:
         trainable = {unit: [p for p in params if p.requires_grad] for unit, params in units.items()}
         self._units = {unit: [p for p in params if steps(p)] for unit, params in trainable.items()}
         # gradients of parameters that the optimizer does not have: made by autograd, wanted by nobody
         self._unwanted = {unit: [p for p in params if not steps(p)] for unit, params in trainable.items()}
-        self._dtype = dtype
         self._numel = numel
         self._rounding = rounding
-        self._reclaim = reclaim
+        self._begin = begin
+        self._on_host = torch.device(device).type == "cpu"
         self._flat: dict[Unit, torch.Tensor] = {}
         self._sums: dict[Unit, list[torch.Tensor]] = {}
         self._touched: dict[Unit, list[bool]] = {}
-        self._spare: list[torch.Tensor] = []
+        self.reserve = Reserve(lambda numel: torch.empty(numel, dtype=dtype, device=device))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the sums, those kept for the next unit included."""
-        return sum(flat.numel() * flat.element_size() for flat in (*self._flat.values(), *self._spare))
+        """Bytes of the sums under way."""
+        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
 
     def params(self, unit: Unit) -> list[nn.Parameter]:
         """The unit's trainable parameters, in the order of `take`'s sums."""
@@ -103,17 +105,19 @@ class GradientStore:
         flat = self._flat.get(unit)
         self.give_away(unit)
         if flat is not None:
-            self._spare.append(flat)
+            self.reserve.put_back(flat)
 
     def give_away(self, unit: Unit) -> None:
-        """Forget the unit's sums: their memory belongs to somebody else now."""
+        """Forget the unit's sums: their memory belongs to somebody else now, who may put it back into `reserve`."""
         self._flat.pop(unit, None)
         self._sums.pop(unit, None)
         self._touched.pop(unit, None)
 
     def free(self) -> None:
-        """Give up the memory kept for further units: the step's last gradient has left."""
-        self._spare.clear()
+        """The step's last gradient has left: give up the memory kept for further units, where the next forward wants it.
+        Host memory is kept."""
+        if not self._on_host:
+            self.reserve.clear()
 
     def drop_all(self) -> None:
         """Forget all sums and gradients, after an error."""
@@ -127,15 +131,8 @@ class GradientStore:
     def _open(self, unit: Unit) -> None:
         params = self._units[unit]
         sizes = [self._numel(param) for param in params]
-        flat = self._reclaim(unit)
-        if flat is None:
-            flat = self._memory(sum(sizes), params[0].device if params else torch.device("cpu"))
+        self._begin(unit)
+        flat = self.reserve.take(sum(sizes))
         self._flat[unit] = flat
         self._sums[unit] = list(flat.narrow(0, 0, sum(sizes)).split(sizes)) if sizes else []
         self._touched[unit] = [False] * len(params)
-
-    def _memory(self, numel: int, device: torch.device) -> torch.Tensor:
-        for index, spare in enumerate(self._spare):
-            if numel <= spare.numel() <= 2 * numel:
-                return self._spare.pop(index)
-        return torch.empty(numel, dtype=self._dtype, device=device)

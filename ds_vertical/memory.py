@@ -4,7 +4,7 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
 
     host    parameter buffers    (w + 1) N and `pre`, in the parameters' dtype (none where the device's are the same memory)
             optimizer slots      slots x part x (state + parameter bytes)
-            gradients            4P of the share that waits, 4N of a few layers for the rest
+            gradients            4P of the share that waits there, 4N of a few layers for what is stepped early or goes to SSD
             activations          M L A of the share that is kept there
             at rest              parameters and state that are not on SSD
     device  parameters           (w + 1) N and `pre`, gathered
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ds_vertical.costs import ModelShape
-from ds_vertical.schedule import PRE
+from ds_vertical.schedule import MAX_STEPS, PRE
 
 _FIXED: Final = "(fixed)"
 _KNOBS: Final = (
@@ -44,15 +44,15 @@ class Settings:
     """What decides about memory besides the model.
 
     `slots`: pieces of state in memory at a time. `held_share`: of all gradients, the share that waits for its step (1
-    where steps follow NORM, alpha for delayed parts, 0 where every step is early). `gradient_layers`: layers whose
-    gradients are under way otherwise.
+    where steps follow NORM or may be redone, alpha for delayed parts, 0 where every step is early). `gradient_layers`:
+    layers whose gradients are under way otherwise: as many as are stepped or written to SSD at a time, and one more.
     """
 
     num_micro_batches: int
     window: int = 1
     slots: int = 3
     held_share: float = 1.0
-    gradient_layers: int = 2
+    gradient_layers: int = MAX_STEPS + 1
     one_memory: bool = False
 
 
@@ -80,7 +80,6 @@ def total_bytes(items: tuple[Item, ...], tier: str) -> int:
 
 def _host(shape: ModelShape, settings: Settings) -> Iterator[Item]:
     placement, rank = shape.placement, shape.num_elements / shape.num_shards
-    largest = max(shape.layer_elements) / shape.num_shards
     fetched = _fetched(shape, settings) / shape.num_shards
     buffers = 0.0 if _aliased(shape, settings) else fetched * shape.param_bytes * placement.parameters_on_ssd
     yield _item("host", "parameter buffers", buffers, "vertical_schedule.prefetch_layers")
@@ -88,17 +87,34 @@ def _host(shape: ModelShape, settings: Settings) -> Iterator[Item]:
     yield _item("host", "parameters at rest", resting, "zero_optimization.offload_param.device")
     resting = rank * shape.state_bytes * (1 - placement.state_on_ssd)
     yield _item("host", "optimizer state at rest", resting, "zero_optimization.offload_optimizer.device")
-    each = shape.state_bytes * placement.state_on_ssd + shape.param_bytes * placement.parameters_on_ssd
-    slots = settings.slots * _largest_piece(shape) * each if placement.state_on_ssd else 0.0
+    slots = settings.slots * _largest_piece(shape) * _slot_bytes(shape, settings)
     yield _item("host", "optimizer slots", slots, _FIXED)
-    waiting = settings.held_share * rank
-    passing = min(rank, settings.gradient_layers * largest + shape.pre_elements / shape.num_shards)
-    in_memory = waiting * (1 - placement.gradients_on_ssd)
-    on_the_way = passing * max(1 - settings.held_share, placement.gradients_on_ssd if waiting else 0.0)
-    gradients = (in_memory + on_the_way) * shape.gradient_bytes
-    yield _item("host", "gradients", gradients, "vertical_schedule.optimizer_delay")
+    yield _item("host", "gradients", _gradients(shape, settings) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
     kept = settings.num_micro_batches * shape.num_layers * shape.activation_bytes * placement.activations_on_host
     yield _item("host", "activations", kept, "gradient_accumulation_steps")
+
+
+def _slot_bytes(shape: ModelShape, settings: Settings) -> float:
+    """Bytes per element of what goes through the optimizer's pipeline from or to SSD."""
+    placement = shape.placement
+    gradient = shape.gradient_bytes if placement.gradients_on_ssd and settings.held_share else 0
+    state = shape.state_bytes * placement.state_on_ssd + shape.param_bytes * placement.parameters_on_ssd
+    return (state if placement.state_on_ssd else 0.0) + gradient
+
+
+def _gradients(shape: ModelShape, settings: Settings) -> float:
+    """Elements of gradients in host memory: those that wait there, those being stepped early, those that leave for SSD. With
+    the sums in the same memory (`_aliased`) those count until their unit's last element has left."""
+    rank, pre = shape.num_elements / shape.num_shards, shape.pre_elements / shape.num_shards
+    waits, on_ssd = settings.held_share, shape.placement.gradients_on_ssd
+    largest = max(shape.layer_elements) / shape.num_shards
+    passing = min(rank, settings.gradient_layers * largest + pre)
+    sums = 0.0
+    if waits < 1:
+        sums = passing * (1.0 if _aliased(shape, settings) else 1 - waits)
+    elif on_ssd and _aliased(shape, settings):
+        sums = min(rank, largest + pre)
+    return waits * (rank * (1 - on_ssd) + passing * on_ssd) + sums
 
 
 def _device(shape: ModelShape, settings: Settings) -> Iterator[Item]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,15 +18,17 @@ from torch import nn
 
 from ds_vertical import compat, compat_state, files, native
 from ds_vertical.adam import AdamSettings, CpuAdam
-from ds_vertical.chunks import Cut, Piece, adam_cuts
-from ds_vertical.config import ConfigError
+from ds_vertical.config import ConfigError, Resolved
 from ds_vertical.disk import DiskQueue
+from ds_vertical.gradient_file import GradientFile, beyond_host
 from ds_vertical.held import HeldGradients
 from ds_vertical.layers import LayerMap, Unit
+from ds_vertical.layout import make_chunks
 from ds_vertical.pipeline import StepPipeline
 from ds_vertical.regime import Regime
 from ds_vertical.routes import StateRoutes
-from ds_vertical.stepper import Chunk, Due, Share, Stepper, Updates, slot_bytes
+from ds_vertical.schedule import DELAYED, EVERYTHING
+from ds_vertical.stepper import Due, Share, Stepper, Updates, bytes_read
 from ds_vertical.storage import StorageError
 from ds_vertical.torn import Condition, NonFiniteError
 from ds_vertical.trace import Tracer
@@ -35,7 +38,6 @@ from ds_vertical.transfer import Ticket
 _STOCK_BUFFERS = 4
 _SLOTS = 4
 _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that DeepSpeed counts up, in case they share a table
-_PART_NUMEL = 1 << 21
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -54,11 +56,11 @@ class VerticalStage3(StateRoutes):
     those of stock's own sub-groups: the norm is combined in stock's grouping and CPU Adam is cut as in `chunks`.
     """
 
-    def __init__(
-        self, *args: Any, layers: LayerMap, delay: float | None, speculation: bool | None, stops: bool, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, layers: LayerMap, vertical: Resolved, **kwargs: Any) -> None:
         self._layers = layers
-        self._new_regime = partial(Regime, delay, speculation, stops=stops)
+        self._vertical = vertical
+        stops = vertical.on_nonfinite == "stop"
+        self._new_regime = partial(Regime, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
         self.regime = self._new_regime(certain=False, on_ssd=False)  # another where the state turns out to be on SSD
         self.condition = Condition()
         self._dynamic_scale = bool(kwargs.get("dynamic_loss_scale"))
@@ -75,15 +77,20 @@ class VerticalStage3(StateRoutes):
         self._ahead: dict[Unit, Ticket] = {}  # steps issued for the next forward, which has not taken them over yet
         super().__init__(*args, **kwargs)
         self._stepped = {id(param) for chunk in self.fp16_groups for param in chunk}
-        self._gradients = HeldGradients([[p.partition_numel() for p in chunk] for chunk in self.fp16_groups])
 
-    def start_pipeline(self, reader: DiskQueue, writer: DiskQueue, updates: Updates, tracer: Tracer) -> None:
+    def start_pipeline(self, new_queue: Callable[[], DiskQueue], updates: Updates, tracer: Tracer) -> None:
         """Make the optimizer's own pipeline; `updates` takes the new parameters."""
-        chunks = [self._chunk(index, cuts) for index, cuts in enumerate(self._cut_chunks())]
-        size = slot_bytes(chunks)
-        count = min(_SLOTS, sum(len(c.early) + len(c.delayed) for c in chunks if c.files)) if size else 0
-        self._slots = [compat.lock_host_bytes(size) for _ in range(count)]
-        self._pipeline = StepPipeline(self._slots, reader, writer, tracer)
+        early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
+        chunks = make_chunks(self, self._stock_groups, early_share, self.regime.generations)
+        share: Share = "delayed" if self.regime.final else "all"
+        waiting = {unit: [p for i in self.chunks_of(unit) for p in chunks[i].parts(share)] for unit in self._layers.units}
+        beyond = beyond_host(waiting, self._vertical.gradient_host_share)
+        self.holding = None if not beyond else DELAYED if self.regime.final else EVERYTHING
+        file = GradientFile(compat_state.gradient_file(self) if beyond else Path(), beyond, new_queue)
+        self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, compat.device_name() != "cpu")
+        sizes = bytes_read(chunks, file.extents)
+        self._slots = [compat.lock_host_bytes(max(sizes)) for _ in sizes[:_SLOTS]]
+        self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer)
         self._updates = updates
         self._stepper = Stepper(chunks, self._kernel(self.optimizer), self._pipeline, updates)
 
@@ -103,7 +110,7 @@ class VerticalStage3(StateRoutes):
     @property
     def host_bytes(self) -> int:
         """Bytes of the pipeline's slots and of held gradients."""
-        return sum(slot.numel() for slot in self._slots) + self._gradients.num_bytes
+        return sum(slot.numel() for slot in self._slots) + self.gradients.num_bytes
 
     # ---- chunks
 
@@ -116,32 +123,6 @@ class VerticalStage3(StateRoutes):
             if members:
                 chunks += super()._create_fp16_sub_groups(members)
         return chunks
-
-    def _cut_chunks(self) -> list[tuple[Cut, ...]]:
-        place: dict[int, tuple[int, int]] = {}
-        for group in self._stock_groups:
-            total, offset = sum(param.partition_numel() for param in group), 0
-            for param in group:
-                place[id(param)] = (offset, total)
-                offset += param.partition_numel()
-        return [adam_cuts([Piece(p.partition_numel(), *place[id(p)]) for p in chunk]) for chunk in self.fp16_groups]
-
-    def _chunk(self, index: int, cuts: Sequence[Cut]) -> Chunk:
-        params = self.fp16_groups[index]
-        sizes = [param.partition_numel() for param in params]
-        on_ssd = compat_state.is_chunk_on_ssd(self, index)
-        early_share = 1.0 - self.regime.delay if self.regime.possible and on_ssd else 0.0
-        early, delayed = Chunk.shares(index, sizes, early_share, _PART_NUMEL)
-        return Chunk(
-            params,
-            sizes,
-            cuts,
-            early,
-            delayed,
-            compat_state.file_numel(self, index) if on_ssd else sum(sizes),
-            compat_state.state_files(self, index)[: self.regime.generations] if on_ssd else None,
-            None if on_ssd else partial(compat_state.resident_state, self, index),
-        )
 
     def steps(self, param: nn.Parameter) -> bool:
         """Whether the parameter belongs to the optimizer."""
@@ -174,7 +155,7 @@ class VerticalStage3(StateRoutes):
         """Files of one generation; of two where early steps need them, as long as there is room or somebody asked."""
         dynamic_scale = self._dynamic_scale and self.dtype == torch.float16  # other dtypes have a static one, whatever is asked
         certain = self.clip_grad == 0.0 and not dynamic_scale
-        self.regime = self._new_regime(certain=certain, on_ssd=self.swap_optimizer)
+        self.regime = self._new_regime(certain, self.swap_optimizer)
         one = compat_state.optimizer_files(self, 1)
         if self.regime.generations == 2:
             stepped = [param for chunk in self.fp16_groups for param in chunk if compat.is_on_ssd(param)]
@@ -197,25 +178,27 @@ class VerticalStage3(StateRoutes):
         """None: the schedule reduces each unit once. (Stock also reads every parameter here to install its hooks.)"""
         self.leaf_parameters = defaultdict(list)
 
-    def reduce_unit(self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor) -> bool:
+    def reduce_unit(
+        self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
+    ) -> bool:
         """Average a unit's summed gradients over the ranks and hold each rank's share until its step.
 
         `sums`: one flat sum per parameter of `in_chunk_order(unit)`, in the accumulation dtype (overwritten), all of them
-        neighbours in `flat`. Returns whether `flat` itself is held now: then it comes back through `reclaim`.
+        neighbours in `flat`. Returns whether `flat` itself is held now: then it goes to `give_back`, from any thread.
         """
         params = self.in_chunk_order(unit)
         if not params:
             return False
         shares = compat_state.reduce(self, params, sums)
-        kept = self._gradients.hold(unit, self.chunks_of(unit), shares, flat)
-        held = [view for index in self.chunks_of(unit) for view in self._gradients.views(index)]
-        for param, share, view in zip(params, shares, held, strict=True):
-            compat_state.note_gradient(self, param, share, view)
-        return kept
+        for param, share in zip(params, shares, strict=True):
+            compat_state.note_gradient(self, param, share)
+        early = self.regime.early
+        final = early and self.regime.final and self.clip_grad == 0.0
+        return self.gradients.hold(unit, self.chunks_of(unit), shares, flat, give_back, early=early, final=final)
 
-    def reclaim(self, unit: Unit) -> torch.Tensor | None:
-        """Give the memory back that `reduce_unit` kept, for the unit's next sums."""
-        return self._gradients.reclaim(unit)
+    def hold_unit(self, unit: Unit) -> Ticket | None:
+        """Start writing what of a unit's gradients waits on SSD."""
+        return self.gradients.write(unit)
 
     def _get_norm_groups(self) -> list[torch.Tensor]:  # override
         """Stock rounds the norm to fp32 once per sub-group, so it is combined in stock's grouping, not in chunks."""
@@ -223,9 +206,9 @@ class VerticalStage3(StateRoutes):
 
     def held_share(self, param: Any) -> torch.Tensor | None:  # for the routes
         for index, chunk in enumerate(self.fp16_groups):
-            for place, member in enumerate(chunk if self._gradients.holds(index) else ()):
+            for place, member in enumerate(chunk):
                 if member is param:
-                    return self._gradients.views(index)[place]
+                    return self.gradients.share(index, place)
         return None
 
     # ---- the step
@@ -253,6 +236,8 @@ class VerticalStage3(StateRoutes):
         self._opened, self._hit = True, False
         if norm is None:
             self.regime.note(self._tried, False)
+            if not self._tried:
+                self.gradients.conclude((), hit=False)
             return
         scale = compat_state.combined_scale(self, norm)
         settings = self._settings()
@@ -260,7 +245,7 @@ class VerticalStage3(StateRoutes):
             compat_state.moments(self, index)["step"] = setting.step
         self._hit = float(scale) == guess
         self.regime.note(self._tried, self._hit)
-        self._due = Due(settings, self._gradients, None if float(scale) == 1.0 else 1.0 / scale)
+        self._due = Due(settings, self.gradients, None if float(scale) == 1.0 else 1.0 / scale)
         self._hit = self._hit and self._tried
         whole = not self._hit
         self._share = "all" if whole else "delayed"
@@ -284,17 +269,18 @@ class VerticalStage3(StateRoutes):
         """Issue the early parts of a unit whose gradient is complete; `conclude_early` says whether they count."""
         self._tried = True
         guess = self._scale_guess()
-        due = Due(self._settings(), self._gradients, None if guess == 1.0 else 1.0 / guess)
+        due = Due(self._settings(), self.gradients, None if guess == 1.0 else 1.0 / guess)
         return self._stepper.step(unit, self.chunks_of(unit), due, "early")
 
     def conclude_early(self) -> None:
         """Commit the early steps if the norm has left the factor they were taken with; else discard them. A step that
         counts is then due whole."""
-        if self._hit:
-            self._hit = False
+        hit, self._hit = self._hit, False
+        if hit:
             self._stepper.commit()
         else:
             self._stepper.discard()
+        self.gradients.conclude(self._left, hit)
 
     def step_unit(self, unit: Unit) -> Ticket | None:
         """Issue what is due of a unit: read state, CPU Adam, write state and parameters."""
@@ -357,6 +343,7 @@ class VerticalStage3(StateRoutes):
         have torn the state), unless the norm has been taken and made them count: the rest of that step is due. Raises
         nothing."""
         self._pipeline.wait_idle()
+        self.gradients.abandon(self._left)
         if self._hit and self.failure is None:
             self.conclude_early()
         else:
@@ -398,6 +385,7 @@ class VerticalStage3(StateRoutes):
                 self.flush_state()
         finally:
             self._pipeline.close()
+            self.gradients.close()
             self._destroy_kernel()
             self._destroy_kernel = lambda: None
             while self._slots:

@@ -73,3 +73,21 @@ def cuts_within(cuts: Sequence[Cut], start: int, numel: int) -> Iterator[Cut]:
             yield Cut(first, whole, whole, 0)
         if last - first > whole:
             yield Cut(first + whole, last - first - whole, LANE, 0)
+
+
+def spread(first: Sequence[Part], rest: Sequence[Part], share: float) -> frozenset[Part]:
+    """About `share` of all elements in whole parts: those of `first` that there is room for, then evenly among `rest`."""
+    chosen: set[Part] = set()
+    room = share * sum(part.numel for part in (*first, *rest))
+    for part in first:
+        if part.numel <= room:
+            chosen.add(part)
+            room -= part.numel
+    total, passed, taken = sum(part.numel for part in rest), 0, 0
+    for part in rest:
+        passed += part.numel
+        # to the nearest part: half of this one must still be due
+        if room * passed - taken * total >= part.numel * total / 2:
+            chosen.add(part)
+            taken += part.numel
+    return frozenset(chosen)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ds_vertical.dependencies import validate
-from ds_vertical.schedule import DELAYED, EARLY, LEAD, PRE, SUF, Event, Op, Schedule, ScheduleError, Unit
+from ds_vertical.schedule import DELAYED, EARLY, EVERYTHING, LEAD, PRE, SUF, Event, Op, Schedule, ScheduleError, Unit
 
 Events = tuple[Event, ...]
 
@@ -66,6 +66,16 @@ def place_gradients(events: Sequence[Event]) -> Events:
         placed.append(event)
         if event.op is Op.B and last[event.layer] == index:
             placed.append(Event(Op.REDUCE, event.layer))
+    return tuple(placed)
+
+
+def place_holding(events: Sequence[Event], hold: str) -> Events:
+    """HOLD what of a unit's gradient waits on SSD as soon as it is reduced; its step reads it there. `hold`: EVERYTHING, or
+    DELAYED where early parts do not wait."""
+    part = None if hold == EVERYTHING else hold
+    placed: list[Event] = []
+    for event in events:
+        placed += (event, Event(Op.HOLD, event.layer, part=part)) if event.op is Op.REDUCE else (event,)
     return tuple(placed)
 
 
@@ -199,12 +209,14 @@ def build_training(
     lead: int = LEAD,
     early: bool = False,
     ahead: bool = False,
+    hold: str | None = None,
 ) -> Schedule:
     """The validated schedule of one training step; raises ScheduleError for settings that do not fit together.
 
     `early`: early parts are stepped during the backward. `delayed`: what is left of this step goes to the next schedule.
     `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a
-    delayed step is issued. `ahead`: what the next step needs first is issued at the end.
+    delayed step is issued. `ahead`: what the next step needs first is issued at the end. `hold`: what of the gradients may
+    have to wait on SSD, see `place_holding`.
     """
     if order == "forward":
         raise ScheduleError("order 'forward' has no backward; write 'vertical' or 'horizontal' to train")
@@ -215,6 +227,7 @@ def build_training(
     else:
         compute = horizontal_order(num_layers, num_micro_batches)
     events = place_optimizer(place_parameters(place_gradients(compute), window, due), delayed)
+    events = place_holding(events, hold) if hold else events
     events = place_delayed(place_early(events) if early else events, due, lead)
     events = place_ahead(events, window, lead, delayed) if ahead else events
     return _checked(Schedule(num_layers, num_micro_batches, events, order, snake, window, delayed, early))

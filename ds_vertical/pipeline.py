@@ -1,8 +1,8 @@
 """The optimizer pipeline: read state -> compute -> write state, several parts deep, on a thread of its own.
 
-[Note: slots] A slot is page-locked host memory for one part's state. While one slot is computed, the next is being read
-and the one before is being written: with three slots every resource has work. A slot takes its next read when its
-write is complete. Parts go through in the order in which they were submitted.
+[Note: slots] A slot is page-locked host memory for one part's state, and for its gradient where that waits on SSD. While
+one slot is computed, the next is being read and the one before is being written: with three slots every resource has work.
+A slot takes its next read when its write is complete. Parts go through in the order in which they were submitted.
 """
 
 from __future__ import annotations
@@ -37,16 +37,22 @@ class Extent:
 
 @dataclass
 class Job:
-    """One part's step. `extents`: its state on SSD (master, moments), none where the state is in memory.
+    """One part's step. `extents`: its state on SSD (master, moments), none where the state is in memory. `inputs`: what else
+    it reads (its gradient).
 
-    `compute` gets one uint8 tensor per extent, filled from its file, and changes it in place.
+    `compute` gets one uint8 tensor per extent, then per input, filled from its file, and changes the state in place.
     """
 
     what: str
     extents: Sequence[Extent]
     compute: Callable[[Sequence[torch.Tensor]], None]
     outputs: Sequence[Extent] | None = None  # where the state is written; None: where it was read
+    inputs: Sequence[Extent] = ()
     started: list[Transfer] = field(default_factory=list)
+
+    @property
+    def sources(self) -> Sequence[Extent]:
+        return (*self.extents, *self.inputs)
 
     @property
     def targets(self) -> Sequence[Extent]:
@@ -63,7 +69,7 @@ class Batch:
 
 
 class Slot:
-    """Memory of one part's state, cut into as many pieces as a job has extents."""
+    """Memory of what one part's step reads, cut into as many pieces as there are extents."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
@@ -82,7 +88,7 @@ class Slot:
 
 
 class StepPipeline:
-    """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as the largest job's state.
+    """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
 
     An error of a job is raised by the wait of its batch and of every later one: the state is torn from there on.
     """
@@ -116,7 +122,7 @@ class StepPipeline:
             self._submitted.extend((job, batch) for job in jobs)
             self._idle = False
             self._changed.notify_all()
-        num_bytes = sum(extent.num_bytes for job in jobs for extent in job.extents)
+        num_bytes = sum(extent.num_bytes for job in jobs for extent in job.sources)
         return Ticket(what, lambda: self._wait(batch), num_bytes)
 
     @property
@@ -187,14 +193,15 @@ class StepPipeline:
             if not self._submitted:
                 return False
             job, batch = self._submitted[0]
-        if any(extent.overlaps(target) for extent in job.extents for other, *_ in self._reading for target in other.targets):
+        sources = job.sources
+        if any(extent.overlaps(target) for extent in sources for other, *_ in self._reading for target in other.targets):
             return False  # what it is to read has not been computed yet
         slot = None
-        if job.extents:
+        if sources:
             slot = self._take_slot(patient)
             if slot is None:
                 return False
-            for extent, view in zip(job.extents, slot.views(job.extents), strict=True):
+            for extent, view in zip(sources, slot.views(sources), strict=True):
                 self._await_writes(extent)
                 job.started.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
         with self._changed:
@@ -227,12 +234,12 @@ class StepPipeline:
             for transfer in job.started:
                 transfer.wait()
             job.started.clear()
-            views = slot.views(job.extents) if slot is not None else []
+            views = slot.views(job.sources) if slot is not None else []
             start = now()
             job.compute(views)
             self._tracer.span("adam", job.what, start, now())
             if slot is not None:
-                for extent, view in zip(job.targets, views, strict=True):
+                for extent, view in zip(job.targets, views[: len(job.extents)], strict=True):
                     self._await_writes(extent)
                     write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
                     slot.writes.append(write)

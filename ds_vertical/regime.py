@@ -25,7 +25,7 @@ class Regime:
         self.stops = stops
         self._delay = delay
         self._always = certain or speculation is True
-        self._certain = certain
+        self.certain = certain
         self.possible = on_ssd and delay != 1.0 and (certain or speculation is not False)
         self.demanded = (delay is not None and certain) or speculation is True
         self._rate = 0.0
@@ -38,7 +38,7 @@ class Regime:
     @property
     def generations(self) -> int:
         """How many generations of state and parameter files the early steps need."""
-        return 2 if self.possible and not (self.stops and self._certain) else 1
+        return 2 if self.possible and not (self.stops and self.certain) else 1
 
     @property
     def delay(self) -> float:
@@ -49,6 +49,11 @@ class Regime:
     def early(self) -> bool:
         """Whether the next step is tried early."""
         return self.possible and (self._always or self._rate >= _WORTH)
+
+    @property
+    def final(self) -> bool:
+        """Whether no early step is ever redone: it counts, or the whole step is skipped."""
+        return self.possible and self.certain
 
     @property
     def leaves_steps(self) -> bool:
@@ -72,7 +77,7 @@ class Regime:
         """For the start-up line."""
         if not self.possible:
             return f"steps {'in the next forward' if self.delay else 'after the norm'}"
-        when = "in the backward" if self._certain else "in the backward where the norm has lately asked for no clipping"
+        when = "in the backward" if self.certain else "in the backward where the norm has lately asked for no clipping"
         if self.generations == 1:
             when += ", in place (a norm that is not finite tears the state)"
         return f"steps {when}, a share of {self.delay:g} in the next forward"

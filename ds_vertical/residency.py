@@ -76,6 +76,7 @@ class _Ledger:
         self.shape = shape
         self.count = len(timeline.events) // timeline.num_steps
         self.sizes = PartSizes(timeline.events[: self.count], shape, parts)
+        self.present = {(event.op, event.layer, event.part) for event in timeline.events[: self.count]}
         self.spans: dict[int, list[Span]] = {}
         for span in timeline.spans:
             self.spans.setdefault(span.index, []).append(span)
@@ -126,28 +127,40 @@ class _Ledger:
                 yield Change(self.end_s(index), "device", "parameters", -gathered)
 
     def gradients(self) -> Iterator[Change]:
-        """The sum on the device from its first B to REDUCE, then this rank's share until the step that takes it."""
+        """The sum on the device from its first B to REDUCE, then this rank's share until the step that takes it: in host
+        memory, and from HOLD on (REDUCE, where there is none) its share of it on SSD."""
         summing: set[Unit] = set()
-        on_ssd = self.shape.placement.gradients_on_ssd
         for index, event in enumerate(self.timeline.events):
             unit: Unit | None = PRE if event.op is Op.HEAD else event.layer
             if unit is None:
                 continue
+            elements = self.shape.shard(unit) if event.op is Op.REDUCE else self.sizes.elements(event)
+            on_ssd = elements * self._share_on_ssd(event)
             if event.op in (Op.HEAD, Op.B) and unit not in summing:
                 summing.add(unit)
                 yield self._gradient(self.start_s(index), "device", self.shape.elements(unit))
             elif event.op is Op.REDUCE:
                 summing.discard(unit)
                 yield self._gradient(self.end_s(index), "device", -self.shape.elements(unit))
-                yield self._gradient(self.start_s(index), "host", self.shape.shard(unit) * (1 - on_ssd))
-                yield self._gradient(self.start_s(index), "ssd", self.shape.shard(unit) * on_ssd)
+                yield from self._gradients(self.start_s(index), elements - on_ssd, on_ssd)
+            elif event.op is Op.HOLD:
+                yield self._gradient(self.start_s(index), "ssd", on_ssd)
+                yield self._gradient(self.end_s(index), "host", -on_ssd)
             elif event.op is Op.STEP:
-                elements = self.sizes.elements(event)
                 if event.step_offset and index < self.count:  # left by the step before the first one
-                    yield self._gradient(0.0, "host", elements * (1 - on_ssd))
-                    yield self._gradient(0.0, "ssd", elements * on_ssd)
-                yield self._gradient(self.end_s(index), "host", -elements * (1 - on_ssd))
-                yield self._gradient(self.end_s(index), "ssd", -elements * on_ssd)
+                    yield from self._gradients(0.0, elements - on_ssd, on_ssd)
+                yield from self._gradients(self.end_s(index), on_ssd - elements, -on_ssd)
+
+    def _share_on_ssd(self, event: Event) -> float:
+        """Of the gradients that an event is about; a unit whose HOLD names a part keeps the others in memory."""
+        held = {part for op, unit, part in self.present if op is Op.HOLD and unit == event.layer}
+        if held and (event.op is Op.REDUCE or not {None, event.part} & held):
+            return 0.0
+        return self.shape.placement.gradients_on_ssd
+
+    def _gradients(self, at_s: float, in_host: float, on_ssd: float) -> Iterator[Change]:
+        yield self._gradient(at_s, "host", in_host)
+        yield self._gradient(at_s, "ssd", on_ssd)
 
     def _gradient(self, at_s: float, tier: Tier, elements: float) -> Change:
         return Change(at_s, tier, "gradients", elements * self.shape.gradient_bytes)

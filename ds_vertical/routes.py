@@ -8,10 +8,16 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_vertical import compat, compat_state
+from ds_vertical.held import GradientGoneError
 
 _TOO_LATE = (
     "{call}: train_batch has decided the step of these gradients already, and nothing would come of the new ones;"
     " to change gradients between backward and step set vertical_schedule.enabled to false"
+)
+_GONE = (
+    "the last step's gradient of this parameter is not in host memory any more: it was given up once its optimizer step was"
+    ' taken, or waits on SSD; write "vertical_schedule": {"keep_gradients": true} to keep every gradient until the next step'
+    " sums new ones (4 bytes per parameter of host memory)"
 )
 
 
@@ -25,15 +31,20 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
         raise NotImplementedError
 
     def held_share(self, param: Any) -> torch.Tensor | None:
-        """This rank's share of a parameter's gradient in the last step, flat fp32; None where there is none."""
+        """This rank's share of a parameter's gradient in the last step, flat fp32; None where there never was one. Raises
+        GradientGoneError."""
         raise NotImplementedError
 
     # ---- gradients
 
     def get_local_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
         """This rank's share (flat fp32) of the last step's gradient: summed over the micro-batches, neither clipped nor
-        freed of the loss scale. None before the first step, and for a parameter that the optimizer does not have."""
-        share = self.held_share(param)
+        freed of the loss scale. None before the first step, and for a parameter that the optimizer does not have. Raises
+        RuntimeError where it is in memory no longer: `keep_gradients` keeps it."""
+        try:
+            share = self.held_share(param)
+        except GradientGoneError as error:
+            raise RuntimeError(_GONE) from error
         return None if share is None else share.to(compat.device_name(), copy=True)
 
     def get_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:

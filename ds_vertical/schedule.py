@@ -18,6 +18,7 @@ FORM: Final = "[LAYER|pre|suf]OP[MICRO_BATCH][.eN|.dN][@STEPS]: 3FETCH, preF0, s
 
 EARLY: Final = "e0"  # the early parts of a unit, together
 DELAYED: Final = "d0"
+EVERYTHING: Final = "all"  # of a unit; events that are about it have no part
 MAX_STEPS: Final = 2  # units whose steps may be under way at a time: each holds a host buffer for its new parameters
 LEAD: Final = 2  # layers by which a delayed step is ahead of its use
 

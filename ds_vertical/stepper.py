@@ -195,20 +195,32 @@ class Stepper:
         chunk = self.chunks[part.chunk]
         current = self._generation[part.chunk] if part.start < chunk.boundary else 0
 
-        def compute(state: Sequence[torch.Tensor]) -> None:
+        inputs = [] if early else due.gradients.extents(part)
+
+        def compute(read: Sequence[torch.Tensor]) -> None:
+            pieces = [piece.view(torch.float32) for piece in read]
+            gradient = pieces.pop().narrow(0, 0, part.numel) if inputs else due.gradients.data(part)
             with torch.no_grad():
-                self._compute(part, due, state, targets)
+                self._compute(part, due, pieces, gradient, targets)
+            due.gradients.finish(part, "early step" if early else "step")
 
         outputs = chunk.extents(part, self._other(part.chunk)) if early else None
-        return Job(f"step {unit}, chunk {part.chunk} from {part.start}", chunk.extents(part, current), compute, outputs)
+        what = f"step {unit}, chunk {part.chunk} from {part.start}"
+        return Job(what, chunk.extents(part, current), compute, outputs, inputs)
 
-    def _compute(self, part: Part, due: Due, state: Sequence[torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:
+    def _compute(
+        self,
+        part: Part,
+        due: Due,
+        state: Sequence[torch.Tensor],
+        gradient: torch.Tensor,
+        targets: Mapping[int, torch.Tensor],
+    ) -> None:
         chunk = self.chunks[part.chunk]
-        whole = [piece.view(torch.float32) for piece in state] if chunk.resident is None else list(chunk.resident())
+        whole = state if chunk.resident is None else chunk.resident()
         start = 0 if chunk.resident is None else part.start
         master, exp_avg, exp_avg_sq = (piece.narrow(0, start, part.numel) for piece in whole)
-        due.gradients.wait(part.chunk)
-        gradient = self._scaled(due.gradients.chunks[part.chunk].narrow(0, part.start, part.numel), due.factor)
+        gradient = self._scaled(gradient, due.factor)
         self._kernel.update(due.settings[part.chunk], part, chunk.cuts, (master, gradient, exp_avg, exp_avg_sq))
         for param, in_shard, in_part, count in chunk.overlaps(part):
             targets[id(param)].narrow(0, in_shard, count).copy_(master.narrow(0, in_part, count))
@@ -226,7 +238,8 @@ def _leave(_: Sequence[torch.Tensor]) -> None:
     """Copying changes nothing."""
 
 
-def slot_bytes(chunks: Sequence[Chunk]) -> int:
-    """Bytes of the largest part's state: what a slot of the pipeline must hold."""
-    parts = ((chunk, part) for chunk in chunks for part in (*chunk.early, *chunk.delayed))
-    return max((sum(extent.num_bytes for extent in chunk.extents(part, 0)) for chunk, part in parts), default=0)
+def bytes_read(chunks: Sequence[Chunk], gradients: Callable[[Part], Sequence[Extent]]) -> list[int]:
+    """Of each part that reads anything: the bytes of its state, and of its gradient where that may wait on SSD."""
+    parts = ((chunk, part) for chunk in chunks for part in chunk.parts("all"))
+    read = ((*chunk.extents(part, 0), *gradients(part)) for chunk, part in parts)
+    return [sum(extent.num_bytes for extent in extents) for extents in read if extents]

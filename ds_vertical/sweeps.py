@@ -39,7 +39,11 @@ class Params(Protocol):
 class Optimizer(Protocol):
     """What takes a unit's gradient sums and steps the unit."""
 
-    def reduce_unit(self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor) -> bool: ...
+    def reduce_unit(
+        self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
+    ) -> bool: ...
+
+    def hold_unit(self, unit: Unit) -> Ticket | None: ...
 
     def open_step(self) -> None: ...
 
@@ -198,6 +202,7 @@ class _Training(_Pass):
             Op.HEAD: self.head,
             Op.B: self.backward,
             Op.REDUCE: self.reduce,
+            Op.HOLD: self.hold,
             Op.NORM: self.norm,
             Op.STEP: self.step,
             Op.COMMIT: self.commit,
@@ -231,10 +236,13 @@ class _Training(_Pass):
     def reduce(self, event: Event) -> None:
         unit = _unit(event)
         sums = self.gradients.take(unit)
-        if self.optimizer.reduce_unit(unit, sums, self.gradients.flat(unit)):
+        if self.optimizer.reduce_unit(unit, sums, self.gradients.flat(unit), self.gradients.reserve.put_back):
             self.gradients.give_away(unit)
         else:
             self.gradients.drop(unit)
+
+    def hold(self, event: Event) -> Ticket | None:
+        return self.optimizer.hold_unit(_unit(event))
 
     def norm(self, _: Event) -> None:
         self.gradients.free()

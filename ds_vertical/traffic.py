@@ -63,7 +63,8 @@ def vertical_traffic(
 ) -> Traffic:
     """Layer-major order. `kept`: `kept_layers(window)`. Shares in [0, 1]: `handed_over` in memory
     by delayed steps; `waiting`: gradients that wait for their step, of which the placement's share goes to SSD; `redone`:
-    steps taken again after wrong speculation. Activations count as saved where the placement says so. Raises CostsError.
+    steps taken again after wrong speculation (their gradients wait, and are written whether or not they are read again).
+    Activations count as saved where the placement says so. Raises CostsError.
     """
     for name, share in (("handed_over", handed_over), ("waiting", waiting), ("redone", redone)):
         check_share(name, share)

@@ -141,7 +141,23 @@ def build_engine(
     model.train()
     parameters = groups(model) if groups is not None else [p for p in model.parameters() if p.requires_grad]
     engine, *_ = ds_vertical.initialize(model=model, model_parameters=parameters, config=prepared)
+    if vertical:
+        _record_gradients(engine)
     return engine, model
+
+
+def _record_gradients(engine: Any) -> None:
+    """Keep a copy of each gradient as it leaves the device, for `read_grads`: the engine gives them up once they are used."""
+    optimizer = engine.optimizer
+    hold, optimizer.recorded = optimizer.gradients.hold, {}
+
+    def recording(unit: Any, indices: Sequence[int], shares: Sequence[torch.Tensor], *args: Any, **options: Any) -> bool:
+        for param, share in zip(optimizer.in_chunk_order(unit), shares, strict=True):
+            padding = torch.zeros(param.partition_numel() - share.numel())
+            optimizer.recorded[param.ds_id] = torch.cat([share.detach().to("cpu", torch.float32), padding])
+        return hold(unit, indices, shares, *args, **options)
+
+    optimizer.gradients.hold = recording
 
 
 def run_arm(
@@ -205,8 +221,10 @@ def run_both(config: dict[str, Any], build: Callable[[], nn.Module], batches: Ba
 
 def read_grads(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's share of every parameter's accumulated gradient, in fp32 as DeepSpeed's safe_get_full_grad gives it:
-    stock holds it in the accumulation dtype, the vertical arm in fp32."""
-    held = engine.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    stock holds it in the accumulation dtype; the vertical arm's is what left the device."""
+    optimizer = engine.optimizer
+    recorded = getattr(optimizer, "recorded", None)
+    held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition if recorded is None else recorded
     grads = {name: held[p.ds_id].detach() for name, p in model.named_parameters() if p.ds_id in held}
     return {name: grad.to(torch.float32, copy=True) for name, grad in grads.items()}
 

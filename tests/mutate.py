@@ -44,6 +44,7 @@ _AHEAD_READS = "test_ahead.py::test_reads_for_the_next_step_are_issued_before_tr
 _AHEAD_STEPS = "test_ahead.py::test_delayed_steps_are_issued_before_train_batch_returns_and_once"
 _BETWEEN = "test_ahead.py::test_whatever_comes_between_two_steps_is_as_if_nothing_were_ahead"
 _END = "test_flush.py::test_a_process_may_end_with_steps_left_and_reads_under_way"
+_TIERS = "test_gradient_tiers.py::test_bits_are_stocks_wherever_gradients_wait"
 _RECOMPUTE_STATE = "with applied(call.state), torch.enable_grad():"
 
 
@@ -235,7 +236,13 @@ MUTATIONS = (
     ),
     Mutation("process-ends-during-steps", "pipeline.py", "        _OPEN.add(self)\n", "", f"{_END}[all delayed, on SSD-]"),
     Mutation("process-ends-during-reads", "disk.py", "        _OPEN.add(self)\n", "", f"{_END}[all early, on SSD-]"),
-    Mutation("skipped-step-committed", "optimizer.py", "if self._hit:", "if True:", f"{_SKIPPED}[False-None]"),
+    Mutation(
+        "skipped-step-committed",
+        "optimizer.py",
+        "hit, self._hit = self._hit, False",
+        "hit, self._hit = True, False",
+        f"{_SKIPPED}[False-None]",
+    ),
     Mutation(
         "commit-without-discard",
         "params.py",
@@ -313,6 +320,49 @@ MUTATIONS = (
         "cleanup.callback(optimizer.abandon)",
         "pass",
         f"{_ERROR}[False]",
+    ),
+    # gradients that wait
+    Mutation(
+        "gradient-that-may-be-redone-given-up",
+        "optimizer.py",
+        "final = early and self.regime.final and self.clip_grad == 0.0",
+        "final = early",
+        f"{_TIERS}[fp32-0.05-0.3-True-0.5]",
+    ),
+    Mutation(
+        "gradients-of-all-layers-kept",
+        "stepper.py",
+        'due.gradients.finish(part, "early step" if early else "step")',
+        "pass",
+        "test_gradient_tiers.py::test_with_early_steps_a_few_layers_gradients_are_in_memory[6]",
+    ),
+    Mutation(
+        "gradients-dropped-while-due",
+        "optimizer.py",
+        "self.gradients.abandon(self._left)",
+        "self.gradients.abandon(())",
+        f"{_ERROR}[False]",
+    ),
+    Mutation(
+        "gradient-not-read-from-ssd",
+        "stepper.py",
+        "inputs = [] if early else due.gradients.extents(part)",
+        "inputs: list[Extent] = []",
+        f"{_TIERS}[fp32-0.05-1.0-False-0.0]",
+    ),
+    Mutation(
+        "gradient-memory-used-again-before-it-is-written",
+        "held.py",
+        "            transfer.wait()\n",
+        "",
+        "test_gradient_tiers.py::test_gradients_written_late_are_written_before_their_memory_is_used_again",
+    ),
+    Mutation(
+        "norm-ahead-of-gradients-on-their-way",
+        "dependencies.py",
+        "for unit in (PRE, *range(walk.num_layers))), *walk.holds]",
+        "for unit in (PRE, *range(walk.num_layers)))]",
+        "test_gradient_tiers.py::test_a_gradient_that_cannot_be_written_fails_the_step_whole",
     ),
     # what a step leaves behind
     Mutation(

@@ -99,13 +99,14 @@ def config(
     tier: str = "nvme",
     clip: float = 0.5,
     delay: float | None = None,
+    share: float | None = None,
 ) -> dict[str, Any]:
     made = harness.base_config(
         folder,
         num_micro_batches=num_micro_batches,
         dtype=dtype,
         clip=clip,
-        section={"optimizer_delay": delay},
+        section={"optimizer_delay": delay, "gradient_host_share": share},
         params=tier,
         optimizer=tier,
         sub_group_size=400_001,

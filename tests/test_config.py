@@ -191,6 +191,8 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "optimizer_delay": None,
         "optimizer_speculation": None,
         "on_nonfinite": "skip",
+        "gradient_host_share": None,
+        "keep_gradients": False,
         "seed_micro_batches": True,
         "seed": None,
         "trace": None,
@@ -211,6 +213,8 @@ sections = st.fixed_dictionaries(
         "optimizer_delay": st.none() | st.floats(0, 1) | st.integers(0, 1),
         "optimizer_speculation": st.none() | st.booleans(),
         "on_nonfinite": st.sampled_from(["skip", "stop"]),
+        "gradient_host_share": st.none() | st.floats(0, 1) | st.integers(0, 1),
+        "keep_gradients": st.booleans(),
         "seed_micro_batches": st.booleans(),
         "seed": st.none() | st.integers(0, 2**64 - 1),
         "trace": st.none() | st.just("runs/trace"),
@@ -269,6 +273,8 @@ def test_every_key_has_a_description() -> None:
         ({"optimizer_speculation": 1}, "vertical_schedule.optimizer_speculation: got 1; need true, false or null"),
         ({"on_nonfinite": "ignore"}, 'vertical_schedule.on_nonfinite: got "ignore"; need "skip" or "stop"; write e.g. "skip"'),
         ({"on_nonfinite": None}, "vertical_schedule.on_nonfinite: got null; need"),
+        ({"gradient_host_share": 2}, "vertical_schedule.gradient_host_share: got 2; need a number from 0 to 1, or null"),
+        ({"keep_gradients": 1}, "vertical_schedule.keep_gradients: got 1; need true or false"),
         ({"optimizer_delay": "auto"}, 'vertical_schedule.optimizer_delay: got "auto" ('),
         ({"order": "snake"}, 'vertical_schedule.order: got "snake"; need "vertical" or "horizontal"'),
         ({"order": "Vertical"}, 'vertical_schedule.order: got "Vertical"; need "vertical" or "horizontal"'),
@@ -521,6 +527,29 @@ def test_number_of_micro_batches_must_be_written_or_derivable(sizes: dict[str, A
     else:
         (line,) = faults_of(config)
         assert line.startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("section", "device", "told"),
+    [
+        ({"gradient_host_share": 0.5}, "cpu", 'vertical_schedule.gradient_host_share: got 0.5 with zero_optimization'),
+        ({"gradient_host_share": 0, "keep_gradients": True}, "nvme", "vertical_schedule.keep_gradients: got true with"),
+        ({"gradient_host_share": 0}, "nvme", None),
+        ({"gradient_host_share": 1, "keep_gradients": True}, "cpu", None),
+        ({"keep_gradients": True}, "cpu", None),
+    ],
+)
+def test_gradients_wait_on_ssd_beside_the_state_and_are_not_kept_there(
+    section: dict[str, Any], device: str, told: str | None
+) -> None:
+    offload = {"device": device} | ({"nvme_path": "/ssd"} if device == "nvme" else {})
+    config = changed("zero_optimization.offload_optimizer", offload)
+    if told is None:
+        assert check(config, VerticalConfig(**section)) == []
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(config, VerticalConfig(**section))
+    assert str(caught.value).startswith(told)
 
 
 # --- warnings ------------------------------------------------------------------------------------------------------

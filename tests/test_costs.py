@@ -83,6 +83,9 @@ def test_placement_decides_what_moves() -> None:
     assert seconds("0RECALL", shape=waits) == pytest.approx({"ssd_read": 2.0})
     assert seconds("0STEP", shape=waits)["ssd_read"] == pytest.approx(14.0)
     assert seconds("0STEP", shape=waits, beside="0HOLD 0RECALL")["ssd_read"] == pytest.approx(12.0)
+    assert seconds("0STEP", shape=waits, beside="0HOLD")["ssd_read"] == pytest.approx(14.0)
+    assert seconds("0STEP.e0", shape=waits, beside="0HOLD 0STEP.d0@-1")["ssd_read"] == pytest.approx(6.0)
+    assert seconds("0HOLD.d0", shape=waits, beside="0STEP.e0 0STEP.d0@-1") == pytest.approx({"ssd_write": 2.0})
     assert seconds("1SAVE0", shape=waits) == pytest.approx({"copy_out": 0.15, "ssd_write": 0.2})
     assert seconds("1GLOAD0", shape=waits) == pytest.approx({"copy_in": 0.075, "ssd_read": 0.1})
     in_memory = replace(SHAPE, placement=Placement(parameters_on_ssd=0.0, state_on_ssd=0.0))
@@ -172,6 +175,16 @@ def test_a_schedule_moves_the_bytes_of_the_table(window: int, num_micro_batches:
     moved = traffic_of(event_costs(schedule.events, MACHINE, shape), shape)
     for name, expected in vars(table).items():
         assert getattr(moved, name) == pytest.approx(expected), name
+
+
+def test_a_schedule_that_holds_moves_the_bytes_of_the_table() -> None:
+    """Half of every unit is stepped early, and does not wait; the other half is written once and read once."""
+    shape = replace(SHAPE, placement=Placement(gradients_on_ssd=1.0))
+    for hold, early, waiting in (("d0", True, 0.5), ("all", False, 1.0)):
+        schedule = build_training(3, 2, delayed=True, early=early, due=("pre", 0, 1, 2), hold=hold)
+        moved = traffic_of(event_costs(schedule.events, MACHINE, shape), shape)
+        table = vertical_traffic(shape, 2, kept=kept_layers(1), waiting=waiting)
+        assert (moved.gradients_read, moved.gradients_written) == pytest.approx((table.gradients_read, table.gradients_written))
 
 
 def test_the_table_in_multiples_of_p() -> None:

@@ -240,6 +240,7 @@ def test_an_error_anywhere_in_a_step_loses_no_step_that_is_due(
 ) -> None:
     """Every step but the first fails once, somewhere else each time, with steps due and under way; then it is repeated."""
     made = config(tmp_path, "fp32", clip_of(clips), 0.3)
+    made["vertical_schedule"]["gradient_host_share"] = 0.5
     batches = token_batches(len(PLACES) + 1, 2)
     with running(made, TrappedModel, vertical=True) as (engine, model):
         engine.optimizer._stepper._kernel = SlowKernel(engine.optimizer._stepper._kernel)

@@ -118,6 +118,7 @@ class OneStep:
 def complete_writes(engine: Any) -> None:
     """What was issued is on the disk; what is due stays due."""
     engine.optimizer._pipeline.wait_idle()
+    engine.optimizer.gradients._file.complete()
     engine._params._writer.native.wait_all()
 
 
@@ -150,6 +151,23 @@ def test_bytes_per_step_of_every_regime(tmp_path: Path, clip: float, delay: floa
     num_reads = forward_reads + (NUM_LAYERS - (step.window + 1)) * 2
     assert step.read_bytes == pytest.approx(num_reads * MATRIX_BYTES + STATE_BYTES, rel=0.01)
     assert step.written_bytes == pytest.approx(NUM_LAYERS * 2 * MATRIX_BYTES + STATE_BYTES, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("clip", "delay", "speculation", "held", "recalled"),
+    [(0.5, 1.0, False, 1.0, 1.0), (0.0, 0.5, None, 0.5, 0.5), (1e6, 0.5, True, 1.0, 0.5)],
+    ids=["all wait", "the delayed wait", "all may be redone"],
+)
+def test_gradients_go_to_ssd_once_and_come_back_once(
+    tmp_path: Path, clip: float, delay: float, speculation: bool | None, held: float, recalled: float
+) -> None:
+    """By the kernel's count: what the step moves more than with gradients in memory."""
+    section = {"optimizer_delay": delay, "optimizer_speculation": speculation}
+    memory, ssd = (
+        OneStep(tmp_path / str(share), 2, section | {"gradient_host_share": share}, clip) for share in (1.0, 0.0)
+    )
+    assert ssd.written_bytes - memory.written_bytes == pytest.approx(held * 4 * ELEMENTS, rel=0.03)
+    assert ssd.read_bytes - memory.read_bytes == pytest.approx(recalled * 4 * ELEMENTS, rel=0.03)
 
 
 def test_every_layer_is_fetched_once_per_sweep_and_the_prefix_once(steps: dict[int, OneStep]) -> None:

@@ -51,9 +51,12 @@ def status(key: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("clip", "delay"), [(0.05, 1.0), (0.05, 0.0), (0.0, 0.5)])
-def test_two_hundred_steps_leave_nothing_behind(tmp_path: Path, clip: float, delay: float) -> None:
-    config = base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=clip, section={"optimizer_delay": delay})
+@pytest.mark.parametrize(
+    ("clip", "delay", "share"), [(0.05, 1.0, None), (0.05, 0.0, None), (0.0, 0.5, None), (0.05, 0.5, 0.5)]
+)
+def test_two_hundred_steps_leave_nothing_behind(tmp_path: Path, clip: float, delay: float, share: float | None) -> None:
+    section = {"optimizer_delay": delay, "gradient_host_share": share}
+    config = base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=clip, section=section)
     seen: list[Held] = []
     resident: list[int] = []
     with running(small_buffers(config), partial(MixerModel, 3), vertical=True) as (engine, model):

@@ -53,9 +53,19 @@ def test_one_memory_counts_parameters_and_sums_once() -> None:
 
 
 def test_early_steps_hold_a_few_layers_only() -> None:
-    assert sizes(SHAPE, Settings(3, held_share=0.0))["host", "gradients"] == (2 * 1000 + 100) * 4
+    assert sizes(SHAPE, Settings(3, held_share=0.0))["host", "gradients"] == (3 * 1000 + 100) * 4
     mixed = sizes(SHAPE, Settings(3, held_share=0.25))["host", "gradients"]
-    assert mixed == 4100 + 0.75 * 2100 * 4
+    assert mixed == 4100 + 0.75 * 3100 * 4
+    # the sums themselves, whole units of them, and a copy of what waits
+    assert sizes(SHAPE, Settings(3, held_share=0.25, one_memory=True))["host", "gradients"] == 4100 + 3100 * 4
+
+
+def test_gradients_that_wait_on_ssd_pass_through_memory() -> None:
+    on_ssd = replace(SHAPE, placement=Placement(gradients_on_ssd=0.75))
+    assert sizes(on_ssd, Settings(3))["host", "gradients"] == (0.25 * 4100 + 0.75 * 3100) * 4
+    assert sizes(on_ssd, Settings(3, one_memory=True))["host", "gradients"] == (0.25 * 4100 + 0.75 * 3100 + 1100) * 4
+    assert sizes(on_ssd, Settings(3))["host", "optimizer slots"] == 3 * 500 * (14 + 4)
+    assert sizes(on_ssd, Settings(3, held_share=0.0)) == sizes(SHAPE, Settings(3, held_share=0.0))
 
 
 def test_a_slot_is_as_large_as_the_largest_piece() -> None:
@@ -71,7 +81,8 @@ def test_shards_tiers_and_working_memory() -> None:
         ("host", "parameter buffers"): 1050,
         ("host", "parameters at rest"): 2050,
         ("host", "optimizer state at rest"): 2050 * 12,
-        ("host", "gradients"): 1050 * 4,
+        ("host", "optimizer slots"): 3 * 500 * 4,
+        ("host", "gradients"): 1550 * 4,
         ("host", "activations"): 3 * 4 * 350,
         ("device", "parameters"): 4200,
         ("device", "gradient sums"): 8400,
@@ -235,15 +246,25 @@ def test_a_slow_disk_keeps_them_on_the_device_longer() -> None:
     assert held[0] < held[1]
 
 
+def test_only_held_parts_go_to_ssd() -> None:
+    """The early half is stepped out of memory; of the delayed one the placement's share waits on SSD, from its HOLD on."""
+    shape = replace(SHAPE, placement=Placement(gradients_on_ssd=1.0))
+    schedule = build_training(4, 1, delayed=True, early=True, due=("pre", 0, 1, 2, 3), hold="d0")
+    found = peaks(simulate(schedule, DEVICE, shape, steps=2), DEVICE, shape)
+    assert found["ssd"].owners["gradients"] == 4100 * 4 / 2
+    assert found["host"].owners["gradients"] <= (3 * 1000 + 100) * 4
+
+
 def runs() -> Iterator[tuple[Schedule, list[tuple[int, ...]] | None]]:
     yield build_training(4, 3), None
     yield build_training(4, 3, order="horizontal"), None
     yield build_evaluation(4, 3), None
     yield saving(4, 3)
+    yield build_training(4, 3, hold="all"), None
 
 
 @pytest.mark.parametrize("machine", [DEVICE, ONE_MEMORY], ids=["device", "one memory"])
-@pytest.mark.parametrize("run", list(runs()), ids=["vertical", "horizontal", "evaluation", "saving"])
+@pytest.mark.parametrize("run", list(runs()), ids=["vertical", "horizontal", "evaluation", "saving", "holding"])
 def test_what_is_taken_is_given_up(machine: Machine, run: tuple[Schedule, list[tuple[int, ...]] | None]) -> None:
     schedule, needs = run
     shape = replace(SHAPE, placement=Placement(activations_on_host=0.5, activations_on_ssd=0.25, gradients_on_ssd=0.5))

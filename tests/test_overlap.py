@@ -150,8 +150,16 @@ def sections() -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
             "optimizer_speculation": st.sampled_from([None, True, False]),
             "order": st.sampled_from(["vertical", "vertical", "horizontal"]),
             "on_nonfinite": st.sampled_from(["skip", "stop"]),
+            "gradient_host_share": st.sampled_from([None, 0.0, 0.5]),
+            "keep_gradients": st.sampled_from([False, False, True]),
         }
     ).map(lambda section: tuple(section.items()))
+
+
+def fits(timing: Timing) -> bool:
+    """Whether the JSON is not refused: gradients that wait on SSD do so beside the optimizer state, and are not kept."""
+    section = dict(timing.section)
+    return section["gradient_host_share"] is None or (timing.optimizer == "nvme" and not section["keep_gradients"])
 
 
 IN_MEMORY = st.tuples(
@@ -164,7 +172,7 @@ IN_MEMORY = st.tuples(
         st.sampled_from([5_001, 20_001, 700_001]),
         st.just(False),
     ),
-    st.builds(Timing, sections(), st.sampled_from(["none", "cpu"]), st.just("cpu"), st.just(0)),
+    st.builds(Timing, sections(), st.sampled_from(["none", "cpu"]), st.just("cpu"), st.just(0)).filter(fits),
 )
 ON_SSD = st.tuples(
     st.builds(
@@ -182,7 +190,7 @@ ON_SSD = st.tuples(
         st.sampled_from(["nvme", "nvme", "cpu"]),
         st.sampled_from(["nvme", "nvme", "cpu"]),
         st.integers(1, 10**6),
-    ).filter(lambda timing: "nvme" in (timing.params, timing.optimizer)),
+    ).filter(lambda timing: fits(timing) and "nvme" in (timing.params, timing.optimizer)),
 )
 
 
@@ -234,3 +242,5 @@ def test_twenty_random_settings_on_a_slow_disk(tmp_path: Path) -> None:
     assert len(compared) >= 20
     early = [t for n, t in compared if n.clip == 0 and t.optimizer == "nvme" and dict(t.section)["optimizer_delay"] != 1.0]
     assert len(early) >= 3, "hardly any setting steps early"
+    waiting = [t for _, t in compared if dict(t.section)["gradient_host_share"] is not None]
+    assert len(waiting) >= 4, "hardly any gradient waits on SSD"

@@ -22,6 +22,7 @@ WORKER = Path(rank_worker.__file__)
 TOLERANCE = 1e-6  # fp32, relative per tensor (the numerics contract)
 NUM_MATRICES = 6  # of the blocks: on SSD in both dtypes
 DELAYS = (0.3, 1.0)  # without clipping: part of each layer stepped during the backward, or nothing
+HOST_SHARES = {0.3: None, 1.0: 0.5}  # of the gradients that wait; the others wait on SSD
 Tensors = dict[str, torch.Tensor]
 pytestmark = pytest.mark.timeout(1000)  # two processes of one core each, which other work may share
 
@@ -96,7 +97,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
         {"name": f"{dtype} {arm}", "dtype": dtype, "vertical": arm == "vertical"} for dtype, arm in runs
     ]
     for delay in DELAYS:
-        options = {"clip": 0.0, "delay": delay}
+        options = {"clip": 0.0, "delay": delay, "share": HOST_SHARES[delay]}
         listed.append({"name": f"fp32 delay {delay}", "dtype": "fp32", "vertical": True, "options": options})
     description = folder / "job.json"
     description.write_text(json.dumps({"folder": str(swap), "out": str(folder), "runs": listed}))

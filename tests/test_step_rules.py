@@ -57,9 +57,38 @@ def test_early_steps_wait_for_their_gradient_and_the_commit_for_all_of_them(even
     assert needs_of(EARLY, event) == needs
 
 
+HOLDING = build_training(3, 1, delayed=True, early=True, hold="d0")
+
+
+@pytest.mark.parametrize(
+    ("event", "needs"),
+    [
+        ("2HOLD.d0", "2REDUCE"),
+        ("1HOLD.d0", "1REDUCE"),
+        ("0HOLD.d0", "2HOLD.d0 0REDUCE"),  # takes turns: each keeps the memory that it is written from
+        ("preHOLD.d0", "1HOLD.d0 preREDUCE"),
+        ("NORM", "2REDUCE 2HOLD.d0 1REDUCE 1HOLD.d0 0REDUCE 0HOLD.d0 preREDUCE preHOLD.d0"),
+        ("2STEP.e0", "2REDUCE 2RELEASE"),
+    ],
+)
+def test_a_step_is_decided_when_its_gradients_are_where_they_wait(event: str, needs: str) -> None:
+    assert needs_of(HOLDING, event) == needs
+
+
+def test_holding_changes_nothing_else() -> None:
+    for hold, part in (("all", None), ("d0", "d0")):
+        schedule = build_training(3, 1, delayed=True, early=True, hold=hold)
+        held = [event for event in schedule.events if event.op is Op.HOLD]
+        assert [event.part for event in held] == [part] * 4
+        assert Schedule.from_text(schedule.to_text()) == schedule
+        left = tuple(event for event in schedule.events if event.op is not Op.HOLD)
+        assert replace(schedule, events=left) == build_training(3, 1, delayed=True, early=True)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("0HOLD", "event 0 (0HOLD): needs 0REDUCE before it"),
         ("preFETCH 0FETCH 0STEP.d0@-1", "event 2 (0STEP.d0@-1): 0 was fetched before the step that makes its values"),
         ("preFETCH preF0 0FETCH 0F0 0RELEASE 0STEP.d0@-1", "0 was fetched before the step that makes its values"),
         ("preFETCH preSTEP.d0@-1", "event 1 (preSTEP.d0@-1): pre was fetched before the step"),

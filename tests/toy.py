@@ -117,10 +117,15 @@ class MemoryOptimizer:
         self._first_delayed = 1 if early else 0
         self._early: dict[int, torch.Tensor] = {}
 
-    def reduce_unit(self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor) -> bool:
+    def reduce_unit(
+        self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
+    ) -> bool:
         params = self.params.units[unit]
         self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(params, sums, strict=True)}
         return False
+
+    def hold_unit(self, unit: Unit) -> None:
+        """Nothing waits on SSD."""
 
     def open_step(self) -> None:
         assert self.due == []
