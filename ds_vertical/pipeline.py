@@ -8,6 +8,7 @@ write is complete. Parts go through in the order in which they were submitted.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections import deque
@@ -276,6 +277,7 @@ class StepPipeline:
 
 
 _OPEN: weakref.WeakSet[StepPipeline] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_OPEN.clear)  # the thread is its parent's
 
 
 @atexit.register
