@@ -183,6 +183,7 @@ class DiskQueue:
 
 
 _OPEN: weakref.WeakSet[DiskQueue] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_OPEN.clear)  # what is in flight is its parent's
 
 
 @atexit.register

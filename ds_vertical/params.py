@@ -338,7 +338,8 @@ class ParamStore:
             for other in unused[:1]:
                 self._put_away(other)
         if not pool.num_free:
-            for other in [u for u in self._ahead if self._pool(u) is pool][-1:]:
+            ahead: list[Unit] = [u for u in self._ahead if self._pool(u) is pool]
+            for other in ahead[-1:]:
                 self._drop_ahead(other)
         return pool.take()
 

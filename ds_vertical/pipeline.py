@@ -8,6 +8,7 @@ A slot takes its next read when its write is complete. Parts go through in the o
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections import deque
@@ -283,6 +284,7 @@ class StepPipeline:
 
 
 _OPEN: weakref.WeakSet[StepPipeline] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_OPEN.clear)  # the thread is its parent's
 
 
 @atexit.register
