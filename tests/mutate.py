@@ -296,14 +296,14 @@ MUTATIONS = (
     Mutation(
         "stop-pays-the-disk",
         "regime.py",
-        "return 2 if self.possible and not (self.stops and self._certain) else 1",
+        "return 2 if self.possible and not (self.stops and self.certain) else 1",
         "return 2 if self.possible else 1",
         "test_nonfinite.py::test_stopping_costs_no_second_generation[0.0-stop-1]",
     ),
     Mutation(
         "speculation-in-place",
         "regime.py",
-        "not (self.stops and self._certain)",
+        "not (self.stops and self.certain)",
         "not self.stops",
         "test_nonfinite.py::test_stopping_costs_no_second_generation[1.0-stop-2]",
     ),

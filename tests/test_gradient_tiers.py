@@ -28,7 +28,7 @@ from test_delay import LateWrites
 from torch import nn
 
 from ds_vertical.disk import DiskError
-from ds_vertical.optimizer import TornStateError
+from ds_vertical.torn import TornStateError
 from ds_vertical.schedule import MAX_STEPS
 
 NUM_LAYERS = 4
