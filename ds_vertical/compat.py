@@ -120,6 +120,13 @@ def common_run_id(run_id: str) -> str:
     return shared[0]
 
 
+def is_true_on_all_ranks(flag: bool) -> bool:
+    """Whether every rank gives a true `flag`. Collective."""
+    votes = torch.tensor([int(flag)], device=device_name())
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes.item())
+
+
 def _refuse_bare_python() -> None:
     """Without a launcher's variables DeepSpeed would look for MPI, and end in a missing module."""
     launchers = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "AZUREML_EXPERIMENT_ID")

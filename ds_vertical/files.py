@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,15 @@ def preallocate(files: Mapping[Path, int]) -> None:
             _make_parents(path.parent, undo)
             _allocate(path, size_bytes, undo)
         undo.pop_all()
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete files that are there. Raises StorageError for one that cannot be."""
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise fail(path, "delete", error, "delete it by hand") from error
 
 
 def _existing(path: Path) -> Path:

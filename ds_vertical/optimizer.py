@@ -16,8 +16,8 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
-from ds_vertical import compat, compat_state, files, native
-from ds_vertical.adam import AdamSettings, CpuAdam
+from ds_vertical import compat, compat_state, files, native, together
+from ds_vertical.adam import AdamSettings, CpuAdam, Powers
 from ds_vertical.config import ConfigError, Resolved
 from ds_vertical.disk import DiskQueue
 from ds_vertical.gradient_file import GradientFile, beyond_host
@@ -29,7 +29,6 @@ from ds_vertical.regime import Regime
 from ds_vertical.routes import StateRoutes
 from ds_vertical.schedule import DELAYED, EVERYTHING
 from ds_vertical.stepper import Due, Share, Stepper, Updates, bytes_read
-from ds_vertical.storage import StorageError
 from ds_vertical.torn import Condition, NonFiniteError
 from ds_vertical.trace import Tracer
 from ds_vertical.transfer import Ticket
@@ -93,6 +92,7 @@ class VerticalStage3(StateRoutes):
         self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer)
         self._updates = updates
         self._stepper = Stepper(chunks, self._kernel(self.optimizer), self._pipeline, updates)
+        self.powers = Powers.made_with(self.optimizer.defaults["betas"])
 
     def _kernel(self, adam: Any) -> CpuAdam:
         """CPU Adam outside the interpreter lock, with the settings of DeepSpeed's optimizer object."""
@@ -101,7 +101,7 @@ class VerticalStage3(StateRoutes):
         rates = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
         module.create_adam(kernel_id, *rates, adam.adam_w_mode, False)
         self._destroy_kernel = lambda: module.destroy_adam(kernel_id)
-        return CpuAdam(module, kernel_id)
+        return CpuAdam(module, kernel_id, group["betas"])
 
     def describe(self) -> str:
         """When the optimizer steps, for the start-up line."""
@@ -152,22 +152,14 @@ class VerticalStage3(StateRoutes):
         self._allocate_files()
 
     def _allocate_files(self) -> None:
-        """Files of one generation; of two where early steps need them, as long as there is room or somebody asked."""
+        """Files of one generation; of two where early steps need them, as long as every rank has room or somebody asked."""
         dynamic_scale = self._dynamic_scale and self.dtype == torch.float16  # other dtypes have a static one, whatever is asked
         certain = self.clip_grad == 0.0 and not dynamic_scale
-        self.regime = self._new_regime(certain, self.swap_optimizer)
-        one = compat_state.optimizer_files(self, 1)
-        if self.regime.generations == 2:
-            stepped = [param for chunk in self.fp16_groups for param in chunk if compat.is_on_ssd(param)]
-            shards = {compat.second_generation(f.path): f.num_bytes for f in map(compat.swap_file, stepped)}
-            try:
-                return files.preallocate(compat_state.optimizer_files(self, 2) | shards)
-            except StorageError as error:
-                if self.regime.demanded:
-                    raise
-                compat.log(f"ds_vertical: no early steps, for want of room for a second generation of files: {error}")
-                self.regime.give_up()
-        files.preallocate(one)
+        self.regime = self._new_regime(certain=certain, on_ssd=self.swap_optimizer)
+        stepped = [param for chunk in self.fp16_groups for param in chunk if compat.is_on_ssd(param)]
+        shards = {compat.second_generation(f.path): f.num_bytes for f in map(compat.swap_file, stepped)}
+        one, both = (compat_state.optimizer_files(self, generations) for generations in (1, 2))
+        together.make_files(self.regime, one, both | shards)
 
     def _setup_for_real_optimizer(self) -> None:  # override
         compat_state.set_up(self)
@@ -243,6 +235,7 @@ class VerticalStage3(StateRoutes):
         settings = self._settings()
         for index, setting in enumerate(settings):
             compat_state.moments(self, index)["step"] = setting.step
+        self.powers = settings[-1].powers
         self._hit = float(scale) == guess
         self.regime.note(self._tried, self._hit)
         self._due = Due(settings, self.gradients, None if float(scale) == 1.0 else 1.0 / scale)
@@ -255,11 +248,14 @@ class VerticalStage3(StateRoutes):
         )
 
     def _settings(self) -> list[AdamSettings]:
-        """Per chunk the hyper-parameters of the step that is being taken."""
-        return [
-            AdamSettings.of_group(compat_state.parameter_group(self, index), compat_state.moments(self, index)["step"] + 1)
-            for index in range(len(self.fp16_groups))
-        ]
+        """Per chunk the hyper-parameters of the step that is being taken, with the powers of beta that stock has then: it goes
+        from group to group, as chunks are numbered."""
+        settings, powers = [], self.powers
+        for index in range(len(self.fp16_groups)):
+            group = compat_state.parameter_group(self, index)
+            powers = powers.after(compat_state.moments(self, index)["step"] + 1, *group["betas"])
+            settings.append(AdamSettings.of_group(group, powers))
+        return settings
 
     def _scale_guess(self) -> float:
         """What the gradients are divided by if the norm asks for no clipping."""

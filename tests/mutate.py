@@ -278,6 +278,21 @@ MUTATIONS = (
         "pass",
         f"{_DELAY}[fp32-False-0.3]",
     ),
+    # powers of beta
+    Mutation(
+        "powers-left-as-they-come",
+        "adam.py",
+        "        self._powers = settings.powers\n        for cut",
+        "        for cut",
+        "test_powers.py::test_updates_in_any_order_have_the_bits_of_those_in_stocks[[(0.9, 0.999), (0.8, 0.95)]]",
+    ),
+    Mutation(
+        "powers-of-a-load-forgotten",
+        "routes.py",
+        "self.powers = saved[0]",
+        "pass",
+        "test_powers.py::test_a_resumed_run_has_the_bits_of_one_that_never_stopped[cpu-False]",
+    ),
     # a run that stops
     Mutation(
         "stop-skips",
@@ -421,10 +436,24 @@ MUTATIONS = (
     ),
     Mutation(
         "optimizer-files-not-preallocated",
-        "optimizer.py",
-        "files.preallocate(one)",
-        "del one",
+        "together.py",
+        "problem = preallocate(one)",
+        "problem = None",
         "test_io.py::test_initialize_preallocates_every_file[0.5-False-1]",
+    ),
+    Mutation(
+        "ranks-decide-alone",
+        "compat.py",
+        "dist.all_reduce(votes, op=dist.ReduceOp.MIN)",
+        "pass",
+        "test_ranks.py::test_room_that_one_rank_lacks_no_rank_uses",
+    ),
+    Mutation(
+        "files-of-a-rank-with-room-stay",
+        "together.py",
+        "files.remove(path for path in wanted if path not in there)",
+        "pass",
+        "test_ranks.py::test_room_that_one_rank_lacks_no_rank_uses",
     ),
     Mutation(
         "parameter-files-not-checked",

@@ -13,6 +13,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # run as a script, so this folder is first on the path
 import harness
@@ -148,6 +149,27 @@ def stop(folder: Path, rank: int, clip: float) -> list[str]:
     return told
 
 
+def lack_room(folder: Path, rank: int, delay: float | None) -> Any:
+    """Two steps where rank 1 has room for one generation of files only: this rank's regime, second generation of files and
+    losses; or the error's name."""
+    from ds_vertical import files
+    from ds_vertical.storage import StorageError
+
+    made = config(folder, "fp32", clip=0.0, delay=delay)
+    one = 12 * (2 * VOCAB * WIDTH + 6 * INNER * WIDTH) // 2  # bytes of this rank's state, about
+    free_bytes = files.free_bytes if rank == 0 else lambda path: one * 3 // 2
+    try:
+        with mock.patch.object(files, "free_bytes", free_bytes):
+            engine, _ = harness.build_engine(made, OddModel, vertical=True)
+    except StorageError as error:
+        return type(error).__name__
+    second = [str(path) for path in Path(engine.optimizer.optimizer_swapper.swap_folder).rglob("generation_1/*")]
+    losses = [engine.train_batch(iter(step)).item() for step in batches(rank, 2)[:2]]
+    possible = engine.optimizer.regime.possible
+    harness.dispose(engine)
+    return {"possible": possible, "second": second, "losses": losses}
+
+
 def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
@@ -166,6 +188,7 @@ def main() -> int:
         made = harness.run_arm(prepared, OddModel, batches(rank, 2), vertical=run["vertical"])
         results[run["name"]] = vars(made)
     results["stop"] = [stop(Path(job["folder"]), rank, clip) for clip in (0.0, 0.5)]
+    results["room"] = [lack_room(Path(job["folder"]), rank, delay) for delay in (None, 0.3)]
     torch.save(results, Path(job["out"]) / f"rank{rank}.pt")
     return 0
 

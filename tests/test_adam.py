@@ -97,7 +97,7 @@ def adam_step(module: Any, opt_id: int, step: int, tensors: Sequence[torch.Tenso
 
 
 def adam_settings(step: int) -> AdamSettings:
-    return AdamSettings(step, 1e-2, 0.9, 0.999, 1e-8, 0.1, True)
+    return AdamSettings(step, 1e-2, 0.9, 0.999, 1e-8, 0.1, True, anchor=0)
 
 
 def pairwise_ranges(numel: int, largest: int) -> list[tuple[int, int]]:
@@ -111,7 +111,7 @@ def regrouped_matches_stock(adam: DeepSpeedCPUAdam, regrouping: Regrouping, cut:
     param, exp_avg, exp_avg_sq = torch.randn(numel, generator=generator), torch.zeros(numel), torch.zeros(numel)
     whole = [param, torch.randn(numel, generator=generator), exp_avg, exp_avg_sq]
     chunks = [[tensor[index].clone() for tensor in whole] for index in regrouping.elements()]
-    kernel = CpuAdam(adam.ds_opt_adam, adam.opt_id)
+    kernel = CpuAdam(adam.ds_opt_adam, adam.opt_id, (0.9, 0.999))
     for step in (1, 2):
         for group in regrouping.stock_ranges():
             adam_step(adam.ds_opt_adam, adam.opt_id, step, [tensor[group.start : group.stop] for tensor in whole])

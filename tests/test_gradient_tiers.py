@@ -28,8 +28,8 @@ from test_delay import LateWrites
 from torch import nn
 
 from ds_vertical.disk import DiskError
-from ds_vertical.torn import TornStateError
 from ds_vertical.schedule import MAX_STEPS
+from ds_vertical.torn import TornStateError
 
 NUM_LAYERS = 4
 CLIPS = 0.05  # far below every norm here

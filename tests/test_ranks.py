@@ -210,6 +210,13 @@ def test_a_norm_that_is_not_finite_on_one_rank_stops_both(fp32: TwoRanks) -> Non
     assert [rank["stop"] for rank in fp32.ranks] == [expected, expected]
 
 
+def test_room_that_one_rank_lacks_no_rank_uses(fp32: TwoRanks) -> None:
+    """Both step late, and keep no second generation; where early steps were asked for, both refuse."""
+    late = [losses[:2] for losses in fp32.each(f"delay {DELAYS[1]}", "losses")]
+    for rank, expected in zip(fp32.ranks, late, strict=True):
+        assert rank["room"] == [{"possible": False, "second": [], "losses": expected}, "StorageError"]
+
+
 def test_prepare_gives_both_ranks_the_same_folder_and_each_call_another(fp32: TwoRanks) -> None:
     first, second = (rank["prepared twice"] + list(rank["folders"].values()) for rank in fp32.ranks)
     assert first == second
