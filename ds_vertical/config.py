@@ -64,6 +64,8 @@ class VerticalConfig(BaseModel):
     optimizer_speculation: bool | None = None
     """Step layers during the backward although the norm may ask for clipping, and redo the step where it does. Null:
     where it would lately have come true, if there is room on the SSD for a second generation of files."""
+    host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Host memory that all ranks of a host may use, checked before anything is allocated. Null: what the machine has."""
     seed_micro_batches: bool = True
     """Give each micro-batch its own random stream from (seed, step, micro-batch, rank), in both arms."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -83,6 +85,7 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "prefetch_layers": ("an integer >= 0, or null", "1 or null"),
     "optimizer_delay": ("a number from 0 to 1, or null", "1 or null"),
     "optimizer_speculation": ("true, false or null", "null"),
+    "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
     "seed_micro_batches": ("true or false", "true"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
@@ -271,6 +274,7 @@ class Resolved:
     prefetch_layers: int
     optimizer_delay: float | None
     optimizer_speculation: bool | None
+    host_memory_bytes: int | None
     seed_micro_batches: bool
     seed: int | None
     trace: str | None
@@ -297,6 +301,8 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolve
         reasons["optimizer_delay"] = "null: 0.25 where layers can be stepped during the backward, else 1"
     if section.optimizer_speculation is None:
         reasons["optimizer_speculation"] = "null: where it would lately have come true"
+    if section.host_memory_bytes is None:
+        reasons["host_memory_bytes"] = "null: what the machine has at start"
     if section.seed is None:
         values["seed"] = initial_seed
         reasons["seed"] = "null: torch.initial_seed() at initialize"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -14,19 +14,21 @@ import torch
 from torch import nn
 
 from ds_vertical import batches as micro
-from ds_vertical import compat, compat_state, storage
+from ds_vertical import compat, compat_pools, compat_state, hostmemory, storage
 from ds_vertical.batches import LossFn
+from ds_vertical.budget import Forecast, check_memory, groups_of
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
 from ds_vertical.crosscheck import check
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
 from ds_vertical.layers import LayerMap, Unit, check_trainable, map_layers, refuse_batch_flags
 from ds_vertical.loop import Loop, StockLoop
+from ds_vertical.memory import layer_buffers
 from ds_vertical.native import new_disk_queue
 from ds_vertical.optimizer import VerticalStage3, check_optimizer
+from ds_vertical.origin import refuse_foreign_model, refuse_late_fp32, unclaimed_paths
 from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
-from ds_vertical.schedule import LEAD, MAX_STEPS
 from ds_vertical.sweeps import Body, Sweeps
 from ds_vertical.trace import RecordingTracer, Tracer
 
@@ -49,7 +51,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     section = load_section(raw)
     if section is not None:
         check(raw, section)
-    if _unclaimed_paths(raw):
+    if unclaimed_paths(raw):
         storage.leave_on_sigterm()
         return storage.claim_config(raw, compat.common_run_id(storage.new_run_id()), compat.rank())
     return raw
@@ -70,8 +72,8 @@ def initialize(
     """`deepspeed.initialize` with the same arguments and results, plus `train_batch` and `eval_batch` on the engine.
 
     With `vertical_schedule` in the configuration the engine is a VerticalEngine; with the section absent or
-    `"enabled": false` it is a plain DeepSpeedEngine. Raises ConfigError, StorageError or LayerError before anything is
-    allocated.
+    `"enabled": false` it is a plain DeepSpeedEngine. Raises ConfigError, StorageError, LayerError or MemoryBudgetError before
+    anything is allocated.
     """
     names = ("distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param", "config_params")
     kwargs |= {"config": config, "config_params": config_params}
@@ -89,7 +91,7 @@ def initialize(
 
 def _initialize_stock(config: dict[str, Any], resolved: Resolved | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if resolved is not None and isinstance(kwargs["model"], nn.Module):
-        _refuse_foreign_model(kwargs["model"], config)
+        refuse_foreign_model(kwargs["model"], config)
         config = prepare(config)
     returned = compat.stock_initialize(config=config, **kwargs)
     seeded = resolved is not None and resolved.seed_micro_batches
@@ -109,10 +111,15 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
         check_optimizer(kwargs["optimizer"])
     check_trainable(model)
     layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
-    _refuse_foreign_model(model, config)
-    _refuse_late_fp32(model, config)
+    refuse_foreign_model(model, config)
+    refuse_late_fp32(model, config)
+    if isinstance(kwargs["model_parameters"], Iterator):
+        kwargs["model_parameters"] = list(kwargs["model_parameters"])
+    compat.start_distributed()
+    forecast = Forecast(layers, groups_of(model, kwargs["model_parameters"], kwargs["optimizer"]), config, resolved)
+    needs = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     prepared = prepare(config)
-    for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved)]:
+    for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         compat.log(f"ds_vertical: {line}")
     with compat.substituted_engine(partial(VerticalEngine, vertical=resolved, layers=layers)):
         return compat.stock_initialize(config=prepared, **kwargs)
@@ -142,46 +149,6 @@ def _single_config(args: Any, config: Any, config_params: Any) -> tuple[Any, Any
     return args, from_args
 
 
-def _offload_sections(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    zero = config.get("zero_optimization") or {}
-    for name in ("offload_param", "offload_optimizer"):
-        section = zero.get(name) if isinstance(zero, dict) else None
-        if isinstance(section, dict) and section.get("device") == "nvme" and section.get("nvme_path"):
-            yield section
-
-
-def _unclaimed_paths(config: dict[str, Any]) -> list[str]:
-    return [s["nvme_path"] for s in _offload_sections(config) if storage.owned(s["nvme_path"]) is None]
-
-
-def _refuse_foreign_model(model: nn.Module, config: dict[str, Any]) -> None:
-    """Refuse a model whose parameters zero.Init has already written below another path than this run's."""
-    roots = [Path(section["nvme_path"]).resolve() for section in _offload_sections(config)]
-    unclaimed = _unclaimed_paths(config)
-    for param in model.parameters():
-        folder = compat.swap_folder(param)
-        if folder is None:
-            continue
-        if unclaimed or not any(folder.resolve().is_relative_to(root) for root in roots):
-            raise ConfigError(
-                f"zero_optimization.offload_param.nvme_path: the model's parameters lie in {folder}, written by zero.Init"
-                " outside the folder of this run; before building the model write\n"
-                "    config = ds_vertical.prepare(config)\n"
-                "and pass that config to zero.Init (or HfDeepSpeedConfig) and to initialize"
-            )
-
-
-def _refuse_late_fp32(model: nn.Module, config: dict[str, Any]) -> None:
-    """Refuse an fp32 model that DeepSpeed would partition at initialize as bf16: see patches/0002."""
-    on_ssd = ((config.get("zero_optimization") or {}).get("offload_param") or {}).get("device") == "nvme"
-    if on_ssd and compat.rounds_late_fp32(config) and not compat.is_partitioned_model(model):
-        raise ConfigError(
-            "zero_optimization.offload_param.device: DeepSpeed would write this fp32 model to SSD as bf16, since it was not"
-            " built under zero.Init (patches/README.md, 0002); build it under\n"
-            "    with deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config)):"
-        )
-
-
 class VerticalEngine(compat.DeepSpeedEngine):
     """DeepSpeed's engine with layer-major training: `train_batch`, `eval_batch`, and forward in evaluation mode."""
 
@@ -193,9 +160,11 @@ class VerticalEngine(compat.DeepSpeedEngine):
         self.layers = layers
         self.tracer = _open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
+        compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
+        hostmemory.trim()  # what stock freed of the fp32 copies from which it wrote the optimizer's state
         device = torch.device(compat.device_name())
         new_queue = partial(new_disk_queue, compat.aio_config(self), self.tracer)
-        num_buffers = max(vertical.prefetch_layers + MAX_STEPS, LEAD) + 1
+        num_buffers = layer_buffers(vertical.prefetch_layers, layers.num_layers)
         self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue())
         self.optimizer.start_pipeline(new_queue(), new_queue(), self._params, self.tracer)
         compat.guard_parameters([p for params in layers.units.values() for p in params], self.optimizer.flush)
@@ -274,6 +243,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
         """One step over forwards that return their losses, everything up to and including the units' optimizer steps."""
         vertical = self.vertical
         self._gradients.refuse_strays()
+        compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
         schedule = build_training(
             self.layers.num_layers,
             len(runs),

@@ -15,7 +15,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
-from ds_vertical import compat, compat_state, files, native
+from ds_vertical import compat, compat_state, files, memory, native
 from ds_vertical.adam import AdamSettings, CpuAdam
 from ds_vertical.chunks import Cut, Piece, adam_cuts
 from ds_vertical.config import ConfigError
@@ -30,11 +30,10 @@ from ds_vertical.storage import StorageError
 from ds_vertical.trace import Tracer
 from ds_vertical.transfer import Ticket
 
-# What stock's swapper needs for its own uses of a chunk (tensor fragments, initialization): master, moments, gradient.
-_STOCK_BUFFERS = 4
-_SLOTS = 4
+_STOCK_BUFFERS = memory.STOCK_BUFFERS
+_SLOTS = memory.SLOTS
 _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that DeepSpeed counts up, in case they share a table
-_PART_NUMEL = 1 << 21
+_PART_NUMEL = memory.PART_ELEMENTS
 _TORN = (
     "the live state is torn: part of it has taken a step that the rest has not. It can be neither trained on nor read nor"
     " saved; build a new engine from the last weights or checkpoint that were saved"

@@ -275,7 +275,7 @@ MUTATIONS = (
     Mutation(
         "budget-advice-does-not-fit",
         "memory.py",
-        "if total_bytes(budget(shape, changed), tier) <= limit:",
+        "if total_bytes(budget(shape, changed, further), tier) <= limit:",
         "if changed:",
         "test_memory.py::test_a_budget_that_does_not_fit_names_keys_and_numbers_that_do",
     ),

@@ -1,0 +1,52 @@
+"""Where a model's parameters were made: refuse those that lie in another run's files or would be rounded on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ds_vertical import compat, storage
+from ds_vertical.config import ConfigError
+
+
+def _offload_sections(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    zero = config.get("zero_optimization") or {}
+    for name in ("offload_param", "offload_optimizer"):
+        section = zero.get(name) if isinstance(zero, dict) else None
+        if isinstance(section, dict) and section.get("device") == "nvme" and section.get("nvme_path"):
+            yield section
+
+
+def unclaimed_paths(config: dict[str, Any]) -> list[str]:
+    return [s["nvme_path"] for s in _offload_sections(config) if storage.owned(s["nvme_path"]) is None]
+
+
+def refuse_foreign_model(model: nn.Module, config: dict[str, Any]) -> None:
+    """Refuse a model whose parameters zero.Init has already written below another path than this run's."""
+    roots = [Path(section["nvme_path"]).resolve() for section in _offload_sections(config)]
+    unclaimed = unclaimed_paths(config)
+    for param in model.parameters():
+        folder = compat.swap_folder(param)
+        if folder is None:
+            continue
+        if unclaimed or not any(folder.resolve().is_relative_to(root) for root in roots):
+            raise ConfigError(
+                f"zero_optimization.offload_param.nvme_path: the model's parameters lie in {folder}, written by zero.Init"
+                " outside the folder of this run; before building the model write\n"
+                "    config = ds_vertical.prepare(config)\n"
+                "and pass that config to zero.Init (or HfDeepSpeedConfig) and to initialize"
+            )
+
+
+def refuse_late_fp32(model: nn.Module, config: dict[str, Any]) -> None:
+    """Refuse an fp32 model that DeepSpeed would partition at initialize as bf16: see patches/0002."""
+    on_ssd = ((config.get("zero_optimization") or {}).get("offload_param") or {}).get("device") == "nvme"
+    if on_ssd and compat.rounds_late_fp32(config) and not compat.is_partitioned_model(model):
+        raise ConfigError(
+            "zero_optimization.offload_param.device: DeepSpeed would write this fp32 model to SSD as bf16, since it was not"
+            " built under zero.Init (patches/README.md, 0002); build it under\n"
+            "    with deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config)):"
+        )
