@@ -23,6 +23,7 @@ from ds_vertical.regime import Regime
 FP32_BYTES: Final = 4
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
 _LATER_BYTES: Final = 64 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
+_HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes somewhat more in one start than in another
 _MEASURED: Final = "(measured)"
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 
@@ -240,9 +241,9 @@ def _fault(
     except MemoryBudgetError as error:
         if limit is None:
             return str(error)
-        needed = memory.total_bytes(memory.budget(shape, settings, further), "host")
+        needed = ranks * memory.total_bytes(memory.budget(shape, settings, further), "host")
         first, *others = str(error).splitlines()
-        return "\n".join((f'{first} or "{_LIMIT}": {needed * ranks} (now {limit})', *others))
+        return "\n".join((f'{first} or "{_LIMIT}": {round(_HEADROOM * needed)} (now {limit})', *others))
     locked = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))
     lockable = hostmemory.lockable_bytes()
     if lockable is not None and locked > lockable:

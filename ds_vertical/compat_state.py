@@ -94,7 +94,7 @@ def _norm(optimizer: Any, share: torch.Tensor) -> torch.Tensor:
     dtype = get_norm_dtype()
     if share.device.type != "cpu" or share.dtype == dtype or not 0 < share.numel() <= _NORM_PIECE:
         return optimizer._constant_buffered_norm2(share)
-    pages = mmap.mmap(-1, share.numel() * dtype.itemsize)
+    pages = mmap.mmap(-1, share.numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     copy = torch.frombuffer(pages, dtype=dtype)
     return (copy.copy_(share.view(-1)).norm(2) ** 2.0) ** 0.5

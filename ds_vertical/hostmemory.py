@@ -32,7 +32,7 @@ def _libc() -> Any:
 def rest(address: int, num_bytes: int) -> None:
     """Unlock the whole pages inside [address, address + num_bytes) and give them back. See [Note: resting].
 
-    The contents are lost. Raises OSError where the range is not mapped private memory.
+    The contents are lost: private memory reads as zeros from then on. Raises OSError where the range is not mapped.
     """
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
