@@ -22,7 +22,7 @@ from ds_vertical.regime import Regime
 
 FP32_BYTES: Final = 4
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
-_LATER_BYTES: Final = 64 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
+_LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
 _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes somewhat more in one start than in another
 _MEASURED: Final = "(measured)"
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
