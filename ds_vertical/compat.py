@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,18 +104,40 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
+def is_one_memory() -> bool:
+    """Whether the device computes in host memory."""
+    return get_accelerator().is_synchronized_device()
+
+
+def all_gathered(value: Any) -> list[Any]:
+    """Every rank's value, in the order of the ranks."""
+    found: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        torch.distributed.all_gather_object(found, value)
+    return found
+
+
+def ranks_on_this_host() -> int:
+    return all_gathered(socket.gethostname()).count(socket.gethostname())
+
+
 def device_name() -> str:
     """The accelerator's current device, as torch names it."""
     return str(get_accelerator().current_device_name())
 
 
-def common_run_id(run_id: str) -> str:
-    """Rank 0's run id, on every rank; initialises the distributed back end if nobody has."""
+def start_distributed() -> None:
+    """Initialise the distributed back end if nobody has."""
     if not dist.is_initialized():
         _refuse_bare_python()
         deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     if not get_accelerator().is_synchronized_device():  # nobody has bound this rank to its device before zero.Init
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def common_run_id(run_id: str) -> str:
+    """Rank 0's run id, on every rank; initialises the distributed back end if nobody has."""
+    start_distributed()
     shared = [run_id]
     torch.distributed.broadcast_object_list(shared, src=0, device=torch.device(device_name()))
     return shared[0]

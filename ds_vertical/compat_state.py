@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ from deepspeed import comm as dist
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from ds_vertical.compat import ZeroParam, get_accelerator, second_generation
+
+_NORM_PIECE = 250_000_000  # elements that stock's norm takes at a time
 
 # ---- the step of the ZeRO-3 optimizer, taken apart
 
@@ -78,7 +82,21 @@ def note_gradient(optimizer: Any, param: ZeroParam, share: torch.Tensor) -> None
     A rank whose share lies wholly in the padding has nothing to add to the norm.
     """
     if param.partition_numel() * optimizer._get_param_partition_rank(param) < param.ds_numel:
-        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = optimizer._constant_buffered_norm2(share)
+        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = _norm(optimizer, share)
+
+
+def _norm(optimizer: Any, share: torch.Tensor) -> torch.Tensor:
+    """Stock's norm of one gradient, which copies it to fp64: host memory for the copy is mapped for the call.
+
+    The C library's heap would keep it: the small tensors that live on above it hold every copy's memory until the next step.
+    """
+    dtype = get_norm_dtype()
+    if share.device.type != "cpu" or share.dtype == dtype or not 0 < share.numel() <= _NORM_PIECE:
+        return optimizer._constant_buffered_norm2(share)
+    pages = mmap.mmap(-1, share.numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    copy = torch.frombuffer(pages, dtype=dtype)
+    return (copy.copy_(share.view(-1)).norm(2) ** 2.0) ** 0.5
 
 
 def gather_shares(optimizer: Any, param: ZeroParam, share: torch.Tensor) -> torch.Tensor:
@@ -146,9 +164,10 @@ def moments(optimizer: Any, chunk: int) -> dict[str, Any]:
     state = optimizer.optimizer.state[master]
     if "exp_avg" not in state:
         numel = chunk_numel(optimizer, chunk)
-        first, second = (torch.zeros(numel, dtype=torch.float32) for _ in range(2))
-        state |= {"step": 0, "exp_avg": first, "exp_avg_sq": second}
-        if is_chunk_on_ssd(optimizer, chunk):
+        on_ssd = is_chunk_on_ssd(optimizer, chunk)
+        zeros = torch.zeros(1).expand if on_ssd else torch.zeros  # stock asks for the size only
+        state |= {"step": 0, "exp_avg": zeros(numel), "exp_avg_sq": zeros(numel)}
+        if on_ssd:
             info = optimizer.optimizer_swapper._get_param_swap_info(master)
             info.release_memory()
     return state

@@ -74,6 +74,8 @@ class VerticalConfig(BaseModel):
     keep_gradients: bool = False
     """True: keep every gradient of the last step in host memory (4 bytes per parameter) until the next step sums new ones,
     for safe_get_full_grad and safe_get_local_grad."""
+    host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Host memory that all ranks of a host may use, checked before anything is allocated. Null: what the machine has."""
     seed_micro_batches: bool = True
     """Give each micro-batch its own random stream from (seed, step, micro-batch, rank), in both arms."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -96,6 +98,7 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "on_nonfinite": ('"skip" or "stop"', '"skip"'),
     "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "keep_gradients": ("true or false", "false"),
+    "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
     "seed_micro_batches": ("true or false", "true"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
@@ -287,6 +290,7 @@ class Resolved:
     on_nonfinite: Literal["skip", "stop"]
     gradient_host_share: float
     keep_gradients: bool
+    host_memory_bytes: int | None
     seed_micro_batches: bool
     seed: int | None
     trace: str | None
@@ -316,6 +320,8 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolve
     if section.gradient_host_share is None:
         values["gradient_host_share"] = 1.0
         reasons["gradient_host_share"] = "null: 1, what waits does so in host memory"
+    if section.host_memory_bytes is None:
+        reasons["host_memory_bytes"] = "null: what the machine has at start"
     if section.seed is None:
         values["seed"] = initial_seed
         reasons["seed"] = "null: torch.initial_seed() at initialize"

@@ -60,7 +60,9 @@ class ModelShape:
     parameter. `state_bytes`: per element, fp32 master and two moments. `generations`: copies of the files of state and
     parameters on SSD (2 where steps may be discarded). `part_elements`: most elements of a piece that
     goes through the optimizer pipeline by itself (null: a unit or its part at once). `working_bytes`: what a layer needs on
-    the device while it runs backward for one micro-batch. Raises CostsError.
+    the device while it runs backward for one micro-batch. `files`: bytes of the parameter files of `pre` and of each layer on
+    this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
+    placement, elements and `part_elements` say). Raises CostsError.
     """
 
     pre_elements: int
@@ -80,6 +82,9 @@ class ModelShape:
     recompute_last: bool = True
     working_bytes: int = 0
     placement: Placement = Placement()
+    files: tuple[int, ...] | None = None
+    gradients: tuple[int, ...] | None = None
+    slot_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layer_elements:
@@ -102,6 +107,21 @@ class ModelShape:
     @property
     def num_elements(self) -> int:
         return self.pre_elements + sum(self.layer_elements)
+
+    @property
+    def unit_files(self) -> tuple[float, ...]:
+        """Bytes of the parameter files of `pre` and of each layer on this rank."""
+        each = self.param_bytes * self.placement.parameters_on_ssd / self.num_shards
+        return tuple(elements * each for elements in self._units) if self.files is None else self.files
+
+    @property
+    def unit_gradients(self) -> tuple[int, ...]:
+        """Elements of `pre` and of each layer that have a gradient, on all ranks."""
+        return self._units if self.gradients is None else self.gradients
+
+    @property
+    def _units(self) -> tuple[int, ...]:
+        return (self.pre_elements, *self.layer_elements)
 
     def elements(self, unit: Unit | None) -> int:
         """All elements of `pre` or of a layer. `suf` has none of its own. Raises CostsError for a layer it lacks."""

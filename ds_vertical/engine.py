@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from ds_vertical import batches as micro
-from ds_vertical import compat, compat_state, storage
+from ds_vertical import compat, compat_pools, compat_state, hostmemory, storage
 from ds_vertical.batches import LossFn
+from ds_vertical.budget import Forecast, check_memory, groups_of
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
 from ds_vertical.crosscheck import check
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, unclaimed_paths
@@ -23,11 +24,11 @@ from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
 from ds_vertical.layers import LayerMap, Unit, check_trainable, map_layers, refuse_batch_flags
 from ds_vertical.loop import Loop, StockLoop
+from ds_vertical.memory import layer_buffers
 from ds_vertical.native import new_disk_queue
 from ds_vertical.optimizer import VerticalStage3, check_optimizer
 from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
-from ds_vertical.schedule import LEAD, MAX_STEPS
 from ds_vertical.sweeps import Body, Sweeps
 from ds_vertical.trace import RecordingTracer, Tracer
 
@@ -71,8 +72,8 @@ def initialize(
     """`deepspeed.initialize` with the same arguments and results, plus `train_batch` and `eval_batch` on the engine.
 
     With `vertical_schedule` in the configuration the engine is a VerticalEngine; with the section absent or
-    `"enabled": false` it is a plain DeepSpeedEngine. Raises ConfigError, StorageError or LayerError before anything is
-    allocated.
+    `"enabled": false` it is a plain DeepSpeedEngine. Raises ConfigError, StorageError, LayerError or MemoryBudgetError before
+    anything is allocated.
     """
     names = ("distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param", "config_params")
     kwargs |= {"config": config, "config_params": config_params}
@@ -112,8 +113,13 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
     refuse_foreign_model(model, config)
     refuse_late_fp32(model, config)
+    if isinstance(kwargs["model_parameters"], Iterator):
+        kwargs["model_parameters"] = list(kwargs["model_parameters"])
+    compat.start_distributed()
+    forecast = Forecast(layers, groups_of(model, kwargs["model_parameters"], kwargs["optimizer"]), config, resolved)
+    needs = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     prepared = prepare(config)
-    for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved)]:
+    for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         compat.log(f"ds_vertical: {line}")
     with compat.substituted_engine(partial(VerticalEngine, vertical=resolved, layers=layers)):
         return compat.stock_initialize(config=prepared, **kwargs)
@@ -154,9 +160,11 @@ class VerticalEngine(compat.DeepSpeedEngine):
         self.layers = layers
         self.tracer = _open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
+        compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
+        hostmemory.trim()  # what stock freed of the fp32 copies from which it wrote the optimizer's state
         device = torch.device(compat.device_name())
         new_queue = partial(new_disk_queue, compat.aio_config(self), self.tracer)
-        num_buffers = max(vertical.prefetch_layers + MAX_STEPS, LEAD) + 1
+        num_buffers = layer_buffers(vertical.prefetch_layers, layers.num_layers)
         generations = self.optimizer.regime.generations
         self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), generations)
         self.optimizer.start_pipeline(new_queue, self._params, self.tracer)
@@ -237,6 +245,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
         """One step over forwards that return their losses, everything up to and including the units' optimizer steps."""
         vertical = self.vertical
         self._gradients.refuse_strays()
+        compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
         schedule = build_training(
             self.layers.num_layers,
             len(runs),

@@ -8,9 +8,8 @@ from typing import Any
 
 from ds_vertical import compat_state
 from ds_vertical.chunks import Piece, adam_cuts
+from ds_vertical.memory import PART_ELEMENTS
 from ds_vertical.stepper import Chunk
-
-_PART_NUMEL = 1 << 21
 
 
 def make_chunks(
@@ -39,7 +38,7 @@ def _chunk(
     sizes = [param.partition_numel() for param in params]
     cuts = adam_cuts([Piece(size, *place[id(param)]) for param, size in zip(params, sizes, strict=True)])
     on_ssd = compat_state.is_chunk_on_ssd(optimizer, index)
-    early, delayed = Chunk.shares(index, sizes, early_share if on_ssd else 0.0, _PART_NUMEL)
+    early, delayed = Chunk.shares(index, sizes, early_share if on_ssd else 0.0, PART_ELEMENTS)
     return Chunk(
         params,
         sizes,

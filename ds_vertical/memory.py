@@ -2,18 +2,19 @@
 
 P elements of this rank, M micro-batches, L layers, layers of at most N elements, window w, A bytes per activation:
 
-    host    parameter buffers    (w + 1) N and `pre`, in the parameters' dtype (none where the device's are the same memory)
+    host    parameter buffers    b N and `pre`, in the parameters' dtype; b of `layer_buffers`, which is w + 3
             optimizer slots      slots x part x (state + parameter bytes)
             gradients            4P of the share that waits there, 4N of a few layers for what is stepped early or goes to SSD
             activations          M L A of the share that is kept there
             at rest              parameters and state that are not on SSD
-    device  parameters           (w + 1) N and `pre`, gathered
+    device  parameters           (w + 1) N and `pre`, gathered (none where they are the host's buffers)
             gradient sums        4N of one layer (two while one is copied out) and of `pre`
             activations          M L A + 2 A: layer inputs, and the gradients between two layers
             working              what one layer's backward needs for one micro-batch
 
-Where device and host are one memory, all of it is the host's; with one rank the sums are then the gradients that wait, and
-count once. The total is what is allocated, so it is at least what `residency` finds in use.
+Where device and host are one memory, all of it is the host's; with one rank the gathered parameters are then the buffers and
+the sums the gradients that wait, and count once. The total is what is allocated, so it is at least what `residency` finds in
+use. What a formula cannot know (the interpreter, what stock allocates) is handed in as further items.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ds_vertical.costs import ModelShape
-from ds_vertical.schedule import MAX_STEPS, PRE
+from ds_vertical.schedule import LEAD, MAX_STEPS, PRE
 
+SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
+PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
+STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
 _FIXED: Final = "(fixed)"
 _KNOBS: Final = (
     # field of Settings, JSON path, least value
@@ -50,7 +54,7 @@ class Settings:
 
     num_micro_batches: int
     window: int = 1
-    slots: int = 3
+    slots: int = SLOTS
     held_share: float = 1.0
     gradient_layers: int = MAX_STEPS + 1
     one_memory: bool = False
@@ -66,9 +70,14 @@ class Item:
     key: str
 
 
-def budget(shape: ModelShape, settings: Settings) -> tuple[Item, ...]:
+def layer_buffers(window: int, num_layers: int) -> int:
+    """Host buffers for layers: of those in the window, of the one that computes, of those whose steps are under way."""
+    return min(max(window + MAX_STEPS, LEAD) + 1, num_layers)
+
+
+def budget(shape: ModelShape, settings: Settings, further: tuple[Item, ...] = ()) -> tuple[Item, ...]:
     """What is needed, largest first in each tier; tiers "device" and "host", or "host" alone with one memory."""
-    items = [*_host(shape, settings), *_device(shape, settings)]
+    items = [*_host(shape, settings), *_device(shape, settings), *further]
     if settings.one_memory:
         items = [dataclasses.replace(item, tier="host") for item in items]
     return tuple(sorted((item for item in items if item.num_bytes), key=lambda item: (item.tier, -item.num_bytes)))
@@ -80,34 +89,35 @@ def total_bytes(items: tuple[Item, ...], tier: str) -> int:
 
 def _host(shape: ModelShape, settings: Settings) -> Iterator[Item]:
     placement, rank = shape.placement, shape.num_elements / shape.num_shards
-    fetched = _fetched(shape, settings) / shape.num_shards
-    buffers = 0.0 if _aliased(shape, settings) else fetched * shape.param_bytes * placement.parameters_on_ssd
+    pre_files, *layer_files = shape.unit_files
+    buffers = layer_buffers(settings.window, sum(map(bool, layer_files))) * max(layer_files) + pre_files
     yield _item("host", "parameter buffers", buffers, "vertical_schedule.prefetch_layers")
     resting = rank * shape.param_bytes * (1 - placement.parameters_on_ssd)
     yield _item("host", "parameters at rest", resting, "zero_optimization.offload_param.device")
     resting = rank * shape.state_bytes * (1 - placement.state_on_ssd)
     yield _item("host", "optimizer state at rest", resting, "zero_optimization.offload_optimizer.device")
-    slots = settings.slots * _largest_piece(shape) * _slot_bytes(shape, settings)
-    yield _item("host", "optimizer slots", slots, _FIXED)
+    yield _item("host", "optimizer slots", settings.slots * _slot_bytes(shape, settings), _FIXED)
     yield _item("host", "gradients", _gradients(shape, settings) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
     kept = settings.num_micro_batches * shape.num_layers * shape.activation_bytes * placement.activations_on_host
     yield _item("host", "activations", kept, "gradient_accumulation_steps")
 
 
 def _slot_bytes(shape: ModelShape, settings: Settings) -> float:
-    """Bytes per element of what goes through the optimizer's pipeline from or to SSD."""
+    """Bytes of the largest piece that goes through the optimizer's pipeline from or to SSD."""
+    if shape.slot_bytes is not None:
+        return shape.slot_bytes
     placement = shape.placement
     gradient = shape.gradient_bytes if placement.gradients_on_ssd and settings.held_share else 0
     state = shape.state_bytes * placement.state_on_ssd + shape.param_bytes * placement.parameters_on_ssd
-    return (state if placement.state_on_ssd else 0.0) + gradient
+    return _largest_piece(shape) * ((state if placement.state_on_ssd else 0.0) + gradient)
 
 
 def _gradients(shape: ModelShape, settings: Settings) -> float:
     """Elements of gradients in host memory: those that wait there, those being stepped early, those that leave for SSD. With
     the sums in the same memory (`_aliased`) those count until their unit's last element has left."""
-    rank, pre = shape.num_elements / shape.num_shards, shape.pre_elements / shape.num_shards
+    pre, *layers = (elements / shape.num_shards for elements in shape.unit_gradients)
+    rank, largest = pre + sum(layers), max(layers)
     waits, on_ssd = settings.held_share, shape.placement.gradients_on_ssd
-    largest = max(shape.layer_elements) / shape.num_shards
     passing = min(rank, settings.gradient_layers * largest + pre)
     sums = 0.0
     if waits < 1:
@@ -118,11 +128,11 @@ def _gradients(shape: ModelShape, settings: Settings) -> float:
 
 
 def _device(shape: ModelShape, settings: Settings) -> Iterator[Item]:
-    largest, count = max(shape.layer_elements), settings.num_micro_batches
-    parameters = _fetched(shape, settings) * shape.param_bytes
+    count, (pre, *layers) = settings.num_micro_batches, shape.unit_gradients
+    parameters = 0 if _aliased(shape, settings) else _fetched(shape, settings) * shape.param_bytes
     yield _item("device", "parameters", parameters, "vertical_schedule.prefetch_layers")
-    layers = 1 if settings.one_memory else min(2, shape.num_layers)
-    sums = 0 if _aliased(shape, settings) else (layers * largest + shape.pre_elements) * shape.gradient_bytes
+    at_once = 1 if settings.one_memory else min(2, shape.num_layers)
+    sums = 0 if _aliased(shape, settings) else (at_once * max(layers) + pre) * shape.gradient_bytes
     yield _item("device", "gradient sums", sums, "vertical_schedule.blocks_per_layer")
     off = shape.placement.activations_off_device
     kept, passing = count * shape.num_layers + 2, count * min(2, shape.num_layers) + 1  # the last layer is fused
@@ -165,40 +175,48 @@ def budget_lines(items: tuple[Item, ...]) -> list[str]:
 
 
 def check_budget(
-    shape: ModelShape, settings: Settings, *, host_bytes: int | None = None, device_bytes: int | None = None
+    shape: ModelShape,
+    settings: Settings,
+    further: tuple[Item, ...] = (),
+    *,
+    host_bytes: int | None = None,
+    device_bytes: int | None = None,
 ) -> tuple[Item, ...]:
     """The budget, if it fits into the bytes given (None: not checked). Raises MemoryBudgetError for all tiers at once."""
-    items = budget(shape, settings)
+    items = budget(shape, settings, further)
     limits = {"host": host_bytes, "device": device_bytes}
     over = [tier for tier, limit in limits.items() if limit is not None and total_bytes(items, tier) > limit]
     if over:
-        faults = "\n".join(_fault(shape, settings, items, tier, limits[tier] or 0) for tier in over)
+        faults = "\n".join(_fault(shape, settings, further, tier, limits[tier] or 0) for tier in over)
         raise MemoryBudgetError(faults + "\n" + "\n".join(budget_lines(items)))
     return items
 
 
-def _fault(shape: ModelShape, settings: Settings, items: tuple[Item, ...], tier: str, limit: int) -> str:
+def _fault(shape: ModelShape, settings: Settings, further: tuple[Item, ...], tier: str, limit: int) -> str:
+    items = budget(shape, settings, further)
     needed = total_bytes(items, tier)
     remedies = [
         f'"{key}": {fitting} (now {getattr(settings, name)})'
         for name, key, least in _KNOBS
-        if (fitting := _fitting(shape, settings, tier, limit, name, least)) is not None
+        if (fitting := _fitting(shape, settings, further, tier, limit, name, least)) is not None
     ]
     if remedies:
         remedy = f"write {' or '.join(remedies)}"
     else:
         smallest = dataclasses.replace(settings, **{name: least for name, _, least in _KNOBS})
-        left = total_bytes(budget(shape, smallest), tier)
+        left = total_bytes(budget(shape, smallest, further), tier)
         together = " and ".join(f'"{key}": {least}' for _, key, least in _KNOBS)
-        item = next(item for item in items if item.tier == tier and item.key != _FIXED)
+        item = next(item for item in items if item.tier == tier and not item.key.startswith("("))
         remedy = f"{together} would need {left}; most is {item.what}, {item.num_bytes} bytes: change {item.key}"
     return f"{tier} memory: needs {needed} bytes, {limit} are allowed, {needed - limit} too few; {remedy}"
 
 
-def _fitting(shape: ModelShape, settings: Settings, tier: str, limit: int, name: str, least: int) -> int | None:
+def _fitting(
+    shape: ModelShape, settings: Settings, further: tuple[Item, ...], tier: str, limit: int, name: str, least: int
+) -> int | None:
     """The largest value of one setting, below the present one, with which the tier fits."""
     for value in range(getattr(settings, name) - 1, least - 1, -1):
         changed = dataclasses.replace(settings, **{name: value})
-        if total_bytes(budget(shape, changed), tier) <= limit:
+        if total_bytes(budget(shape, changed, further), tier) <= limit:
             return value
     return None

@@ -16,7 +16,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
-from ds_vertical import compat, compat_state, files, native, together
+from ds_vertical import compat, compat_state, files, memory, native, together
 from ds_vertical.adam import AdamSettings, CpuAdam, Powers
 from ds_vertical.config import ConfigError, Resolved
 from ds_vertical.disk import DiskQueue
@@ -33,9 +33,8 @@ from ds_vertical.torn import Condition, NonFiniteError
 from ds_vertical.trace import Tracer
 from ds_vertical.transfer import Ticket
 
-# What stock's swapper needs for its own uses of a chunk (tensor fragments, initialization): master, moments, gradient.
-_STOCK_BUFFERS = 4
-_SLOTS = 4
+_STOCK_BUFFERS = memory.STOCK_BUFFERS
+_SLOTS = memory.SLOTS
 _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that DeepSpeed counts up, in case they share a table
 
 

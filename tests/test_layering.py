@@ -15,7 +15,7 @@ import ds_vertical
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ds_vertical"
-COMPAT = ("compat", "compat_state")
+COMPAT = ("compat", "compat_pools", "compat_state")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 GROUPS = ("core", "runtime", "deepspeed side", "tools")

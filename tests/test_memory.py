@@ -10,7 +10,7 @@ import pytest
 from ds_vertical.costs import ModelShape, Placement
 from ds_vertical.dependencies import dependencies
 from ds_vertical.machine import Machine
-from ds_vertical.memory import MemoryBudgetError, Settings, budget, budget_lines, check_budget, total_bytes
+from ds_vertical.memory import Item, MemoryBudgetError, Settings, budget, budget_lines, check_budget, total_bytes
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.residency import changes, peaks
 from ds_vertical.schedule import Event, Op, Schedule, parse_events
@@ -34,7 +34,7 @@ def sizes(shape: ModelShape, given: Settings) -> dict[tuple[str, str], int]:
 
 def test_the_items_by_hand() -> None:
     assert sizes(SHAPE, Settings(num_micro_batches=3, window=1, slots=3)) == {
-        ("host", "parameter buffers"): (2 * 1000 + 100) * 2,
+        ("host", "parameter buffers"): (4 * 1000 + 100) * 2,
         ("host", "optimizer slots"): 3 * 500 * 14,
         ("host", "gradients"): 4100 * 4,
         ("device", "parameters"): (2 * 1000 + 100) * 2,
@@ -47,9 +47,32 @@ def test_one_memory_counts_parameters_and_sums_once() -> None:
     assert sizes(SHAPE, Settings(3, one_memory=True)) == {
         ("host", "optimizer slots"): 3 * 500 * 14,
         ("host", "gradients"): 4100 * 4,
-        ("host", "parameters"): 2100 * 2,
+        ("host", "parameter buffers"): 4100 * 2,
         ("host", "activations between layers"): 14 * 700,
     }
+
+
+@pytest.mark.parametrize(("window", "buffers"), [(0, 3), (1, 4), (2, 5), (30, 8)])
+def test_a_buffer_for_each_layer_of_the_window_for_the_one_that_computes_and_for_those_being_stepped(
+    window: int, buffers: int
+) -> None:
+    shape = replace(SHAPE, layer_elements=(1000,) * 8)
+    assert sizes(shape, Settings(3, window=window))["host", "parameter buffers"] == (buffers * 1000 + 100) * 2
+
+
+def test_what_is_measured_replaces_what_the_elements_say() -> None:
+    exact = replace(SHAPE, files=(512, 4096, 0, 1024, 1024), gradients=(100, 10, 20, 30, 40), slot_bytes=777)
+    found = sizes(exact, Settings(3, window=0, slots=2))
+    assert found["host", "parameter buffers"] == 3 * 4096 + 512
+    assert found["host", "optimizer slots"] == 2 * 777
+    assert found["host", "gradients"] == 200 * 4
+
+
+def test_further_items_count_and_are_not_what_to_change() -> None:
+    further = (Item("host", "interpreter", 10**9, "(measured)"),)
+    assert total_bytes(budget(SHAPE, Settings(3), further), "host") == 10**9 + total_bytes(budget(SHAPE, Settings(3)), "host")
+    with pytest.raises(MemoryBudgetError, match="most is gradients"):
+        check_budget(SHAPE, Settings(3), further, host_bytes=10**6)
 
 
 def test_early_steps_hold_a_few_layers_only() -> None:
@@ -78,7 +101,7 @@ def test_shards_tiers_and_working_memory() -> None:
     placed = Placement(0.5, 0.0, 1.0, activations_on_host=0.5, activations_on_ssd=0.5)
     found = sizes(replace(SHAPE, placement=placed, num_shards=2, working_bytes=9000), Settings(3))
     assert found == {
-        ("host", "parameter buffers"): 1050,
+        ("host", "parameter buffers"): 2050,
         ("host", "parameters at rest"): 2050,
         ("host", "optimizer state at rest"): 2050 * 12,
         ("host", "optimizer slots"): 3 * 500 * 4,

@@ -1,0 +1,258 @@
+"""The memory budget of a run that is about to start: its model and JSON in the terms of `memory`, against what the host has.
+
+Activations are left out: how large they are shows with the first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ds_vertical import compat, compat_pools, hostmemory, memory
+from ds_vertical.config import SECTION, Resolved
+from ds_vertical.costs import ModelShape, Placement
+from ds_vertical.layers import LayerMap, Unit
+from ds_vertical.memory import Item, MemoryBudgetError, Settings
+from ds_vertical.parts import boundary, split_chunk
+from ds_vertical.regime import Regime
+
+FP32_BYTES: Final = 4
+_MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
+_LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
+_HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes somewhat more in one start than in another
+_MEASURED: Final = "(measured)"
+_LIMIT: Final = f"{SECTION}.host_memory_bytes"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A sub-group of one unit's parameters: elements of each one's shard, whether its state and parameters are in files."""
+
+    unit: Unit
+    params: tuple[nn.Parameter, ...]
+    sizes: tuple[int, ...]
+    state_on_ssd: bool
+    params_on_ssd: bool
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+
+class Forecast:
+    """What this rank will hold, from the model, the parameters that the optimizer steps (groups) and the JSON."""
+
+    def __init__(
+        self, layers: LayerMap, groups: Sequence[Sequence[nn.Parameter]], config: dict[str, Any], resolved: Resolved
+    ) -> None:
+        self._layers = layers
+        self._resolved = resolved
+        self._json = compat_pools.OffloadSettings.read(config)
+        self._num_shards = compat.world_size()
+        self._one_memory = compat.is_one_memory()
+        self._param_bytes = compat_pools.element_bytes(layers.units, config)
+        self._unit_of = layers.unit_of()
+        self.chunks = [chunk for group in groups for chunk in self._chunks(group)]
+        clip, dynamic = float(config.get("gradient_clipping") or 0.0), compat_pools.has_dynamic_scale(config)
+        self._certain = clip == 0.0 and not dynamic
+        delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
+        self._regime = Regime(delay, speculation, self._certain, self._json.state_on_ssd, resolved.on_nonfinite == "stop")
+        self._num_micro_batches = int(config.get("gradient_accumulation_steps") or 1)
+
+    # ---- in the terms of `memory`
+
+    @property
+    def shape(self) -> ModelShape:
+        units = self._layers.units
+        pre, *layer_elements = (sum(compat.full_numel(p) for p in units[unit]) for unit in self._units)
+        stepped = {id(param) for chunk in self.chunks for param in chunk.params}
+        gradients = tuple(sum(compat.full_numel(p) for p in units[u] if id(p) in stepped) for u in self._units)
+        rank = (pre + sum(layer_elements)) / self._num_shards
+        resting_state = sum(chunk.numel for chunk in self.chunks if not chunk.state_on_ssd)
+        state_on_ssd = 1 - resting_state / rank if any(chunk.state_on_ssd for chunk in self.chunks) else 0.0
+        resting = rank - sum(map(self._shard, self._in_files))
+        return ModelShape(
+            pre,
+            tuple(layer_elements),
+            0.0,
+            0.0,
+            0,
+            param_bytes=self._param_bytes,
+            num_shards=self._num_shards,
+            generations=self._regime.generations,
+            part_elements=memory.PART_ELEMENTS,
+            working_bytes=self._working_bytes(max(gradients)),
+            placement=Placement(_share(1 - resting / rank), _share(state_on_ssd)),
+            files=tuple(sum(self._file_bytes(p) for p in units[u] if id(p) in self._file_ids) for u in self._units),
+            gradients=gradients,
+            slot_bytes=max(self._piece_bytes, default=0),
+        )
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(
+            self._num_micro_batches,
+            self._resolved.prefetch_layers,
+            slots=min(memory.SLOTS, len(self._piece_bytes)),
+            held_share=1.0,
+            one_memory=self._one_memory,
+        )
+
+    def further(self, baseline_bytes: int) -> tuple[Item, ...]:
+        """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
+        largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
+        tier = "host" if self._one_memory else "device"
+        scaled = 0 if self._certain else FP32_BYTES * min(memory.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
+        return (
+            Item("host", "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
+            Item(tier, "fp64 copy for a norm", compat_pools.norm_bytes() * largest, "(largest parameter)"),
+            Item("host", "scaled gradient", scaled, "gradient_clipping"),
+        )
+
+    @property
+    def setup_bytes(self) -> int:
+        """What stock's buffers and copies take while its optimizer is set up, before there are buffers of ours."""
+        state = max((chunk.numel for chunk in self.chunks if chunk.state_on_ssd), default=0) * FP32_BYTES
+        staged = max((chunk.numel for chunk in self.chunks if chunk.params_on_ssd), default=0) * self._param_bytes
+        return (memory.STOCK_BUFFERS + 1) * state + staged
+
+    # ---- sizes
+
+    @property
+    def _units(self) -> tuple[Unit, ...]:
+        return ("pre", *range(self._layers.num_layers))
+
+    def _shard(self, param: nn.Parameter) -> int:
+        """Elements of this rank's shard."""
+        return -(-compat.full_numel(param) // self._num_shards)
+
+    def _file_bytes(self, param: nn.Parameter) -> int:
+        alignment = self._json.alignment_bytes
+        return -(-self._shard(param) * self._param_bytes // alignment) * alignment
+
+    @property
+    def _in_files(self) -> list[nn.Parameter]:
+        """Parameters that rest on SSD."""
+        moved = {id(param) for chunk in self.chunks if not chunk.params_on_ssd for param in chunk.params}
+        everything = (param for params in self._layers.units.values() for param in params)
+        return [param for param in everything if id(param) not in moved and self._goes_to_ssd(param)]
+
+    @property
+    def _file_ids(self) -> set[int]:
+        return {id(param) for param in self._in_files}
+
+    def _goes_to_ssd(self, param: nn.Parameter) -> bool:
+        return self._json.params_on_ssd and self._shard(param) * self._param_bytes >= self._json.least_bytes
+
+    @property
+    def _piece_bytes(self) -> list[int]:
+        """Bytes of state of each piece that goes through the optimizer's pipeline."""
+        early_share = 1.0 - self._regime.delay if self._regime.possible else 0.0
+        found = []
+        for chunk in self.chunks:
+            if chunk.state_on_ssd:
+                middle, end = boundary(chunk.sizes, early_share), chunk.numel
+                alignment = self._json.alignment_bytes // FP32_BYTES
+                parts = (*split_chunk(0, 0, middle, memory.PART_ELEMENTS), *split_chunk(0, middle, end, memory.PART_ELEMENTS))
+                padding = -end % alignment
+                for part in parts:
+                    last = part.start + part.numel == end
+                    found.append(_MOMENTS * FP32_BYTES * (part.numel + padding * last))
+        return found
+
+    def _working_bytes(self, gradients: int) -> int:
+        """A layer's gradients as autograd makes them, and a kernel's own copy of its largest weight."""
+        params = [param for params in self._layers.units.values() for param in params]
+        return (gradients + max(map(compat.full_numel, params))) * self._param_bytes
+
+    # ---- chunks, as the optimizer will make them
+
+    def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[Chunk]:
+        """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
+        passed = 0
+        for unit in self._layers.units:
+            members = [param for param in group if self._unit_of[id(param)] == unit]
+            for params in split_greedily(members, [self._shard(p) for p in members], self._json.sub_group_size):
+                sizes = tuple(map(self._shard, params))
+                passed += sum(sizes)
+                in_files = self._json.state_on_ssd and sum(sizes) * FP32_BYTES >= self._json.least_bytes
+                yield Chunk(unit, tuple(params), sizes, in_files, self._json.params_on_ssd and passed > self._json.max_in_cpu)
+
+
+def split_greedily(params: Sequence[Any], sizes: Sequence[int], largest: int) -> list[list[Any]]:
+    """As stock makes sub-groups: one is full when it holds `largest` elements or more."""
+    groups: list[list[Any]] = []
+    size = largest
+    for param, numel in zip(params, sizes, strict=True):
+        if size >= largest:
+            groups.append([])
+            size = 0
+        groups[-1].append(param)
+        size += numel
+    return groups
+
+
+def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[list[nn.Parameter]]:
+    """The optimizer's groups of trainable parameters, as `deepspeed.initialize` is given them."""
+    given = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
+    if given is None:
+        given = model.parameters()
+    entries: list[Any] = list(given)
+    groups = [entry["params"] for entry in entries] if entries and isinstance(entries[0], dict) else [entries]
+    listed = [[group] if isinstance(group, nn.Parameter) else group for group in groups]
+    return [[param for param in group if param.requires_grad] for group in listed]
+
+
+def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int | None) -> list[str]:
+    """The budget as lines for the log. `limit`: bytes of host memory that all ranks of this host may use; None: what it has.
+
+    Gives the pages of zero.Init's buffers back first. Raises MemoryBudgetError, on every rank, where one rank's budget does
+    not fit.
+    """
+    held = list(params)
+    compat_pools.rest_stock_buffers(held)
+    resident = hostmemory.resident_bytes()
+    baseline = max(0, resident - compat_pools.bytes_in_memory(held))
+    ranks_here = compat.ranks_on_this_host()
+    allowed = resident + hostmemory.available_bytes() // ranks_here if limit is None else limit // ranks_here
+    shape, settings, further = forecast.shape, forecast.settings, forecast.further(baseline)
+    items = memory.budget(shape, settings, further)
+    setup = baseline + forecast.setup_bytes - memory.total_bytes(items, "host")
+    if setup > 0:
+        further = (*further, Item("host", "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
+    fault = _fault(shape, settings, further, allowed, limit, ranks_here)
+    faults = [found for found in compat.all_gathered(fault) if found is not None]
+    if faults:
+        raise MemoryBudgetError(fault or faults[0])
+    whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"
+    title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
+    return [title, *memory.budget_lines(memory.budget(shape, settings, further))]
+
+
+def _fault(
+    shape: ModelShape, settings: Settings, further: tuple[Item, ...], allowed: int, limit: int | None, ranks: int
+) -> str | None:
+    try:
+        items = memory.check_budget(shape, settings, further, host_bytes=allowed)
+    except MemoryBudgetError as error:
+        if limit is None:
+            return str(error)
+        needed = ranks * memory.total_bytes(memory.budget(shape, settings, further), "host")
+        first, *others = str(error).splitlines()
+        return "\n".join((f'{first} or "{_LIMIT}": {round(_HEADROOM * needed)} (now {limit})', *others))
+    locked = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))
+    lockable = hostmemory.lockable_bytes()
+    if lockable is not None and locked > lockable:
+        return (
+            f"locked memory: needs {locked} bytes, {lockable} are allowed; raise the limit (ulimit -l {-(-locked // 1024)}),"
+            " or run as a user who may lock any amount (CAP_IPC_LOCK)"
+        )
+    return None
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value))

@@ -1,0 +1,115 @@
+"""This process's host memory: what the machine allows it, what it holds, and giving back pages that hold nothing.
+
+[Note: resting] A page-locked buffer that nobody uses takes its memory all the same. A buffer at rest is unlocked and its
+pages are given back to the kernel, while its addresses stay valid: whoever writes to it next gets fresh pages, zeroed.
+Direct I/O needs aligned memory, not locked memory, so such a buffer works as before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+_CAP_IPC_LOCK: Final = 14
+_UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
+_DONTNEED: Final = 4
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def rest(address: int, num_bytes: int) -> None:
+    """Unlock the whole pages inside [address, address + num_bytes) and give them back. See [Note: resting].
+
+    The contents are lost: private memory reads as zeros from then on. Raises OSError where the range is not mapped.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first >= last:
+        return
+    for call in (_libc().munlock(first, last - first), _libc().madvise(first, last - first, _DONTNEED)):
+        if call != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"giving {last - first} bytes of host memory back: {os.strerror(error)}")
+
+
+def trim() -> None:
+    """Give the pages back that the C library keeps of memory freed earlier; nothing where it has no such call (musl)."""
+    malloc_trim = getattr(_libc(), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """The resident set of this process."""
+    return _kib(Path("/proc/self/status"), "VmRSS")
+
+
+def available_bytes() -> int:
+    """What may still be allocated without swapping: by the machine and by every control group that holds this process."""
+    return min([_kib(Path("/proc/meminfo"), "MemAvailable"), *_group_bytes()])
+
+
+def lockable_bytes() -> int | None:
+    """Bytes that this process may yet lock; None where it may lock any amount."""
+    if int(_field(Path("/proc/self/status"), "CapEff"), 16) >> _CAP_IPC_LOCK & 1:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - _kib(Path("/proc/self/status"), "VmLck"))
+
+
+def _group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """For each control group above this process that limits memory: the limit less what it uses beside the page cache.
+
+    Both versions: v2's files lie in the group's folder below `root`, v1's below `root`/memory.
+    """
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        v1 = bool(controllers)
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
+        top = root / "memory" if v1 else root
+        folder = top / path.strip("/")
+        for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(top))):
+            limit, used = (_number(group / name) for name in names)
+            if limit is not None and used is not None and limit < _UNLIMITED:
+                yield max(0, limit - used + _reclaimable(group / "memory.stat"))
+
+
+def _number(file: Path) -> int | None:
+    """The number in a control group's file; None where there is no file, or no limit in it ("max")."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None  # a group that this process cannot see limits it through those above, which it can
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(stat: Path) -> int:
+    """Bytes of files' pages that a group gives back when memory is short."""
+    try:
+        fields = dict(line.split() for line in stat.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields.get("inactive_file", fields.get("total_inactive_file", 0)))
+
+
+def _field(file: Path, name: str) -> str:
+    lines = file.read_text(encoding="ascii", errors="replace").splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith(f"{name}:"))
+
+
+def _kib(file: Path, name: str) -> int:
+    return 1024 * int(_field(file, name).removesuffix("kB"))
