@@ -60,7 +60,8 @@ class VerticalConfig(BaseModel):
     """Layers whose fetch is issued ahead of use. Null: 1 with overlap, 0 without."""
     optimizer_delay: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of every layer whose optimizer step is taken in the next forward. Null: 0.25 where the rest can be stepped
-    during the backward (no clipping, static loss scale, optimizer on SSD), else 1."""
+    during the backward (no clipping, static loss scale, optimizer on SSD), else 1. With clipping or a dynamic loss scale,
+    and no speculation, nothing is known before the norm: then any share above 0 delays the whole step."""
     optimizer_speculation: bool | None = None
     """Step layers during the backward although the norm may ask for clipping, and redo the step where it does. Null:
     where it would lately have come true, if there is room on the SSD for a second generation of files."""
@@ -249,6 +250,12 @@ def _refuse_near_misses(config: Mapping[str, Any]) -> None:
     if isinstance(zero, Mapping):
         nested = [key for key in zero if key == SECTION or _resembles_section(key)]
         faults += [f'zero_optimization.{key}: "{SECTION}" belongs at the top level; move it there' for key in nested]
+        faults += [
+            f'zero_optimization.{key}: unknown section; did you mean "{near}"? Rename it'
+            for key in zero
+            for near in ("offload_param", "offload_optimizer")
+            if _resembles_offload(key, near)
+        ]
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -256,10 +263,23 @@ def _refuse_near_misses(config: Mapping[str, Any]) -> None:
 def _resembles_section(key: Any) -> bool:
     if not isinstance(key, str) or key == SECTION:
         return False
-    letters, wanted = re.sub(r"[^a-z]", "", key.lower()), SECTION.replace("_", "")
-    if letters in ("vertical", "dsvertical") or ("vertical" in letters and "sched" in letters):
+    letters, wanted = _letters(key), _letters(SECTION)
+    if letters in ("vertical", "dsvertical") or ("vert" in letters and "sched" in letters):
+        return True
+    if letters.startswith("layermajor"):  # what the schedule is, by another name
         return True
     return difflib.SequenceMatcher(None, letters, wanted).ratio() >= 0.8
+
+
+def _resembles_offload(key: Any, name: str) -> bool:
+    if not isinstance(key, str) or key == name:
+        return False
+    letters, wanted = _letters(key), _letters(name)
+    return letters.startswith(wanted) or difflib.SequenceMatcher(None, letters, wanted).ratio() >= 0.9
+
+
+def _letters(key: str) -> str:
+    return re.sub(r"[^a-z]", "", key.lower())
 
 
 def show(value: Any) -> str:

@@ -73,10 +73,7 @@ class Executor:
     def _wait(self, ticket: Ticket, by: object) -> None:
         start = now()
         ticket.wait()
-        end = now()
-        self.tracer.wait(ticket.what, by, start, end)
-        if ticket.resource:
-            self.tracer.transfer(ticket.resource, ticket.what, ticket.issue, start, end, ticket.num_bytes)
+        self.tracer.wait(ticket.what, by, start, now())
 
     def _describe_failure(self, schedule: Schedule, index: int, flying: Mapping[int, Ticket]) -> str:
         in_flight = ", ".join(f"{ticket.what} ({ticket.num_bytes} bytes)" for ticket in flying.values())

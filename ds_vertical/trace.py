@@ -5,14 +5,9 @@ made once per step, after the step's end is taken. One file per rank, one JSON o
 
 - header: version, rank, date
 - step: step, start, end
-- span: step, thread, resource, name, issue, start, end, bytes, blocked_from; see [Note: inexact spans]
+- span: step, thread, resource, name, issue, start, end, bytes
 - wait: step, thread, name (what was waited for), by (the event that needed it), start, end
 - count: step, thread, name, time, value
-
-[Note: inexact spans] A transfer's issue is known, and that it was complete when its wait returned, but not when it began or
-ended, unless the transport says so. Such a span is from issue to the end of the wait, an upper bound; `blocked_from` is when
-somebody began to wait for it: from there on its resource was certainly busy. A summary's `busy_s` counts only the certain part,
-`in_flight_s` all of it.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from time import perf_counter
 from typing import Any
 
 RESOURCES = ("compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam")
-VERSION = 1
+VERSION = 2
 now = perf_counter
 
 
@@ -44,9 +39,6 @@ class Tracer:
         resource: one of RESOURCES, or "" for work of the calling thread that belongs to none. name: anything; its `str` is
         taken when the step is written. issue: when it was asked for, where that was earlier than start.
         """
-
-    def transfer(self, resource: str, name: object, issue: float, blocked_from: float, end: float, num_bytes: int) -> None:
-        """A transfer whose own start and end are not known: see [Note: inexact spans]. One of no bytes is no transfer."""
 
     def wait(self, name: object, by: object, start: float, end: float) -> None:
         """The calling thread waited for `name`, because `by` needs it."""
@@ -79,12 +71,7 @@ class RecordingTracer(Tracer):
         self, resource: str, name: object, start: float, end: float, num_bytes: int = 0, *, issue: float | None = None
     ) -> None:
         thread = threading.current_thread().name
-        self._records.append(("span", thread, resource, name, start if issue is None else issue, start, end, num_bytes, None))
-
-    def transfer(self, resource: str, name: object, issue: float, blocked_from: float, end: float, num_bytes: int) -> None:
-        if num_bytes:
-            thread = threading.current_thread().name
-            self._records.append(("span", thread, resource, name, issue, issue, end, num_bytes, blocked_from))
+        self._records.append(("span", thread, resource, name, start if issue is None else issue, start, end, num_bytes))
 
     def wait(self, name: object, by: object, start: float, end: float) -> None:
         self._records.append(("wait", threading.current_thread().name, name, by, start, end))
@@ -112,7 +99,7 @@ class RecordingTracer(Tracer):
 
 
 _FIELDS = {
-    "span": ("thread", "resource", "name", "issue", "start", "end", "bytes", "blocked_from"),
+    "span": ("thread", "resource", "name", "issue", "start", "end", "bytes"),
     "wait": ("thread", "name", "by", "start", "end"),
     "count": ("thread", "name", "time", "value"),
 }
@@ -128,7 +115,7 @@ def _line(fields: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Span:
-    """Work of one resource; `blocked_from` is None where start and end are exact, see [Note: inexact spans]."""
+    """Work of one resource."""
 
     step: int
     thread: str
@@ -138,12 +125,6 @@ class Span:
     start: float
     end: float
     bytes: int
-    blocked_from: float | None
-
-    @property
-    def busy_from(self) -> float:
-        """From here to `end` the resource was certainly busy."""
-        return self.start if self.blocked_from is None else self.blocked_from
 
 
 @dataclass(frozen=True)
@@ -212,14 +193,13 @@ def _take(steps: list[StepTrace], fields: dict[str, Any], first: bool) -> None:
 class Summary:
     """Seconds and bytes of one step.
 
-    busy_s, in_flight_s, bytes: per resource; times are unions of intervals within the step, so two transfers at once count
-    once. outside_s: the part of the step in which no resource was certainly busy. waits_s: per event waited for, most first.
+    busy_s, bytes: per resource; times are unions of intervals within the step, so two transfers at once count once.
+    outside_s: the part of the step in which no resource was busy. waits_s: per event waited for, most first.
     unassigned_s: per name, work of threads that belongs to no resource.
     """
 
     step_s: float
     busy_s: dict[str, float]
-    in_flight_s: dict[str, float]
     bytes: dict[str, int]
     outside_s: float
     waits_s: dict[str, float]
@@ -227,10 +207,10 @@ class Summary:
 
     def table(self) -> str:
         """For the terminal: resources, then the time outside them and the longest waits."""
-        lines = [f"{'':12}{'busy s':>9}{'of step':>9}{'in flight s':>13}{'MB':>10}"]
+        lines = [f"{'':12}{'busy s':>9}{'of step':>9}{'MB':>10}"]
         for resource, busy in self.busy_s.items():
-            share, flight, moved = busy / self.step_s, self.in_flight_s[resource], self.bytes[resource] / 1e6
-            lines.append(f"{resource:12}{busy:9.3f}{share:9.1%}{flight:13.3f}{moved:10.1f}")
+            share, moved = busy / self.step_s, self.bytes[resource] / 1e6
+            lines.append(f"{resource:12}{busy:9.3f}{share:9.1%}{moved:10.1f}")
         lines.append(f"{'outside':12}{self.outside_s:9.3f}{self.outside_s / self.step_s:9.1%}")
         for title, seconds in (("waits", self.waits_s), ("unassigned", self.unassigned_s)):
             shown = ", ".join(f"{name} {value:.3f}" for name, value in list(seconds.items())[:6])
@@ -245,7 +225,7 @@ def summarize(step: StepTrace) -> Summary:
         spans[span.resource].append(span)
     unassigned = spans.pop("", [])
     resources = [*RESOURCES, *sorted(set(spans) - set(RESOURCES))]
-    busy = {resource: [(span.busy_from, span.end) for span in spans[resource]] for resource in resources}
+    busy = {resource: [(span.start, span.end) for span in spans[resource]] for resource in resources}
 
     def union_s(intervals: Iterable[tuple[float, float]]) -> float:
         return union((max(start, step.start), min(end, step.end)) for start, end in intervals)
@@ -253,7 +233,6 @@ def summarize(step: StepTrace) -> Summary:
     return Summary(
         step_s=step.end - step.start,
         busy_s={resource: union_s(intervals) for resource, intervals in busy.items()},
-        in_flight_s={resource: union_s((span.start, span.end) for span in spans[resource]) for resource in resources},
         bytes={resource: sum(span.bytes for span in spans[resource]) for resource in resources},
         outside_s=step.end - step.start - union_s(interval for intervals in busy.values() for interval in intervals),
         waits_s=_seconds_by_name(step.waits),

@@ -15,19 +15,13 @@ from typing import Any
 import torch
 
 from ds_vertical.disk import DiskQueue, Transfer
-from ds_vertical.trace import now
 
 
 class Ticket:
-    """A transfer in flight: `wait` completes it, once; later calls return at once. `issue`: when it was made, of `now()`.
+    """A transfer in flight: `wait` completes it, once; later calls return at once."""
 
-    resource: which one moves it, of `trace.RESOURCES`; "" where whoever does the work records it.
-    """
-
-    def __init__(self, what: str, wait: Callable[[], None], num_bytes: int = 0, resource: str = "") -> None:
-        self.issue = now()
+    def __init__(self, what: str, wait: Callable[[], None], num_bytes: int = 0) -> None:
         self.what = what
-        self.resource = resource
         self.num_bytes = num_bytes
         self._wait: Callable[[], None] | None = wait
 

@@ -311,7 +311,8 @@ def test_section_that_is_no_object_is_refused(value: Any) -> None:
     "name",
     """vertical_shedule verticalschedule vertical-schedule VerticalSchedule vertical_schedules vertical_scheduler
     vertical_sched verticl_schedule vertcal_shedule veritcal_schedule Vertical_Schedule VERTICAL_SCHEDULE vertical
-    ds_vertical ds_vertical_schedule schedule_vertical vertical.schedule _vertical_schedule""".split(),
+    ds_vertical ds_vertical_schedule schedule_vertical vertical.schedule _vertical_schedule vert_sched vert_schedule
+    layer_major layer_major_schedule""".split(),
 )
 def test_near_misses_of_the_section_name_are_refused(name: str) -> None:
     words = rf'^{re.escape(name)}: unknown section; did you mean "vertical_schedule"\?'
@@ -324,6 +325,26 @@ def test_near_misses_of_the_section_name_are_refused(name: str) -> None:
 def test_deepspeed_and_private_keys_are_no_near_misses() -> None:
     private = ["schedule", "lr_schedule", "warmup_schedule", "parallel_schedule", "my_notes", "vertices", 3]
     assert load_section(dict.fromkeys([*DEEPSPEED_KEYS, *private], {})) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["offload_params", "offload_parameters", "ofload_param", "offload_optimizers", "offload-optimizer"]
+)
+def test_near_misses_of_the_offload_sections_are_refused(name: str) -> None:
+    near = "offload_param" if "par" in name else "offload_optimizer"
+    with pytest.raises(ConfigError, match=rf'^zero_optimization\.{name}: unknown section; did you mean "{near}"\?'):
+        load_section(changed(f"zero_optimization.{name}", {}))
+
+
+def test_no_key_that_deepspeed_knows_is_a_near_miss() -> None:
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    top = {value for value in vars(constants).values() if isinstance(value, str) and re.fullmatch(r"[a-z0-9_]+", value)}
+    fields = DeepSpeedZeroConfig.model_fields
+    zero = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    assert len(top) > 50 and {"offload_param", "cpu_offload_param"} < zero
+    assert load_section(dict.fromkeys(top, {}) | {"zero_optimization": dict.fromkeys(zero, {})}) is None
 
 
 @pytest.mark.parametrize("name", [SECTION, "vertical_shedule"])
