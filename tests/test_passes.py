@@ -30,6 +30,7 @@ STEPS = {
     "delayed": {"delayed": True},
     "delayed_due": {"delayed": True, "due": DUE},
     "early_delayed": {"delayed": True, "early": True, "due": frozenset({"pre", 1, 2})},
+    "holding": {"delayed": True, "early": True, "due": DUE, "hold": "d0"},
 }
 SETTINGS = ORDERS | STEPS
 
