@@ -139,7 +139,7 @@ class HeldGradients:
         held = self._units.get(unit)
         if held is None or not held.on_ssd:
             return None
-        for part in held.on_ssd:
+        for part in sorted(held.on_ssd, key=lambda part: (part.chunk, part.start)):
             self.wait(part)
             held.writes.append((part, self._file.write(part, held.parts[part].data)))
         num_bytes = sum(transfer.num_bytes for _, transfer in held.writes)

@@ -36,9 +36,11 @@ class Reserve:
         return made
 
     def put_back(self, tensor: torch.Tensor) -> None:
-        """The tensor's contents are wanted no longer."""
+        """The tensor's contents are wanted no longer. Twice is harmless as long as nobody took it between: an interrupt may
+        leave a tensor with two owners, who both give it up."""
         with self._lock:
-            self._spare.append(tensor)
+            if not any(spare is tensor for spare in self._spare):
+                self._spare.append(tensor)
 
     def clear(self) -> None:
         """Give up what is not taken."""

@@ -349,7 +349,7 @@ MUTATIONS = (
         "stepper.py",
         'due.gradients.finish(part, "early step" if early else "step")',
         "pass",
-        "test_gradient_tiers.py::test_with_early_steps_a_few_layers_gradients_are_in_memory[6]",
+        "test_gradient_tiers.py::test_with_early_steps_a_few_layers_gradients_are_in_memory[12]",
     ),
     Mutation(
         "gradients-dropped-while-due",
@@ -377,7 +377,7 @@ MUTATIONS = (
         "dependencies.py",
         "for unit in (PRE, *range(walk.num_layers))), *walk.holds]",
         "for unit in (PRE, *range(walk.num_layers)))]",
-        "test_gradient_tiers.py::test_a_gradient_that_cannot_be_written_fails_the_step_whole",
+        "test_step_rules.py::test_a_step_is_decided_when_its_gradients_are_where_they_wait",
     ),
     # what a step leaves behind
     Mutation(

@@ -73,7 +73,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float], Ru
         ("fp32", CLIPS, 1.0, False, 0.0),
         ("fp32", CLIPS, 0.3, True, 0.5),  # every early step is redone
         ("fp32", FREE, 0.3, True, 0.0),  # none is
-        ("fp32", CLIPS, 0.0, False, 0.5),
+        pytest.param("fp32", CLIPS, 0.0, False, 0.5, marks=slow),
         pytest.param("fp32", CLIPS, 0.0, True, 0.0, marks=slow),
         pytest.param("fp32", FREE, 0.0, True, 0.5, marks=slow),
         pytest.param("fp32", FREE, None, None, 0.3, marks=slow),
@@ -102,7 +102,10 @@ def test_bits_are_stocks_wherever_gradients_wait(
     assert set(seen) != {0}, "nothing waited on SSD"
 
 
-@pytest.mark.parametrize(("clip", "speculation"), [(0.0, None), (FREE, True), pytest.param(FREE, False, marks=slow)])
+@pytest.mark.parametrize(
+    ("clip", "speculation"),
+    [(FREE, True), *(pytest.param(*case, marks=slow) for case in ((0.0, None), (FREE, False)))],
+)
 def test_skipped_steps_drop_what_waits_on_ssd(tmp_path: Path, clip: float, speculation: bool | None) -> None:
     section = {"optimizer_delay": 0.3, "optimizer_speculation": speculation}
     runs = [
@@ -132,7 +135,7 @@ def waiting_bytes(engine: Any) -> int:
     return engine._gradients.reserve.num_bytes + engine.optimizer.gradients.num_bytes
 
 
-@pytest.mark.parametrize("num_layers", [6, 12])
+@pytest.mark.parametrize("num_layers", [12, pytest.param(6, marks=slow)])
 def test_with_early_steps_a_few_layers_gradients_are_in_memory(tmp_path: Path, num_layers: int) -> None:
     """Whatever the number of layers: those being stepped, the one being summed, and `pre`."""
     made = config(tmp_path, "fp32", 0.0, optimizer_delay=0.0)

@@ -155,7 +155,11 @@ def test_bytes_per_step_of_every_regime(tmp_path: Path, clip: float, delay: floa
 
 @pytest.mark.parametrize(
     ("clip", "delay", "speculation", "held", "recalled"),
-    [(0.5, 1.0, False, 1.0, 1.0), (0.0, 0.5, None, 0.5, 0.5), (1e6, 0.5, True, 1.0, 0.5)],
+    [
+        (0.5, 1.0, False, 1.0, 1.0),
+        (0.0, 0.5, None, 0.5, 0.5),
+        pytest.param(1e6, 0.5, True, 1.0, 0.5, marks=pytest.mark.slow),
+    ],
     ids=["all wait", "the delayed wait", "all may be redone"],
 )
 def test_gradients_go_to_ssd_once_and_come_back_once(

@@ -34,6 +34,7 @@ STEPS = {
     "early_delayed": {"delayed": True, "early": True, "due": frozenset({"pre", 1, 2})},
     "ahead": {"ahead": True},
     "ahead_delayed": {"ahead": True, "delayed": True, "early": True, "due": frozenset({2})},
+    "holding": {"delayed": True, "early": True, "due": DUE, "hold": "d0"},
 }
 SETTINGS = ORDERS | STEPS
 
