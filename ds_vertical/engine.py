@@ -274,7 +274,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
         """One step over forwards that return their losses, everything up to and including the units' optimizer steps."""
         vertical = self.vertical
         self._gradients.refuse_strays()
-        schedule = build_training(
+        schedule = self.ran = build_training(
             self.layers.num_layers,
             len(runs),
             order=vertical.order,

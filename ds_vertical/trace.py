@@ -30,6 +30,7 @@ from typing import Any
 
 RESOURCES = ("compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam")
 VERSION = 1
+WRITING = "trace_write_s"  # counter: seconds that the records of the step before took to write
 now = perf_counter
 
 
@@ -101,6 +102,7 @@ class RecordingTracer(Tracer):
             self._write(start, now())
 
     def _write(self, start: float, end: float) -> None:
+        begin = now()
         self._num_steps += 1
         lines = [_line({"kind": "step", "step": self._num_steps, "start": start, "end": end})]
         for _ in range(len(self._records)):
@@ -109,6 +111,7 @@ class RecordingTracer(Tracer):
             lines.append(_line(fields | {key: str(fields[key]) for key in ("name", "by") if key in fields}))
         with self.path.open("a", encoding="ascii") as file:
             file.write("".join(lines))
+        self.count(WRITING, now() - begin)
 
 
 _FIELDS = {
@@ -277,3 +280,40 @@ def _seconds_by_name(records: Iterable[Span | Wait]) -> dict[str, float]:
     for record in records:
         seconds[record.name] += record.end - record.start
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def intersection(left: Iterable[tuple[float, float]], right: Iterable[tuple[float, float]]) -> float:
+    """Length of what two unions of intervals have in common."""
+    left, right = list(left), list(right)
+    return union(left) + union(right) - union([*left, *right])
+
+
+def record_s(folder: Path, records: int = 4000) -> float:
+    """Seconds that one record takes on this machine; writes a trace of its own into `folder` and removes it."""
+    tracer = RecordingTracer(folder, 0)
+    start = now()
+    for _ in range(records):
+        tracer.span("compute", "x", start, start)
+    seconds = (now() - start) / records
+    tracer.path.unlink()
+    return seconds
+
+
+def cost_share(step: StepTrace, each_s: float) -> float | None:
+    """What tracing itself took, as a share of the step; None for a first step, which has nothing to write before it."""
+    writing = sum(count.value for count in step.counts if count.name == WRITING)
+    recorded = len(step.spans) + len(step.waits) + len(step.counts)
+    return (recorded * each_s + writing) / (step.end - step.start) if writing else None
+
+
+def optimizer_overlap(step: StepTrace) -> float | None:
+    """Of the time in which the optimizer's steps moved state or computed, the share beside computation; None without any.
+
+    State files are told from parameter files by the thread that completes their transfers: the optimizer's own.
+    """
+    work = [s for s in step.spans if s.resource and (s.resource == "adam" or "optimizer" in s.thread)]
+    taken, compute = (
+        [(span.busy_from, span.end) for span in spans] for spans in (work, [s for s in step.spans if s.resource == "compute"])
+    )
+    total = union(taken)
+    return intersection(taken, compute) / total if total else None
