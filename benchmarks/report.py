@@ -13,12 +13,12 @@ _NAME = re.compile(r"gpt_101m_(?P<row>.+)_(?P<isa>avx\w+|cpu|cuda)_(?P<date>\d{4
 _NONE = "-"
 _HEAD = """# Benchmarks
 
-Made by `python benchmarks/run.py --table` from the files in `ab/`, each of which holds machine, date, command, both JSONs and
-every step. `gpt_101m`: 8 layers x 1024, 101.3 M parameters, bf16, all state on SSD. Ratios are within one run, medians without the
-first step of each repeat. "bound": the least time of the vertical step at the rates measured in the same run under the same
-limit; "sim": the simulated makespan, which stands beside it. Bytes are SSD bytes over the closed table's. "outside": the share of the
-step in which no resource was busy. "peak": host memory over its closed formula, and over stock's. `stock_best.md` says how the
-best stock settings were found.
+Made by `python benchmarks/run.py --table` from the files in `ab/`, each of which holds machine, date, command, both JSONs
+and every step. `gpt_101m`: 8 layers x 1024, 101.3 M parameters, bf16, all state on SSD. Ratios are within one run, medians
+without the first step of each repeat. "bound": the least time of the vertical step at the rates measured in the same run
+under the same limit; "sim": the simulated makespan, which stands beside it. Bytes are SSD bytes over the closed table's.
+"outside": the share of the step in which no resource was busy. "peak": host memory over its closed formula, and over stock's.
+`stock_best.md` says how the best stock settings were found.
 """
 
 

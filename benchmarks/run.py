@@ -29,6 +29,8 @@ import report
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = "300M,500M"
+# (stock, vertical) seconds of a step at M = 16 with 8 tokens, on a processor with and without bf16 arithmetic worth the name.
+USUAL_S = {"avx512": (11.0, 3.2), "avx2": (70.0, 60.0)}
 SETUP_S = 20.0  # of a run: processes, model, files
 LIMITS_S = 60.0  # measuring the machine after the arms
 STRAIGHT = (4, 8, 16, 32)
@@ -67,17 +69,17 @@ class Row:
         return [*words, "--", "scripts/train.py", "--model", "gpt_101m", "--seq", str(self.tokens)]
 
     def seconds(self, steps: int, repeat: int, known: dict[str, tuple[float, float]]) -> float:
-        """An estimate from the steps of an earlier result with this name, else from one with M = 16 and 8 tokens."""
+        """An estimate from the steps of an earlier result with this name on such a processor, else from what is usual."""
         if isinstance(self.micro_batches, tuple):
             each = [replace(self, micro_batches=count).seconds(steps, 1, known) - LIMITS_S for count in self.micro_batches]
             return repeat * sum(each)
-        stock_s, vertical_s = known.get(self.name) or self._scaled(*known.get("m16_s8_clip0", (12.0, 4.0)))
+        stock_s, vertical_s = known.get(self.name) or self._scaled(*USUAL_S.get(report.instructions(), USUAL_S["avx2"]))
         arms = [stock_s] * (self.stock is not None) + [vertical_s, vertical_s * (not self.straight)]
         return LIMITS_S + repeat * sum(SETUP_S + steps * arm_s for arm_s in arms)
 
     def _scaled(self, stock_s: float, vertical_s: float) -> tuple[float, float]:
         assert isinstance(self.micro_batches, int)
-        factor = self.micro_batches / 16 * max(1.0, self.tokens / 16)
+        factor = self.micro_batches / 16 * max(0.25, self.tokens / 8)
         return max(2.0, stock_s * factor * (2.7 if self.limited else 1)), max(1.5, vertical_s * factor, 5.4 * self.limited)
 
 
@@ -134,11 +136,11 @@ def _here(command: Sequence[str]) -> list[str]:
 
 
 def known_steps(folder: Path) -> dict[str, tuple[float, float]]:
-    """By row name, the latest (stock, vertical) seconds of a step."""
+    """By row name, the latest (stock, vertical) seconds of a step on a processor like this one."""
     found = {}
     for result in report.results(folder):
         arms = result.content.get("arms", {})
-        if "vertical" in arms:
+        if "vertical" in arms and result.isa == report.instructions():
             stock = arms.get("stock", arms["vertical"])
             found[result.row] = (stock["step_s"], arms["vertical"]["step_s"])
     return found
@@ -174,7 +176,7 @@ def main() -> None:
 
 
 def run_all(chosen: Sequence[Row], options: argparse.Namespace, known: dict[str, tuple[float, float]]) -> None:
-    """Runs each row that has no result of today and fits into the budget; one that fails does not keep the next from running."""
+    """Runs each row that has no result of today and fits into the budget; after one that fails comes the next."""
     start = time.monotonic()
     for row in chosen:
         target = options.results / f"gpt_101m_{row.name}_{report.instructions()}_{datetime.date.today()}.json"

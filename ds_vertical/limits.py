@@ -75,6 +75,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: write 1 or more")
+    if options.tokens % options.sequences:
+        raise ConfigError(f"--tokens {options.tokens}: write a multiple of --sequences, {options.sequences}")
     if not options.path.is_dir():
         raise ConfigError(f"--path {options.path}: no such folder; name one on the disk to measure")
     if options.threads:
@@ -102,8 +104,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def fio_ratios(rates: dict[str, float]) -> dict[str, float]:
     """Our rates over fio's, for those that fio has measured."""
     names = ("read", "write", "read_together", "write_together")
-    pairs = {name: (rates[f"ssd_{name}_bytes_per_s"], rates.get(f"fio_{name}_bytes_per_s")) for name in names}
-    return {name: ours / theirs for name, (ours, theirs) in pairs.items() if theirs}
+    measured = [name for name in names if rates.get(f"fio_{name}_bytes_per_s")]
+    return {name: rates[f"ssd_{name}_bytes_per_s"] / rates[f"fio_{name}_bytes_per_s"] for name in measured}
 
 
 def fio_line(rates: dict[str, float]) -> str:
@@ -240,11 +242,9 @@ def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
 
 
 def layer_seconds(options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a model's pieces for one micro-batch, see `blocktime`. Raises ConfigError for options that do not fit."""
+    """Seconds of a model's pieces for one micro-batch, see `blocktime`."""
     from ds_vertical.blocktime import Batch, BlockTimer
 
-    if options.tokens % options.sequences:
-        raise ConfigError(f"--tokens {options.tokens}: write a multiple of --sequences, {options.sequences}")
     return BlockTimer(options.model, Batch(options.tokens, options.sequences, options.dtype), accelerator()).rates(
         options.rounds
     )

@@ -4,7 +4,7 @@ Times are `now()`, seconds of a clock that all threads of the process share. A r
 made once per step, after the step's end is taken. One file per rank, one JSON object per line, by "kind":
 
 - header: version, rank, date
-- step: step, start, end
+- step: step, start, end, write_s (seconds that writing the records of the step before took)
 - span: step, thread, resource, name, issue, start, end, bytes, blocked_from; see [Note: inexact spans]
 - wait: step, thread, name (what was waited for), by (the event that needed it), start, end
 - count: step, thread, name, time, value
@@ -30,7 +30,6 @@ from typing import Any
 
 RESOURCES = ("compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam")
 VERSION = 1
-WRITING = "trace_write_s"  # counter: seconds that the records of the step before took to write
 now = perf_counter
 
 
@@ -75,6 +74,7 @@ class RecordingTracer(Tracer):
         self.path.write_text(json.dumps({"kind": "header", "version": VERSION, "rank": rank, "date": date}) + "\n")
         self._records: deque[tuple[Any, ...]] = deque()  # append and popleft are atomic
         self._num_steps = 0
+        self._write_s = 0.0
 
     def span(
         self, resource: str, name: object, start: float, end: float, num_bytes: int = 0, *, issue: float | None = None
@@ -104,14 +104,14 @@ class RecordingTracer(Tracer):
     def _write(self, start: float, end: float) -> None:
         begin = now()
         self._num_steps += 1
-        lines = [_line({"kind": "step", "step": self._num_steps, "start": start, "end": end})]
+        lines = [_line({"kind": "step", "step": self._num_steps, "start": start, "end": end, "write_s": self._write_s})]
         for _ in range(len(self._records)):
             kind, *values = self._records.popleft()
             fields = {"kind": kind, "step": self._num_steps} | dict(zip(_FIELDS[kind], values, strict=True))
             lines.append(_line(fields | {key: str(fields[key]) for key in ("name", "by") if key in fields}))
         with self.path.open("a", encoding="ascii") as file:
             file.write("".join(lines))
-        self.count(WRITING, now() - begin)
+        self._write_s = now() - begin
 
 
 _FIELDS = {
@@ -170,11 +170,12 @@ class Count:
 
 @dataclass
 class StepTrace:
-    """One step of one rank: when it was, and all that was written with it."""
+    """One step of one rank: when it was, and all that was written with it; `write_s`: what the step before took to write."""
 
     step: int
     start: float
     end: float
+    write_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     counts: list[Count] = field(default_factory=list)
@@ -299,11 +300,10 @@ def record_s(folder: Path, records: int = 4000) -> float:
     return seconds
 
 
-def cost_share(step: StepTrace, each_s: float) -> float | None:
-    """What tracing itself took, as a share of the step; None for a first step, which has nothing to write before it."""
-    writing = sum(count.value for count in step.counts if count.name == WRITING)
-    recorded = len(step.spans) + len(step.waits) + len(step.counts)
-    return (recorded * each_s + writing) / (step.end - step.start) if writing else None
+def cost_share(step: StepTrace, each_s: float) -> float:
+    """What tracing took in a step that is not the first, as a share of it; `each_s`: see `record_s`."""
+    num_records = len(step.spans) + len(step.waits) + len(step.counts)
+    return (num_records * each_s + step.write_s) / (step.end - step.start)
 
 
 def optimizer_overlap(step: StepTrace) -> float | None:

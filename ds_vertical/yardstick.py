@@ -124,11 +124,14 @@ def _simulated(ran: Ran, step: RanStep, machine: Machine, rates: Mapping[str, fl
 
 
 def _bytes(ran: Sequence[Ran]) -> dict[str, Any] | None:
-    """SSD bytes against the table, medians over the counted steps that took a whole optimizer step or more."""
+    """SSD bytes against the table, medians over the counted steps that took a whole optimizer step or more.
+
+    Of a run's second step only where there is no third: it may read moments that were never written, which costs no transfer.
+    """
     ratios: list[tuple[float, float, float]] = []
     for each in ran:
         world = each.account.facts.num_shards
-        for step, read, written, _ in each.counted():
+        for step, read, written, _ in each.counted()[1:] or each.counted():
             table = each.account.table(step)
             if table is not None and table.read and table.written:
                 both = (read + written) / (table.read + table.written)
@@ -162,7 +165,6 @@ def _traced(traced: Sequence[Ran], measured: float, out: Path) -> dict[str, Any]
     overlaps = [share for share in map(optimizer_overlap, steps) if share is not None]
     summaries = [summarize(step) for step in steps]
     each_s = record_s(out / "trace.cost")
-    costs = [share for share in (cost_share(step, each_s) for step in steps) if share is not None]
     seconds = median(s for each in traced for *_, s in each.counted())
     return {
         "outside_share": median(summary.outside_s / summary.step_s for summary in summaries),
@@ -170,7 +172,7 @@ def _traced(traced: Sequence[Ran], measured: float, out: Path) -> dict[str, Any]
         "busy_s": {name: median(s.busy_s[name] for s in summaries) for name in summaries[0].busy_s},
         "waits_s": {name: median(s.waits_s.get(name, 0.0) for s in summaries) for name in summaries[-1].waits_s},
         "traced_over_untraced": seconds / measured,
-        "trace_cost_share": median(costs),
+        "trace_cost_share": median(cost_share(step, each_s) for step in steps),
     }
 
 
