@@ -34,7 +34,7 @@ def facts_of(engine: Any, tokens: int) -> Facts:
     elements = {unit: sum(compat.full_numel(param) for param in members) for unit, members in units.items()}
     on_ssd = sum(chunk.numel for members in chunks.values() for chunk in members if chunk.files)
     parts = [part for members in chunks.values() for chunk in members for part in (*chunk.early, *chunk.delayed)]
-    tiers, world = engine._params.bytes_by_tier(), compat.world_size()
+    world, num_bytes = compat.world_size(), sum(map(compat.shard_bytes, params))
     return Facts(
         elements=elements,
         early_elements={unit: sum(chunk.boundary for chunk in members) for unit, members in chunks.items()},
@@ -47,7 +47,7 @@ def facts_of(engine: Any, tokens: int) -> Facts:
         generations=2 if optimizer.regime.possible else 1,
         slots=len(optimizer._slots),
         part_elements=max((part.numel for part in parts), default=0),
-        parameters_on_ssd=tiers["ssd"] / (sum(tiers.values()) or 1),
+        parameters_on_ssd=sum(map(compat.shard_bytes, filter(compat.is_on_ssd, params))) / (num_bytes or 1),
         state_on_ssd=min(1.0, on_ssd * world / (sum(elements.values()) or 1)),
         one_memory=compat.device_name() == "cpu",
         sequences=engine.train_micro_batch_size_per_gpu(),
