@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,10 @@ from ds_vertical.bound import Bound, step_bound
 from ds_vertical.cgroup import LimitedGroup
 from ds_vertical.comparison import ARMS, ArmSummary, Run
 from ds_vertical.config import ConfigError
+from ds_vertical.costs import event_costs
 from ds_vertical.machine import Machine
 from ds_vertical.memory import budget, total_bytes
+from ds_vertical.schedule import PRE, Event, Op, parse_event
 from ds_vertical.simulate import simulate
 from ds_vertical.trace import StepTrace, cost_share, optimizer_overlap, read_trace, record_s, summarize
 
@@ -109,7 +112,11 @@ def figures(every: Sequence[Ran], report: Mapping[str, Any], stock: ArmSummary |
         "without_compute": "layer_forward_s" not in rates,
         "simulated_s": _simulated(*steps[-1], machine, rates),
     }
-    return found | {"bytes": _bytes(ran), "host_memory": _memory(ran, rates, stock)} | _traced(traced, measured, out)
+    return (
+        found
+        | {"bytes": _bytes(ran), "host_memory": _memory(ran, rates, stock)}
+        | _traced(traced, measured, machine, rates, out)
+    )
 
 
 def _bound(account: Account, step: RanStep, machine: Machine, rates: Mapping[str, float]) -> Bound:
@@ -155,25 +162,51 @@ def _memory(ran: Sequence[Ran], rates: Mapping[str, float], stock: ArmSummary | 
     return found | {"stock_peak_bytes": stock.peak_host_bytes if stock else None}
 
 
-def _traced(traced: Sequence[Ran], measured: float, out: Path) -> dict[str, Any]:
-    """What needs a trace: time outside all resources, the optimizer's overlap, and what tracing costs."""
-    steps: list[StepTrace] = []
+def _traced(traced: Sequence[Ran], measured: float, machine: Machine, rates: Mapping[str, float], out: Path) -> dict[str, Any]:
+    """What needs a trace: time outside all resources, the optimizer's overlap, what tracing costs, and where the computation
+    takes longer than it did by itself."""
+    steps: list[tuple[Ran, RanStep, StepTrace]] = []
     for each in traced:
-        steps += read_trace(out / f"{each.run.name}.trace" / "rank0.jsonl")[1:]
+        traces = read_trace(out / f"{each.run.name}.trace" / "rank0.jsonl")
+        steps += [(each, *pair) for pair in zip(each.account.steps[1:], traces[1:], strict=True)]
     if not steps:
         return {}
-    overlaps = [share for share in map(optimizer_overlap, steps) if share is not None]
-    summaries = [summarize(step) for step in steps]
+    overlaps = [share for *_, step in steps if (share := optimizer_overlap(step)) is not None]
+    summaries = [summarize(step) for *_, step in steps]
     each_s = record_s(out / "trace.cost")
     seconds = median(s for each in traced for *_, s in each.counted())
+    operations = [_operations(each.account, ran, step, machine, rates) for each, ran, step in steps]
     return {
         "outside_share": median(summary.outside_s / summary.step_s for summary in summaries),
         "optimizer_overlap": median(overlaps) if overlaps else None,
         "busy_s": {name: median(s.busy_s[name] for s in summaries) for name in summaries[0].busy_s},
         "waits_s": {name: median(s.waits_s.get(name, 0.0) for s in summaries) for name in summaries[-1].waits_s},
+        "operations_s": {op: [median(o[op][i] for o in operations if op in o) for i in (0, 1)] for op in operations[-1]},
         "traced_over_untraced": seconds / measured,
-        "trace_cost_share": median(cost_share(step, each_s) for step in steps),
+        "trace_cost_share": median(cost_share(step, each_s) for *_, step in steps),
     }
+
+
+def _operations(
+    account: Account, ran: RanStep, trace: StepTrace, machine: Machine, rates: Mapping[str, float]
+) -> dict[str, tuple[float, float]]:
+    """Per kind of computing event ("F", "B", "HEAD", "preF", "preB") and for "STEP" its seconds in the step: as traced, and at
+    the machine's rates."""
+    taken, priced = Counter[str](), Counter[str]()
+    for span in trace.spans:
+        if span.resource == "compute":
+            taken[_kind(parse_event(span.name))] += span.end - span.start
+        elif span.resource == "adam":
+            taken["STEP"] += span.end - span.start
+    events = ran.schedule.events
+    for event, cost in zip(events, event_costs(events, machine, account.shape(ran, rates), account.parts(ran)), strict=True):
+        lane_s = sum(stage.seconds for job in cost for stage in job if stage.lane in ("compute", "adam"))
+        priced[_kind(event)] += lane_s
+    return {kind: (seconds, priced[kind]) for kind, seconds in taken.items()}
+
+
+def _kind(event: Event) -> str:
+    return f"{PRE if event.layer == PRE and event.op is not Op.STEP else ''}{event.op}"
 
 
 # ---- lines
@@ -201,6 +234,8 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         overlap = found["optimizer_overlap"]
         beside = "" if overlap is None else f"; optimizer beside computation {overlap:.0%}"
         shown.append(f"outside all resources: {found['outside_share']:.1%}{beside}")
+        kinds = [f"{kind} {taken:.3f} / {priced:.3f}" for kind, (taken, priced) in found["operations_s"].items()]
+        shown.append(f"seconds in the step / at the rates: {', '.join(kinds)}")
         cost, ratio = found["trace_cost_share"], found["traced_over_untraced"]
         shown.append(f"tracing: {cost:.2%} of the step; traced / untraced step {ratio:.3f}")
     return shown

@@ -183,9 +183,24 @@ def test_a_trace_gives_time_outside_and_its_own_cost(tmp_path: Path) -> None:
             tracer.span("adam", "0STEP", begin, begin + 0.0025)
     found = yardstick.figures([each, traced], REPORT, None, tmp_path)
     assert 0 < found["outside_share"] < 1 and found["optimizer_overlap"] == pytest.approx(1.0)
-    assert found["traced_over_untraced"] == 1.0 and 0 < found["trace_cost_share"] < 0.5
+    taken, priced = found["operations_s"]["F"]
+    # pre's apart; two layers forward and the last one, two micro-batches, 2 blocks of 0.5 s each
+    assert taken == pytest.approx(0.005) and priced == pytest.approx(6.0) and set(found["operations_s"]) == {"F", "STEP"}
+    assert found["traced_over_untraced"] == 1.0 and found["trace_cost_share"] > 0
     assert any(line.startswith("tracing: ") for line in yardstick.lines(found))
     assert [path.name for path in (tmp_path / "trace.cost").iterdir()] == []
+
+
+def test_traced_runs_do_not_count_as_steps(tmp_path: Path) -> None:
+    each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 2)
+    slow = make_run("vertical", 0, [(3.0, 2.0)] * 2, step_s=80.0)
+    traced = yardstick.Ran(Run("vertical", 0, slow.ranks, traced=True), each.account)
+    tracer = RecordingTracer(tmp_path / "traced.0.trace", 0)
+    for _ in range(2):
+        with tracer.step():
+            tracer.span("compute", "0F0", now(), now())
+    found = yardstick.figures([each, traced], REPORT, None, tmp_path)
+    assert (found["step_s"], found["traced_over_untraced"]) == (8.0, 10.0)
 
 
 def test_a_machine_file_is_checked(tmp_path: Path) -> None:
