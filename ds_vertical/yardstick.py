@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,7 +192,8 @@ def _operations(
 ) -> dict[str, tuple[float, float]]:
     """Per kind of computing event ("F", "B", "HEAD", "preF", "preB") and for "STEP" its seconds in the step: as traced, and at
     the machine's rates."""
-    taken, priced = Counter[str](), Counter[str]()
+    taken: dict[str, float] = defaultdict(float)
+    priced: dict[str, float] = defaultdict(float)
     for span in trace.spans:
         if span.resource == "compute":
             taken[_kind(parse_event(span.name))] += span.end - span.start
