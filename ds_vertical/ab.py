@@ -6,23 +6,18 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from ds_vertical import cgroup
+from ds_vertical import cgroup, yardstick
 from ds_vertical.arms import Arms, build_arms, nvme_paths
 from ds_vertical.comparison import (
     ARMS,
+    TRACED,
     Agreement,
     ArmSummary,
     ComparisonError,
@@ -35,19 +30,12 @@ from ds_vertical.comparison import (
     summarize,
     table,
 )
-from ds_vertical.config import ConfigError
-from ds_vertical.facts import accelerator, describe_machine, versions
-from ds_vertical.metrics import METRICS_VARIABLE, STEPS_VARIABLE, encode_float, read_records
+from ds_vertical.config import SECTION, ConfigError
+from ds_vertical.facts import describe_machine, versions
+from ds_vertical.launch import RunError, Script, terminations_raised
+from ds_vertical.metrics import encode_float
 
 _FAILED, _BAD_INPUT = 1, 2
-_LOG_LINES_SHOWN = 25
-_GRACE_S = 30.0  # between asking a run's processes to end and ending them
-_POLL_S = 0.25
-_REPORT_EVERY_S = 30.0  # without a terminal; with one, the line is redrawn at each poll
-
-
-class RunError(Exception):
-    """A run that did not end well; the message says where its output lies."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +52,10 @@ class Plan:
     script: Path
     script_arguments: tuple[str, ...]
     ssd_limit: cgroup.Limit | None
+    with_stock: bool = True
+    with_trace: bool = False
+    machine: dict[str, Any] | None = None  # None: measured after the runs
+    with_bound: bool = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ds-vertical ab: {error}", file=sys.stderr)
         return _BAD_INPUT
     try:
-        with _terminations_raised(), _disk_limit(plan) as group:
+        with terminations_raised(), _disk_limit(plan) as group:
             return _execute(plan, group, ["ds-vertical", "ab", *arguments])
     except ConfigError as error:
         print(f"ds-vertical ab: {error}", file=sys.stderr)
@@ -105,6 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeat", type=int, default=1, help="runs per arm, interleaved (default 1)")
     parser.add_argument("--num-ranks", type=int, default=1, help="processes on this machine (default 1)")
     parser.add_argument(cgroup.OPTION, metavar="READ,WRITE", help=cgroup.HELP)
+    parser.add_argument("--vertical-only", action="store_true", help="leave stock out: nothing is compared")
+    parser.add_argument(
+        "--trace", action="store_true", help="trace a third run: time outside all resources, and what that costs"
+    )
+    parser.add_argument("--machine", type=Path, help="rates for the bound, from `ds-vertical limits` (default: measured)")
+    parser.add_argument("--no-bound", action="store_true", help="do not measure the machine, print no bound")
     parser.add_argument("--out", type=Path, help="folder for ab.json, both JSONs and logs (default runs/ab-<date>)")
     return parser
 
@@ -129,6 +127,8 @@ def parse(arguments: Sequence[str]) -> Plan:
     given = [argument for argument in script[1:] if argument.split("=")[0] == "--deepspeed_config"]
     if given:
         raise ConfigError(f"{given[0]} in SCRIPT's arguments: leave it out, each arm gets its own file; use --config")
+    if options.machine is not None and options.no_bound:
+        raise ConfigError(f"--machine {options.machine}: it is for the bound; leave it out, or --no-bound")
     limit = cgroup.parse_limit(options.ssd_limit) if options.ssd_limit is not None else None
     arms = build_arms(options.config, options.stock_config, options.set, options.num_ranks)
     if limit is not None and not nvme_paths(arms.vertical):
@@ -146,6 +146,10 @@ def parse(arguments: Sequence[str]) -> Plan:
         script=path,
         script_arguments=tuple(script[1:]),
         ssd_limit=limit,
+        with_stock=not options.vertical_only,
+        with_trace=options.trace,
+        machine=yardstick.read_machine(options.machine) if options.machine else None,
+        with_bound=not options.no_bound,
     )
 
 
@@ -164,8 +168,8 @@ def _make_out(out: Path) -> Path:
         probe.write_text("")
         probe.unlink()
         (out / "ab.json").unlink(missing_ok=True)
-        for arm in ARMS:
-            for stale in out.glob(f"{arm}.*.metrics"):
+        for arm in (*ARMS, TRACED):
+            for stale in (*out.glob(f"{arm}.*.metrics"), *out.glob(f"{arm}.*.trace")):
                 shutil.rmtree(stale)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write there ({error}); name a folder that you may write to") from error
@@ -185,155 +189,61 @@ def _execute(plan: Plan, group: cgroup.LimitedGroup | None, command: Sequence[st
     started = datetime.datetime.now().astimezone()
     for warning in plan.arms.warnings:
         print(f"warning: {warning}")
-    for arm, config in zip(ARMS, (plan.arms.stock, plan.arms.vertical), strict=True):
-        (plan.out / f"{arm}.json").write_text(json.dumps(config, indent=2) + "\n")
-    runs = []
-    for repeat in range(plan.num_repeats):
-        # Alternating the order spreads a drift of the machine (heat, other load) over both arms.
-        for arm in ARMS if repeat % 2 == 0 else reversed(ARMS):
-            runs.append(_run(plan, group, arm, repeat))
+    runs = _runs(plan, group)
     check_runs(runs, plan.num_steps, plan.num_ranks)
-    contract = contract_of(plan.arms.vertical, plan.num_ranks, _tied(runs))
-    verdict = compare_losses(runs, contract)
-    summaries = {arm: summarize([run for run in runs if run.arm == arm]) for arm in ARMS}
+    verdict = compare_losses(runs, contract_of(plan.arms.vertical, plan.num_ranks, _tied(runs)))
+    arms = ARMS if plan.with_stock else ARMS[1:]
+    summaries = {arm: summarize([run for run in runs if run.arm == arm and not run.traced]) for arm in arms}
     report = _report(plan, command, started, verdict, summaries)
     report["ssd_limit"] = group.to_json() if group else None
+    if plan.with_bound and verdict.agreement is not Agreement.DIFFERENT:
+        report["yardstick"] = _yardstick(plan, group, runs, summaries.get("stock"))
     (plan.out / "ab.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     print(describe_losses(verdict, plan.num_steps))
     if verdict.agreement is Agreement.DIFFERENT:
         print(f"ds-vertical ab: the arms do not compute the same thing; logs in {plan.out}", file=sys.stderr)
         return _FAILED
-    print(table(summaries["stock"], summaries["vertical"], group.describe() if group else ""))
+    print(table(summaries, group.describe() if group else ""))
+    print("\n".join(yardstick.lines(report.get("yardstick", {}))))
     print(f"written: {plan.out / 'ab.json'}")
     return 0
+
+
+def _runs(plan: Plan, group: cgroup.LimitedGroup | None) -> list[Run]:
+    """All runs, the arms in turn; alternating the order spreads a drift of the machine (heat, other load) over them."""
+    script = Script(plan.script, plan.script_arguments, plan.num_steps, plan.num_ranks, group)
+    kinds = [arm for arm, wanted in (*zip(ARMS, (plan.with_stock, True), strict=True), (TRACED, plan.with_trace)) if wanted]
+    runs = []
+    for repeat in range(plan.num_repeats):
+        for kind in kinds if repeat % 2 == 0 else reversed(kinds):
+            config = plan.arms.stock if kind == ARMS[0] else plan.arms.vertical
+            if kind == TRACED:
+                section = config[SECTION] | {"trace": str(plan.out / f"{kind}.{repeat}.trace")}
+                config = config | {SECTION: section}
+            path = plan.out / f"{kind}.json"
+            path.write_text(json.dumps(config, indent=2) + "\n")
+            records = script.run(path, plan.out, f"{kind}.{repeat}", f"{kind} {repeat + 1}/{plan.num_repeats}")
+            runs.append(Run(ARMS[1] if kind == TRACED else kind, repeat, records, traced=kind == TRACED))
+    return runs
+
+
+def _yardstick(plan: Plan, group: cgroup.LimitedGroup | None, runs: Sequence[Run], stock: ArmSummary | None) -> dict[str, Any]:
+    """The bound and what else the vertical step is measured against; {"missing": why} where it cannot be had."""
+    ran = yardstick.accounts(runs, plan.out)
+    if not ran:
+        return {"missing": "the vertical arm kept no account of its steps"}
+    folder = Path(next(iter(nvme_paths(plan.arms.vertical)), plan.out))
+    try:
+        report = plan.machine or yardstick.measure_machine(ran[0].account, plan.out, folder, group)
+        return yardstick.figures(ran, report, stock, plan.out) | {"limits": report}
+    except (OSError, ValueError) as error:  # faults of rates, schedules, traces: the comparison of the arms stands without
+        return {"missing": str(error)}
 
 
 def _tied(runs: Sequence[Run]) -> bool | None:
     """What the runs say about tied weights; None as soon as one does not know."""
     told = {record.tied for run in runs for records in run.ranks.values() for record in records}
     return None if None in told else True in told
-
-
-def _run(plan: Plan, group: cgroup.LimitedGroup | None, arm: str, repeat: int) -> Run:
-    name = f"{arm}.{repeat}"
-    log, metrics = plan.out / f"{name}.log", plan.out / f"{name}.metrics"
-    environment = dict(os.environ) | {METRICS_VARIABLE: str(metrics), STEPS_VARIABLE: str(plan.num_steps)}
-    environment["DS_ACCELERATOR"] = accelerator()
-    # The launcher's children find this interpreter's tools (ninja, for ops) before the system's.
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    command = [
-        *(sys.executable, "-m", "deepspeed.launcher.runner"),
-        # No host file: a machine that has /job/hostfile would otherwise train on all its hosts.
-        *("--hostfile", os.devnull, *_devices(plan.num_ranks), "--master_port", str(_free_port())),
-        *(str(plan.script), *plan.script_arguments, "--deepspeed_config", str(plan.out / f"{arm}.json")),
-    ]
-    progress = Progress(f"{arm} {repeat + 1}/{plan.num_repeats}", plan.num_steps, metrics, log)
-    status = _run_process(group.wrap(command) if group else command, environment, log, progress)
-    if status != 0:
-        raise RunError(_failure(name, f"ended with status {status}", log))
-    try:
-        return Run(arm, repeat, read_records(metrics))
-    except ValueError as error:
-        raise RunError(_failure(name, f"trained nothing through engine.train_batch ({error})", log)) from error
-
-
-def _run_process(command: Sequence[str], environment: dict[str, str], log: Path, progress: Progress) -> int:
-    """Runs the command in a process group of its own with its output in `log`; ends the group if interrupted."""
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            while process.poll() is None:
-                progress.show()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_S)
-        except BaseException:
-            _end_group(process)
-            raise
-    progress.finish(process.returncode == 0)
-    return process.returncode
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends the launcher and what it started, gently first, so that a run can remove its swap files."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        end = time.monotonic() + _GRACE_S
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal_number)
-            # The launcher may end before the training processes: the group is gone when nobody is left in it.
-            while time.monotonic() < end:
-                process.poll()
-                os.killpg(process.pid, 0)
-                time.sleep(_POLL_S)
-
-
-@contextlib.contextmanager
-def _terminations_raised() -> Iterator[None]:
-    """SIGTERM becomes SystemExit, so that an ended A/B does not leave its run training on."""
-
-    def raise_exit(signal_number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signal_number)
-
-    previous = signal.signal(signal.SIGTERM, raise_exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _devices(num_ranks: int) -> tuple[str, str]:
-    """The launcher's option for this many local processes, on the devices that the caller has made visible."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if accelerator() != "cuda" or len([device for device in visible if device]) < num_ranks:
-        return "--num_accelerators", str(num_ranks)
-    return "--include", f"localhost:{','.join(visible[:num_ranks])}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _failure(name: str, what: str, log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
-    return f"{name} {what}; the end of its log:\n" + "".join(f"    {line}\n" for line in lines) + f"whole log: {log}"
-
-
-class Progress:
-    """One line about the run under way: redrawn on a terminal, repeated now and then without one."""
-
-    def __init__(self, name: str, num_steps: int, metrics: Path, log: Path) -> None:
-        self._name, self._num_steps, self._log = name, num_steps, log
-        self._records = metrics / "rank0.jsonl"
-        self._terminal = sys.stdout.isatty()
-        self._start = self._last_report = time.monotonic()
-        if not self._terminal:
-            print(f"{name}: started, log {log}", flush=True)
-
-    def show(self) -> None:
-        """Says how far the run is, if it is time to."""
-        now = time.monotonic()
-        if self._terminal:
-            print(f"\r\033[K{self._text(now)}", end="", flush=True)
-        elif now - self._last_report >= _REPORT_EVERY_S:
-            self._last_report = now
-            print(self._text(now), flush=True)
-
-    def finish(self, good: bool) -> None:
-        start, end = ("\r\033[K", "") if self._terminal else ("", "")
-        print(f"{start}{self._text(time.monotonic())}, {'done' if good else 'failed'}{end}", flush=True)
-
-    def _text(self, now: float) -> str:
-        done = self._records.read_bytes().count(b"\n") if self._records.exists() else 0
-        waiting = "" if done else f" (setting up, see {self._log})"
-        return f"{self._name}: step {done}/{self._num_steps}, {now - self._start:.0f} s{waiting}"
 
 
 # --- the report ----------------------------------------------------------------------------------------------------
@@ -348,10 +258,10 @@ def _report(
 ) -> dict[str, Any]:
     """What ab.json holds. Speed is null where the losses differ beyond the contract."""
     comparable = verdict.agreement is not Agreement.DIFFERENT
-    speedup = summaries["stock"].step_s / summaries["vertical"].step_s if comparable else None
+    speedup = summaries["stock"].step_s / summaries["vertical"].step_s if comparable and plan.with_stock else None
     first = None if verdict.first is None else {key: _json(value) for key, value in asdict(verdict.first).items()}
     return {
-        "arms": {arm: summaries[arm].to_json(with_speed=comparable) for arm in ARMS},
+        "arms": {arm: summary.to_json(with_speed=comparable) for arm, summary in summaries.items()},
         "speedup": speedup,
         "losses_equal": verdict.agreement is Agreement.EQUAL,
         "losses_verdict": {
@@ -368,7 +278,9 @@ def _report(
         "date": started.isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "versions": versions(),
-        "configs": {"stock": plan.arms.stock, "vertical": plan.arms.vertical},
+        "configs": {"stock": plan.arms.stock, "vertical": plan.arms.vertical}
+        if plan.with_stock
+        else {"vertical": plan.arms.vertical},
     }
 
 

@@ -18,6 +18,7 @@ from ds_vertical.config import SECTION
 from ds_vertical.metrics import StepRecord, encode_float
 
 ARMS = ("stock", "vertical")
+TRACED = "traced"  # the name of the vertical arm's runs that write a trace
 ENGINES = {"stock": "DeepSpeedEngine", "vertical": "VerticalEngine"}
 _TOLERANCE_NARROW = 1e-3  # bf16, fp16
 _TOLERANCE_FP32 = 1e-6
@@ -37,15 +38,16 @@ class Agreement(Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """One recorded run of one arm: {rank: records in step order}."""
+    """One recorded run of one arm: {rank: records in step order}. A traced one is left out of the arm's summary."""
 
     arm: str
     repeat: int
     ranks: Mapping[int, Sequence[StepRecord]]
+    traced: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.arm}.{self.repeat}"
+        return f"{TRACED if self.traced else self.arm}.{self.repeat}"
 
     @property
     def num_steps(self) -> int:
@@ -176,8 +178,8 @@ def check_runs(runs: Sequence[Run], num_steps: int, num_ranks: int) -> None:
 
 
 def compare_losses(runs: Sequence[Run], contract: Contract) -> LossVerdict:
-    """Compares every run with the first stock run, loss by loss. Two NaN are equal."""
-    reference = next(run for run in runs if run.arm == "stock")
+    """Compares every run with the first stock run (the first of all, without stock), loss by loss. Two NaN are equal."""
+    reference = next((run for run in runs if run.arm == "stock"), runs[0])
     found = [difference for run in runs if run is not reference for difference in _differences(reference, run)]
     if not found:
         return LossVerdict(Agreement.EQUAL, contract, None, 0.0)
@@ -231,19 +233,21 @@ def describe_losses(verdict: LossVerdict, num_steps: int) -> str:
     return f"losses: DIFFERENT; the contract asks for equality {rule}\n        first: {verdict.first}"
 
 
-def table(stock: ArmSummary, vertical: ArmSummary, ssd_limit: str = "") -> str:
-    """The comparison, one quantity a line, for the terminal; `ssd_limit` says what both arms' disk was limited to."""
+def table(summaries: Mapping[str, ArmSummary], ssd_limit: str = "") -> str:
+    """The arms side by side, one quantity a line, for the terminal; `ssd_limit` says what their disk was limited to."""
+    arms = list(summaries.values())
     rows = [
-        ("", *ARMS, "stock/vertical"),
-        ("engine", stock.engine, vertical.engine, ""),
-        _row("step", "s", 1.0, stock.step_s, vertical.step_s),
-        _row("tokens", "/s", 1.0, stock.tokens_per_s, vertical.tokens_per_s),
-        _row("SSD read per step", "MB", 1e-6, stock.read_bytes_per_step, vertical.read_bytes_per_step),
-        _row("SSD written per step", "MB", 1e-6, stock.write_bytes_per_step, vertical.write_bytes_per_step),
-        _row("peak host memory", "MB", 1e-6, stock.peak_host_bytes, vertical.peak_host_bytes),
-        _row("last loss", "", 1.0, stock.losses[-1], vertical.losses[-1]),
+        ["", *summaries, *(["stock/vertical"] if len(arms) == 2 else [])],
+        ["engine", *(arm.engine for arm in arms)],
+        _row("step", "s", 1.0, [arm.step_s for arm in arms]),
+        _row("tokens", "/s", 1.0, [arm.tokens_per_s for arm in arms]),
+        _row("SSD read per step", "MB", 1e-6, [arm.read_bytes_per_step for arm in arms]),
+        _row("SSD written per step", "MB", 1e-6, [arm.write_bytes_per_step for arm in arms]),
+        _row("peak host memory", "MB", 1e-6, [arm.peak_host_bytes for arm in arms]),
+        _row("last loss", "", 1.0, [arm.losses[-1] for arm in arms]),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    rows = [row + [""] * (len(rows[0]) - len(row)) for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for name, *cells in rows:
         cells_text = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
@@ -253,8 +257,7 @@ def table(stock: ArmSummary, vertical: ArmSummary, ssd_limit: str = "") -> str:
     return "\n".join(lines)
 
 
-def _row(name: str, unit: str, scale: float, stock: float, vertical: float) -> tuple[str, str, str, str]:
-    ratio = f"{stock / vertical:.2f}" if vertical else ""
-    cells = (f"{value * scale:.4g} {unit}".strip() for value in (stock, vertical))
-    left, right = cells
-    return name, left, right, ratio
+def _row(name: str, unit: str, scale: float, values: Sequence[float]) -> list[str]:
+    """The values, and the first over the second where there are two."""
+    ratio = [f"{values[0] / values[1]:.2f}" if values[1] else ""] if len(values) == 2 else []
+    return [name, *(f"{value * scale:.4g} {unit}".strip() for value in values), *ratio]

@@ -246,7 +246,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
         vertical = self.vertical
         self._gradients.refuse_strays()
         compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
-        schedule = build_training(
+        schedule = self.ran = build_training(
             self.layers.num_layers,
             len(runs),
             order=vertical.order,

@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,13 +16,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ds_vertical import cgroup
+from ds_vertical import cgroup, fio
 from ds_vertical.config import ConfigError, read_config
 from ds_vertical.facts import accelerator, describe_machine, versions
 from ds_vertical.machine import Machine
 
 _BAD_INPUT = 2
 _DTYPES = ("bf16", "fp16", "fp32")
+_ALIGNMENT = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _BAD_INPUT
     report["ssd_limit"] = json.loads(options.limited) if options.limited else None
     print(table(report["rates"]))
+    print(fio_line(report["rates"]))
     if options.out:
         options.out.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
         print(f"written: {options.out}")
@@ -52,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, help="Hugging Face config of the model whose layer is timed")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the layer (default bf16)")
     parser.add_argument("--tokens", type=int, default=32, help="of a micro-batch (default 32)")
+    parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch, which share its tokens (default 1)")
+    parser.add_argument("--threads", type=int, help="of torch (default: as it chooses)")
     parser.add_argument("--size-mb", type=int, default=256, help="MB per transfer (default 256)")
     parser.add_argument("--rounds", type=int, default=3, help="the median of so many counts (default 3)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -68,26 +71,46 @@ def _run_limited(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The report. Raises ConfigError for options that make no sense, OSError where `path` cannot be written."""
-    for name, value in (("--tokens", options.tokens), ("--size-mb", options.size_mb), ("--rounds", options.rounds)):
-        if value < 1:
-            raise ConfigError(f"{name} {value}: write 1 or more")
+    for name in ("tokens", "sequences", "threads", "size_mb", "rounds"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: write 1 or more")
+    if options.tokens % options.sequences:
+        raise ConfigError(f"--tokens {options.tokens}: write a multiple of --sequences, {options.sequences}")
     if not options.path.is_dir():
         raise ConfigError(f"--path {options.path}: no such folder; name one on the disk to measure")
+    if options.threads:
+        import torch
+
+        torch.set_num_threads(options.threads)
     num_bytes = options.size_mb << 20
     aio = read_config(options.config) if options.config else {}
     rates = ssd_rates(options.path, num_bytes, options.rounds, aio)
     rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds)
     if options.model:
-        rates |= layer_seconds(options.model, options.dtype, options.tokens, options.rounds)
+        rates |= layer_seconds(options)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     return {
         "machine": _as_machine(rates),
         "rates": rates,
+        "ours_over_fio": fio_ratios(rates) or None,
         "settings": settings,
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "facts": describe_machine(),
         "versions": versions(),
     }
+
+
+def fio_ratios(rates: dict[str, float]) -> dict[str, float]:
+    """Our rates over fio's, for those that fio has measured."""
+    names = ("read", "write", "read_together", "write_together")
+    measured = [name for name in names if rates.get(f"fio_{name}_bytes_per_s")]
+    return {name: rates[f"ssd_{name}_bytes_per_s"] / rates[f"fio_{name}_bytes_per_s"] for name in measured}
+
+
+def fio_line(rates: dict[str, float]) -> str:
+    ratios = ", ".join(f"{name.replace('_', ' ')} {ratio:.2f}" for name, ratio in fio_ratios(rates).items())
+    return f"ours / fio: {ratios}" if ratios else fio.ABSENT
 
 
 def _as_machine(rates: dict[str, float]) -> dict[str, Any]:
@@ -99,7 +122,12 @@ def _as_machine(rates: dict[str, float]) -> dict[str, Any]:
 
 def table(rates: dict[str, float]) -> str:
     """One rate a line, in GB/s, million elements/s or milliseconds."""
-    units = {"_bytes_per_s": ("GB/s", 1e-9), "_elements_per_s": ("M elements/s", 1e-6), "_s": ("ms", 1e3)}
+    units = {
+        "_bytes_per_s": ("GB/s", 1e-9),
+        "_elements_per_s": ("M elements/s", 1e-6),
+        "_s": ("ms", 1e3),
+        "_bytes": ("MB", 1e-6),
+    }
     lines = []
     for key, value in rates.items():
         suffix = next(suffix for suffix in units if key.endswith(suffix))
@@ -122,12 +150,14 @@ def _median_s(run: Callable[[], Any], rounds: int) -> float:
 
 
 def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any]) -> dict[str, float]:
-    """Bytes/s past the page cache through the queues that training uses: each direction alone, and both together."""
+    """Bytes/s past the page cache through the queues that training uses: each direction alone, and both together; beside
+    them what fio finds, where it is installed."""
     from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 
     from ds_vertical import compat, native
 
-    queues = [native.new_disk_queue(get_aio_config(config)) for _ in range(2)]
+    aio = get_aio_config(config)
+    queues = [native.new_disk_queue(aio) for _ in range(2)]
     buffers = [compat.lock_host_bytes(num_bytes) for _ in queues]
     try:
         with tempfile.TemporaryDirectory(prefix="ds_vertical.limits.", dir=folder) as scratch:
@@ -143,9 +173,14 @@ def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any])
 
             _transfer_s([queues[0].write, queues[1].write], buffers, files, 1)
             rates = {"ssd_read_bytes_per_s": num_bytes / read(rounds), "ssd_write_bytes_per_s": num_bytes / write(rounds)}
-            together = _transfer_s([queues[0].read, queues[1].write], buffers, files, rounds)
-            rates |= {f"ssd_{way}_together_bytes_per_s": num_bytes / together for way in ("read", "write")}
-            return rates | _fio_rates(Path(scratch), num_bytes)
+            # Shares of the file in proportion to the rates, so that both directions work to the end.
+            fastest = max(rates.values())
+            shares = [int(num_bytes * rate / fastest) // _ALIGNMENT * _ALIGNMENT for rate in rates.values()]
+            pieces = [buffer[: max(_ALIGNMENT, share)] for buffer, share in zip(buffers, shares, strict=True)]
+            together = _transfer_s([queues[0].read, queues[1].write], pieces, files, rounds)
+            for way, piece, alone in zip(("read", "write"), pieces, list(rates.values()), strict=True):
+                rates[f"ssd_{way}_together_bytes_per_s"] = min(alone, piece.numel() / together)
+            return rates | (fio.rates(Path(scratch), num_bytes, rounds, aio) if fio.installed() else {})
     finally:
         for queue, buffer in zip(queues, buffers, strict=True):
             queue.close()
@@ -157,26 +192,12 @@ def _transfer_s(issues: Sequence[Callable[..., Any]], buffers: Sequence[Any], fi
 
     def run() -> None:
         flying = [
-            issue(buffer.data_ptr(), buffer.numel(), file)
-            for issue, buffer, file in zip(issues, buffers, files, strict=True)
+            issue(buffer.data_ptr(), buffer.numel(), file) for issue, buffer, file in zip(issues, buffers, files, strict=True)
         ]
         for transfer in flying:
             transfer.wait()
 
     return _median_s(run, rounds)
-
-
-def _fio_rates(folder: Path, num_bytes: int) -> dict[str, float]:
-    """What fio measures with direct I/O of 1 MiB blocks, 8 deep; {} without fio."""
-    if shutil.which("fio") is None:
-        return {}
-    rates = {}
-    for direction in ("write", "read"):
-        options = f"--name=x --filename={folder}/fio --rw={direction} --bs=1M --iodepth=8 --direct=1 --ioengine=libaio"
-        command = ["fio", *options.split(), f"--size={num_bytes}", "--output-format=json"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        rates[f"fio_{direction}_bytes_per_s"] = float(json.loads(done.stdout)["jobs"][0][direction]["bw_bytes"])
-    return rates
 
 
 # ---- memory, host cores, layers
@@ -220,38 +241,13 @@ def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
         kernel.destroy_adam(kernel_id)
 
 
-def layer_seconds(model: Path, dtype: str, tokens: int, rounds: int) -> dict[str, float]:
-    """Seconds of one layer's forward, and of its backward (without the forward before it), for one micro-batch."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def layer_seconds(options: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a model's pieces for one micro-batch, see `blocktime`."""
+    from ds_vertical.blocktime import Batch, BlockTimer
 
-    from ds_vertical.layers import map_layers
-
-    fields = json.loads(model.read_text())
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    config.num_hidden_layers, config.use_cache = 2, False  # the least that has layers to be found
-    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    network = AutoModelForCausalLM.from_config(config).to(device=accelerator(), dtype=torch_dtype)
-    block = map_layers(network, None).blocks[0].module
-    seen: list[Any] = []
-    hook = block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
-    with torch.no_grad():
-        network(torch.zeros(1, tokens, dtype=torch.long, device=accelerator()))
-    hook.remove()
-    args, kwargs = seen[0]
-    args = tuple(arg.detach().requires_grad_() if torch.is_tensor(arg) and arg.is_floating_point() else arg for arg in args)
-
-    def forward() -> torch.Tensor:
-        output = block(*args, **kwargs)
-        _synchronize()
-        return output[0] if isinstance(output, tuple) else output
-
-    def both() -> None:
-        forward().sum().backward()
-        _synchronize()
-
-    forward_s, both_s = _median_s(forward, rounds), _median_s(both, rounds)
-    return {"layer_forward_s": forward_s, "layer_backward_s": both_s - forward_s}
+    return BlockTimer(options.model, Batch(options.tokens, options.sequences, options.dtype), accelerator()).rates(
+        options.rounds
+    )
 
 
 def _synchronize() -> None:

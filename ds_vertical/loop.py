@@ -13,6 +13,7 @@ from ds_vertical import batches as micro
 from ds_vertical import compat
 from ds_vertical.batches import LossFn
 from ds_vertical.metrics import StepRecorder
+from ds_vertical.survey import Surveyor
 from ds_vertical.threadstate import ThreadState, applied
 
 
@@ -28,6 +29,7 @@ class Loop:
         self.device = torch.device(compat.device_name())
         self._recorder: StepRecorder | None = None
         self._recorder_asked = False
+        self._surveyor: Surveyor | None = None
         self._own_data: Iterator[Any] | None = None
 
     # ---- the work, by arm
@@ -67,6 +69,7 @@ class Loop:
                 tokens=micro.count_tokens(batches),
                 tied=shares_weights(self.engine.module),
             )
+            self._survey(recorder, micro.count_tokens(batches[:1]))
         return micro.mean_loss(losses)
 
     def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
@@ -99,6 +102,14 @@ class Loop:
         if self._own_data is None:
             self._own_data = _epochs(self.engine.training_dataloader)
         return self._own_data
+
+    def _survey(self, recorder: StepRecorder, tokens: int) -> None:
+        """The vertical arm's account of the step, beside its record; `tokens` of one micro-batch."""
+        if "ran" not in vars(self.engine) or compat.rank() != 0:  # a plain engine runs no schedule
+            return
+        if self._surveyor is None:
+            self._surveyor = Surveyor(self.engine, recorder.folder, tokens)
+        self._surveyor.step()
 
     def _metrics(self) -> StepRecorder | None:
         if not self._recorder_asked:

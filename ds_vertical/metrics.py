@@ -66,6 +66,7 @@ class StepRecorder:
     def __init__(self, folder: Path, rank: int, max_steps: int | None) -> None:
         """Claims the rank's file. Raises FileExistsError if another engine or an earlier run has written it."""
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         path = folder / f"rank{rank}.jsonl"
         try:
             self._file = path.open("x", encoding="ascii", buffering=1)

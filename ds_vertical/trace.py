@@ -4,7 +4,7 @@ Times are `now()`, seconds of a clock that all threads of the process share. A r
 made once per step, after the step's end is taken. One file per rank, one JSON object per line, by "kind":
 
 - header: version, rank, date
-- step: step, start, end
+- step: step, start, end, write_s (seconds that writing the records of the step before took)
 - span: step, thread, resource, name, issue, start, end, bytes
 - wait: step, thread, name (what was waited for), by (the event that needed it), start, end
 - count: step, thread, name, time, value
@@ -66,6 +66,7 @@ class RecordingTracer(Tracer):
         self.path.write_text(json.dumps({"kind": "header", "version": VERSION, "rank": rank, "date": date}) + "\n")
         self._records: deque[tuple[Any, ...]] = deque()  # append and popleft are atomic
         self._num_steps = 0
+        self._write_s = 0.0
 
     def span(
         self, resource: str, name: object, start: float, end: float, num_bytes: int = 0, *, issue: float | None = None
@@ -88,14 +89,16 @@ class RecordingTracer(Tracer):
             self._write(start, now())
 
     def _write(self, start: float, end: float) -> None:
+        begin = now()
         self._num_steps += 1
-        lines = [_line({"kind": "step", "step": self._num_steps, "start": start, "end": end})]
+        lines = [_line({"kind": "step", "step": self._num_steps, "start": start, "end": end, "write_s": self._write_s})]
         for _ in range(len(self._records)):
             kind, *values = self._records.popleft()
             fields = {"kind": kind, "step": self._num_steps} | dict(zip(_FIELDS[kind], values, strict=True))
             lines.append(_line(fields | {key: str(fields[key]) for key in ("name", "by") if key in fields}))
         with self.path.open("a", encoding="ascii") as file:
             file.write("".join(lines))
+        self._write_s = now() - begin
 
 
 _FIELDS = {
@@ -148,11 +151,12 @@ class Count:
 
 @dataclass
 class StepTrace:
-    """One step of one rank: when it was, and all that was written with it."""
+    """One step of one rank: when it was, and all that was written with it; `write_s`: what the step before took to write."""
 
     step: int
     start: float
     end: float
+    write_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     counts: list[Count] = field(default_factory=list)
@@ -256,3 +260,39 @@ def _seconds_by_name(records: Iterable[Span | Wait]) -> dict[str, float]:
     for record in records:
         seconds[record.name] += record.end - record.start
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def intersection(left: Iterable[tuple[float, float]], right: Iterable[tuple[float, float]]) -> float:
+    """Length of what two unions of intervals have in common."""
+    left, right = list(left), list(right)
+    return union(left) + union(right) - union([*left, *right])
+
+
+def record_s(folder: Path, records: int = 4000) -> float:
+    """Seconds that one record takes on this machine; writes a trace of its own into `folder` and removes it."""
+    tracer = RecordingTracer(folder, 0)
+    start = now()
+    for _ in range(records):
+        tracer.span("compute", "x", start, start)
+    seconds = (now() - start) / records
+    tracer.path.unlink()
+    return seconds
+
+
+def cost_share(step: StepTrace, each_s: float) -> float:
+    """What tracing took in a step that is not the first, as a share of it; `each_s`: see `record_s`."""
+    num_records = len(step.spans) + len(step.waits) + len(step.counts)
+    return (num_records * each_s + step.write_s) / (step.end - step.start)
+
+
+def optimizer_overlap(step: StepTrace) -> float | None:
+    """Of the time in which the optimizer's steps moved state or computed, the share beside computation; None without any.
+
+    State files are told from parameter files by the thread that completes their transfers: the optimizer's own.
+    """
+    work = [s for s in step.spans if s.resource and (s.resource == "adam" or "optimizer" in s.thread)]
+    taken, compute = (
+        [(span.busy_from, span.end) for span in spans] for spans in (work, [s for s in step.spans if s.resource == "compute"])
+    )
+    total = union(taken)
+    return intersection(taken, compute) / total if total else None

@@ -63,9 +63,7 @@ class Mutation:
         path = package / self.file
         text = path.read_text()
         if text.count(self.old) != 1:
-            raise ValueError(
-                f"mutation {self.name}: {self.file} holds {text.count(self.old)} times {self.old!r}, not once"
-            )
+            raise ValueError(f"mutation {self.name}: {self.file} holds {text.count(self.old)} times {self.old!r}, not once")
         path.write_text(text.replace(self.old, self.new))
 
 
@@ -147,9 +145,7 @@ MUTATIONS = (
     # the last layer
     Mutation("last-layer-recomputes", "sweeps.py", "keep_graph=event in self.fused", "keep_graph=False", f"{_ONCE}[vertical]"),
     Mutation("every-graph-kept", "sweeps.py", "keep_graph=event in self.fused", "keep_graph=True", f"{_ONCE}[vertical]"),
-    Mutation(
-        "graph-outlives-its-backward", "microbatch.py", "self.calls.pop(block, None)", "self.calls.get(block)", _ALIVE
-    ),
+    Mutation("graph-outlives-its-backward", "microbatch.py", "self.calls.pop(block, None)", "self.calls.get(block)", _ALIVE),
     Mutation("whole-suffix-kept", "segments.py", "                owner = node\n", "                pass\n", _ALIVE),
     Mutation(
         "short-step-divided-by-all",
@@ -394,9 +390,7 @@ MUTATIONS = (
         "if hook_id not in ids[key])",
         "test_engine_api.py::test_evaluation_and_generation_between_steps",
     ),
-    Mutation(
-        "stubs-left-on", "microbatch.py", 'block.module.__dict__.pop("forward", None)', "pass", f"{_TOY_FAULT}[layer]"
-    ),
+    Mutation("stubs-left-on", "microbatch.py", 'block.module.__dict__.pop("forward", None)', "pass", f"{_TOY_FAULT}[layer]"),
     # costs
     Mutation(
         "simulated-event-does-not-wait",
@@ -404,6 +398,27 @@ MUTATIONS = (
         "self.waits[later] += 1",
         "self.waits[later] += 0 if by_values else 1",
         "test_simulate.py::test_a_delayed_step_hands_over_values_and_its_files_are_read_later",
+    ),
+    Mutation(
+        "bound-with-a-recompute-that-is-not-there",
+        "account.py",
+        "recompute_last=not fused",
+        "recompute_last=True",
+        "test_yardstick.py::test_figures_of_a_run",
+    ),
+    Mutation(
+        "table-of-bytes-without-the-redo",
+        "account.py",
+        "max(0.0, taken - 1)",
+        "0.0",
+        "test_yardstick.py::test_the_closed_table_is_what_the_schedule_moves",
+    ),
+    Mutation(
+        "traced-runs-among-the-untraced",
+        "yardstick.py",
+        "[each for each in every if not each.run.traced]",
+        "list(every)",
+        "test_yardstick.py::test_traced_runs_do_not_count_as_steps",
     ),
     Mutation(
         "host-cores-counted-apart",

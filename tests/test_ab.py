@@ -284,6 +284,8 @@ def test_known_keys_are_those_that_deepspeed_reads() -> None:
         (["--config", "{config}", "--set", "oops=1", "--", "{script}"], "--set oops=1"),
         (["--config", "{config}", "--steps", "1", "--", "{script}"], "--steps 1"),
         (["--config", "{config}", "--repeat", "0", "--", "{script}"], "--repeat 0"),
+        (["--config", "{config}", "--machine", "{missing}", "--", "{script}"], "--machine"),
+        (["--config", "{config}", "--machine", "{missing}", "--no-bound", "--", "{script}"], "or --no-bound"),
         (["--config", "{config}", "--num-ranks", "0", "--", "{script}"], "--num-ranks 0"),
         (["--config", "{config}", "--out", "{config}", "--", "{script}"], "cannot write there"),
         (["--config", "{config}", "--", "{script}", "--deepspeed_config", "x"], "--deepspeed_config"),
@@ -426,9 +428,10 @@ def test_summary_leaves_out_first_steps_sums_bytes_and_takes_the_slowest_rank() 
 
 def test_table_shows_both_arms_and_their_ratio() -> None:
     stock, vertical = (summarize([make_run(arm, 0, LOSSES, step_s)]) for arm, step_s in (("stock", 3.0), ("vertical", 1.5)))
-    text = table(stock, vertical)
+    text = table({"stock": stock, "vertical": vertical})
     assert re.search(r"^step +3 s +1\.5 s +2\.00$", text, re.M)
     assert "DeepSpeedEngine" in text and "VerticalEngine" in text
+    assert re.search(r"^step +1\.5 s$", table({"vertical": vertical}), re.M)
 
 
 # --- real launches -------------------------------------------------------------------------------------------------
@@ -448,9 +451,9 @@ def ab_command(folder: Path, *arguments: str) -> list[str]:
 def test_equal_arms_give_a_table_and_a_report(tmp_path: Path) -> None:
     done = launch(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.index("equal bit for bit") < done.stdout.index("stock/vertical")
+    assert done.stdout.index("equal bit for bit") < done.stdout.index("stock/vertical") < done.stdout.index("no bound: ")
     report = json.loads((tmp_path / "out" / "ab.json").read_text())
-    assert report["losses_equal"] is True
+    assert report["losses_equal"] is True and "kept no account" in report["yardstick"]["missing"]
     assert report["speedup"] == report["arms"]["stock"]["step_s"] / report["arms"]["vertical"]["step_s"] > 1.5
     for arm, engine, enabled in (("stock", "DeepSpeedEngine", False), ("vertical", "VerticalEngine", True)):
         entry = report["arms"][arm]
@@ -461,6 +464,37 @@ def test_equal_arms_give_a_table_and_a_report(tmp_path: Path) -> None:
         written = json.loads((tmp_path / "out" / f"{arm}.json").read_text())
         assert written == report["configs"][arm] == BASE | {"vertical_schedule": {"enabled": enabled}}
     assert report["command"][:2] == ["ds-vertical", "ab"] and report["versions"]["deepspeed"] == "0.19.8"
+
+
+def test_the_vertical_arm_alone_and_traced(tmp_path: Path) -> None:
+    command = ab_command(tmp_path)
+    command[command.index("--") : command.index("--")] = ["--vertical-only", "--trace", "--no-bound"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "ab.json").read_text())
+    assert list(report["arms"]) == ["vertical"] == list(report["configs"])
+    assert report["speedup"] is None and "yardstick" not in report and "stock" not in done.stdout
+    traced = json.loads((tmp_path / "out" / "traced.json").read_text())
+    assert traced["vertical_schedule"] == {"enabled": True, "trace": str(tmp_path / "out" / "traced.0.trace")}
+
+
+@pytest.mark.slow
+def test_a_real_run_is_measured_against_its_bound(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    config = json.loads((root / "configs" / "gpt_13m_cpu.json").read_text())
+    for name in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][name]["nvme_path"] = str(tmp_path / "ssd")
+    script = [str(root / "scripts" / "train.py"), "--model", "gpt_13m", "--seq", "8"]
+    own = ["--config", str(write(tmp_path, "config.json", config)), "--out", str(tmp_path / "out"), "--steps", "4"]
+    command = [sys.executable, "-m", "ds_vertical.cli", "ab", *own, "--vertical-only", "--trace", "--", *script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out" / "ab.json").read_text())["yardstick"]
+    assert found["bound_s"] > 0 and not found["without_compute"] and found["simulated_s"] > 0
+    assert found["bytes"]["over_table"] == pytest.approx(1.0, abs=0.1)
+    assert 0 <= found["outside_share"] < 1 and found["trace_cost_share"] > 0
+    assert found["limits"]["settings"]["tokens"] == 8 * config["train_micro_batch_size_per_gpu"]
+    assert "bound of the vertical step" in done.stdout and "simulated makespan" in done.stdout
 
 
 def test_different_losses_fail_without_any_speed(tmp_path: Path) -> None:

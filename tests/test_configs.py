@@ -20,11 +20,12 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 TRAINING = sorted(CONFIGS.glob("*.json"))
 MODELS = sorted((CONFIGS / "models").glob("*.json"))
 UNITS = {"m": 10**6, "b": 10**9}
-# What each training configuration is made for; file names say it but for stock_best, the other's stock arm.
+# What each training configuration is made for; file names say it but for the stock arms of gpt_101m_cpu.
 MODEL_OF = {
     "gpt_13m_cpu": "gpt_13m",
     "gpt_101m_cpu": "gpt_101m",
     "stock_best": "gpt_101m",
+    "stock_pipelined": "gpt_101m",
     "llama_3_8b_gpu": "llama_3_8b",
     "gpt_65b_gpu": "gpt_65b",
     "gpt_175b_gpu": "gpt_175b",

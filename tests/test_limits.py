@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_vertical import limits
+from ds_vertical import fio, limits
+from ds_vertical.machine import Machine
 
 MODEL = Path(__file__).parents[1] / "configs" / "models" / "gpt_13m.json"
 
@@ -24,6 +25,38 @@ def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.C
     assert report["ssd_limit"] is None and report["facts"]["num_cores"] > 0
     assert f"{rates['ssd_read_bytes_per_s'] / 1e9:.3f} GB/s" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [out]
+    machine = Machine.from_dict(report)  # the rates together are at most those alone, whatever the noise
+    assert machine.read_together <= 1 and machine.write_together <= 1
+    pieces = {"layer_forward_s", "layer_backward_s", "pre_forward_s", "pre_backward_s", "head_s"}
+    assert pieces <= set(rates) and rates["activation_bytes"] == 16 * 512 * 4
+
+
+def test_fio_is_named_where_it_is_absent_and_compared_where_it_is_there() -> None:
+    rates = {"ssd_read_bytes_per_s": 3.0, "ssd_write_bytes_per_s": 2.0}
+    assert limits.fio_line(rates) == fio.ABSENT and "apt-get install fio" in fio.ABSENT
+    measured = rates | {"fio_read_bytes_per_s": 2.0, "fio_write_bytes_per_s": 2.0}
+    assert limits.fio_line(measured) == "ours / fio: read 1.50, write 1.00"
+
+
+def test_fio_is_asked_for_the_same_transfers(tmp_path: Path) -> None:
+    aio = {"block_size": 131072, "queue_depth": 4, "intra_op_parallelism": 2}
+    words = fio.command(tmp_path, 1 << 20, 3, aio, ["read", "write"])
+    same = {"--direct=1", "--bs=131072", "--iodepth=4", "--numjobs=2", "--size=524288", "--offset_increment=524288"}
+    assert same <= set(words) and "--rw=read" in words and "--rw=write" in words
+
+
+@pytest.mark.skipif(not fio.installed(), reason="fio is not installed")
+def test_fio_measures(tmp_path: Path) -> None:
+    rates = fio.rates(tmp_path, 1 << 20, 1, {"block_size": 65536, "queue_depth": 2, "intra_op_parallelism": 1})
+    assert len(rates) == 4 and min(rates.values()) > 0
+
+
+def test_a_micro_batch_of_several_sequences_and_threads(tmp_path: Path) -> None:
+    out = tmp_path / "limits.json"
+    options = ["--path", str(tmp_path), "--size-mb", "1", "--rounds", "1", "--model", str(MODEL), "--out", str(out)]
+    assert limits.main([*options, "--dtype", "fp32", "--tokens", "8", "--sequences", "2", "--threads", "1"]) == 0
+    report = json.loads(out.read_text())
+    assert report["rates"]["activation_bytes"] == 8 * 512 * 4 and report["settings"]["threads"] == 1
 
 
 @pytest.mark.parametrize(
@@ -31,6 +64,8 @@ def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.C
     [
         (["--path", "/no/such"], "--path /no/such: no such folder"),
         (["--rounds", "0"], "--rounds 0: write 1 or more"),
+        (["--threads", "0"], "--threads 0: write 1 or more"),
+        (["--tokens", "9", "--sequences", "2", "--model", str(MODEL)], "--tokens 9: write a multiple of --sequences, 2"),
         (["--ssd-limit", "fast"], "write READ,WRITE"),
         (["--path", "/dev/shm", "--ssd-limit", "1M,1M"], "lies on tmpfs"),
     ],

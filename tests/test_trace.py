@@ -16,7 +16,20 @@ from ds_vertical.config import ConfigError
 from ds_vertical.executor import Executor
 from ds_vertical.passes import build_training
 from ds_vertical.schedule import Event, Op
-from ds_vertical.trace import RESOURCES, RecordingTracer, StepTrace, Tracer, now, read_trace, summarize, union
+from ds_vertical.trace import (
+    RESOURCES,
+    RecordingTracer,
+    StepTrace,
+    Tracer,
+    cost_share,
+    intersection,
+    now,
+    optimizer_overlap,
+    read_trace,
+    record_s,
+    summarize,
+    union,
+)
 from ds_vertical.transfer import Ticket
 
 
@@ -190,3 +203,37 @@ def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="vertical_schedule.trace: got .*file.*cannot write there"):
         initialize(config=host_config(trace=str(tmp_path / "file")))
+
+
+# ---- overlap and cost
+
+
+def test_what_two_unions_have_in_common() -> None:
+    assert intersection([(0, 2), (1, 3)], [(2.5, 5)]) == 0.5
+    assert intersection([(0, 1)], [(2, 3)]) == 0 == intersection([], [(2, 3)])
+
+
+def test_the_optimizers_share_beside_computation(tmp_path: Path) -> None:
+    tracer = RecordingTracer(tmp_path, 0)
+    with tracer.step():
+        tracer.span("compute", "0F0", 0.0, 4.0)
+        tracer.span("ssd_read", "a parameter's file", 0.0, 8.0)
+        worker = threading.Thread(target=lambda: tracer.span("ssd_read", "state", 2.0, 4.0), name="ds_vertical optimizer")
+        worker.start()
+        worker.join()
+        tracer.span("adam", "0STEP", 4.0, 6.0)
+    with tracer.step():
+        tracer.span("compute", "0F0", 0.0, 4.0)
+    first, second = recorded(tmp_path)
+    assert optimizer_overlap(first) == 0.5 and optimizer_overlap(second) is None
+
+
+def test_tracing_knows_its_cost(tmp_path: Path) -> None:
+    tracer = RecordingTracer(tmp_path, 0)
+    for _ in range(2):
+        with tracer.step():
+            tracer.span("compute", "0F0", now(), now())
+    first, second = recorded(tmp_path)
+    assert first.write_s == 0 < second.write_s
+    assert cost_share(second, 0.0) == second.write_s / (second.end - second.start) < cost_share(second, 1e-3)
+    assert record_s(tmp_path / "own", 10) > 0 and list((tmp_path / "own").iterdir()) == []

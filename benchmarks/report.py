@@ -1,0 +1,136 @@
+"""One markdown table from the A/B results under benchmarks/ab, and the line through step times over M."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"gpt_101m_(?P<row>.+)_(?P<isa>avx\w+|cpu|cuda)_(?P<date>\d{4}-\d\d-\d\d)")
+_NONE = "-"
+_HEAD = """# Benchmarks
+
+Made by `python benchmarks/run.py --table` from the files in `ab/`, each of which holds machine, date, command, both JSONs
+and every step. `gpt_101m`: 8 layers x 1024, 101.3 M parameters, bf16, all state on SSD. Ratios are within one run, medians
+without the first step of each repeat. "bound": the least time of the vertical step at the rates measured in the same run
+under the same limit; "sim": the simulated makespan, which stands beside it. Bytes are SSD bytes over the closed table's.
+"outside": the share of the step in which no resource was busy. "peak": host memory over its closed formula, and over stock's.
+`stock_best.md` says how the best stock settings were found.
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One file: its row's name, what of the processor the name says, the date, and the content."""
+
+    file: str
+    row: str
+    isa: str
+    date: str
+    content: dict[str, Any]
+
+
+def results(folder: Path) -> list[Result]:
+    """All results, by row, the latest last. A file with another name is left out."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        match = _NAME.fullmatch(path.stem)
+        if match:
+            found.append(Result(path.name, match["row"], match["isa"], match["date"], json.loads(path.read_text())))
+    return sorted(found, key=lambda result: (result.date, result.file))
+
+
+def instructions() -> str:
+    """The widest vector instructions of this processor, for file names."""
+    line = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    flags = line[1].split() if line else []
+    return "avx512" if "avx512f" in flags else "avx2" if "avx2" in flags else "cpu"
+
+
+def fit_line(seconds: Mapping[int, float]) -> dict[str, float]:
+    """Least squares of seconds over M: slope, value at 0, R squared, and the largest deviation relative to the line."""
+    count, values = len(seconds), list(seconds.items())
+    mean_m, mean_s = sum(m for m, _ in values) / count, sum(s for _, s in values) / count
+    spread = sum((m - mean_m) ** 2 for m, _ in values)
+    slope = sum((m - mean_m) * (s - mean_s) for m, s in values) / spread
+    start = mean_s - slope * mean_m
+    total = sum((s - mean_s) ** 2 for _, s in values)
+    left = sum((s - start - slope * m) ** 2 for m, s in values)
+    deviation = max(abs(s / (start + slope * m) - 1) for m, s in values)
+    return {"slope_s": slope, "at_0_s": start, "r_squared": 1 - left / total if total else 1.0, "max_deviation": deviation}
+
+
+def markdown(found: Sequence[Result]) -> str:
+    """The whole of benchmarks/README.md."""
+    tables = [result for result in found if result.content.get("kind") != "straight"]
+    columns = ("M", "tokens", "clip", "disk", "stock arm", "stock s", "vertical s", "ratio", "bound s", "step/bound", "sim s")
+    columns += ("read", "written", "outside", "peak/formula", "peak/stock", "date, processor")
+    lines = [_row(columns), _row(["---"] * len(columns)), *(_row(_cells(result)) for result in tables)]
+    straight = [_straight(result) for result in found if result.content.get("kind") == "straight"]
+    commands = [f"- `{result.file}`: `{' '.join(result.content['command'])}`" for result in found]
+    parts = [_HEAD, "\n".join(lines), *straight, "## Commands\n\n" + "\n".join(commands)]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _cells(result: Result) -> list[str]:
+    content = result.content
+    stock, vertical = content["arms"].get("stock"), content["arms"]["vertical"]
+    yard, config = content.get("yardstick", {}), content["configs"]["vertical"]
+    moved, memory = yard.get("bytes") or {}, yard.get("host_memory") or {}
+    bound = f"{yard['bound_s']:.2f} {yard['resource']}" if "bound_s" in yard else _NONE
+    peak = vertical["peak_host_bytes"] / stock["peak_host_bytes"] if stock else None
+    return [
+        str(config["gradient_accumulation_steps"]),
+        _after(content["command"], "--seq"),
+        f"{config['gradient_clipping']:g}",
+        _disk(content.get("ssd_limit")),
+        Path(_after(content["command"], "--stock-config")).stem if stock else _NONE,
+        _number(stock and stock["step_s"]),
+        _number(vertical["step_s"]),
+        _number(content.get("speedup")),
+        bound,
+        _number(yard.get("step_over_bound")),
+        _number(yard.get("simulated_s")),
+        _number(moved.get("read_over_table"), 3),
+        _number(moved.get("written_over_table"), 3),
+        f"{yard['outside_share']:.1%}" if "outside_share" in yard else _NONE,
+        _number(memory.get("peak_over_formula")),
+        _number(peak),
+        f"{result.date}, {content['machine']['num_cores']} cores {content['machine']['cpu']} {result.isa}",
+    ]
+
+
+def _straight(result: Result) -> str:
+    content, fit = result.content, result.content["fit"]
+    points = ", ".join(f"{_median(values):.2f} s at M = {count}" for count, values in content["step_s"].items())
+    return (
+        f"Vertical step over M ({result.row}, {result.date}, {result.isa}): {points}. Line: {fit['at_0_s']:.2f} s + "
+        f"{fit['slope_s']:.3f} s M, R^2 {fit['r_squared']:.4f}, largest deviation {fit['max_deviation']:.1%}."
+    )
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def _after(command: Sequence[str], option: str) -> str:
+    """The word after an option; the plain configuration where there is none."""
+    return command[command.index(option) + 1] if option in command else "plain"
+
+
+def _disk(limit: Mapping[str, Any] | None) -> str:
+    if not limit:
+        return "full"
+    return f"{limit['read_bytes_per_s'] / 1e6:.0f}/{limit['write_bytes_per_s'] / 1e6:.0f} MB/s"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return _NONE if value is None else f"{value:.{digits}f}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

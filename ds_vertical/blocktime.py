@@ -1,0 +1,144 @@
+"""Seconds of one micro-batch through the pieces of a Hugging Face model: what stands before its layers, a layer, the suffix.
+
+Measured as the schedule runs them: forward with a graph, as in training; backward of one layer from the gradient of its output,
+each parameter's gradient then moved into an fp32 sum. Several calls of a piece follow one another, as the micro-batches of a
+layer do, so weights are as warm as they are there. The model is made with two layers, with weights of any value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vertical.gradients import GradientStore
+from ds_vertical.layers import LayerMap, map_layers
+
+_CALLS = 3  # of a piece in a row; the first is left out
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of `tokens` in `sequences`, for a model in `dtype` (bf16, fp16, fp32)."""
+
+    tokens: int
+    sequences: int
+    dtype: str
+
+
+@dataclass
+class _Capture:
+    """What the first layer is called with, and what the last one returns."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    prefix_end: float = 0.0
+    suffix_start: float = 0.0
+    entered: torch.Tensor | None = None  # the first layer's input, at the end of the prefix's graph
+    left: torch.Tensor | None = None  # the last layer's output, cut off from the graph behind it
+
+
+class BlockTimer:
+    """Times the pieces of `model` (a Hugging Face configuration) on `device`."""
+
+    def __init__(self, model: Path, batch: Batch, device: str) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        fields = json.loads(model.read_text())
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config.num_hidden_layers, config.use_cache = 2, False  # the least that has layers to be found
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[batch.dtype]
+        self.network: nn.Module = AutoModelForCausalLM.from_config(config).to(device=device, dtype=dtype)
+        self.layers: LayerMap = map_layers(self.network, None)
+        self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
+        self.sums = GradientStore(self.layers.units, torch.float32, nn.Parameter.numel, lambda param: param.dtype)
+        self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def rates(self, rounds: int) -> dict[str, float]:
+        """Seconds: the median of `rounds` times a few calls; `activation_bytes` of what passes between layers."""
+        once = self._run()
+        layer = self._layer(once, rounds)
+        pre, head, embed = zip(*(self._outside() for _ in range(max(3, rounds))), strict=True)
+        assert once.entered is not None
+        size = float(once.entered.numel() * once.entered.element_size())
+        outside = {"pre_forward_s": median(pre), "pre_backward_s": median(embed), "head_s": median(head)}
+        return layer | outside | {"activation_bytes": size}
+
+    def _run(self) -> _Capture:
+        """The whole forward, with the graph cut before the suffix."""
+        seen = _Capture()
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.synchronize()
+            seen.prefix_end, seen.args, seen.kwargs = perf_counter(), args, kwargs
+            seen.entered = next(value for value in (*args, *kwargs.values()) if _differentiable(value))
+
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
+            tensor = output[0] if isinstance(output, tuple) else output
+            seen.left = tensor.detach().requires_grad_()
+            self.synchronize()
+            seen.suffix_start = perf_counter()
+            return (seen.left, *output[1:]) if isinstance(output, tuple) else seen.left
+
+        first, last = self.layers.blocks[0].module, self.layers.blocks[-1].module
+        hooks = [first.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after)]
+        try:
+            self.loss = self.network(input_ids=self.ids, labels=self.ids).loss
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
+    def _outside(self) -> tuple[float, float, float]:
+        """Seconds of the prefix, of the suffix with its backward, of the prefix's backward; sums of gradients included."""
+        start = perf_counter()
+        seen = self._run()
+        self.loss.backward()
+        self.sums.add("pre")
+        self.synchronize()
+        end = perf_counter()
+        assert seen.entered is not None
+        backward_s = 0.0
+        if seen.entered.grad_fn is not None:
+            seen.entered.backward(torch.ones_like(seen.entered))
+            self.sums.add("pre")
+            self.synchronize()
+            backward_s = perf_counter() - end
+        return seen.prefix_end - start, end - seen.suffix_start, backward_s
+
+    def _layer(self, seen: _Capture, rounds: int) -> dict[str, float]:
+        block, unit = self.layers.blocks[0].module, 0
+        args, kwargs = _leaves(seen.args), dict(zip(seen.kwargs or {}, _leaves((seen.kwargs or {}).values()), strict=True))
+        forward, backward = [], []
+        for _ in range(rounds):
+            for call in range(_CALLS):
+                start = perf_counter()
+                output = block(*args, **kwargs)
+                self.synchronize()
+                middle = perf_counter()
+                tensor = output[0] if isinstance(output, tuple) else output
+                tensor.backward(torch.ones_like(tensor))
+                self.sums.add(unit)
+                self.synchronize()
+                end = perf_counter()
+                if call:
+                    forward.append(middle - start)
+                    backward.append(end - middle)
+            self.sums.drop(unit)  # the next round copies its first gradient, as each step does
+        return {"layer_forward_s": median(forward), "layer_backward_s": median(backward)}
+
+
+def _differentiable(value: Any) -> bool:
+    return torch.is_tensor(value) and value.requires_grad
+
+
+def _leaves(values: Sequence[Any] | Any) -> tuple[Any, ...]:
+    """Inputs of a layer as they are in its backward: those that carry a gradient are leaves."""
+    return tuple(value.detach().requires_grad_() if _differentiable(value) else value for value in values)

@@ -1,0 +1,62 @@
+"""Surveys a vertical engine: the facts of its account, and after each step which schedule it ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_vertical import compat
+from ds_vertical.account import AccountWriter, Facts, Share
+
+
+class Surveyor:
+    """Keeps the account of one engine in `folder`; made before its first recorded step."""
+
+    def __init__(self, engine: Any, folder: Path, tokens: int) -> None:
+        self._engine = engine
+        self._writer = AccountWriter(folder, facts_of(engine, tokens))
+        self._due: Share = "delayed"
+
+    def step(self) -> None:
+        """Note the step that has just ended."""
+        self._writer.step(self._engine.ran, self._due)
+        self._due = self._engine.optimizer._share  # of what this step has left to the next one
+
+
+def facts_of(engine: Any, tokens: int) -> Facts:
+    """`tokens` of one micro-batch."""
+    optimizer, units = engine.optimizer, engine.layers.units
+    chunks = {unit: [optimizer._stepper.chunks[index] for index in optimizer.chunks_of(unit)] for unit in units}
+    params = [param for members in units.values() for param in members]
+    elements = {unit: sum(compat.full_numel(param) for param in members) for unit, members in units.items()}
+    on_ssd = sum(chunk.numel for members in chunks.values() for chunk in members if chunk.files)
+    parts = [part for members in chunks.values() for chunk in members for part in (*chunk.early, *chunk.delayed)]
+    world, num_bytes = compat.world_size(), sum(map(compat.shard_bytes, params))
+    return Facts(
+        elements=elements,
+        early_elements={unit: sum(chunk.boundary for chunk in members) for unit, members in chunks.items()},
+        delayed_elements={unit: sum(c.numel - c.boundary for c in members) for unit, members in chunks.items()},
+        blocks_per_layer=engine.vertical.blocks_per_layer,
+        param_bytes=params[0].element_size(),
+        gradient_bytes=optimizer.gradient_accumulation_dtype.itemsize,
+        dtype=str(params[0].dtype).removeprefix("torch."),
+        num_shards=world,
+        generations=2 if optimizer.regime.possible else 1,
+        slots=len(optimizer._slots),
+        part_elements=max((part.numel for part in parts), default=0),
+        parameters_on_ssd=sum(map(compat.shard_bytes, filter(compat.is_on_ssd, params))) / (num_bytes or 1),
+        state_on_ssd=min(1.0, on_ssd * world / (sum(elements.values()) or 1)),
+        one_memory=compat.device_name() == "cpu",
+        sequences=engine.train_micro_batch_size_per_gpu(),
+        tokens=tokens,
+        threads=torch.get_num_threads(),
+        model=_model_config(engine.module),
+    )
+
+
+def _model_config(module: torch.nn.Module) -> dict[str, Any] | None:
+    config: Any = getattr(module, "config", None)
+    return json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None

@@ -1,0 +1,91 @@
+"""The runner of the table of shapes: every row is a command that `ds-vertical ab` takes; the table is made from the files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_vertical import ab
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import report  # noqa: E402
+import run  # noqa: E402
+
+
+def test_every_row_is_a_command_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert len({row.name for row in run.ROWS}) == len(run.ROWS)
+    for row in run.ROWS:
+        for count in row.micro_batches if isinstance(row.micro_batches, tuple) else [row.micro_batches]:
+            words = [word for word in row.command(tmp_path / row.name, 4, 2, count) if word not in ("--ssd-limit", run.LIMIT)]
+            plan = ab.parse(words[2:])
+            assert plan.arms.vertical["gradient_accumulation_steps"] == count
+            assert plan.arms.vertical["gradient_clipping"] == row.clip
+            assert plan.script_arguments[-2:] == ("--seq", str(row.tokens))
+            assert plan.with_stock == (row.stock is not None) and plan.with_bound == plan.with_trace == (not row.straight)
+
+
+def test_the_most_important_rows_come_first() -> None:
+    names = [row.name for row in run.ROWS]
+    assert names[:4] == ["m16_s8_clip0", "m16_s8_clip0_300_500", "m16_s8_clip1", "m16_s8_clip1_300_500"]
+    assert "straight" in names and "m16_s8_clip0_stock_best" in names
+    assert {row.name for row in run.rows(2)} >= {"m16_s2_clip0", "straight_s2", "m16_s32_clip0"}
+
+
+def test_estimates_follow_what_is_known() -> None:
+    row = run.Row(16)
+    known = {row.name: (10.0, 2.0)}
+    assert row.seconds(4, 1, known) == run.LIMITS_S + 3 * run.SETUP_S + 4 * (10 + 2 + 2)
+    assert run.Row((4, 8), stock=None).seconds(2, 1, {}) > 0
+
+
+def test_a_row_with_a_result_of_today_and_one_too_long_are_left_out(tmp_path: Path) -> None:
+    target = tmp_path / "ab" / "x.json"
+    target.parent.mkdir()
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--budget", "0", "--results", str(target.parent)]
+    done = subprocess.run([*command, "--only", "m16_s8_clip0"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "m16_s8_clip0: left out" in done.stdout and (tmp_path / "README.md").is_file()
+    wrong = subprocess.run([*command, "--only", "m3"], capture_output=True, text=True, timeout=120)
+    assert wrong.returncode == 2 and "--only m3: there are m16_s8_clip0" in wrong.stderr
+
+
+def test_a_line_through_steps() -> None:
+    straight = report.fit_line({4: 3.0, 8: 5.0, 16: 9.0})
+    assert straight == pytest.approx({"slope_s": 0.5, "at_0_s": 1.0, "r_squared": 1.0, "max_deviation": 0.0})
+    bent = report.fit_line({4: 3.0, 8: 5.0, 16: 12.0})
+    assert bent["r_squared"] < 1 and bent["max_deviation"] > 0.05
+
+
+def test_the_table_has_every_result(tmp_path: Path) -> None:
+    found = report.results(ROOT / "benchmarks" / "ab")
+    text = report.markdown(found)
+    assert len(found) >= 7 and all(result.file in text for result in found)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len({line.count("|") for line in rows}) == 1
+    content = json.loads((ROOT / "benchmarks" / "ab" / "gpt_101m_m16_s8_clip0_300_500_avx512_2026-11-21.json").read_text())
+    content["yardstick"] = {
+        "bound_s": 5.0,
+        "resource": "ssd_read",
+        "step_over_bound": 1.06,
+        "simulated_s": 5.1,
+        "bytes": {"read_over_table": 1.001, "written_over_table": 0.99},
+        "host_memory": {"peak_over_formula": 1.05},
+        "outside_share": 0.011,
+    }
+    content["command"] += ["--stock-config", "configs/stock_best.json"]
+    (tmp_path / "gpt_101m_m16_s8_clip0_300_500_avx512_2026-11-22.json").write_text(json.dumps(content))
+    fit = report.fit_line({4: 1.0, 8: 2.0})
+    straight = content | {"kind": "straight", "fit": fit, "step_s": {"4": [1.0, 1.1, 0.9], "8": [2.0]}}
+    (tmp_path / "gpt_101m_straight_avx512_2026-11-22.json").write_text(json.dumps(straight))
+    text = report.markdown(report.results(tmp_path))
+    cells = (
+        "| 16 | 8 | 0 | 300/500 MB/s | stock_best | 29.45 | 5.32 | 5.54 | 5.00 ssd_read | 1.06 | 5.10 | 1.001 | 0.990 | 1.1% |"
+    )
+    assert cells in text and "1.00 s at M = 4, 2.00 s at M = 8" in text and "R^2 1.0000" in text

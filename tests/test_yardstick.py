@@ -1,0 +1,224 @@
+"""The vertical arm's account of what it ran, and the figures that follow from it: bound, bytes, memory, tracing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import base_config, running, small_buffers
+from models import MixerModel, token_batches
+from test_ab import make_run
+
+from ds_vertical import yardstick
+from ds_vertical.account import FILE_NAME, Account, AccountWriter, Facts, RanStep, read_account
+from ds_vertical.bound import step_bound
+from ds_vertical.comparison import Run, summarize
+from ds_vertical.config import ConfigError
+from ds_vertical.costs import event_costs
+from ds_vertical.machine import Machine
+from ds_vertical.metrics import METRICS_VARIABLE, read_records
+from ds_vertical.passes import build_training
+from ds_vertical.schedule import PRE
+from ds_vertical.trace import RecordingTracer, now
+from ds_vertical.traffic import traffic_of
+
+UNITS = (PRE, 0, 1, 2)
+FACTS = Facts(
+    elements={PRE: 100, 0: 1000, 1: 1000, 2: 1000},
+    early_elements={PRE: 60, 0: 750, 1: 750, 2: 750},
+    delayed_elements={PRE: 40, 0: 250, 1: 250, 2: 250},
+    blocks_per_layer=2,
+    param_bytes=2,
+    gradient_bytes=4,
+    dtype="bfloat16",
+    num_shards=1,
+    generations=2,
+    slots=4,
+    part_elements=500,
+    parameters_on_ssd=1.0,
+    state_on_ssd=1.0,
+    one_memory=True,
+    sequences=1,
+    tokens=8,
+    threads=2,
+    model=None,
+)
+FIRST = build_training(3, 2, delayed=True, early=True)
+STEADY = build_training(3, 2, delayed=True, early=True, due=frozenset(UNITS))
+AFTER_NORM = build_training(3, 2)
+ALL_DELAYED = build_training(3, 2, delayed=True, due=frozenset(UNITS))
+RATES = {"layer_forward_s": 0.5, "layer_backward_s": 1.0, "head_s": 0.25, "activation_bytes": 64.0}
+REPORT: dict[str, Any] = {
+    "machine": {
+        "ssd_read_bytes_per_s": 1e4,
+        "ssd_write_bytes_per_s": 1e4,
+        "adam_elements_per_s": 1e4,
+        "host_cores": 2,
+        "one_memory": True,
+    },
+    "rates": RATES,
+}
+
+
+def ran(*steps: RanStep, **facts: Any) -> yardstick.Ran:
+    """A vertical run whose steps take 8 s (the first 80 s), read 100 bytes and write 10."""
+    run = make_run("vertical", 0, [(3.0, 2.0)] * len(steps), step_s=8.0)
+    return yardstick.Ran(run, Account(replace(FACTS, **facts), steps))
+
+
+# ---- the account
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_a_vertical_engine_keeps_an_account_of_what_it_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float
+) -> None:
+    monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path / "metrics"))
+    config = small_buffers(base_config(tmp_path, num_micro_batches=2, clip=clip), 1_200_000)
+    schedules = []
+    with running(config, lambda: MixerModel(3, 768, vocab=61), vertical=True) as (engine, model):
+        for batches in token_batches(4, 2, vocab=61):
+            engine.train_batch(iter(batches))
+            schedules.append(engine.ran)
+        num_elements = sum(param.ds_numel for param in model.parameters())
+    account = read_account(tmp_path / "metrics")
+    assert account is not None and [step.schedule for step in account.steps] == schedules
+    facts = account.facts
+    assert sum(facts.elements.values()) == num_elements
+    for unit, count in facts.elements.items():
+        assert facts.early_elements[unit] + facts.delayed_elements[unit] == count
+    assert (facts.param_bytes, facts.gradient_bytes, facts.dtype, facts.num_shards) == (2, 4, "bfloat16", 1)
+    assert 0.9 < facts.state_on_ssd < 1 > facts.parameters_on_ssd > 0.9 and facts.slots > 0  # `pre` is below 1 MiB
+    assert account.table(account.steps[0]) is None and account.table(account.steps[-1]) is not None
+    assert len(read_records(tmp_path / "metrics")[0]) == 4
+    assert [step.due for step in account.steps[1:]] == ["all" if clip else "delayed"] * 3
+
+
+def test_stock_keeps_none(tmp_path: Path) -> None:
+    assert read_account(tmp_path) is None
+
+
+def test_an_account_is_read_back_as_written(tmp_path: Path) -> None:
+    writer = AccountWriter(tmp_path, FACTS)
+    for schedule, due in ((FIRST, "delayed"), (STEADY, "delayed"), (STEADY, "all")):
+        writer.step(schedule, due)  # pyright: ignore
+    account = read_account(tmp_path)
+    steps = (RanStep(1, FIRST, "delayed"), RanStep(2, STEADY, "delayed"), RanStep(3, STEADY, "all"))
+    assert account == Account(FACTS, steps)
+    Path(tmp_path, FILE_NAME).write_text('{"facts": {}}\n')
+    with pytest.raises(ValueError, match="no account of a run"):
+        read_account(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        RanStep(2, STEADY, "delayed"),
+        RanStep(2, STEADY, "all"),
+        RanStep(1, AFTER_NORM, "delayed"),
+        RanStep(2, ALL_DELAYED, "all"),
+    ],
+    ids=["early", "redone", "after the norm", "delayed"],
+)
+def test_the_closed_table_is_what_the_schedule_moves(step: RanStep) -> None:
+    facts = replace(FACTS, early_elements={PRE: 75, 0: 750, 1: 750, 2: 750}, delayed_elements={PRE: 25, 0: 250, 1: 250, 2: 250})
+    account = Account(facts, (step,))
+    shape = account.shape(step, RATES)
+    moved = traffic_of(event_costs(step.schedule.events, Machine.from_dict(REPORT), shape, account.parts(step)), shape)
+    table = account.table(step)
+    assert table is not None
+    assert (moved.read, moved.written) == pytest.approx((table.read, table.written))
+
+
+def test_a_first_step_that_leaves_work_has_no_table() -> None:
+    assert Account(FACTS, ()).table(RanStep(1, FIRST, "delayed")) is None
+
+
+# ---- the figures
+
+
+def test_figures_of_a_run() -> None:
+    steps = (RanStep(1, FIRST, "delayed"), RanStep(2, STEADY, "delayed"), RanStep(3, STEADY, "delayed"))
+    each = ran(*steps)
+    stock = summarize([make_run("stock", 0, [(3.0, 2.0)] * 3, step_s=20.0)])
+    found = yardstick.figures([each], REPORT, stock, Path("unused"))
+    account = each.account
+    shape = account.shape(steps[-1], RATES)
+    assert (shape.forward_s, shape.backward_s, shape.recompute_last) == (1.0, 2.0, False)  # two blocks a layer
+    bound = step_bound(STEADY, Machine.from_dict(REPORT), shape, parts=account.parts(steps[-1]))
+    assert found["bound_s"] == pytest.approx(bound.seconds) and found["resource"] == "host_cores"
+    assert found["step_over_bound"] == pytest.approx(8.0 / bound.seconds)
+    assert found["simulated_s"] >= bound.busy_s["host_cores"] - 1e-9
+    table = account.table(steps[-1])
+    assert table is not None
+    assert found["bytes"]["read_over_table"] == pytest.approx(100 / table.read)
+    memory = found["host_memory"]
+    assert (memory["peak_bytes"], memory["stock_peak_bytes"]) == (1002, 1002)
+    assert memory["peak_over_formula"] == pytest.approx(1002 / memory["formula_bytes"])
+    text = "\n".join(yardstick.lines(found))
+    assert f"bound of the vertical step: {bound.seconds:.3f} s (host_cores); step / bound {8 / bound.seconds:.2f}" in text
+    assert text.index("bound of the") < text.index("simulated makespan, beside the bound") and "outside" not in text
+
+
+def test_without_layer_seconds_the_bound_says_so() -> None:
+    found = yardstick.figures([ran(*[RanStep(1, AFTER_NORM, "delayed")] * 2)], {"machine": REPORT["machine"]}, None, Path("x"))
+    assert found["without_compute"] and "computation not measured" in "\n".join(yardstick.lines(found))
+    assert yardstick.lines({"missing": "why"}) == ["no bound: why"] and yardstick.lines({}) == []
+
+
+def test_a_trace_gives_time_outside_and_its_own_cost(tmp_path: Path) -> None:
+    each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
+    traced = yardstick.Ran(Run("vertical", 0, each.run.ranks, traced=True), each.account)
+    tracer = RecordingTracer(tmp_path / "traced.0.trace", 0)
+    for _ in range(3):
+        with tracer.step():
+            begin = now()
+            while now() - begin < 0.01:
+                pass
+            tracer.span("compute", "0F0", begin, begin + 0.005)
+            tracer.span("adam", "0STEP", begin, begin + 0.0025)
+    found = yardstick.figures([each, traced], REPORT, None, tmp_path)
+    assert 0 < found["outside_share"] < 1 and found["optimizer_overlap"] == pytest.approx(1.0)
+    taken, priced = found["operations_s"]["F"]
+    # pre's apart; two layers forward and the last one, two micro-batches, 2 blocks of 0.5 s each
+    assert taken == pytest.approx(0.005) and priced == pytest.approx(6.0) and set(found["operations_s"]) == {"F", "STEP"}
+    assert found["traced_over_untraced"] == 1.0 and found["trace_cost_share"] > 0
+    assert any(line.startswith("tracing: ") for line in yardstick.lines(found))
+    assert [path.name for path in (tmp_path / "trace.cost").iterdir()] == []
+
+
+def test_traced_runs_do_not_count_as_steps(tmp_path: Path) -> None:
+    each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 2)
+    slow = make_run("vertical", 0, [(3.0, 2.0)] * 2, step_s=80.0)
+    traced = yardstick.Ran(Run("vertical", 0, slow.ranks, traced=True), each.account)
+    tracer = RecordingTracer(tmp_path / "traced.0.trace", 0)
+    for _ in range(2):
+        with tracer.step():
+            tracer.span("compute", "0F0", now(), now())
+    found = yardstick.figures([each, traced], REPORT, None, tmp_path)
+    assert (found["step_s"], found["traced_over_untraced"]) == (8.0, 10.0)
+
+
+def test_a_machine_file_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(REPORT))
+    assert yardstick.read_machine(path) == REPORT
+    for text, words in (("{", "machine.json"), ('{"machine": {}}', "ssd_read_bytes_per_s: missing"), ("[]", "machine.json")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            yardstick.read_machine(path)
+
+
+def test_runs_with_an_account_are_found(tmp_path: Path) -> None:
+    runs = [make_run(arm, 0, [(3.0, 2.0)] * 2) for arm in ("stock", "vertical")]
+    assert yardstick.accounts(runs, tmp_path) == []
+    folder = tmp_path / "vertical.0.metrics"
+    folder.mkdir()
+    writer = AccountWriter(folder, FACTS)
+    for _ in itertools.repeat(None, 2):
+        writer.step(AFTER_NORM, "delayed")
+    assert [each.run.name for each in yardstick.accounts(runs, tmp_path)] == ["vertical.0"]
