@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ds_vertical import compat, compat_pools, hostmemory, memory
+from ds_vertical import compat, compat_pools, hostmemory, memory, ranks
 from ds_vertical.config import SECTION, Resolved
 from ds_vertical.costs import ModelShape, Placement
 from ds_vertical.layers import LayerMap, Unit
@@ -52,7 +52,7 @@ class Forecast:
         self._layers = layers
         self._resolved = resolved
         self._json = compat_pools.OffloadSettings.read(config)
-        self._num_shards = compat.world_size()
+        self._num_shards = ranks.world_size()
         self._one_memory = compat.is_one_memory()
         self._param_bytes = compat_pools.element_bytes(layers.units, config)
         self._unit_of = layers.unit_of()
@@ -217,7 +217,7 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     compat_pools.rest_stock_buffers(held)
     resident = hostmemory.resident_bytes()
     baseline = max(0, resident - compat_pools.bytes_in_memory(held))
-    ranks_here = compat.ranks_on_this_host()
+    ranks_here = ranks.ranks_on_this_host()
     allowed = resident + hostmemory.available_bytes() // ranks_here if limit is None else limit // ranks_here
     shape, settings, further = forecast.shape, forecast.settings, forecast.further(baseline)
     items = memory.budget(shape, settings, further)
@@ -225,7 +225,7 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     if setup > 0:
         further = (*further, Item("host", "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
     fault = _fault(shape, settings, further, allowed, limit, ranks_here)
-    faults = [found for found in compat.all_gathered(fault) if found is not None]
+    faults = [found for found in ranks.all_gathered(fault) if found is not None]
     if faults:
         raise MemoryBudgetError(fault or faults[0])
     whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
-import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,29 +93,9 @@ def get_accelerator() -> Any:
     return _get_accelerator()
 
 
-def rank() -> int:
-    return dist.get_rank()
-
-
-def world_size() -> int:
-    return dist.get_world_size()
-
-
 def is_one_memory() -> bool:
     """Whether the device computes in host memory."""
     return get_accelerator().is_synchronized_device()
-
-
-def all_gathered(value: Any) -> list[Any]:
-    """Every rank's value, in the order of the ranks."""
-    found: list[Any] = [value] * world_size()
-    if world_size() > 1:
-        torch.distributed.all_gather_object(found, value)
-    return found
-
-
-def ranks_on_this_host() -> int:
-    return all_gathered(socket.gethostname()).count(socket.gethostname())
 
 
 def device_name() -> str:
@@ -126,40 +103,9 @@ def device_name() -> str:
     return str(get_accelerator().current_device_name())
 
 
-def start_distributed() -> None:
-    """Initialise the distributed back end if nobody has."""
-    if not dist.is_initialized():
-        _refuse_bare_python()
-        deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
-    if not get_accelerator().is_synchronized_device():  # nobody has bound this rank to its device before zero.Init
-        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def common_run_id(run_id: str) -> str:
-    """Rank 0's run id, on every rank; initialises the distributed back end if nobody has."""
-    start_distributed()
-    shared = [run_id]
-    torch.distributed.broadcast_object_list(shared, src=0, device=torch.device(device_name()))
-    return shared[0]
-
-
-def is_true_on_all_ranks(flag: bool) -> bool:
-    """Whether every rank gives a true `flag`. Collective."""
-    votes = torch.tensor([int(flag)], device=device_name())
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return bool(votes.item())
-
-
-def _refuse_bare_python() -> None:
-    """Without a launcher's variables DeepSpeed would look for MPI, and end in a missing module."""
-    launchers = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "AZUREML_EXPERIMENT_ID")
-    if not any(name in os.environ for name in launchers) and importlib.util.find_spec("mpi4py") is None:
-        raise RuntimeError("no launcher started this process; write: deepspeed SCRIPT.py --deepspeed_config CONFIG.json")
-
-
 def log(line: str) -> None:
     """One line on rank 0, whatever the logger's level."""
-    if rank() == 0:
+    if dist.get_rank() == 0:
         print(line, flush=True)
 
 
@@ -212,7 +158,7 @@ def consolidated_weights(engine: Any, exclude_frozen: bool) -> dict[str, torch.T
         prefix = f"{path}." if path else ""
         own: dict[str, ZeroParam] = dict(module.named_parameters(recurse=False))
         with deepspeed.zero.GatheredParameters(list(own.values())):
-            for name, param in own.items() if rank() == 0 else ():
+            for name, param in own.items() if dist.get_rank() == 0 else ():
                 if param.requires_grad or not exclude_frozen:
                     if param.ds_id not in shared:
                         shared[param.ds_id] = param.detach().to("cpu", copy=True)
@@ -221,7 +167,7 @@ def consolidated_weights(engine: Any, exclude_frozen: bool) -> dict[str, torch.T
             if name not in module._non_persistent_buffers_set:
                 state[prefix + name] = buffer.detach().cpu()
     engine.optimizer.checkpoint_event_epilogue()
-    return state if rank() == 0 else None
+    return state if dist.get_rank() == 0 else None
 
 
 # ---- seams

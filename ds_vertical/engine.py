@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ds_vertical import batches as micro
-from ds_vertical import compat, compat_pools, compat_state, hostmemory, storage
+from ds_vertical import compat, compat_pools, compat_state, hostmemory, ranks, storage
 from ds_vertical.batches import LossFn
 from ds_vertical.budget import Forecast, check_memory, groups_of
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
@@ -53,7 +53,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
         check(raw, section)
     if unclaimed_paths(raw):
         storage.leave_on_sigterm()
-        return storage.claim_config(raw, compat.common_run_id(storage.new_run_id()), compat.rank())
+        return storage.claim_config(raw, ranks.common_run_id(storage.new_run_id()), ranks.rank())
     return raw
 
 
@@ -115,7 +115,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     refuse_late_fp32(model, config)
     if isinstance(kwargs["model_parameters"], Iterator):
         kwargs["model_parameters"] = list(kwargs["model_parameters"])
-    compat.start_distributed()
+    ranks.start_distributed()
     forecast = Forecast(layers, groups_of(model, kwargs["model_parameters"], kwargs["optimizer"]), config, resolved)
     needs = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     prepared = prepare(config)
@@ -294,7 +294,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
                 )
             saved = super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
         config = getattr(self.module, "config", None)
-        if compat.rank() == 0 and config is not None and hasattr(config, "save_pretrained"):
+        if ranks.rank() == 0 and config is not None and hasattr(config, "save_pretrained"):
             config.save_pretrained(save_dir)
         return saved
 
@@ -371,7 +371,7 @@ def _open_tracer(folder: str | None) -> Tracer:
     if folder is None:
         return Tracer()
     try:
-        return RecordingTracer(Path(folder), compat.rank())
+        return RecordingTracer(Path(folder), ranks.rank())
     except OSError as error:
         raise ConfigError(
             f'vertical_schedule.trace: got "{folder}"; cannot write there ({error}); write a writable folder, or null'

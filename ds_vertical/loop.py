@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_vertical import batches as micro
-from ds_vertical import compat
+from ds_vertical import compat, ranks
 from ds_vertical.batches import LossFn
 from ds_vertical.metrics import StepRecorder
 from ds_vertical.survey import Surveyor
@@ -87,12 +87,12 @@ class Loop:
         """Seed of a micro-batch's streams in the step about to run."""
         if self.seed is None:
             return None
-        return micro.stream_seed(self.seed, self.engine.global_steps, micro_batch, compat.rank())
+        return micro.stream_seed(self.seed, self.engine.global_steps, micro_batch, ranks.rank())
 
     def count_samples(self, num_micro_batches: int) -> None:
         """The engine adds a full batch's samples in its step; take off those that a short last batch did not have."""
         missing = self.engine.gradient_accumulation_steps() - num_micro_batches
-        self.engine.global_samples -= missing * self.engine.train_micro_batch_size_per_gpu() * compat.world_size()
+        self.engine.global_samples -= missing * self.engine.train_micro_batch_size_per_gpu() * ranks.world_size()
 
     def _iterator(self, data_iter: Iterable[Any] | None) -> Iterator[Any]:
         if data_iter is not None:
@@ -105,7 +105,7 @@ class Loop:
 
     def _survey(self, recorder: StepRecorder, tokens: int) -> None:
         """The vertical arm's account of the step, beside its record; `tokens` of one micro-batch."""
-        if "ran" not in vars(self.engine) or compat.rank() != 0:  # a plain engine runs no schedule
+        if "ran" not in vars(self.engine) or ranks.rank() != 0:  # a plain engine runs no schedule
             return
         if self._surveyor is None:
             self._surveyor = Surveyor(self.engine, recorder.folder, tokens)
@@ -114,7 +114,7 @@ class Loop:
     def _metrics(self) -> StepRecorder | None:
         if not self._recorder_asked:
             self._recorder_asked = True
-            self._recorder = StepRecorder.from_environment(compat.rank())
+            self._recorder = StepRecorder.from_environment(ranks.rank())
         return self._recorder
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_vertical import compat
+from ds_vertical import compat, ranks
 from ds_vertical.account import AccountWriter, Facts, Share
 
 
@@ -34,7 +34,7 @@ def facts_of(engine: Any, tokens: int) -> Facts:
     elements = {unit: sum(compat.full_numel(param) for param in members) for unit, members in units.items()}
     on_ssd = sum(chunk.numel for members in chunks.values() for chunk in members if chunk.files)
     parts = [part for members in chunks.values() for chunk in members for part in (*chunk.early, *chunk.delayed)]
-    world, num_bytes = compat.world_size(), sum(map(compat.shard_bytes, params))
+    world, num_bytes = ranks.world_size(), sum(map(compat.shard_bytes, params))
     return Facts(
         elements=elements,
         early_elements={unit: sum(chunk.boundary for chunk in members) for unit, members in chunks.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ds_vertical import compat, files
+from ds_vertical import compat, files, ranks
 from ds_vertical.regime import Regime
 from ds_vertical.storage import StorageError
 
@@ -37,7 +37,7 @@ def preallocate(wanted: Mapping[Path, int]) -> StorageError | None:
         files.preallocate(wanted)
     except StorageError as error:
         problem = error
-    if compat.is_true_on_all_ranks(problem is None):
+    if ranks.is_true_on_all_ranks(problem is None):
         return None
     if problem is None:
         files.remove(path for path in wanted if path not in there)

@@ -292,7 +292,7 @@ def optimizer_overlap(step: StepTrace) -> float | None:
     """
     work = [s for s in step.spans if s.resource and (s.resource == "adam" or "optimizer" in s.thread)]
     taken, compute = (
-        [(span.busy_from, span.end) for span in spans] for spans in (work, [s for s in step.spans if s.resource == "compute"])
+        [(span.start, span.end) for span in spans] for spans in (work, [s for s in step.spans if s.resource == "compute"])
     )
     total = union(taken)
     return intersection(taken, compute) / total if total else None

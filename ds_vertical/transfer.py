@@ -36,7 +36,7 @@ class Ticket:
             earlier.wait()
             self.wait()
 
-        return Ticket(self.what, wait, self.num_bytes, self.resource)
+        return Ticket(self.what, wait, self.num_bytes)
 
     def wait(self) -> None:
         if self._wait is not None:

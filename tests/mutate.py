@@ -472,8 +472,8 @@ MUTATIONS = (
     Mutation(
         "stocks-buffers-keep-their-memory",
         "engine.py",
-        "        compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)\n        schedule =",
-        "        schedule =",
+        "        compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)\n        schedule = self.ran =",
+        "        schedule = self.ran =",
         "test_budget.py::test_stocks_buffers_hold_memory_only_while_they_are_used",
     ),
     Mutation(

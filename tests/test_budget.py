@@ -132,10 +132,10 @@ def test_too_small_a_budget_is_refused_before_anything_is_made_and_the_advice_he
 
 def test_the_ranks_of_a_host_share_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ds_vertical
-    from ds_vertical import compat
+    from ds_vertical import ranks
 
     start_process_group()
-    monkeypatch.setattr(compat, "ranks_on_this_host", lambda: 4)
+    monkeypatch.setattr(ranks, "ranks_on_this_host", lambda: 4)
     config = base_config(tmp_path / "swap", section={"host_memory_bytes": 100 * MIB})
     with pytest.raises(MemoryBudgetError, match=f"{25 * MIB} are allowed"):
         ds_vertical.initialize(model=MixerModel(3, width=1024), config=config)

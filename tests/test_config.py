@@ -193,6 +193,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "on_nonfinite": "skip",
         "gradient_host_share": None,
         "keep_gradients": False,
+        "host_memory_bytes": None,
         "seed_micro_batches": True,
         "seed": None,
         "trace": None,
