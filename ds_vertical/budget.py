@@ -86,7 +86,9 @@ class Forecast:
             generations=self._regime.generations,
             part_elements=memory.PART_ELEMENTS,
             working_bytes=self._working_bytes(max(gradients)),
-            placement=Placement(_share(1 - resting / rank), _share(state_on_ssd)),
+            placement=Placement(
+                _share(1 - resting / rank), _share(state_on_ssd), gradients_on_ssd=1 - self._resolved.gradient_host_share
+            ),
             files=tuple(sum(self._file_bytes(p) for p in units[u] if id(p) in self._file_ids) for u in self._units),
             gradients=gradients,
             slot_bytes=max(self._piece_bytes, default=0),
@@ -98,9 +100,14 @@ class Forecast:
             self._num_micro_batches,
             self._resolved.prefetch_layers,
             slots=min(memory.SLOTS, len(self._piece_bytes)),
-            held_share=1.0,
+            held_share=self._held_share,
             one_memory=self._one_memory,
         )
+
+    @property
+    def _held_share(self) -> float:
+        """Of the gradients, the share that waits for its step: all that may be redone, or that users may read later."""
+        return self._regime.delay if self._regime.final and not self._resolved.keep_gradients else 1.0
 
     def further(self, baseline_bytes: int) -> tuple[Item, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
@@ -160,8 +167,9 @@ class Forecast:
                 parts = (*split_chunk(0, 0, middle, memory.PART_ELEMENTS), *split_chunk(0, middle, end, memory.PART_ELEMENTS))
                 padding = -end % alignment
                 for part in parts:
-                    last = part.start + part.numel == end
-                    found.append(_MOMENTS * FP32_BYTES * (part.numel + padding * last))
+                    numel = part.numel + padding * (part.start + part.numel == end)
+                    recalled = numel if self._resolved.gradient_host_share < 1 else 0
+                    found.append(FP32_BYTES * (_MOMENTS * numel + recalled))
         return found
 
     def _working_bytes(self, gradients: int) -> int:

@@ -507,7 +507,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks-decide-alone",
-        "compat.py",
+        "ranks.py",
         "dist.all_reduce(votes, op=dist.ReduceOp.MIN)",
         "pass",
         "test_ranks.py::test_room_that_one_rank_lacks_no_rank_uses",
@@ -528,8 +528,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks-choose-their-own-folder",
-        "compat.py",
-        "torch.distributed.broadcast_object_list(shared, src=0, device=torch.device(device_name()))",
+        "ranks.py",
+        "torch.distributed.broadcast_object_list(shared, src=0, device=torch.device(compat.device_name()))",
         "pass",
         "test_ranks.py::test_prepare_gives_both_ranks_the_same_folder_and_each_call_another",
     ),

@@ -78,7 +78,8 @@ def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any
         assert items.get("optimizer state at rest", 0) == 12 * sum(
             optimizer.fp16_partitioned_groups_flat_numel[i] for i in resting
         )
-        assert items["gradients"] == 4 * sum(param.ds_numel for param in model.parameters())
+        if forecast.settings.held_share == 1:
+            assert items["gradients"] == 4 * sum(param.ds_numel for param in model.parameters())
         assert 0 < status("VmLck") - locked <= (items["parameter buffers"] + sum(slots)) / 1024 + 4 * (len(slots) + 9)
 
 

@@ -44,7 +44,7 @@ def test_the_items_by_hand() -> None:
 
 
 def test_one_memory_counts_parameters_and_sums_once() -> None:
-    assert sizes(SHAPE, Settings(3, one_memory=True)) == {
+    assert sizes(SHAPE, Settings(3, slots=3, one_memory=True)) == {
         ("host", "optimizer slots"): 3 * 500 * 14,
         ("host", "gradients"): 4100 * 4,
         ("host", "parameter buffers"): 4100 * 2,
@@ -87,7 +87,7 @@ def test_gradients_that_wait_on_ssd_pass_through_memory() -> None:
     on_ssd = replace(SHAPE, placement=Placement(gradients_on_ssd=0.75))
     assert sizes(on_ssd, Settings(3))["host", "gradients"] == (0.25 * 4100 + 0.75 * 3100) * 4
     assert sizes(on_ssd, Settings(3, one_memory=True))["host", "gradients"] == (0.25 * 4100 + 0.75 * 3100 + 1100) * 4
-    assert sizes(on_ssd, Settings(3))["host", "optimizer slots"] == 3 * 500 * (14 + 4)
+    assert sizes(on_ssd, Settings(3))["host", "optimizer slots"] == SLOTS * 500 * (14 + 4)
     assert sizes(on_ssd, Settings(3, held_share=0.0)) == sizes(SHAPE, Settings(3, held_share=0.0))
 
 
@@ -104,7 +104,7 @@ def test_shards_tiers_and_working_memory() -> None:
         ("host", "parameter buffers"): 2050,
         ("host", "parameters at rest"): 2050,
         ("host", "optimizer state at rest"): 2050 * 12,
-        ("host", "optimizer slots"): 3 * 500 * 4,
+        ("host", "optimizer slots"): SLOTS * 500 * 4,
         ("host", "gradients"): 1550 * 4,
         ("host", "activations"): 3 * 4 * 350,
         ("device", "parameters"): 4200,
@@ -161,8 +161,7 @@ def test_a_budget_that_nothing_mends_says_what_is_largest_and_what_is_left() -> 
 @pytest.mark.parametrize("window", [0, 1, 2])
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_what_is_in_use_stays_within_the_formulas(machine: Machine, window: int, num_micro_batches: int) -> None:
-    schedule = build_training(4, num_micro_batches, window=window, ahead=window > 0)
-    timeline = simulate(schedule, machine, SHAPE, steps=2)
+    timeline = simulate(build_training(4, num_micro_batches, window=window), machine, SHAPE, steps=2)
     items = budget(SHAPE, settings(machine, num_micro_batches, window))
     found = peaks(timeline, machine, SHAPE)
     for tier in ("host", "device"):
