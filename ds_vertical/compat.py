@@ -89,7 +89,6 @@ def check_deepspeed() -> None:
 check_deepspeed()
 
 
-
 def get_accelerator() -> Any:
     """DeepSpeed's accelerator (typed loosely: its declaration allows None)."""
     return _get_accelerator()
@@ -353,6 +352,11 @@ def partition(params: Iterable[ZeroParam]) -> None:
 def _pin_handle() -> Any:
     module: Any = PinMemoryBuilder().load(verbose=False)
     return module.pin_handle()
+
+
+def one_memory() -> bool:
+    """Whether device and host are one memory."""
+    return get_accelerator().is_synchronized_device()
 
 
 def lock_host_bytes(num_bytes: int) -> torch.Tensor:

@@ -136,9 +136,21 @@ def check(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
             f'{SECTION}.snake: got true with {SECTION}.order "horizontal"; snake reorders micro-batches from one layer '
             'to the next, which only the vertical order has; write "snake": false or "order": "vertical"'
         )
+    faults += _activation_faults(config, section)
     if faults:
         raise ConfigError("\n".join(faults))
     return _warnings(config, section)
+
+
+def _activation_faults(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
+    """What rests on SSD needs a folder of this run, which an offload section with device "nvme" brings."""
+    devices = [_get(config, f"{_ZERO}.{name}.device") for name in ("offload_param", "offload_optimizer")]
+    if section.activations.device != "ssd" or "nvme" in devices:
+        return []
+    return [
+        f'{SECTION}.activations.device: got "ssd", and there is no folder for its file, since neither {_ZERO}.offload_param nor'
+        f' {_ZERO}.offload_optimizer has device "nvme"; write "host", or give one of them "device": "nvme" and an nvme_path'
+    ]
 
 
 def _object_faults(config: Mapping[str, Any]) -> list[str]:
@@ -201,8 +213,7 @@ def _batch_faults(config: Mapping[str, Any]) -> list[str]:
     faults = [
         f"{key}: got {show(value)}; need an integer >= 1; write e.g. 1"
         for key in keys
-        if (value := _get(config, key)) is not None
-        and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
+        if (value := _get(config, key)) is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
     ]
     if faults:
         return faults

@@ -1,7 +1,8 @@
 """Lowering: from a bare compute order to a whole schedule, by pure passes of one policy each.
 
 An order (vertical, horizontal, forward) lists F, HEAD and B. Then place_gradients adds REDUCE, place_parameters adds
-FETCH and RELEASE, place_optimizer adds NORM and STEP. build_training() and build_evaluation() compose and validate.
+FETCH and RELEASE, place_optimizer adds NORM and STEP, place_activations (`moves`) what leaves memory. build_training() and
+build_evaluation() compose and validate; an evaluation keeps what passes between its layers in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ds_vertical.dependencies import validate
+from ds_vertical.moves import AHEAD, place_activations
 from ds_vertical.schedule import DELAYED, EARLY, LEAD, PRE, SUF, Event, Op, Schedule, ScheduleError, Unit
 
 Events = tuple[Event, ...]
@@ -185,24 +187,27 @@ def build_training(
     due: Collection[Unit] = (),
     lead: int = LEAD,
     early: bool = False,
+    moved: tuple[int, ...] = (),
 ) -> Schedule:
     """The validated schedule of one training step; raises ScheduleError for settings that do not fit together.
 
     `early`: early parts are stepped during the backward. `delayed`: what is left of this step goes to the next schedule.
     `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a
-    delayed step is issued.
+    delayed step is issued. `moved`: the micro-batches whose layer inputs and gradients leave memory.
     """
     if order == "forward":
         raise ScheduleError("order 'forward' has no backward; write 'vertical' or 'horizontal' to train")
     # An empty schedule first: its header check refuses bad settings before any pass sees them.
-    Schedule(num_layers, num_micro_batches, (), order, snake, window)
+    ahead = AHEAD if moved else 0
+    Schedule(num_layers, num_micro_batches, (), order, snake, window, moved=moved)
     if order == "vertical":
         compute = vertical_order(num_layers, num_micro_batches, snake)
     else:
         compute = horizontal_order(num_layers, num_micro_batches)
     events = place_optimizer(place_parameters(place_gradients(compute), window, due), delayed)
     events = place_delayed(place_early(events) if early else events, due, lead)
-    return _checked(Schedule(num_layers, num_micro_batches, events, order, snake, window, delayed, early))
+    events = place_activations(events, moved, ahead)
+    return _checked(Schedule(num_layers, num_micro_batches, events, order, snake, window, delayed, early, moved, ahead))
 
 
 @lru_cache(maxsize=64)

@@ -190,6 +190,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "prefetch_layers": None,
         "optimizer_delay": None,
         "optimizer_speculation": None,
+        "activations": {"device": None, "share": 1.0, "host_share": 0.0},
         "seed_micro_batches": True,
         "seed": None,
         "trace": None,
