@@ -106,7 +106,8 @@ def encoder_decoder() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     shape = dict(d_model=512, d_kv=64, d_ff=512, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=257)
-    return T5ForConditionalGeneration(T5Config(**shape, dropout_rate=0.1, tie_word_embeddings=False, use_cache=False))
+    start = dict(decoder_start_token_id=0, pad_token_id=0)
+    return T5ForConditionalGeneration(T5Config(**shape, **start, dropout_rate=0.1, tie_word_embeddings=False, use_cache=False))
 
 
 @pytest.mark.parametrize("build", [Collecting, Leaking], ids=["held-by-the-model", "held-by-others"])
