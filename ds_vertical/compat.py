@@ -87,7 +87,6 @@ def check_deepspeed() -> None:
 check_deepspeed()
 
 
-
 def get_accelerator() -> Any:
     """DeepSpeed's accelerator (typed loosely: its declaration allows None)."""
     return _get_accelerator()

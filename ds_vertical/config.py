@@ -39,6 +39,19 @@ DottedPath = Annotated[StrictStr, StringConstraints(pattern=r"^[^\s.]+(\.[^\s.]+
 LayerPaths = Annotated[tuple[DottedPath, ...], BeforeValidator(_list_to_tuple), Field(min_length=1)]
 
 
+class Activations(BaseModel):
+    """Where what passes between layers rests: inputs of layers for each micro-batch, and the gradients between two layers."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    device: Literal["device", "host", "ssd"] | None = None
+    """The tier they go to. Null: "device", where they are made."""
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the micro-batches that go there; the others stay on the device."""
+    host_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """With "ssd": a further share of the micro-batches that goes to host memory."""
+
+
 class VerticalConfig(BaseModel):
     """The section as written. `None` means "choose for me" (see `resolve`); the string "auto" is refused."""
 
@@ -77,6 +90,8 @@ class VerticalConfig(BaseModel):
     for safe_get_full_grad and safe_get_local_grad."""
     host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     """Host memory that all ranks of a host may use, checked before anything is allocated. Null: what the machine has."""
+    activations: Activations = Activations()
+    """Where layer inputs and the gradients between layers rest until they are used."""
     seed_micro_batches: bool = True
     """Give each micro-batch its own random stream from (seed, step, micro-batch, rank), in both arms."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -100,6 +115,10 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "keep_gradients": ("true or false", "false"),
     "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
+    "activations": ('an object with "device", "share", "host_share"', '{"device": "ssd"}'),
+    "activations.device": ('"device", "host", "ssd" or null', '"ssd"'),
+    "activations.share": ("a number from 0 to 1", "0.5"),
+    "activations.host_share": ("a number from 0 to 1", "0.25"),
     "seed_micro_batches": ("true or false", "true"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
@@ -118,9 +137,7 @@ def read_config(config: dict[str, Any] | str | os.PathLike[str]) -> dict[str, An
     if isinstance(config, dict):
         return copy.deepcopy(config)
     if not isinstance(config, (str, os.PathLike)):
-        raise ConfigError(
-            f"config: got a {type(config).__name__}; need a dict, the path of a JSON file, or base64 of JSON"
-        )
+        raise ConfigError(f"config: got a {type(config).__name__}; need a dict, the path of a JSON file, or base64 of JSON")
     if os.path.exists(config):
         return _read_file(Path(config))
     if not isinstance(config, str):
@@ -205,24 +222,27 @@ def load_section(config: Mapping[str, Any]) -> VerticalConfig | None:
         lines = {_section_path(detail): _section_fault(detail) for detail in error.errors()}
         raise ConfigError("\n".join(lines.values())) from None
     _refuse_repeated_layers(parsed)
+    _refuse_shares(parsed.activations)
     return parsed
 
 
 def _section_path(detail: Mapping[str, Any]) -> str:
-    path = SECTION
+    path, known = SECTION, [*VerticalConfig.model_fields]
     for part in detail["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part in VerticalConfig.model_fields or len(detail["loc"]) == 1:
+        elif part in known or len(detail["loc"]) == 1 or path == f"{SECTION}.activations":
             path += f".{part}"
+            known = [*Activations.model_fields] if part == "activations" else []
     return path
 
 
 def _section_fault(detail: Mapping[str, Any]) -> str:
-    path, key = _section_path(detail), str(detail["loc"][0])
+    path = _section_path(detail)
+    key = re.sub(r"\[.*", "", path.removeprefix(f"{SECTION}."))
     if detail["type"] == "extra_forbidden":
-        known = list(VerticalConfig.model_fields)
-        near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.5)
+        known = list((Activations if key.startswith("activations.") else VerticalConfig).model_fields)
+        near = difflib.get_close_matches(key.rpartition(".")[2].lower(), known, n=1, cutoff=0.5)
         guess = f'did you mean "{near[0]}"? ' if near else ""
         return f"{path}: unknown key; {guess}known keys: {', '.join(known)}"
     need, example = _EXPECTED[key]
@@ -237,6 +257,25 @@ def _refuse_repeated_layers(section: VerticalConfig) -> None:
     repeated = sorted({path for path in paths if paths.count(path) > 1})
     if repeated:
         raise ConfigError(f"{SECTION}.layers: got {show(repeated[0])} more than once; write each path once")
+
+
+def _refuse_shares(activations: Activations) -> None:
+    path, device = f"{SECTION}.activations", activations.device
+    default = Activations()
+    shares = [key for key in ("share", "host_share") if getattr(activations, key) != getattr(default, key)]
+    if device in (None, "device") and shares:
+        raise ConfigError(
+            f"{path}.{shares[0]}: got {show(getattr(activations, shares[0]))} with device {show(device)}, where"
+            ' nothing is moved; remove it, or write "device": "ssd" or "host"'
+        )
+    if device == "host" and activations.host_share:
+        raise ConfigError(f'{path}.host_share: got {activations.host_share} with device "host"; write "share" instead')
+    if activations.host_share and activations.share + activations.host_share > 1:
+        written = "" if "share" in shares else " (the default)"
+        raise ConfigError(
+            f"{path}.share: got {activations.share}{written} with host_share {activations.host_share}, more than"
+            f" all micro-batches; write {round(1 - activations.host_share, 9)} or less"
+        )
 
 
 def _refuse_near_misses(config: Mapping[str, Any]) -> None:
@@ -311,37 +350,43 @@ class Resolved:
     gradient_host_share: float
     keep_gradients: bool
     host_memory_bytes: int | None
+    activations: Mapping[str, Any]
     seed_micro_batches: bool
     seed: int | None
     trace: str | None
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
+    @property
+    def moved_shares(self) -> tuple[float, float]:
+        """The shares of the micro-batches whose activations rest in host memory and on SSD."""
+        device, share = self.activations["device"] or "device", self.activations["share"]
+        return {"host": (share, 0.0), "ssd": (self.activations["host_share"], share)}.get(device, (0.0, 0.0))
+
+
+_LATER: Mapping[str, str] = {
+    "layers": "discovered in the model",
+    "optimizer_delay": "0.25 where layers can be stepped during the backward, else 1",
+    "optimizer_speculation": "where it would lately have come true",
+    "host_memory_bytes": "what the machine has at start",
+}
+
 
 def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolved:
     """Apply the fixed rule of every null.
 
-    layers: discovered in the model; prefetch_layers: 1 with overlap, 0 without; optimizer_delay: 0.25 where the rest can
-    be stepped during the backward, else 1 (decided when the optimizer is known); gradient_host_share: 1; seed:
-    `initial_seed`, which is torch.initial_seed() at initialize. Nothing else is ever chosen: snake and blocks_per_layer are
-    as written or their defaults.
+    prefetch_layers: 1 with overlap, 0 without; gradient_host_share: 1; activations.device: "device"; seed: `initial_seed`,
+    which is torch.initial_seed() at initialize; others, once model and machine are known: `_LATER`. snake and blocks_per_layer are never chosen.
     """
     values: dict[str, Any] = section.model_dump()
     written = section.model_fields_set
     reasons = {key: "as written" if key in written else "default" for key in values}
-    if section.layers is None:
-        reasons["layers"] = "null: discovered in the model"
+    reasons |= {key: f"null: {rule}" for key, rule in _LATER.items() if values[key] is None}
     if section.prefetch_layers is None:
         values["prefetch_layers"] = 1 if section.overlap else 0
         reasons["prefetch_layers"] = f"null: {values['prefetch_layers']} as overlap is {show(section.overlap)}"
-    if section.optimizer_delay is None:
-        reasons["optimizer_delay"] = "null: 0.25 where layers can be stepped during the backward, else 1"
-    if section.optimizer_speculation is None:
-        reasons["optimizer_speculation"] = "null: where it would lately have come true"
     if section.gradient_host_share is None:
         values["gradient_host_share"] = 1.0
         reasons["gradient_host_share"] = "null: 1, what waits does so in host memory"
-    if section.host_memory_bytes is None:
-        reasons["host_memory_bytes"] = "null: what the machine has at start"
     if section.seed is None:
         values["seed"] = initial_seed
         reasons["seed"] = "null: torch.initial_seed() at initialize"

@@ -138,6 +138,7 @@ def check(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
             'to the next, which only the vertical order has; write "snake": false or "order": "vertical"'
         )
     faults += _gradient_faults(config, section)
+    faults += _activation_faults(config, section)
     if faults:
         raise ConfigError("\n".join(faults))
     return _warnings(config, section)
@@ -161,6 +162,17 @@ def _gradient_faults(config: Mapping[str, Any], section: VerticalConfig) -> list
             ' memory; write "keep_gradients": false, or "gradient_host_share": 1'
         )
     return faults
+
+
+def _activation_faults(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
+    """What rests on SSD needs a folder of this run, which an offload section with device "nvme" brings."""
+    devices = [_get(config, f"{_ZERO}.{name}.device") for name in ("offload_param", "offload_optimizer")]
+    if section.activations.device != "ssd" or "nvme" in devices:
+        return []
+    return [
+        f'{SECTION}.activations.device: got "ssd", and there is no folder for its file, since neither {_ZERO}.offload_param nor'
+        f' {_ZERO}.offload_optimizer has device "nvme"; write "host", or give one of them "device": "nvme" and an nvme_path'
+    ]
 
 
 def _object_faults(config: Mapping[str, Any]) -> list[str]:
@@ -223,8 +235,7 @@ def _batch_faults(config: Mapping[str, Any]) -> list[str]:
     faults = [
         f"{key}: got {show(value)}; need an integer >= 1; write e.g. 1"
         for key in keys
-        if (value := _get(config, key)) is not None
-        and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
+        if (value := _get(config, key)) is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
     ]
     if faults:
         return faults

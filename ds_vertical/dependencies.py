@@ -14,7 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from ds_vertical.moves import Moves, find_fault, is_work
 from ds_vertical.schedule import DELAYED, EARLY, MAX_STEPS, PRE, SUF, Event, Key, Op, Schedule, ScheduleError, Unit, error_at
+
+_REPEATED: Final = frozenset((Op.FETCH, Op.RELEASE, Op.LOAD))
+_MOVES: Final = (Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP)
 
 
 class _Walk:
@@ -34,6 +38,7 @@ class _Walk:
         self.ahead: dict[Unit | None, int] = {}
         self.under_way: list[int] = []
         self.holds: list[int] = []
+        self.moves = Moves()
 
     def need(self, op: Op, layer: Unit | None = None, micro_batch: int | None = None) -> int:
         """The latest such event's index."""
@@ -80,6 +85,8 @@ class _Walk:
         if rule is None:
             raise ScheduleError("no rule says what it depends on; add one to _RULES in ds_vertical/dependencies.py")
         self.index = index
+        if is_work(event):
+            self.moves.begin_work()
         needs = tuple(sorted(set(rule(self, event))))
         self.done[event.op, event.layer, event.micro_batch] = index
         return needs
@@ -124,7 +131,8 @@ def _forward(walk: _Walk, event: Event) -> list[int]:
     if layer == SUF:
         return [walk.use(PRE), walk.need(Op.F, walk.num_layers - 1, micro_batch)]
     assert isinstance(layer, int)
-    return [*walk.values(layer), walk.use(PRE), walk.need(Op.F, layer - 1 if layer else PRE, micro_batch)]
+    before = walk.need(Op.F, layer - 1 if layer else PRE, micro_batch)
+    return [*walk.values(layer), walk.use(PRE), before, *walk.moves.use(Op.SAVE, layer, micro_batch, walk.index)]
 
 
 def _head(walk: _Walk, event: Event) -> list[int]:
@@ -133,12 +141,37 @@ def _head(walk: _Walk, event: Event) -> list[int]:
 
 def _backward(walk: _Walk, event: Event) -> list[int]:
     layer, micro_batch = event.layer, event.micro_batch
+    moved = walk.moves.use(Op.GSAVE, layer, micro_batch, walk.index)
     if layer == PRE:
-        return [walk.use(PRE), walk.need(Op.B, 0, micro_batch), *walk.add_gradient(PRE)]
+        return [walk.use(PRE), walk.need(Op.B, 0, micro_batch), *walk.add_gradient(PRE), *moved]
     assert isinstance(layer, int)
     last = layer == walk.num_layers - 1
     after = walk.need(Op.HEAD, SUF, micro_batch) if last else walk.need(Op.B, layer + 1, micro_batch)
-    return [walk.need(Op.F, layer, micro_batch), after, walk.use(layer), walk.use(PRE), *walk.add_gradient(layer)]
+    moved += walk.moves.use(Op.SAVE, layer, micro_batch, walk.index)
+    return [walk.need(Op.F, layer, micro_batch), after, walk.use(layer), walk.use(PRE), *walk.add_gradient(layer), *moved]
+
+
+def _save(walk: _Walk, event: Event) -> list[int]:
+    """The input of a layer, once it is there; where the layer's F has taken it by then, after that."""
+    layer, micro_batch = event.layer, event.micro_batch
+    if not isinstance(layer, int):
+        raise ScheduleError("only layers have an input that moves")
+    made = walk.need(Op.F, layer - 1 if layer else PRE, micro_batch)
+    taken = walk.done.get((Op.F, layer, micro_batch))
+    walk.moves.save(event, walk.index)
+    return [made] if taken is None else [made, taken]
+
+
+def _save_gradient(walk: _Walk, event: Event) -> list[int]:
+    unit = event.layer
+    made = walk.need(Op.B, unit + 1 if isinstance(unit, int) else 0, event.micro_batch)
+    walk.moves.save(event, walk.index)
+    return [made]
+
+
+def _drop(walk: _Walk, event: Event) -> list[int]:
+    used = walk.need(Op.B, event.layer, event.micro_batch)
+    return [used, *walk.moves.drop(Op.SAVE if event.op is Op.DROP else Op.GSAVE, event)]
 
 
 def _reduce(walk: _Walk, event: Event) -> list[int]:
@@ -219,6 +252,12 @@ _RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
     Op.NORM: _norm,
     Op.STEP: _step,
     Op.COMMIT: _commit,
+    Op.SAVE: _save,
+    Op.LOAD: lambda walk, event: walk.moves.load(Op.SAVE, event, walk.index),
+    Op.DROP: _drop,
+    Op.GSAVE: _save_gradient,
+    Op.GLOAD: lambda walk, event: walk.moves.load(Op.GSAVE, event, walk.index),
+    Op.GDROP: _drop,
 }
 
 
@@ -254,10 +293,10 @@ def _dependencies(events: Sequence[Event], walk: _Walk) -> tuple[tuple[int, ...]
 def validate(schedule: Schedule) -> None:
     """Raises ScheduleError, naming the event and showing those around it, unless the schedule can be run as it stands.
 
-    Checked: everything an event depends on comes before it; each F, HEAD, B, REDUCE, NORM, STEP and the prefix's FETCH
-    stands there exactly once; at most window + 1 layers are fetched at a time, those read for the next step included, and
-    no other at the end; nothing is read for the next step that is still to be stepped; gradients are summed in the order
-    that the header promises.
+    Checked: what an event depends on comes before it; F, HEAD, B, REDUCE, NORM, STEP and the prefix's FETCH stand there once;
+    at most window + 1 layers are fetched at a time, those read for the next step included, and no other at the end; nothing
+    is read that is still to be stepped; gradients are summed in the order of the header; only its micro-batches move, at most
+    look_ahead + 1 inputs and as many gradients are loaded and not yet used, and what is saved is dropped.
     """
     _check_once(schedule)
     _dependencies(schedule.events, _Walk(schedule.num_layers, schedule.num_micro_batches))
@@ -265,6 +304,8 @@ def validate(schedule: Schedule) -> None:
     _check_window(schedule)
     _check_ahead(schedule)
     _check_sums(schedule)
+    if (fault := find_fault(schedule.events, schedule.moved, schedule.look_ahead)) is not None:
+        raise error_at(schedule.events, *fault)
 
 
 def _once(schedule: Schedule) -> list[Event]:
@@ -288,17 +329,17 @@ def _check_once(schedule: Schedule) -> None:
     allowed |= {Event(op, layer) for op in (Op.FETCH, Op.RELEASE) for layer in range(schedule.num_layers)}
     if schedule.order != "forward":
         units: tuple[Unit, ...] = (PRE, *range(schedule.num_layers))
-        allowed |= {Event(Op.STEP, u, part=DELAYED, step_offset=-1) for u in units}
-        allowed |= {Event(Op.FETCH, u, step_offset=1) for u in units}
+        allowed |= {e for u in units for e in (Event(Op.STEP, u, None, DELAYED, -1), Event(Op.FETCH, u, step_offset=1))}
         allowed |= {Event(Op.STEP, u, part=DELAYED) for u in units if schedule.delayed}
         allowed |= {Event(Op.HOLD, u, part=part) for u in units for part in (None, DELAYED)}
+        allowed |= {Event(op, u, m) for op in _MOVES for u in units for m in range(schedule.num_micro_batches)}
     seen: Counter[Event] = Counter()
     for index, event in enumerate(schedule.events):
         seen[event] += 1
         if event not in allowed:
             shape = f"{schedule.num_layers} layers, {schedule.num_micro_batches} micro-batches"
             raise error_at(schedule.events, index, f"has no place in a schedule of order {schedule.order} with {shape}")
-        if seen[event] > 1 and not (event.op in (Op.FETCH, Op.RELEASE) and event.layer != PRE and not event.ahead):
+        if seen[event] > 1 and (event.op not in _REPEATED or event.layer == PRE or event.ahead):
             raise error_at(schedule.events, index, "stands here a second time; it must happen once")
 
 

@@ -19,18 +19,18 @@ from ds_vertical.batches import LossFn
 from ds_vertical.budget import Forecast, check_memory, groups_of
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
 from ds_vertical.crosscheck import check
-from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, unclaimed_paths
+from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
-from ds_vertical.layers import LayerMap, Unit, check_trainable, map_layers, refuse_batch_flags
+from ds_vertical.layers import LayerMap, check_trainable, map_layers, refuse_batch_flags
 from ds_vertical.loop import Loop, StockLoop
 from ds_vertical.memory import layer_buffers
 from ds_vertical.native import new_disk_queue
 from ds_vertical.optimizer import VerticalStage3, check_optimizer
 from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
+from ds_vertical.stores import describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
 from ds_vertical.sweeps import Body, Sweeps
-from ds_vertical.trace import RecordingTracer, Tracer
 
 _CALL_TRAIN_BATCH = (
     "engine.{name}() is not available with vertical_schedule: layer-major order needs all micro-batches of a step at once;"
@@ -121,7 +121,8 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         compat.log(f"ds_vertical: {line}")
-    with compat.substituted_engine(partial(VerticalEngine, vertical=resolved, layers=layers)):
+    factory = partial(VerticalEngine, vertical=resolved, layers=layers, folder=run_folder(prepared))
+    with compat.substituted_engine(factory):
         return compat.stock_initialize(config=prepared, **kwargs)
 
 
@@ -155,10 +156,10 @@ class VerticalEngine(compat.DeepSpeedEngine):
     optimizer: VerticalStage3
     module: nn.Module
 
-    def __init__(self, *args: Any, vertical: Resolved, layers: LayerMap, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, vertical: Resolved, layers: LayerMap, folder: Path | None, **kwargs: Any) -> None:
         self.vertical = vertical
         self.layers = layers
-        self.tracer = _open_tracer(vertical.trace)
+        self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
         compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
         hostmemory.trim()  # what stock freed of the fp32 copies from which it wrote the optimizer's state
@@ -171,7 +172,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
         every = [param for params in layers.units.values() for param in params]
         compat.guard_parameters(every, self.optimizer.flush, self._params.note_write)
         self._gradients = GradientStore(
-            _in_chunk_order(layers, self.optimizer),
+            in_chunk_order(layers, self.optimizer),
             self.optimizer.gradient_accumulation_dtype,
             compat.full_numel,
             partial(compat_state.rounding_dtype, self.optimizer),
@@ -179,12 +180,14 @@ class VerticalEngine(compat.DeepSpeedEngine):
             self.optimizer.gradients.drop,
             compat.device_name(),
         )
-        self._sweeps = Sweeps(layers, self._params, overlap=vertical.overlap, tracer=self.tracer)
+        self._activations = open_activations(vertical, layers, folder, new_queue, device)
+        self._sweeps = Sweeps(layers, self._params, overlap=vertical.overlap, tracer=self.tracer, activations=self._activations)
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None)
         tiers = ", ".join(f"{tier} {count}" for tier, count in self._params.bytes_by_tier().items())
         compat.log(
             f"ds_vertical: vertical schedule ACTIVE: order {vertical.order}, {layers.describe()}; bytes of parameters on this"
-            f" rank: {tiers}; host buffers {self._params.host_bytes}; optimizer {self.optimizer.describe()}"
+            f" rank: {tiers}; host buffers {self._params.host_bytes}; {describe_activations(vertical)}; optimizer"
+            f" {self.optimizer.describe()}"
         )
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:  # override
@@ -246,6 +249,9 @@ class VerticalEngine(compat.DeepSpeedEngine):
         vertical = self.vertical
         self._gradients.refuse_strays()
         compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
+        tiers = moved_tiers(vertical, len(runs))
+        if self._activations is not None:
+            self._activations.open_step(tiers)
         schedule = self.ran = build_training(
             self.layers.num_layers,
             len(runs),
@@ -257,13 +263,15 @@ class VerticalEngine(compat.DeepSpeedEngine):
             early=self.optimizer.regime.early,
             ahead=vertical.prefetch_layers > 0,
             hold=self.optimizer.holding,
+            moved=tuple(tiers),
         )
 
         def scale(loss: torch.Tensor) -> torch.Tensor:
             return self.optimizer.scale_if_loss(loss / len(runs))
 
         bodies = [Body(run, seed) for run, seed in zip(runs, seeds, strict=True)]
-        with suspended_hooks(self, joints=True), torch.enable_grad(), self.optimizer.schedule_running():
+        noted = self._activations is not None
+        with suspended_hooks(self, joints=True, noted=noted), torch.enable_grad(), self.optimizer.schedule_running():
             return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, scale)
 
     def flush(self) -> None:
@@ -272,13 +280,16 @@ class VerticalEngine(compat.DeepSpeedEngine):
         self.optimizer.flush()
 
     def destroy(self) -> None:
-        """As DeepSpeed's, and give the host buffers of the parameters back. Calling it twice is harmless."""
+        """As DeepSpeed's, and give the host buffers back. Calling it twice is harmless."""
         params = getattr(self, "_params", None)  # absent where the engine's construction failed
+        activations = getattr(self, "_activations", None)
         with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
             cleanup.callback(super().destroy)
             if params is not None:
                 cleanup.callback(params.close)
                 cleanup.callback(self.optimizer.close)
+            if activations is not None:
+                cleanup.callback(activations.close)
 
     # ---- saving
 
@@ -357,22 +368,3 @@ class VerticalLoop(Loop):
     def _loss(self, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
         inputs = compat.inputs_of(self.engine, batch)
         return micro.loss_of(micro.call_model(self.engine.call_module, inputs), batch, loss_fn)
-
-
-def _in_chunk_order(layers: LayerMap, optimizer: VerticalStage3) -> dict[Unit, list[nn.Parameter]]:
-    """Each unit's parameters, the optimizer's first and chunk by chunk."""
-    return {
-        unit: [*optimizer.in_chunk_order(unit), *(param for param in params if not optimizer.steps(param))]
-        for unit, params in layers.units.items()
-    }
-
-
-def _open_tracer(folder: str | None) -> Tracer:
-    if folder is None:
-        return Tracer()
-    try:
-        return RecordingTracer(Path(folder), ranks.rank())
-    except OSError as error:
-        raise ConfigError(
-            f'vertical_schedule.trace: got "{folder}"; cannot write there ({error}); write a writable folder, or null'
-        ) from error

@@ -20,6 +20,11 @@ def _offload_sections(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
             yield section
 
 
+def run_folder(config: dict[str, Any]) -> Path | None:
+    """The first nvme_path in use; of a prepared configuration it is the run's folder."""
+    return next((Path(section["nvme_path"]) for section in _offload_sections(config)), None)
+
+
 def unclaimed_paths(config: dict[str, Any]) -> list[str]:
     """The nvme_paths in use that `prepare` has not replaced by this run's folder."""
     return [s["nvme_path"] for s in _offload_sections(config) if storage.owned(s["nvme_path"]) is None]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
+from ds_vertical.holders import note_alias
+
 
 class _Joint(torch.autograd.Function):
     """A tensor as it is, behind a node of its own in the graph."""
@@ -27,13 +29,19 @@ def _joint_hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
     return apply_to_tensors_only(_Joint.apply, output[0] if output else inputs)
 
 
+def _noted_joint_hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
+    """A joint whose tensor is known as one over the memory of the tensor before it."""
+    return apply_to_tensors_only(lambda tensor: note_alias(_Joint.apply(tensor)), output[0] if output else inputs)
+
+
 @contextlib.contextmanager
-def suspended_hooks(engine: Any, *, joints: bool = False) -> Iterator[None]:
+def suspended_hooks(engine: Any, *, joints: bool = False, noted: bool = False) -> Iterator[None]:
     """Take DeepSpeed's own module hooks off for the block; users' hooks stay, and every order is as before afterwards.
 
     [Note: joints] To hear of the backward pass, stock puts an identity node at every module's positional inputs and at its
     outputs. That decides the order in which autograd adds the gradients of a tensor used more than once, hence the last
     bits (RMSNorm uses its input twice, its caller once more). `joints` keeps such nodes: gradients come out with stock's bits.
+    `noted`: what they make is told to `holders`.
     """
     offload = engine.optimizer.parameter_offload
     handles: list[Any] = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
@@ -50,7 +58,7 @@ def suspended_hooks(engine: Any, *, joints: bool = False) -> Iterator[None]:
     for key, owner in hooks.items():
         for hook_id in ids[key]:
             if hook_id in kept_as_joints:
-                owner[hook_id] = _joint_hook
+                owner[hook_id] = _noted_joint_hook if noted else _joint_hook
             else:
                 owner.pop(hook_id, None)
     try:

@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ds_vertical.layers import Block, LayerError, LayerMap
-from ds_vertical.segments import Segments
+from ds_vertical.buffers import buffers_kept
+from ds_vertical.layers import LayerError, LayerMap, Unit
+from ds_vertical.segments import Segments, Taken
+from ds_vertical.stubs import Coroutine, Stubs
 from ds_vertical.threadstate import ThreadState, applied, inference_guard
 
-_SMALL_BUFFER = 1 << 16  # elements of a buffer up to which a recompute may write it: it is copied and put back
 _NOTHING = range(0)  # no block may run: prefix and suffix
 
 
@@ -58,55 +61,23 @@ class BlockCall:
         return grads
 
 
-class _Coroutine(greenlet):
-    """A greenlet that knows its micro-batch."""
-
-    micro_batch: MicroBatch
-
-
-class Stubs:
-    """While active, every block's `forward` hands its call to the coroutine that makes it.
-
-    Outside a coroutine (a recompute runs the raw forward itself) a block's forward is its own.
-    """
-
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self.blocks = blocks
-        self.raw: list[Callable[..., Any]] = [block.module.forward for block in blocks]
-        self._kept = [block.module.__dict__.get("forward") for block in blocks]
-
-    def __enter__(self) -> Stubs:
-        for index, block in enumerate(self.blocks):
-            object.__setattr__(block.module, "forward", self._stub(index))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for block, kept in zip(self.blocks, self._kept, strict=True):
-            if kept is None:
-                block.module.__dict__.pop("forward", None)
-            else:
-                object.__setattr__(block.module, "forward", kept)
-
-    def _stub(self, index: int) -> Callable[..., Any]:
-        raw = self.raw[index]
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            current = getcurrent()
-            if isinstance(current, _Coroutine):
-                return current.micro_batch.call_block(index, args, kwargs)
-            return raw(*args, **kwargs)
-
-        return forward
-
-
 class MicroBatch:
     """One micro-batch's pass over the model.
 
     `body` runs the user's unmodified forward and returns anything; `advance` runs it up to a layer's end, `finish` to
-    its own end. `keep` says whether block inputs are kept for backward (training) or not (evaluation).
+    its own end. `keep` says whether block inputs are kept for backward (training) or not (evaluation). `run_on`: run the
+    glue after a layer, up to the next one's call, at once; so that nobody holds a layer's inputs while the forward is parked.
     """
 
-    def __init__(self, body: Callable[[], Any], layers: LayerMap, stubs: Stubs, state: ThreadState, keep: bool) -> None:
+    def __init__(
+        self,
+        body: Callable[[], Any],
+        layers: LayerMap,
+        stubs: Stubs,
+        state: ThreadState,
+        keep: bool,
+        run_on: bool = False,
+    ) -> None:
         self.layers = layers
         self.stubs = stubs
         self.keep = keep
@@ -118,8 +89,11 @@ class MicroBatch:
         self._keep_graph = False
         self._done_block = -1
         self._parked_at = -1
+        self._run_on = run_on
+        self.parked_call: list[Any] = []
+        self._first_node = 0
         self._segments = Segments()
-        self._coroutine = _Coroutine(lambda: self._run(body))
+        self._coroutine = Coroutine(lambda: self._run(body))
         self._coroutine.micro_batch = self
         self._coroutine.gr_context = contextvars.copy_context()
 
@@ -127,6 +101,7 @@ class MicroBatch:
 
     def start(self) -> None:
         """Run the prefix: up to the first block call."""
+        self._first_node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
         self._switch(_NOTHING)
 
     def advance(self, layer: int, keep_graph: bool = False) -> None:
@@ -199,13 +174,15 @@ class MicroBatch:
         """Called in place of a block's forward: park until the schedule reaches the block, run it, park at the layer's end."""
         if block not in self._target or block <= self._done_block:
             self._parked_at = block
+            self.parked_call = [args, kwargs]
             self._park()
+            self.parked_call = []
             if block not in self._target or block != self._done_block + 1:
                 self._wrong_order(f"the model called block {self._path(block)} out of turn")
         run = self._run_kept if self.keep else self._run_plain
         result = run(block, args, kwargs)
         self._done_block = block
-        if block == self._target[-1]:
+        if block == self._target[-1] and not (self._run_on and block + 1 < len(self.layers.blocks)):
             self._park()
         return result
 
@@ -289,6 +266,47 @@ class MicroBatch:
         self._segments.run(0)
         self._segments.clear()
 
+    # ---- what passes between layers, for whoever moves it
+
+    @property
+    def frame(self) -> FrameType | None:
+        """The innermost frame of a parked forward."""
+        return self._coroutine.gr_frame
+
+    def handed_over(self, layer: int) -> list[torch.Tensor]:
+        """The tensors with which a parked forward calls a layer; none unless it is parked there."""
+        there = self.parked_call and self._parked_at == self.layers.layers[layer][0]
+        return _tensors(pytree.tree_leaves(self.parked_call)) if there else []
+
+    def inputs(self, layer: int) -> list[torch.Tensor]:
+        """The tensors that the backward of a layer's blocks takes; none before its forward."""
+        calls = (self.calls.get(block) for block in self.layers.layers[layer])
+        return _tensors(value for call in calls if call is not None for value in call.args)
+
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether this forward made the tensor: as a block's output, or by a node of its own."""
+        if tensor.grad_fn is not None:
+            return tensor.grad_fn._sequence_nr() >= self._first_node  # type: ignore[attr-defined]
+        return any(leaf is tensor for call in self.calls.values() for leaf in call.leaves)
+
+    def lists(self, layer: int) -> list[list[Any]]:
+        """The lists in which the inputs of a layer are held for backward: its blocks' and those of the block before."""
+        blocks = self.layers.layers[layer]
+        calls = [call for b in range(blocks[0] - 1, blocks[-1] + 1) if (call := self.calls.get(b)) is not None]
+        return [values for call in calls for values in (call.args, call.leaves)]
+
+    def take_gradients(self, unit: Unit, wanted: Callable[[torch.Tensor], bool]) -> list[Taken]:
+        """Take the wanted ones of the gradients that wait for a unit's backward, each with what puts it back."""
+        if not isinstance(unit, int):
+            return self._segments.take_waiting(wanted)
+        call = self.calls.get(self.layers.layers[unit][-1])
+        taken: list[Taken] = []
+        for leaf in _tensors(call.leaves if call is not None else ()):
+            if leaf.grad is not None and wanted(leaf.grad):
+                taken.append((leaf.grad, partial(setattr, leaf, "grad")))
+                leaf.grad = None
+        return taken
+
     def _backward_block(self, block: int) -> None:
         call = self.calls.pop(block, None)
         if call is None:
@@ -304,7 +322,7 @@ class MicroBatch:
         if call.graph is not None:
             self._run_graph(call, call.graph, grads)
             return
-        with _buffers_kept(self.layers.blocks[block].module):
+        with buffers_kept(self.layers.blocks[block].module):
             self._run_graph(call, self._recompute(block, call), grads)
 
     def _recompute(self, block: int, call: BlockCall) -> BlockGraph:
@@ -335,6 +353,11 @@ class MicroBatch:
                 self._segments.wait(value, grad)
 
 
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among the values, each once."""
+    return list({id(value): value for value in values if isinstance(value, torch.Tensor)}.values())
+
+
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
@@ -342,26 +365,6 @@ def _requires_grad(value: Any) -> bool:
 def _versions(values: Sequence[Any]) -> list[int]:
     """How often each tensor has been written in place; inference tensors keep no count (nor does autograd save them)."""
     return [value._version for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]
-
-
-@contextlib.contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what a block's second run writes to its buffers: running statistics move once per micro-batch, in F.
-
-    Small ones are put back; a large one that is written is refused with LayerError.
-    """
-    small = [(buffer, buffer.clone()) for buffer in module.buffers() if buffer.numel() <= _SMALL_BUFFER]
-    large = [(buffer, buffer._version) for buffer in module.buffers() if buffer.numel() > _SMALL_BUFFER]
-    yield
-    with torch.no_grad():
-        for buffer, copy in small:
-            buffer.copy_(copy)
-    for buffer, version in large:
-        if buffer._version != version:
-            raise LayerError(
-                f"a buffer of {buffer.numel()} elements in {type(module).__name__} is written in every forward; layer-major"
-                " training runs each forward twice: keep such state out of the blocks"
-            )
 
 
 def _leaf(value: Any) -> Any:

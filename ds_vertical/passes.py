@@ -1,7 +1,8 @@
 """Lowering: from a bare compute order to a whole schedule, by pure passes of one policy each.
 
 An order (vertical, horizontal, forward) lists F, HEAD and B. Then place_gradients adds REDUCE, place_parameters adds
-FETCH and RELEASE, place_optimizer adds NORM and STEP. build_training() and build_evaluation() compose and validate.
+FETCH and RELEASE, place_optimizer adds NORM and STEP, place_activations (`moves`) what leaves memory. build_training() and
+build_evaluation() compose and validate; an evaluation keeps what passes between its layers in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ds_vertical.dependencies import validate
+from ds_vertical.moves import LOOK_AHEAD, place_activations
 from ds_vertical.schedule import DELAYED, EARLY, EVERYTHING, LEAD, PRE, SUF, Event, Op, Schedule, ScheduleError, Unit
 
 Events = tuple[Event, ...]
@@ -210,18 +212,20 @@ def build_training(
     early: bool = False,
     ahead: bool = False,
     hold: str | None = None,
+    moved: tuple[int, ...] = (),
 ) -> Schedule:
     """The validated schedule of one training step; raises ScheduleError for settings that do not fit together.
 
     `early`: early parts are stepped during the backward. `delayed`: what is left of this step goes to the next schedule.
     `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a
     delayed step is issued. `ahead`: what the next step needs first is issued at the end. `hold`: what of the gradients may
-    have to wait on SSD, see `place_holding`.
+    have to wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory.
     """
     if order == "forward":
         raise ScheduleError("order 'forward' has no backward; write 'vertical' or 'horizontal' to train")
     # An empty schedule first: its header check refuses bad settings before any pass sees them.
-    Schedule(num_layers, num_micro_batches, (), order, snake, window)
+    look_ahead = LOOK_AHEAD if moved else 0
+    Schedule(num_layers, num_micro_batches, (), order, snake, window, moved=moved)
     if order == "vertical":
         compute = vertical_order(num_layers, num_micro_batches, snake)
     else:
@@ -230,7 +234,9 @@ def build_training(
     events = place_holding(events, hold) if hold else events
     events = place_delayed(place_early(events) if early else events, due, lead)
     events = place_ahead(events, window, lead, delayed) if ahead else events
-    return _checked(Schedule(num_layers, num_micro_batches, events, order, snake, window, delayed, early))
+    events = place_activations(events, moved, look_ahead)
+    flags = (order, snake, window, delayed, early, moved, look_ahead)
+    return _checked(Schedule(num_layers, num_micro_batches, events, *flags))
 
 
 @lru_cache(maxsize=64)

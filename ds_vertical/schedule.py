@@ -72,6 +72,7 @@ _OFFSETS: Final[dict[Op, tuple[int, str]]] = {
     **dict.fromkeys(_PER_PART, (-1, "a step offset <= 0")),
     Op.FETCH: (1, "a step offset >= 0"),
 }
+_ASIDE: Final = frozenset((Op.RELEASE, Op.HEAD, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP))
 _NUMBER = "(?:0|[1-9][0-9]*)"
 _PART = re.compile(f"[ed]{_NUMBER}")
 _EVENT = re.compile(
@@ -81,7 +82,7 @@ _EVENT = re.compile(
 _HEADER = re.compile(
     "# ds_vertical schedule v1 order=(?P<order>[a-z]+) layers=(?P<layers>[0-9]+)"
     " micro_batches=(?P<micro_batches>[0-9]+) snake=(?P<snake>[01]) window=(?P<window>[0-9]+) delayed=(?P<delayed>[01])"
-    " early=(?P<early>[01])"
+    " early=(?P<early>[01])(?: moved=(?P<moved>[0-9,]+) ahead=(?P<ahead>[0-9]+))?"
 )
 
 
@@ -182,8 +183,9 @@ class Schedule:
     """A step (or a forward-only pass) over `num_layers` layers and `num_micro_batches` micro-batches.
 
     `window` is the number of layers fetched ahead of the one in use; `delayed` says that optimizer steps of this step are
-    left to the next schedule, `early` that some are taken during the backward. Construction checks the header only;
-    validate() checks the events. Raises ScheduleError.
+    left to the next schedule, `early` that some are taken during the backward. `moved`: the micro-batches whose layer
+    inputs and gradients leave memory between their uses, loaded again `look_ahead` uses ahead. Construction checks the header
+    only; validate() checks the events. Raises ScheduleError.
     """
 
     num_layers: int
@@ -194,8 +196,12 @@ class Schedule:
     window: int = 1
     delayed: bool = False
     early: bool = False
+    moved: tuple[int, ...] = ()
+    look_ahead: int = 0
 
     def __post_init__(self) -> None:
+        if any(not _is_count(m) or m >= self.num_micro_batches for m in self.moved) or not _is_count(self.look_ahead):
+            raise ScheduleError(f"moved must name micro-batches, look_ahead be >= 0, got {self.moved} and {self.look_ahead!r}")
         if not _is_count(self.window):
             raise ScheduleError(f"window must be a number of layers >= 0, got {self.window!r}")
         for name in ("num_layers", "num_micro_batches"):
@@ -228,6 +234,8 @@ class Schedule:
             f"micro_batches={self.num_micro_batches} snake={int(self.snake)} window={self.window}"
             f" delayed={int(self.delayed)} early={int(self.early)}"
         )
+        if self.moved:
+            header += f" moved={','.join(map(str, self.moved))} ahead={self.look_ahead}"
         # Long words and hyphens stay whole: "3STEP.d0@-1" is one event.
         wrap = textwrap.TextWrapper(width=120, break_long_words=False, break_on_hyphens=False).wrap
         return "\n".join([header, *(part for line in _visit_lines(self.events) for part in wrap(line))]) + "\n"
@@ -243,11 +251,13 @@ class Schedule:
         lines = (line for line in body.splitlines() if not line.lstrip().startswith("#"))
         layers, micro_batches, window = (int(match[name]) for name in ("layers", "micro_batches", "window"))
         snake, delayed, early = (match[name] == "1" for name in ("snake", "delayed", "early"))
-        return cls(layers, micro_batches, parse_events("\n".join(lines)), match["order"], snake, window, delayed, early)
+        moved = tuple(int(m) for m in (match["moved"] or "").split(",") if m)
+        given = (match["order"], snake, window, delayed, early, moved, int(match["ahead"] or 0))
+        return cls(layers, micro_batches, parse_events("\n".join(lines)), *given)
 
 
 def _visit_lines(events: Sequence[Event]) -> list[str]:
-    """A FETCH opens the line of the work that follows it; a RELEASE and a HEAD stand on the line of the work before it."""
+    """A FETCH opens the line of the work that follows it; a RELEASE, a HEAD and moves stand on the line of the work before."""
     lines: list[list[str]] = []
     ahead: list[str] = []
     current: Unit | str | None = None
@@ -256,7 +266,7 @@ def _visit_lines(events: Sequence[Event]) -> list[str]:
         if event.op is Op.FETCH:
             ahead.append(str(event))
             continue
-        if ahead or not lines or (unit != current and event.op not in (Op.RELEASE, Op.HEAD)):
+        if ahead or not lines or (unit != current and event.op not in _ASIDE):
             lines.append(ahead)
             ahead, current = [], unit
         lines[-1].append(str(event))

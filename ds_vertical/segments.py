@@ -10,8 +10,9 @@ added one by one in the order in which stock's whole graph adds them: the same b
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 _Key = tuple[Node, int]
+Taken = tuple[torch.Tensor, Callable[[torch.Tensor], None]]  # a gradient, and what puts it back
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,19 @@ class Segments:
     def wait(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Let a gradient of `tensor` wait for its segment, added to what waits already."""
         self._wait(_Waiting(get_gradient_edge(tensor), grad))
+
+    def take_waiting(self, wanted: Callable[[torch.Tensor], bool]) -> list[Taken]:
+        """Take the wanted ones of the gradients that wait, each with what puts it back; their places in the order stay."""
+        taken: list[Taken] = []
+        for key, waiting in self._waiting.items():
+            if wanted(waiting.grad):
+                taken.append((waiting.grad, partial(self._put_back, key, waiting.edge)))
+        for _, put_back in taken:
+            put_back(torch.empty(0))
+        return taken
+
+    def _put_back(self, key: _Key, edge: GradientEdge, grad: torch.Tensor) -> None:
+        self._waiting[key] = _Waiting(edge, grad)
 
     def run_suffix(self, loss: torch.Tensor) -> None:
         """Run the last segment backward, from the loss."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from ds_vertical.activations import ActivationStore
 from ds_vertical.executor import Executor, Handler
 from ds_vertical.gradients import GradientStore
 from ds_vertical.layers import LayerMap, Unit
-from ds_vertical.microbatch import MicroBatch, Stubs
+from ds_vertical.microbatch import MicroBatch
 from ds_vertical.schedule import EARLY, Event, Op, Schedule
+from ds_vertical.stubs import Stubs
 from ds_vertical.threadstate import ThreadState, preserved
 from ds_vertical.trace import Tracer
 from ds_vertical.transfer import Ticket
@@ -77,11 +79,20 @@ class Body:
 class Sweeps:
     """Runs schedules over one model: holds what every pass shares."""
 
-    def __init__(self, layers: LayerMap, params: Params, *, overlap: bool, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        layers: LayerMap,
+        params: Params,
+        *,
+        overlap: bool,
+        tracer: Tracer | None = None,
+        activations: ActivationStore | None = None,
+    ) -> None:
         self.layers = layers
         self.params = params
         self.overlap = overlap
         self.tracer = tracer
+        self.activations = activations
 
     def train(
         self,
@@ -93,8 +104,8 @@ class Sweeps:
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
-            micro_batches = self._micro_batches(bodies, stubs, keep=True)
-            training = _Training(schedule, micro_batches, self.params, gradients, optimizer, scale)
+            micro_batches = self._micro_batches(bodies, stubs, keep=True, moved=schedule.moved)
+            training = _Training(schedule, micro_batches, self.params, gradients, optimizer, scale, self.activations)
             self._run(schedule, training.handlers(), micro_batches, gradients, optimizer, self.tracer)
         return training.losses
 
@@ -106,11 +117,12 @@ class Sweeps:
             self._run(schedule, evaluation.handlers(), micro_batches)
         return evaluation.results
 
-    def _micro_batches(self, bodies: Sequence[Body], stubs: Stubs, keep: bool) -> list[MicroBatch]:
+    def _micro_batches(self, bodies: Sequence[Body], stubs: Stubs, keep: bool, moved: Collection[int] = ()) -> list[MicroBatch]:
         state = ThreadState.capture()
+        states = [state if body.seed is None else state.seeded(body.seed) for body in bodies]
         return [
-            MicroBatch(body.run, self.layers, stubs, state if body.seed is None else state.seeded(body.seed), keep)
-            for body in bodies
+            MicroBatch(body.run, self.layers, stubs, own, keep, run_on=index in moved)
+            for index, (body, own) in enumerate(zip(bodies, states, strict=True))
         ]
 
     def _run(
@@ -123,7 +135,10 @@ class Sweeps:
         tracer: Tracer | None = None,
     ) -> None:
         def held_bytes() -> dict[str, int]:
-            return {"host": self.params.host_bytes, "device": gradients.num_bytes if gradients else 0}
+            held = {"host": self.params.host_bytes, "device": gradients.num_bytes if gradients else 0}
+            for tier, count in (self.activations.num_bytes if self.activations is not None else {}).items():
+                held[tier] = held.get(tier, 0) + count
+            return held
 
         try:
             Executor(handlers, overlap=self.overlap, held_bytes=held_bytes, tracer=tracer).run(schedule)
@@ -136,6 +151,8 @@ class Sweeps:
                     cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
                 for micro_batch in micro_batches:
                     cleanup.callback(micro_batch.close)
+                if self.activations is not None:
+                    cleanup.callback(self.activations.abandon)  # before the forwards end: see there
             raise
 
 
@@ -190,23 +207,39 @@ class _Training(_Pass):
         gradients: GradientStore,
         optimizer: Optimizer,
         scale: Callable[[torch.Tensor], torch.Tensor],
+        activations: ActivationStore | None,
     ) -> None:
         super().__init__(schedule, micro_batches, params)
+        self.activations = activations
         self.gradients = gradients
         self.optimizer = optimizer
         self.scale = scale
         self.losses: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
 
     def handlers(self) -> dict[Op, Handler]:
-        return super().handlers() | {
-            Op.HEAD: self.head,
-            Op.B: self.backward,
-            Op.REDUCE: self.reduce,
-            Op.HOLD: self.hold,
-            Op.NORM: self.norm,
-            Op.STEP: self.step,
-            Op.COMMIT: self.commit,
-        }
+        moves = {} if self.activations is None else _move_handlers(self.activations, self.micro_batches)
+        return (
+            super().handlers()
+            | moves
+            | {
+                Op.HEAD: self.head,
+                Op.B: self.backward,
+                Op.REDUCE: self.reduce,
+                Op.HOLD: self.hold,
+                Op.NORM: self.norm,
+                Op.STEP: self.step,
+                Op.COMMIT: self.commit,
+            }
+        )
+
+    def forward(self, event: Event) -> None:
+        if self.activations is None or not isinstance(event.layer, int):
+            return super().forward(event)
+        assert event.micro_batch is not None
+        self.activations.require(event.layer, event.micro_batch)
+        super().forward(event)
+        if event not in self.fused:
+            self.activations.leave(event.layer, event.micro_batch, self.micro_batch(event))
 
     def fetch(self, event: Event) -> Ticket | None:
         if event.ahead:
@@ -228,7 +261,9 @@ class _Training(_Pass):
         if event.layer == "pre":
             micro_batch.backward_prefix()
         else:
-            assert isinstance(event.layer, int)
+            assert isinstance(event.layer, int) and event.micro_batch is not None
+            if self.activations is not None:
+                self.activations.require(event.layer, event.micro_batch)
             micro_batch.backward_layer(event.layer)
             self.gradients.add(event.layer)
         self.gradients.add("pre")  # the glue before the layer, and the prefix, are made of `pre` parameters
@@ -255,6 +290,28 @@ class _Training(_Pass):
 
     def commit(self, _: Event) -> None:
         self.optimizer.conclude_early()
+
+
+def _move_handlers(store: ActivationStore, micro_batches: Sequence[MicroBatch]) -> dict[Op, Handler]:
+    def layer(event: Event) -> tuple[int, int]:
+        assert isinstance(event.layer, int) and event.micro_batch is not None
+        return event.layer, event.micro_batch
+
+    def unit(event: Event) -> tuple[Unit, int]:
+        assert event.micro_batch is not None
+        return _unit(event), event.micro_batch
+
+    def own(event: Event) -> MicroBatch:
+        return micro_batches[unit(event)[1]]
+
+    return {
+        Op.SAVE: lambda event: store.save(*layer(event), own(event)),
+        Op.LOAD: lambda event: store.load(*layer(event)),
+        Op.DROP: lambda event: store.drop(*layer(event)),
+        Op.GSAVE: lambda event: store.save_gradient(*unit(event), own(event)),
+        Op.GLOAD: lambda event: store.load_gradient(*unit(event)),
+        Op.GDROP: lambda event: store.drop_gradient(*unit(event)),
+    }
 
 
 def _unit(event: Event) -> Unit:

@@ -91,6 +91,21 @@ MUTATIONS = (
         "if False:",
         "test_executor.py::test_without_overlap_every_issue_is_waited_for_at_once",
     ),
+    # what moves
+    Mutation(
+        "others-may-hold-what-moves",
+        "holders.py",
+        "if any(type(holder) not in _TRANSPARENT for holder in found):",
+        "if False:",
+        "test_activations.py::test_a_tensor_in_a_list_of_anybodys_is_not_private",
+    ),
+    Mutation(
+        "load-not-needed",
+        "moves.py",
+        "if state.loaded is None and state.touched != self._count - 1:",
+        "if False:",
+        "test_moves.py::test_every_load_is_needed",
+    ),
     # thread state
     Mutation("rng-restore-off", "microbatch.py", _RECOMPUTE_STATE, _without_field("rng"), _TOY),
     Mutation("rng-restore-off-in-the-engine", "microbatch.py", _RECOMPUTE_STATE, _without_field("rng"), _PARITY),
@@ -390,7 +405,9 @@ MUTATIONS = (
         "if hook_id not in ids[key])",
         "test_engine_api.py::test_evaluation_and_generation_between_steps",
     ),
-    Mutation("stubs-left-on", "microbatch.py", 'block.module.__dict__.pop("forward", None)', "pass", f"{_TOY_FAULT}[layer]"),
+    Mutation(
+        "stubs-left-on", "stubs.py", 'block.module.__dict__.pop("forward", None)', "pass", f"{_TOY_FAULT}[layer]"
+    ),
     # costs
     Mutation(
         "simulated-event-does-not-wait",
@@ -472,8 +489,8 @@ MUTATIONS = (
     Mutation(
         "stocks-buffers-keep-their-memory",
         "engine.py",
-        "        compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)\n        schedule = self.ran =",
-        "        schedule = self.ran =",
+        "        compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)\n        tiers =",
+        "        tiers =",
         "test_budget.py::test_stocks_buffers_hold_memory_only_while_they_are_used",
     ),
     Mutation(

@@ -10,7 +10,7 @@ import pytest
 from ds_vertical.costs import ModelShape, Placement
 from ds_vertical.dependencies import dependencies
 from ds_vertical.machine import Machine
-from ds_vertical.memory import Item, MemoryBudgetError, Settings, budget, budget_lines, check_budget, total_bytes
+from ds_vertical.memory import SLOTS, Item, MemoryBudgetError, Settings, budget, budget_lines, check_budget, total_bytes
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.residency import changes, peaks
 from ds_vertical.schedule import Event, Op, Schedule, parse_events

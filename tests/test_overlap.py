@@ -58,6 +58,9 @@ ORACLE = Timing((("overlap", False), ("prefetch_layers", 0), ("optimizer_delay",
 
 
 def run(numbers: Numbers, timing: Timing, folder: Path) -> Run:
+    section = dict(timing.section)
+    if share := section.pop("moved", 0.0):
+        section["activations"] = {"device": "ssd", "share": share}
     config = base_config(
         folder,
         num_micro_batches=numbers.num_micro_batches,
@@ -66,7 +69,7 @@ def run(numbers: Numbers, timing: Timing, folder: Path) -> Run:
         sub_group_size=numbers.sub_group_size,
         params=timing.params,
         optimizer=timing.optimizer,
-        section={"seed": 7, "layers": ["blocks"]} | dict(timing.section),
+        section={"seed": 7, "layers": ["blocks"]} | section,
     )
     if timing.params == "nvme":
         small_buffers(config, 600_000)
@@ -141,7 +144,8 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[DiskQueue]:
 # ---- random settings
 
 
-def sections() -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
+def sections(*moved: float) -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
+    """`moved`: shares of the micro-batches whose activations rest on SSD."""
     return st.fixed_dictionaries(
         {
             "overlap": st.sampled_from([True, True, False]),
@@ -152,6 +156,7 @@ def sections() -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
             "on_nonfinite": st.sampled_from(["skip", "stop"]),
             "gradient_host_share": st.sampled_from([None, 0.0, 0.5]),
             "keep_gradients": st.sampled_from([False, False, True]),
+            "moved": st.sampled_from([0.0, *moved]),
         }
     ).map(lambda section: tuple(section.items()))
 
@@ -186,7 +191,7 @@ ON_SSD = st.tuples(
     ),
     st.builds(
         Timing,
-        sections(),
+        sections(0.5, 1.0, 1.0),
         st.sampled_from(["nvme", "nvme", "cpu"]),
         st.sampled_from(["nvme", "nvme", "cpu"]),
         st.integers(1, 10**6),

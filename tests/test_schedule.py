@@ -222,8 +222,8 @@ def test_a_fetch_after_a_step_waits_for_it():
 
 
 def test_dependencies_refuse_an_event_that_no_rule_covers():
-    with pytest.raises(ScheduleError, match=r"event 1 \(0SAVE0\): no rule says what it depends on"):
-        dependencies(parse_events("preFETCH 0SAVE0"))
+    with pytest.raises(ScheduleError, match=r"event 1 \(0WRITE\): no rule says what it depends on"):
+        dependencies(parse_events("preFETCH 0WRITE"))
     for text in ("0STEP.d1@-1", "0STEP.d1", "0FETCH@+2", "0STEP.e0@-1", "0STEP.e1", "0STEP@-1", "0READ.d0@-1", "COMMIT.e0"):
         with pytest.raises(ScheduleError, match=r"event 0 .*: no rule says what it depends on"):
             dependencies(parse_events(text))

@@ -1,0 +1,33 @@
+"""Buffers of modules while a forward runs for the second time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ds_vertical.layers import LayerError
+
+_SMALL_BUFFER = 1 << 16  # elements of a buffer up to which a recompute may write it: it is copied and put back
+
+
+@contextlib.contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what a block's second run writes to its buffers: running statistics move once per micro-batch, in F.
+
+    Small ones are put back; a large one that is written is refused with LayerError.
+    """
+    small = [(buffer, buffer.clone()) for buffer in module.buffers() if buffer.numel() <= _SMALL_BUFFER]
+    large = [(buffer, buffer._version) for buffer in module.buffers() if buffer.numel() > _SMALL_BUFFER]
+    yield
+    with torch.no_grad():
+        for buffer, copy in small:
+            buffer.copy_(copy)
+    for buffer, version in large:
+        if buffer._version != version:
+            raise LayerError(
+                f"a buffer of {buffer.numel()} elements in {type(module).__name__} is written in every forward; layer-major"
+                " training runs each forward twice: keep such state out of the blocks"
+            )

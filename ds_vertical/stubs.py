@@ -1,0 +1,57 @@
+"""Blocks whose calls go to the coroutine that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from greenlet import getcurrent, greenlet
+
+from ds_vertical.layers import Block
+
+
+class Caller(Protocol):
+    """What takes a coroutine's block calls."""
+
+    def call_block(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class Coroutine(greenlet):
+    """A greenlet that knows its micro-batch."""
+
+    micro_batch: Caller
+
+
+class Stubs:
+    """While active, every block's `forward` hands its call to the coroutine that makes it.
+
+    Outside a coroutine (a recompute runs the raw forward itself) a block's forward is its own.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks = blocks
+        self.raw: list[Callable[..., Any]] = [block.module.forward for block in blocks]
+        self._kept = [block.module.__dict__.get("forward") for block in blocks]
+
+    def __enter__(self) -> Stubs:
+        for index, block in enumerate(self.blocks):
+            object.__setattr__(block.module, "forward", self._stub(index))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for block, kept in zip(self.blocks, self._kept, strict=True):
+            if kept is None:
+                block.module.__dict__.pop("forward", None)
+            else:
+                object.__setattr__(block.module, "forward", kept)
+
+    def _stub(self, index: int) -> Callable[..., Any]:
+        raw = self.raw[index]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current = getcurrent()
+            if isinstance(current, Coroutine):
+                return current.micro_batch.call_block(index, args, kwargs)
+            return raw(*args, **kwargs)
+
+        return forward
