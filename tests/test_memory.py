@@ -44,7 +44,7 @@ def test_the_items_by_hand() -> None:
 
 
 def test_one_memory_counts_parameters_and_sums_once() -> None:
-    assert sizes(SHAPE, Settings(3, one_memory=True)) == {
+    assert sizes(SHAPE, Settings(3, slots=3, one_memory=True)) == {
         ("host", "optimizer slots"): 3 * 500 * 14,
         ("host", "gradients"): 4100 * 4,
         ("host", "parameter buffers"): 4100 * 2,
