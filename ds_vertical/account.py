@@ -1,7 +1,7 @@
 """What a run of the vertical arm really ran, as data: the model's sizes, the settings, the schedule of each step.
 
 Written beside the step records of rank 0 (`account.jsonl`): the facts on the first line, then a line per step. From it and a
-machine's rates follow the bound, the simulated makespan, the bytes of the table and the memory formula of that very run.
+machine's rates follow the bound, the simulated makespan and the bytes of the table of that very run.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_vertical.costs import ModelShape, Placement
-from ds_vertical.memory import Settings
-from ds_vertical.schedule import PRE, Schedule, Unit
+from ds_vertical.schedule import DELAYED, PRE, Op, Schedule, Unit
 from ds_vertical.traffic import Traffic, kept_layers, vertical_traffic
 
 FILE_NAME = "account.jsonl"
@@ -25,8 +24,9 @@ Share = Literal["delayed", "all"]
 class Facts:
     """Elements are whole units', early ones this rank's; a unit is "pre" or a layer's number.
 
-    `tokens` of a micro-batch of `sequences`; `threads` of the process that trained; `model` is the Hugging Face configuration
-    (None: the model has none). `on_ssd`: the shares of the parameters and of the state that rest there.
+    `host_bytes`: of this rank's memory budget. `tokens` of a micro-batch of `sequences`; `threads` of the process that
+    trained; `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, `state_on_ssd`: the
+    shares that rest there.
     """
 
     elements: dict[Unit, int]
@@ -43,6 +43,7 @@ class Facts:
     parameters_on_ssd: float
     state_on_ssd: float
     one_memory: bool
+    host_bytes: int
     sequences: int
     tokens: int
     threads: int
@@ -111,7 +112,8 @@ class Account:
     def shares(self, step: RanStep) -> tuple[float, float]:
         """Of all elements that are stepped, the shares stepped early and stepped for the step before it."""
         early = self.facts.early_share
-        due = any(event.step_offset for event in step.schedule.events)
+        delayed = any(event.op is Op.STEP and event.part == DELAYED for event in step.schedule.events)
+        due = delayed and step.step > 1
         return early * step.schedule.early, (1.0 if step.due == "all" else 1 - early) * due
 
     def table(self, step: RanStep) -> Traffic | None:
@@ -120,16 +122,16 @@ class Account:
         schedule = step.schedule
         after_norm = not (schedule.early or schedule.delayed)
         taken = 1.0 if after_norm else early + due
-        if taken < 1 - 1e-9 or schedule.order != "vertical":
+        if taken < 1 - 1e-9 or schedule.order != "vertical" or moves_more(schedule):
             return None
         kept, redone = kept_layers(schedule.window), max(0.0, taken - 1)
         shape = self.shape(step, {})
         return vertical_traffic(shape, schedule.num_micro_batches, kept=kept, handed_over=due, redone=redone)
 
-    def memory_settings(self, step: RanStep) -> Settings:
-        """What `memory` needs besides the model: gradients wait for their step where they are held."""
-        facts, schedule = self.facts, step.schedule
-        return Settings(schedule.num_micro_batches, schedule.window, facts.slots, 1.0, one_memory=facts.one_memory)
+
+def moves_more(schedule: Schedule) -> bool:
+    """Whether gradients or activations go to other tiers, which `Facts.shape` and the table leave out."""
+    return bool(schedule.moved) or any(event.op is Op.HOLD for event in schedule.events)
 
 
 class AccountWriter:

@@ -215,8 +215,9 @@ def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[l
     return [[param for param in group if param.requires_grad] for group in listed]
 
 
-def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int | None) -> list[str]:
-    """The budget as lines for the log. `limit`: bytes of host memory that all ranks of this host may use; None: what it has.
+def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int | None) -> tuple[list[str], int]:
+    """The budget as lines for the log, and its bytes of host memory. `limit`: bytes of it that all ranks of this host may use;
+    None: what it has.
 
     Gives the pages of zero.Init's buffers back first. Raises MemoryBudgetError, on every rank, where one rank's budget does
     not fit.
@@ -238,7 +239,8 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
         raise MemoryBudgetError(fault or faults[0])
     whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"
     title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
-    return [title, *memory.budget_lines(memory.budget(shape, settings, further))]
+    items = memory.budget(shape, settings, further)
+    return [title, *memory.budget_lines(items)], memory.total_bytes(items, "host")
 
 
 def _fault(

@@ -375,7 +375,7 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolve
     """Apply the fixed rule of every null.
 
     prefetch_layers: 1 with overlap, 0 without; gradient_host_share: 1; activations.device: "device"; seed: `initial_seed`,
-    which is torch.initial_seed() at initialize; others, once model and machine are known: `_LATER`. snake and blocks_per_layer are never chosen.
+    which is torch.initial_seed() at initialize; others: see `_LATER`. snake and blocks_per_layer are never chosen.
     """
     values: dict[str, Any] = section.model_dump()
     written = section.model_fields_set

@@ -117,12 +117,12 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
         kwargs["model_parameters"] = list(kwargs["model_parameters"])
     ranks.start_distributed()
     forecast = Forecast(layers, groups_of(model, kwargs["model_parameters"], kwargs["optimizer"]), config, resolved)
-    needs = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
+    needs, host_bytes = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         compat.log(f"ds_vertical: {line}")
-    factory = partial(VerticalEngine, vertical=resolved, layers=layers, folder=run_folder(prepared))
-    with compat.substituted_engine(factory):
+    made_of = dict(vertical=resolved, layers=layers, folder=run_folder(prepared), host_bytes=host_bytes)
+    with compat.substituted_engine(partial(VerticalEngine, **made_of)):
         return compat.stock_initialize(config=prepared, **kwargs)
 
 
@@ -156,8 +156,11 @@ class VerticalEngine(compat.DeepSpeedEngine):
     optimizer: VerticalStage3
     module: nn.Module
 
-    def __init__(self, *args: Any, vertical: Resolved, layers: LayerMap, folder: Path | None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, vertical: Resolved, layers: LayerMap, folder: Path | None, host_bytes: int, **kwargs: Any
+    ) -> None:
         self.vertical = vertical
+        self.host_bytes = host_bytes  # of the budget
         self.layers = layers
         self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)

@@ -24,7 +24,6 @@ from ds_vertical.comparison import ARMS, ArmSummary, Run
 from ds_vertical.config import ConfigError
 from ds_vertical.costs import event_costs
 from ds_vertical.machine import Machine
-from ds_vertical.memory import budget, total_bytes
 from ds_vertical.schedule import PRE, Event, Op, parse_event
 from ds_vertical.simulate import simulate
 from ds_vertical.trace import StepTrace, cost_share, optimizer_overlap, read_trace, record_s, summarize
@@ -114,7 +113,7 @@ def figures(every: Sequence[Ran], report: Mapping[str, Any], stock: ArmSummary |
     }
     return (
         found
-        | {"bytes": _bytes(ran), "host_memory": _memory(ran, rates, stock)}
+        | {"bytes": _bytes(ran), "host_memory": _memory(ran, stock)}
         | _traced(traced, measured, machine, rates, out)
     )
 
@@ -149,15 +148,9 @@ def _bytes(ran: Sequence[Ran]) -> dict[str, Any] | None:
     return {"read_over_table": read, "written_over_table": written, "over_table": both}
 
 
-def host_formula(account: Account, step: RanStep, rates: Mapping[str, float]) -> int:
-    """Bytes of host memory of all ranks by `memory`'s closed formula."""
-    items = budget(account.shape(step, rates), account.memory_settings(step))
-    return account.facts.num_shards * total_bytes(items, "host")
-
-
-def _memory(ran: Sequence[Ran], rates: Mapping[str, float], stock: ArmSummary | None) -> dict[str, Any]:
+def _memory(ran: Sequence[Ran], stock: ArmSummary | None) -> dict[str, Any]:
     peak = max(sum(r.peak_host_bytes for r in each.run.step(each.run.num_steps - 1)) for each in ran)
-    formula = max(host_formula(each.account, step, rates) for each in ran for step in each.account.steps)
+    formula = max(each.account.facts.num_shards * each.account.facts.host_bytes for each in ran)  # rank 0's, of all ranks
     found = {"peak_bytes": peak, "formula_bytes": formula, "peak_over_formula": peak / formula if formula else None}
     return found | {"stock_peak_bytes": stock.peak_host_bytes if stock else None}
 

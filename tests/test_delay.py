@@ -336,6 +336,7 @@ def test_destroy_completes_the_writes_under_way_before_their_memory_goes(tmp_pat
         late = engine._params._writer._native = LateWrites(engine._params._writer.native)
         for step in token_batches(2, 2):
             engine.train_batch(iter(step))
+        engine.optimizer._pipeline.wait_idle()  # what is issued ahead has come to its writes
         assert late.left, "nothing was under way"
         engine.destroy()
         assert late.left == {}

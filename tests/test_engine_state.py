@@ -27,7 +27,7 @@ from models import MixerBlock, MixerModel, next_token_loss, token_batches
 from torch import nn
 from toy import facts
 
-from ds_vertical import microbatch
+from ds_vertical import stubs
 from ds_vertical.threadstate import ThreadState
 
 NUM_MICRO_BATCHES = 3
@@ -134,7 +134,7 @@ def standing(engine: Any, model: nn.Module) -> dict[str, Any]:
 
 def parked() -> list[Any]:
     gc.collect()
-    return [each for each in gc.get_objects() if isinstance(each, microbatch._Coroutine) and each and not each.dead]
+    return [each for each in gc.get_objects() if isinstance(each, stubs.Coroutine) and each and not each.dead]
 
 
 def failing_loss(where: str) -> Callable[[Any, Any], torch.Tensor]:

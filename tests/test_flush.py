@@ -46,7 +46,7 @@ REGIMES: dict[str, dict[str, Any]] = {
     "all delayed, on SSD": dict(clip=0.05, section={"optimizer_delay": 1.0}),
     "half early, on SSD": dict(clip=0.0, section={"optimizer_delay": 0.5, "keep_gradients": True}),
     "all delayed, in host memory": dict(clip=0.05, params="cpu", optimizer="cpu", section={"optimizer_delay": 1.0}),
-    "all early, on SSD": dict(clip=0.0, section={"optimizer_delay": 0.0}),
+    "all early, on SSD": dict(clip=0.0, section={"optimizer_delay": 0.0, "keep_gradients": True}),
 }
 
 

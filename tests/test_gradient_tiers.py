@@ -148,10 +148,11 @@ def test_with_early_steps_a_few_layers_gradients_are_in_memory(tmp_path: Path, n
         assert engine.optimizer.grad_partitions_flat_buffer.numel() == 0, "stock's buffer of the whole partition"
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("clip", "delay", "speculation"), [(0.0, 0.5, None), (CLIPS, 1.0, False), (FREE, 0.5, True)])
-def test_memory_is_made_once(tmp_path: Path, clip: float, delay: float, speculation: bool | None) -> None:
-    """What waits and a few layers; after the first steps nothing more is ever made."""
-    section = {"optimizer_delay": delay, "optimizer_speculation": speculation}
+def test_memory_is_made_once(tmp_path: Path, clip: float, delay: float, speculation: bool | None, overlap: bool) -> None:
+    """What waits and a few layers; after the first steps nothing more is ever made, unless transfers take another time."""
+    section = {"optimizer_delay": delay, "optimizer_speculation": speculation, "overlap": overlap}
     with running(config(tmp_path, "fp32", clip, **section), partial(mixer, "fp32", 8), vertical=True) as (engine, _):
         seen = []
         for step in token_batches(5, 2):
@@ -161,7 +162,7 @@ def test_memory_is_made_once(tmp_path: Path, clip: float, delay: float, speculat
         waits = delay if clip == 0.0 else 1.0
         passing = (MAX_STEPS + 1) * sizes[0] + sizes["pre"] if clip == 0.0 else 0
         assert seen[-1] <= 1.01 * waits * sum(sizes.values()) + passing
-        assert seen[2:] == [seen[2]] * 3
+        assert overlap or seen[2:] == [seen[2]] * 3
 
 
 @pytest.mark.parametrize(("clip", "delay", "speculation"), [(0.0, 1.0, None), (CLIPS, 0.5, True)])

@@ -42,6 +42,7 @@ FACTS = Facts(
     parameters_on_ssd=1.0,
     state_on_ssd=1.0,
     one_memory=True,
+    host_bytes=2004,
     sequences=1,
     tokens=8,
     threads=2,
@@ -158,7 +159,7 @@ def test_figures_of_a_run() -> None:
     assert found["bytes"]["read_over_table"] == pytest.approx(100 / table.read)
     memory = found["host_memory"]
     assert (memory["peak_bytes"], memory["stock_peak_bytes"]) == (1002, 1002)
-    assert memory["peak_over_formula"] == pytest.approx(1002 / memory["formula_bytes"])
+    assert memory["peak_over_formula"] == 0.5
     text = "\n".join(yardstick.lines(found))
     assert f"bound of the vertical step: {bound.seconds:.3f} s (host_cores); step / bound {8 / bound.seconds:.2f}" in text
     assert text.index("bound of the") < text.index("simulated makespan, beside the bound") and "outside" not in text
