@@ -222,8 +222,8 @@ def shard(param: ZeroParam) -> torch.Tensor:
 
 
 def is_persistent(param: ZeroParam) -> bool:
-    """Whether the full parameter stays on the device (it is small)."""
-    return bool(param.ds_persist)
+    """Whether the full parameter stays on the device (it is small). Never one on SSD: it lies in a buffer that others need."""
+    return bool(param.ds_persist) and not is_on_ssd(param)
 
 
 def shard_tier(param: ZeroParam) -> str:

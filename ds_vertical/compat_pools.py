@@ -41,8 +41,7 @@ def rest_stock_buffers(params: Iterable[ZeroParam], optimizer: Any = None) -> in
     free = [buffer for swapper in swappers for buffer in _free_parameter_buffers(swapper)]
     if optimizer is not None and optimizer.optimizer_swapper is not None:
         manager = optimizer.optimizer_swapper.swap_buffer_manager
-        buffers = manager.all_buffers  # none any more in a destroyed engine
-        free += [buffers[index] for index in manager.free_buffer_index if index < len(buffers)]
+        free += [manager.all_buffers[index] for index in manager.free_buffer_index]
     free = [buffer for buffer in free if buffer.device.type == "cpu"]  # with use_gds they are the device's
     for buffer in free:
         hostmemory.rest(buffer.data_ptr(), _num_bytes(buffer))

@@ -250,6 +250,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
     def train_step(self, runs: list[Any], seeds: list[int]) -> list[torch.Tensor]:
         """One step over forwards that return their losses, everything up to and including the units' optimizer steps."""
         vertical = self.vertical
+        self._params.check_open()
         self._gradients.refuse_strays()
         compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
         tiers = moved_tiers(vertical, len(runs))

@@ -199,6 +199,8 @@ class VerticalStage3(StateRoutes):
         for index, chunk in enumerate(self.fp16_groups):
             for place, member in enumerate(chunk):
                 if member is param:
+                    if ticket := self._ahead.get(self._unit_of[id(param)]):
+                        ticket.wait()  # so that it is given up on every rank or on none: gathering is a collective
                     return self.gradients.share(index, place)
         return None
 
@@ -224,7 +226,7 @@ class VerticalStage3(StateRoutes):
         norm = compat_state.open_step(self)
         if norm is None and self.regime.stops:
             raise NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
-        self._opened, self._hit = True, False
+        self._opened = True
         if norm is None:
             self.regime.note(self._tried, False)
             if not self._tried:
@@ -235,16 +237,16 @@ class VerticalStage3(StateRoutes):
         for index, setting in enumerate(settings):
             compat_state.moments(self, index)["step"] = setting.step
         self.powers = settings[-1].powers
-        self._hit = float(scale) == guess
-        self.regime.note(self._tried, self._hit)
+        came_true = float(scale) == guess
+        self.regime.note(self._tried, came_true)
         self._due = Due(settings, self.gradients, None if float(scale) == 1.0 else 1.0 / scale)
-        self._hit = self._hit and self._tried
-        whole = not self._hit
-        self._share = "all" if whole else "delayed"
+        hit = came_true and self._tried
+        self._share = "delayed" if hit else "all"
         chunks = self._stepper.chunks
         self._left = dict.fromkeys(
             u for u in self._layers.units if any(chunks[i].parts(self._share) for i in self.chunks_of(u))
         )
+        self._hit = hit  # last: an interrupt before it leaves nothing committed whose rest is not due
 
     def _settings(self) -> list[AdamSettings]:
         """Per chunk the hyper-parameters of the step that is being taken, with the powers of beta that stock has then: it goes
@@ -276,6 +278,8 @@ class VerticalStage3(StateRoutes):
         else:
             self._stepper.discard()
         self.gradients.conclude(self._left, hit)
+        if self._left and self._stepper.torn:
+            raise RuntimeError("steps taken in place have not come true: clipping or the loss scale were changed in mid-step")
 
     def step_unit(self, unit: Unit) -> Ticket | None:
         """Issue what is due of a unit: read state, CPU Adam, write state and parameters."""
@@ -355,8 +359,7 @@ class VerticalStage3(StateRoutes):
             return
         with self.schedule_running():
             for unit in tuple(self._left):
-                ticket = self.step_unit(unit)
-                if ticket is not None:
+                if ticket := self.step_ahead(unit):  # the next forward waits for it where an interrupt ends this wait
                     ticket.wait()
                 self._updates.close_updates()
             self._pipeline.drain()

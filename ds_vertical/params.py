@@ -197,9 +197,13 @@ class ParamStore:
             if id(param) in self._unit_of:
                 self._versions[self._unit_of[id(param)]] += 1
 
-    def _check_absent(self, unit: Unit) -> None:
+    def check_open(self) -> None:
+        """Raise RuntimeError after `close`: stock's buffers are gone then as well."""
         if self._closed:
             raise RuntimeError("the engine was destroyed; build a new one with ds_vertical.initialize")
+
+    def _check_absent(self, unit: Unit) -> None:
+        self.check_open()
         if unit in self._resident:
             raise RuntimeError(f"unit {unit} is fetched already")
 

@@ -19,7 +19,10 @@ def make_files(regime: Regime, one: Mapping[Path, int], both: Mapping[Path, int]
             return
         if regime.demanded:
             raise problem
-        compat.log(f"ds_vertical: no early steps, for want of room for a second generation of files: {problem}")
+        compat.log(
+            "ds_vertical: no early steps, for want of room for a second generation of files, so that all gradients wait until"
+            f" after the norm, 4 bytes per parameter, which the budget above may not count: {problem}"
+        )
         regime.give_up()
     problem = preallocate(one)
     if problem is not None:

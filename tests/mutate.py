@@ -206,6 +206,20 @@ MUTATIONS = (
         "return [walk.need(Op.NORM)]",
         _EARLY_TOY,
     ),
+    Mutation(
+        "persistent-on-ssd",
+        "compat.py",
+        "bool(param.ds_persist) and not is_on_ssd(param)",
+        "bool(param.ds_persist)",
+        "test_numerics.py::test_parameters_on_ssd_may_count_as_persistent[0.05]",
+    ),
+    Mutation(
+        "flush-forgets-what-it-issued",
+        "optimizer.py",
+        "if ticket := self.step_ahead(unit):  #",
+        "if ticket := self.step_unit(unit):  #",
+        "test_interrupts.py::test_a_flush_interrupted_in_its_wait_leaves_the_step_to_the_next_forward",
+    ),
     # what is issued ahead of the next step
     Mutation(
         "step-ahead-not-waited-for",

@@ -466,6 +466,7 @@ def test_equal_arms_give_a_table_and_a_report(tmp_path: Path) -> None:
     assert report["command"][:2] == ["ds-vertical", "ab"] and report["versions"]["deepspeed"] == "0.19.8"
 
 
+@pytest.mark.slow
 def test_the_vertical_arm_alone_and_traced(tmp_path: Path) -> None:
     command = ab_command(tmp_path)
     command[command.index("--") : command.index("--")] = ["--vertical-only", "--trace", "--no-bound"]

@@ -128,6 +128,7 @@ def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(largest_relative(a, b).values())
 
 
+@SLOW
 def test_tied_weights_in_bf16(tmp_path: Path) -> None:
     family = replace(BY_NAME["gpt2"], tied=True, settings=dict(BY_NAME["gpt2"].settings) | {"n_inner": 2048})
     build, batches = family.builder(), family.batches(2, NUM_MICRO_BATCHES)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_grad
 from harness import base_config, differing, read_state, read_weights, running, small_buffers
+from late import LateSteps
 from models import MixerModel, token_batches
 
 from ds_vertical.stepper import Stepper
@@ -77,3 +79,60 @@ def test_an_interrupt_while_a_step_is_issued_tears_the_state_loudly(tmp_path: Pa
         for use in (lambda: engine.train_batch(iter(STEPS[1])), lambda: engine.save_16bit_model(str(tmp_path / "out"))):
             with pytest.raises(Exception, match="the live state is torn"):
                 use()
+
+
+def test_a_flush_interrupted_in_its_wait_leaves_the_step_to_the_next_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(folder: Path) -> dict[str, Any]:
+        section = {"optimizer_delay": 1.0, "seed": 5}
+        return small_buffers(base_config(folder, num_micro_batches=2, dtype="fp32", clip=0.05, section=section), 600_000)
+
+    build = partial(MixerModel, 4, 512)
+    with running(config(tmp_path / "a"), build, vertical=True) as (engine, model):
+        losses = [engine.train_batch(iter(step)).item() for step in STEPS[:2]]
+        expected = outcome(engine, model)
+    with running(config(tmp_path / "b"), build, vertical=True) as (engine, model):
+        LateSteps(engine)
+        assert engine.train_batch(iter(STEPS[0])).item() == losses[0]
+        wait = Ticket.wait
+
+        def interrupted(ticket: Ticket) -> None:
+            if ticket.what == "step 2":
+                monkeypatch.setattr(Ticket, "wait", wait)
+                raise KeyboardInterrupt
+            wait(ticket)
+
+        monkeypatch.setattr(Ticket, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.flush()
+        assert 2 in engine.optimizer.pending
+        assert engine.train_batch(iter(STEPS[1])).item() == losses[1]
+        assert not differing(expected, outcome(engine, model))
+
+
+def test_whether_a_gradient_is_gone_does_not_depend_on_time(tmp_path: Path) -> None:
+    """The steps issued ahead are waited for: on several ranks a gradient must be gone on all of them or on none."""
+
+    def gone(model: Any) -> list[bool]:
+        found = []
+        for block in model.blocks:
+            try:
+                assert safe_get_full_grad(block.up.weight) is not None
+                found.append(False)
+            except RuntimeError:
+                found.append(True)
+        return found
+
+    seen = []
+    for late in (True, False):
+        config = on_ssd(tmp_path / str(late), 0.05)
+        config["vertical_schedule"] |= {"optimizer_delay": 1.0, "optimizer_speculation": False}
+        with running(config, partial(MixerModel, 4, 512), vertical=True) as (engine, model):
+            if late:
+                LateSteps(engine)
+            engine.train_batch(iter(STEPS[0]))
+            if not late:
+                engine.optimizer._pipeline.wait_idle()
+            seen.append(gone(model))
+    assert seen == [[True, True, False, False]] * 2

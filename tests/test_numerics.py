@@ -22,6 +22,7 @@ from harness import (
     read_weights,
     run_arm,
     run_both,
+    running,
     small_buffers,
 )
 from models import MixerModel, next_token_loss, token_batches
@@ -316,3 +317,17 @@ def test_snake_changes_the_last_bits_at_most(tmp_path: Path, stock_run: Run, blo
     assert max(largest_relative(stock_run.grads[0], snake.grads[0]).values()) <= 1e-6
     assert max(largest_relative(stock_run.weights, snake.weights).values()) <= 1e-6
     assert differing(stock_run.grads[0], snake.grads[0]), "the order of the micro-batches has not changed"
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.0])
+def test_parameters_on_ssd_may_count_as_persistent(tmp_path: Path, clip: float) -> None:
+    """With so high a threshold every parameter is "small", those on SSD too; they lie in buffers that the next layer needs."""
+    seen = []
+    for persistence in (0, 10**7):
+        made = base_config(tmp_path / str(persistence), num_micro_batches=2, dtype="fp32", clip=clip, persistence=persistence)
+        with running(small_buffers(made, 600_000), partial(MixerModel, 4, 512), vertical=True) as (engine, model):
+            assert engine._params.bytes_by_tier()["ssd"] > 0
+            losses = [engine.train_batch(iter(step)).item() for step in token_batches(3, 2)]
+            seen.append((losses, read_weights(model)))
+    assert seen[0][0] == seen[1][0]
+    assert differing(seen[0][1], seen[1][1]) == []

@@ -12,7 +12,7 @@ from models import tiny_neox, token_batches
 
 @pytest.mark.parametrize(
     ("dtype", "clip"),
-    [("bf16", 1.0), ("fp32", 0.0), ("fp32", 1.0), pytest.param("bf16", 0.0, marks=pytest.mark.slow)],
+    [("bf16", 1.0), ("fp32", 1.0), *(pytest.param(dtype, 0.0, marks=pytest.mark.slow) for dtype in ("bf16", "fp32"))],
 )
 def test_neox_on_ssd_is_bit_identical_to_stock(tmp_path: Path, dtype: str, clip: float) -> None:
     build = partial(tiny_neox, num_layers=3, dropout=0.1)

@@ -112,6 +112,7 @@ def test_patch_applies_and_leaves_the_installation_alone(patch: Path, tmp_path: 
 # ----------------------------------------------------------------------------------- 1: one prefetch issued twice
 
 
+@pytest.mark.slow
 def test_stock_dies_when_the_prefetch_window_reaches_over_the_turn(tmp_path: Path) -> None:
     run = run_script("stock_training.py", tmp_path, "bf16", "bf16-prefetch")
     trained = objects_of(run, "variant")
@@ -136,6 +137,7 @@ def test_prefetch_patch_trains_with_the_bits_of_no_prefetch(tmp_path: Path) -> N
 FP32_VARIANTS = ("fp32", "fp32-without-init", "fp32-mixed-without-init")
 
 
+@pytest.mark.slow
 def test_stock_makes_an_fp32_model_bf16_without_zero_init(tmp_path: Path) -> None:
     run = run_script("stock_training.py", tmp_path, *FP32_VARIANTS)
     trained = {one["variant"]: one for one in objects_of(run, "variant")}

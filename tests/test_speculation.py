@@ -30,8 +30,20 @@ def arm(folder: Path, clip: float, vertical: bool, **section: Any) -> tuple[Run,
         return run_arm(config, BUILD, token_batches(3, 3, rows=1, shortest=4), vertical=vertical), seen
 
 
-@pytest.mark.parametrize("clip", [1.0, 1e3, None], ids=["all-miss", "all-hit", "both"])
-@pytest.mark.parametrize("delay", [0.0, 0.4])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("delay", "clip"),
+    [
+        pytest.param(0.0, None, id="0.0-both"),
+        pytest.param(0.4, None, id="0.4-both"),
+        pytest.param(0.0, 1.0, id="0.0-all-miss"),
+        pytest.param(0.4, 1.0, id="0.4-all-miss", marks=SLOW),
+        pytest.param(0.0, 1e3, id="0.0-all-hit", marks=SLOW),
+        pytest.param(0.4, 1e3, id="0.4-all-hit", marks=SLOW),
+    ],
+)
 def test_bits_are_stocks_whether_or_not_it_comes_true(tmp_path: Path, clip: float | None, delay: float) -> None:
     if clip is None:
         norms = sorted(arm(tmp_path, 1e3, vertical=False)[0].norms)
