@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up, then ruff, pyright and the tests. Without arguments: everything but the slow tests, under 10 minutes.
 #   bash scripts/test.sh [--all] [PYTEST ARGUMENTS ...]
-# --all runs the slow tests too and writes the result to benchmarks/tests_all.json. DS_VERTICAL_TEST_WORKERS: processes (3, since the tests wait for disks and processes, too).
+# --all runs the slow tests too and writes the result to benchmarks/tests_all.json. DS_VERTICAL_TEST_WORKERS: processes (2).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -25,7 +25,7 @@ expression=$(printf '%s and ' "${marks[@]}")
 failed=()
 .venv/bin/ruff check || failed+=(ruff)
 .venv/bin/pyright || failed+=(pyright)
-.venv/bin/python -m pytest -n "${DS_VERTICAL_TEST_WORKERS:-3}" -m "${expression% and }" --durations=15 ${report:+--junitxml="$report"} "$@" || failed+=(pytest)
+.venv/bin/python -m pytest -n "${DS_VERTICAL_TEST_WORKERS:-2}" -m "${expression% and }" --durations=15 ${report:+--junitxml="$report"} "$@" || failed+=(pytest)
 
 if [ -n "$report" ]; then
     .venv/bin/python scripts/record_tests.py "$report" benchmarks/tests_all.json \
