@@ -131,6 +131,8 @@ def _chain(frame: FrameType | None) -> list[FrameType]:
 
 
 def _only_frames_hold(tensors: list[torch.Tensor], frames: list[FrameType], ours: Sequence[object]) -> bool:
+    if gc.get_freeze_count():  # gc.freeze() hides from the search who holds what
+        return False
     known = {id(value) for value in (*frames, *ours, frames, ours)}
     found: list[Any] = tensors
     while found:

@@ -43,9 +43,11 @@ Route = Callable[[Any, Any, Path], Tensors]
 
 # where the vertical arm's state lies, the clipping, and what it leaves to the next forward
 REGIMES: dict[str, dict[str, Any]] = {
-    "all delayed, on SSD": dict(clip=0.05, section={"optimizer_delay": 1.0}),
+    "all delayed, on SSD": dict(clip=0.05, section={"optimizer_delay": 1.0, "keep_gradients": True}),
     "half early, on SSD": dict(clip=0.0, section={"optimizer_delay": 0.5, "keep_gradients": True}),
-    "all delayed, in host memory": dict(clip=0.05, params="cpu", optimizer="cpu", section={"optimizer_delay": 1.0}),
+    "all delayed, in host memory": dict(
+        clip=0.05, params="cpu", optimizer="cpu", section={"optimizer_delay": 1.0, "keep_gradients": True}
+    ),
     "all early, on SSD": dict(clip=0.0, section={"optimizer_delay": 0.0, "keep_gradients": True}),
 }
 
