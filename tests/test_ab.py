@@ -511,6 +511,7 @@ def test_different_losses_fail_without_any_speed(tmp_path: Path) -> None:
         assert "tokens" not in text and "step_s" not in text and "stock/vertical" not in text
 
 
+@pytest.mark.slow
 def test_failing_arm_shows_the_end_of_its_log(tmp_path: Path) -> None:
     done = launch(tmp_path, "--fail-in", "stock")
     assert done.returncode == 1

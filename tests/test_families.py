@@ -68,8 +68,8 @@ def run_pair(
 
 
 SLOW = pytest.mark.slow
-# Twenty families stay in the fast suite; these differ little from one of them.
-TWINS = {"mistral", "olmo2", "glm4", "phi"}
+# One family of each kind stays in the fast suite; these differ little from one of them.
+TWINS = {"mistral", "olmo2", "glm4", "phi", "gemma", "gemma2", "gemma3_text", "qwen3", "gptj", "opt"}
 
 
 @pytest.mark.parametrize(

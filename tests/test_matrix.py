@@ -21,10 +21,25 @@ PARAMS: dict[str, tuple[str, int, int, int]] = {
 }
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("persistence", [0, None], ids=["threshold0", "threshold_default"])
-@pytest.mark.parametrize("optimizer", ["nvme", "cpu"])
-@pytest.mark.parametrize("params", PARAMS)
+# Every pair of tiers in the fast suite, with either number of micro-batches and either threshold; the other half is slow.
+FAST = [((0, 3), (None, 1)), ((None, 3), (0, 1))]
+CASES = [
+    pytest.param(
+        params,
+        optimizer,
+        persistence,
+        num_micro_batches,
+        id=f"{params}-{optimizer}-threshold{'_default' if persistence is None else persistence}-{num_micro_batches}",
+        marks=[] if (persistence, num_micro_batches) == FAST[row % 2][column] else pytest.mark.slow,
+    )
+    for row, params in enumerate(PARAMS)
+    for column, optimizer in enumerate(("nvme", "cpu"))
+    for persistence in (0, None)
+    for num_micro_batches in (1, 3)
+]
+
+
+@pytest.mark.parametrize(("params", "optimizer", "persistence", "num_micro_batches"), CASES)
 def test_every_tier_is_bit_identical_to_stock(
     tmp_path: Path, params: str, optimizer: str, persistence: int | None, num_micro_batches: int
 ) -> None:

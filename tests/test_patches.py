@@ -121,6 +121,7 @@ def test_stock_dies_when_the_prefetch_window_reaches_over_the_turn(tmp_path: Pat
     assert re.search(r"AssertionError: param \d+ already assigned swap buffer id \d+", run.stderr), run.stderr
 
 
+@pytest.mark.slow
 def test_prefetch_patch_trains_with_the_bits_of_no_prefetch(tmp_path: Path) -> None:
     root = patched_copy(tmp_path / "repository", PREFETCH)
     run = run_script("stock_training.py", tmp_path, "bf16", "bf16-prefetch", first=root)
@@ -150,6 +151,7 @@ def test_stock_makes_an_fp32_model_bf16_without_zero_init(tmp_path: Path) -> Non
     assert "to have the same dtype, but got: c10::BFloat16 != float" in run.stderr, run.stderr
 
 
+@pytest.mark.slow
 def test_dtype_patch_trains_an_fp32_model_in_fp32(tmp_path: Path) -> None:
     root = patched_copy(tmp_path / "repository", DTYPE)
     run = run_script("stock_training.py", tmp_path, *FP32_VARIANTS, first=root)
