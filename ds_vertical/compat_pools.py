@@ -29,11 +29,6 @@ def parameter_swappers(params: Iterable[ZeroParam]) -> list[Any]:
     return list(found.values())
 
 
-def parameter_pool_bytes(params: Iterable[ZeroParam]) -> int:
-    """Bytes of host memory that zero.Init has allocated for transfers of these parameters."""
-    return sum(_num_bytes(swapper.buffers) for swapper in parameter_swappers(params))
-
-
 def rest_stock_buffers(params: Iterable[ZeroParam], optimizer: Any = None) -> int:
     """Give the pages of stock's transfer buffers back that hold nothing at present: those of the parameters and, where it
     is given, of the optimizer. Returns their bytes."""

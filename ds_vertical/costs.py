@@ -23,7 +23,6 @@ from ds_vertical.machine import CostsError, Machine, check_number, check_share, 
 from ds_vertical.schedule import PRE, SUF, Event, Op, Unit
 
 Lane = Literal["compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam"]
-LANES: Final[tuple[Lane, ...]] = ("compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam")
 Parts = Mapping[tuple[Unit, str], float]
 _STEPPING: Final = frozenset((Op.READ, Op.STEP, Op.WRITE))
 

@@ -107,7 +107,6 @@ class Privacy:
     def __init__(self) -> None:
         self._verdicts: dict[_Site, bool] = {}
         self._codes: set[CodeType] = set()  # kept, so that no other code takes the id of one
-        self.num_searches = 0
 
     def is_private(self, tensors: list[torch.Tensor], frame: FrameType | None, layer: int, ours: Sequence[object]) -> bool:
         """`frame`: the parked forward's innermost. `ours`: containers of the caller's that do not count."""
@@ -117,7 +116,6 @@ class Privacy:
         site = (layer, counts, tuple((id(each.f_code), each.f_lasti) for each in frames))
         verdict = self._verdicts.get(site)
         if verdict is None:
-            self.num_searches += 1
             verdict = self._verdicts[site] = _only_frames_hold(tensors, [*frames, *_chain(sys._getframe())], ours)
         return verdict
 

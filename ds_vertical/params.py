@@ -39,10 +39,6 @@ class Shard:
         """The generation that an early step writes."""
         return (self.generation + 1) % len(self.paths)
 
-    @property
-    def padded_numel(self) -> int:
-        return self.num_bytes // self.param.element_size()
-
     def view(self, data: torch.Tensor) -> torch.Tensor:
         """The shard's elements inside a unit buffer, 1-d, in the parameter's dtype."""
         return data.narrow(0, self.start, self.num_bytes).view(self.param.dtype).narrow(0, 0, self.numel)
