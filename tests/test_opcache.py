@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,13 @@ print("LOADED", TinyBuilder().load(verbose=False).__file__)
 print("NINJA", shutil.which("ninja"))
 """
 
-# stands before the real compiler on PATH: slow, so that a second process or a kill can come in between
+# Stands before the real compiler on PATH: slow, so that a second process or a kill can come in between. ninja gives it a
+# process group of its own, which a kill of the builder's leaves alone: it ends with the test.
 SLOW_COMPILER = """#!/bin/sh
-case "$*" in *-c*) touch "$COMPILING"; while [ -n "$UNTIL" ] && [ ! -e "$UNTIL" ]; do sleep 0.1; done;; esac
+case "$*" in *-c*)
+    touch "$COMPILING"
+    while [ -n "$UNTIL" ] && [ ! -e "$UNTIL" ]; do [ -e "$OVER" ] && exit 1; sleep 0.1; done;;
+esac
 exec {compiler} "$@"
 """
 
@@ -54,6 +59,7 @@ class User:
         self.source = folder / "tiny.cpp"
         self.source.write_text(TINY_SOURCE)
         self.compiling = folder / "compiling"
+        self.over = folder / "over"
         compiler = shutil.which("c++")
         tools = folder / "bin"
         tools.mkdir()
@@ -66,6 +72,7 @@ class User:
             "DS_ACCELERATOR": "cpu",
             "PYTHONPATH": str(Path(__file__).parents[1]),
             "COMPILING": str(self.compiling),
+            "OVER": str(self.over),
         }
 
     def start(self, python: str = sys.executable, **environment: str) -> subprocess.Popen[str]:
@@ -96,8 +103,10 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 @pytest.fixture
-def user(tmp_path: Path) -> User:
-    return User(tmp_path)
+def user(tmp_path: Path) -> Iterator[User]:
+    user = User(tmp_path)
+    yield user
+    user.over.touch()
 
 
 @pytest.fixture
