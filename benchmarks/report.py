@@ -14,7 +14,7 @@ _NONE = "-"
 _HEAD = """# Benchmarks
 
 Made by `python benchmarks/run.py --table` from the files in `ab/`, each of which holds machine, date, command, both JSONs
-and every step. `gpt_101m`: 8 layers x 1024, 101.3 M parameters, bf16, all state on SSD. Ratios are within one run, medians
+and every step. `gpt_101m`: 8 layers x 1024, 101.3 M parameters, all state on SSD. Ratios are within one run, medians
 without the first step of each repeat. "bound": the least time of the vertical step at the rates measured in the same run
 under the same limit; "sim": the simulated makespan, which stands beside it. Bytes are SSD bytes over the closed table's.
 "outside": the share of the step in which no resource was busy. "peak": host memory over its closed formula, and over stock's.
@@ -66,8 +66,8 @@ def fit_line(seconds: Mapping[int, float]) -> dict[str, float]:
 def markdown(found: Sequence[Result]) -> str:
     """The whole of benchmarks/README.md."""
     tables = [result for result in found if result.content.get("kind") != "straight"]
-    columns = ("M", "tokens", "clip", "disk", "stock arm", "stock s", "vertical s", "ratio", "bound s", "step/bound", "sim s")
-    columns += ("read", "written", "outside", "peak/formula", "peak/stock", "date, processor")
+    columns = ("M", "tokens", "dtype", "clip", "disk", "stock arm", "stock s", "vertical s", "ratio")
+    columns += ("bound s", "step/bound", "sim s", "read", "written", "outside", "peak/formula", "peak/stock", "date, processor")
     lines = [_row(columns), _row(["---"] * len(columns)), *(_row(_cells(result)) for result in tables)]
     straight = [_straight(result) for result in found if result.content.get("kind") == "straight"]
     commands = [f"- `{result.file}`: `{' '.join(result.content['command'])}`" for result in found]
@@ -85,6 +85,7 @@ def _cells(result: Result) -> list[str]:
     return [
         str(config["gradient_accumulation_steps"]),
         _after(content["command"], "--seq"),
+        "bf16" if config.get("bf16", {}).get("enabled") else "fp32",
         f"{config['gradient_clipping']:g}",
         _disk(content.get("ssd_limit")),
         Path(_after(content["command"], "--stock-config")).stem if stock else _NONE,

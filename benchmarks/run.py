@@ -8,6 +8,7 @@
 A row that has a result of today is left out unless --again is given, so that an interrupted series goes on where it was. Every
 row's arms take turns (`--repeat`), the medians leave out the first step of each run. A row's name says M, tokens per
 micro-batch (scripts/train.py --seq), clipping, the disk limit in MB/s and, where it is not the pipelined one, the stock arm.
+`--dtype fp32` runs them in fp32, for processors without bf16 arithmetic, on which a bf16 product is a loop that hides all else.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import report
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = "300M,500M"
 # (stock, vertical) seconds of a step at M = 16 with 8 tokens, on a processor with and without bf16 arithmetic worth the name.
-USUAL_S = {"avx512": (11.0, 3.2), "avx2": (70.0, 60.0)}
+USUAL_S = {"avx512": (11.0, 3.2), "avx2": (70.0, 60.0), "cpu": (70.0, 60.0)}
 SETUP_S = 20.0  # of a run: processes, model, files
 LIMITS_S = 60.0  # measuring the machine after the arms
 STRAIGHT = (4, 8, 16, 32)
@@ -45,6 +46,7 @@ class Row:
     clip: int = 0
     limited: bool = False
     stock: str | None = "stock_pipelined"
+    dtype: str = "bf16"
 
     @property
     def straight(self) -> bool:
@@ -52,10 +54,11 @@ class Row:
 
     @property
     def name(self) -> str:
+        dtype = "" if self.dtype == "bf16" else f"_{self.dtype}"
         if self.straight:
-            return "straight" if self.tokens == 8 else f"straight_s{self.tokens}"
+            return ("straight" if self.tokens == 8 else f"straight_s{self.tokens}") + dtype
         end = {"stock_pipelined": "", None: "_vertical"}.get(self.stock, f"_{self.stock}")
-        return f"m{self.micro_batches}_s{self.tokens}_clip{self.clip}{'_300_500' * self.limited}{end}"
+        return f"m{self.micro_batches}_s{self.tokens}_clip{self.clip}{'_300_500' * self.limited}{end}{dtype}"
 
     def command(self, out: Path, steps: int, repeat: int, micro_batches: int | None = None) -> list[str]:
         """The A/B's own command line, from the repository's root."""
@@ -63,6 +66,7 @@ class Row:
         words = ["ds-vertical", "ab", "--config", "configs/gpt_101m_cpu.json"]
         words += ["--vertical-only"] if self.stock is None else ["--stock-config", f"configs/{self.stock}.json"]
         words += ["--set", f"gradient_accumulation_steps={count}", "--set", f"gradient_clipping={self.clip}.0"]
+        words += ["--set", "bf16.enabled=false"] if self.dtype == "fp32" else []
         words += ["--ssd-limit", LIMIT] if self.limited else []
         words += ["--no-bound"] if self.straight else ["--trace"]
         words += ["--steps", str(steps), "--repeat", str(repeat), "--out", str(out)]
@@ -73,7 +77,8 @@ class Row:
         if isinstance(self.micro_batches, tuple):
             each = [replace(self, micro_batches=count).seconds(steps, 1, known) - LIMITS_S for count in self.micro_batches]
             return repeat * sum(each)
-        stock_s, vertical_s = known.get(self.name) or self._scaled(*USUAL_S.get(report.instructions(), USUAL_S["avx2"]))
+        usual = USUAL_S["avx512" if self.dtype == "fp32" else report.instructions()]
+        stock_s, vertical_s = known.get(self.name) or self._scaled(*usual)
         arms = [stock_s] * (self.stock is not None) + [vertical_s, vertical_s * (not self.straight)]
         return LIMITS_S + repeat * sum(SETUP_S + steps * arm_s for arm_s in arms)
 
@@ -104,9 +109,9 @@ ROWS = (
 )
 
 
-def rows(tokens: int | None) -> list[Row]:
-    """The table's rows; `tokens` replaces those of the rows with 8, for machines on which these take too long."""
-    return [replace(row, tokens=tokens) if tokens and row.tokens == 8 else row for row in ROWS]
+def rows(tokens: int | None, dtype: str = "bf16") -> list[Row]:
+    """The table's rows in `dtype`; `tokens` replaces those of the rows with 8, for machines on which these take too long."""
+    return [replace(row, tokens=tokens if tokens and row.tokens == 8 else row.tokens, dtype=dtype) for row in ROWS]
 
 
 def run_row(row: Row, out: Path, steps: int, repeat: int, micro_batches: int | None = None) -> dict[str, Any]:
@@ -156,11 +161,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="per run, of which the first is left out (default 4)")
     parser.add_argument("--repeat", type=int, default=2, help="runs per arm in turn (default 2)")
     parser.add_argument("--tokens", type=int, help="per micro-batch, in place of 8")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the model (default bf16)")
     parser.add_argument("--again", action="store_true", help="also rows that have a result of today")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "ab", help="folder of the JSON files")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "bench", help="folder for logs and traces")
     options = parser.parse_args()
-    wanted = rows(options.tokens)
+    wanted = rows(options.tokens, options.dtype)
     unknown = sorted(set(options.only or ()) - {row.name for row in wanted})
     if unknown:
         parser.error(f"--only {unknown[0]}: there are {', '.join(row.name for row in wanted)}")

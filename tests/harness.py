@@ -96,6 +96,9 @@ def start_process_group() -> None:
         os.environ.setdefault(name, value)
     import deepspeed
 
+    from ds_vertical import opcache
+
+    opcache.activate()  # in processes that tests start, too: DeepSpeed's communication loads an op
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed(verbose=False)
         if os.environ.get("MASTER_PORT") == str(port):

@@ -195,7 +195,7 @@ def test_a_file_that_was_cut_off_is_a_disk_error(tmp_path: Path) -> None:
             fetch(*args)
 
         engine._activations._parcels.fetch = cut
-        with pytest.raises(DiskError, match=r"rank0\.bin: read of .* the file ends at byte 0"):
+        with pytest.raises(DiskError, match=r"rank0\.bin: read of .* the file ends at byte \d+ "):
             engine.train_batch(iter(batches[1]))
         assert engine._activations.num_bytes["ssd"] == 0
 

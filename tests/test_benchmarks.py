@@ -21,12 +21,13 @@ import run  # noqa: E402
 def test_every_row_is_a_command_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert len({row.name for row in run.ROWS}) == len(run.ROWS)
-    for row in run.ROWS:
+    for row in (*run.ROWS, *run.rows(None, "fp32")):
         for count in row.micro_batches if isinstance(row.micro_batches, tuple) else [row.micro_batches]:
             words = [word for word in row.command(tmp_path / row.name, 4, 2, count) if word not in ("--ssd-limit", run.LIMIT)]
             plan = ab.parse(words[2:])
             assert plan.arms.vertical["gradient_accumulation_steps"] == count
             assert plan.arms.vertical["gradient_clipping"] == row.clip
+            assert plan.arms.vertical["bf16"]["enabled"] == (row.dtype == "bf16")
             assert plan.script_arguments[-2:] == ("--seq", str(row.tokens))
             assert plan.with_stock == (row.stock is not None) and plan.with_bound == plan.with_trace == (not row.straight)
 
@@ -36,6 +37,7 @@ def test_the_most_important_rows_come_first() -> None:
     assert names[:4] == ["m16_s8_clip0", "m16_s8_clip0_300_500", "m16_s8_clip1", "m16_s8_clip1_300_500"]
     assert "straight" in names and "m16_s8_clip0_stock_best" in names
     assert {row.name for row in run.rows(2)} >= {"m16_s2_clip0", "straight_s2", "m16_s32_clip0"}
+    assert {row.name for row in run.rows(None, "fp32")} >= {"m16_s8_clip0_300_500_fp32", "straight_fp32"}
 
 
 def test_estimates_follow_what_is_known() -> None:
@@ -63,14 +65,19 @@ def test_a_line_through_steps() -> None:
     assert bent["r_squared"] < 1 and bent["max_deviation"] > 0.05
 
 
-def test_the_table_has_every_result(tmp_path: Path) -> None:
-    found = report.results(ROOT / "benchmarks" / "ab")
-    text = report.markdown(found)
-    assert len(found) >= 7 and all(result.file in text for result in found)
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert len({line.count("|") for line in rows}) == 1
-    content = json.loads((ROOT / "benchmarks" / "ab" / "gpt_101m_m16_s8_clip0_300_500_avx512_2026-11-21.json").read_text())
-    content["yardstick"] = {
+CONTENT = {
+    "arms": {
+        "stock": {"step_s": 29.45, "peak_host_bytes": 1.2e9},
+        "vertical": {"step_s": 5.32, "peak_host_bytes": 1.1e9},
+    },
+    "speedup": 5.54,
+    "ssd_limit": {"read_bytes_per_s": 300e6, "write_bytes_per_s": 500e6},
+    "machine": {"num_cores": 2, "cpu": "AMD EPYC"},
+    "configs": {
+        "vertical": {"gradient_accumulation_steps": 16, "gradient_clipping": 0.0, "bf16": {"enabled": True}},
+    },
+    "command": ["ds-vertical", "ab", "--stock-config", "configs/stock_best.json", "--", "scripts/train.py", "--seq", "8"],
+    "yardstick": {
         "bound_s": 5.0,
         "resource": "ssd_read",
         "step_over_bound": 1.06,
@@ -78,14 +85,23 @@ def test_the_table_has_every_result(tmp_path: Path) -> None:
         "bytes": {"read_over_table": 1.001, "written_over_table": 0.99},
         "host_memory": {"peak_over_formula": 1.05},
         "outside_share": 0.011,
-    }
-    content["command"] += ["--stock-config", "configs/stock_best.json"]
-    (tmp_path / "gpt_101m_m16_s8_clip0_300_500_avx512_2026-11-22.json").write_text(json.dumps(content))
+    },
+}
+
+
+def test_the_table_has_every_result(tmp_path: Path) -> None:
+    found = report.results(ROOT / "benchmarks" / "ab")
+    text = report.markdown(found)
+    assert len(found) >= 7 and all(result.file in text for result in found)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len({line.count("|") for line in rows}) == 1
+    (tmp_path / "gpt_101m_m16_s8_clip0_300_500_avx512_2026-11-22.json").write_text(json.dumps(CONTENT))
     fit = report.fit_line({4: 1.0, 8: 2.0})
-    straight = content | {"kind": "straight", "fit": fit, "step_s": {"4": [1.0, 1.1, 0.9], "8": [2.0]}}
+    straight = CONTENT | {"kind": "straight", "fit": fit, "step_s": {"4": [1.0, 1.1, 0.9], "8": [2.0]}}
     (tmp_path / "gpt_101m_straight_avx512_2026-11-22.json").write_text(json.dumps(straight))
     text = report.markdown(report.results(tmp_path))
     cells = (
-        "| 16 | 8 | 0 | 300/500 MB/s | stock_best | 29.45 | 5.32 | 5.54 | 5.00 ssd_read | 1.06 | 5.10 | 1.001 | 0.990 | 1.1% |"
+        "| 16 | 8 | bf16 | 0 | 300/500 MB/s | stock_best | 29.45 | 5.32 | 5.54 | 5.00 ssd_read | 1.06 | 5.10 | 1.001 | 0.990 |"
+        " 1.1% | 1.05 | 0.92 | 2026-11-22, 2 cores AMD EPYC avx512 |"
     )
     assert cells in text and "1.00 s at M = 4, 2.00 s at M = 8" in text and "R^2 1.0000" in text
