@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Set up, then ruff, pyright and the tests. Without arguments: everything but the slow tests, under 10 minutes.
 #   bash scripts/test.sh [--all] [PYTEST ARGUMENTS ...]
-# --all runs the slow tests too and writes the result to benchmarks/tests_all.json. DS_VERTICAL_TEST_WORKERS: processes (2).
+# --all runs the slow tests too and writes the result to benchmarks/tests_all.json. DS_VERTICAL_TEST_WORKERS: processes (3), of
+# OMP_NUM_THREADS (1) threads each. Idle processes take tests from the others' ends, so that most modules stay in one process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -25,7 +26,8 @@ expression=$(printf '%s and ' "${marks[@]}")
 failed=()
 .venv/bin/ruff check || failed+=(ruff)
 .venv/bin/pyright || failed+=(pyright)
-.venv/bin/python -m pytest -n "${DS_VERTICAL_TEST_WORKERS:-2}" -m "${expression% and }" --durations=15 ${report:+--junitxml="$report"} "$@" || failed+=(pytest)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+.venv/bin/python -m pytest -n "${DS_VERTICAL_TEST_WORKERS:-3}" --dist worksteal -m "${expression% and }" --durations=15 ${report:+--junitxml="$report"} "$@" || failed+=(pytest)
 
 if [ -n "$report" ]; then
     .venv/bin/python scripts/record_tests.py "$report" benchmarks/tests_all.json \

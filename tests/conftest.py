@@ -19,7 +19,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 opcache.set_environment()
 
 
+# The modules with a fixture of a minute: not last, when idle workers would take parts of them and each make that fixture.
+FIRST = {"test_ranks.py"}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in FIRST)
     without = [item for item in items if not HAS_GPU and item.get_closest_marker("gpu")]
     if without:
         config.hook.pytest_deselected(items=without)
