@@ -46,11 +46,16 @@ class _Capture:
 
 
 class BlockTimer:
-    """Times the pieces of `model` (a Hugging Face configuration) on `device`."""
+    """Times the pieces of `model` (a Hugging Face configuration) on `device`. `zero_linear`: with ZeRO-3's linear for torch's,
+    in this process from now on."""
 
-    def __init__(self, model: Path, batch: Batch, device: str) -> None:
+    def __init__(self, model: Path, batch: Batch, device: str, zero_linear: bool = False) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        if zero_linear:
+            from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+            nn.functional.linear = zero3_linear_wrap  # as zero.Init does
         fields = json.loads(model.read_text())
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         config.num_hidden_layers, config.use_cache = 2, False  # the least that has layers to be found

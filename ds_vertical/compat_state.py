@@ -76,27 +76,42 @@ def reduce(optimizer: Any, params: Sequence[ZeroParam], sums: Sequence[torch.Ten
     return reduce_scatter_coalesced(list(sums), group) if dist.get_world_size(group) > 1 else list(sums)
 
 
-def note_gradient(optimizer: Any, param: ZeroParam, share: torch.Tensor) -> None:
+class NormMemory:
+    """Host memory for the fp64 copy of a gradient of which stock takes the norm.
+
+    Kept from one gradient to the next, where each new mapping would be zeroed page by page; `clear` gives it up at the step's
+    end. Mapped and not allocated: the C library's heap would keep every copy's memory below the small tensors that live on.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: torch.Tensor | None = None
+
+    def norm(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Stock's norm of a flat gradient in host memory, bit for bit."""
+        dtype = get_norm_dtype()
+        num_bytes = gradient.numel() * dtype.itemsize
+        if self._bytes is None or self._bytes.numel() < num_bytes:
+            self._bytes = None  # before the larger one is mapped
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        copy = self._bytes[:num_bytes].view(dtype)
+        return (copy.copy_(gradient.view(-1)).norm(2) ** 2.0) ** 0.5
+
+    def clear(self) -> None:
+        """Unmap."""
+        self._bytes = None
+
+
+def note_gradient(optimizer: Any, param: ZeroParam, share: torch.Tensor, memory: NormMemory) -> None:
     """Tell stock of a gradient's norm, given this rank's share of it (flat).
 
     A rank whose share lies wholly in the padding has nothing to add to the norm.
     """
     if param.partition_numel() * optimizer._get_param_partition_rank(param) < param.ds_numel:
-        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = _norm(optimizer, share)
-
-
-def _norm(optimizer: Any, share: torch.Tensor) -> torch.Tensor:
-    """Stock's norm of one gradient, which copies it to fp64: host memory for the copy is mapped for the call.
-
-    The C library's heap would keep it: the small tensors that live on above it hold every copy's memory until the next step.
-    """
-    dtype = get_norm_dtype()
-    if share.device.type != "cpu" or share.dtype == dtype or not 0 < share.numel() <= _NORM_PIECE:
-        return optimizer._constant_buffered_norm2(share)
-    pages = mmap.mmap(-1, share.numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    copy = torch.frombuffer(pages, dtype=dtype)
-    return (copy.copy_(share.view(-1)).norm(2) ** 2.0) ** 0.5
+        copied = share.device.type == "cpu" and share.dtype != get_norm_dtype() and 0 < share.numel() <= _NORM_PIECE
+        norm = memory.norm(share) if copied else optimizer._constant_buffered_norm2(share)
+        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = norm
 
 
 def gather_shares(optimizer: Any, param: ZeroParam, share: torch.Tensor) -> torch.Tensor:

@@ -291,6 +291,9 @@ class _Pricer:
 
     def reduce(self, event: Event) -> Cost:
         out = self.copy("copy_out", "gradients", self._gradient_bytes(event))
+        if self.machine.norm_elements_per_s:
+            (norm,) = self.compute(self.sizes.elements(event) / self.machine.norm_elements_per_s)
+            out = norm + out
         return _cost(out + (() if event.layer in self.held else sum(self.hold(event), ())))
 
     def hold(self, event: Event) -> Cost:

@@ -84,11 +84,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         torch.set_num_threads(options.threads)
     num_bytes = options.size_mb << 20
-    aio = read_config(options.config) if options.config else {}
-    rates = ssd_rates(options.path, num_bytes, options.rounds, aio)
-    rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds)
+    config = read_config(options.config) if options.config else {}
+    rates = ssd_rates(options.path, num_bytes, options.rounds, config)
+    rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
     if options.model:
-        rates |= layer_seconds(options)
+        rates |= layer_seconds(options, config)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     return {
         "machine": _as_machine(rates),
@@ -241,13 +241,31 @@ def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
         kernel.destroy_adam(kernel_id)
 
 
-def layer_seconds(options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a model's pieces for one micro-batch, see `blocktime`."""
+def norm_rate(rounds: int, numel: int = 1 << 22) -> dict[str, float]:
+    """Elements/s of the norm that stock takes of an fp32 gradient, on the device."""
+    import torch
+
+    from ds_vertical import compat_state
+
+    gradient = torch.ones(numel, device=accelerator())
+    memory = compat_state.NormMemory()
+
+    def norm() -> None:
+        memory.norm(gradient) if gradient.device.type == "cpu" else gradient.double().norm(2)
+        _synchronize()
+
+    return {"norm_elements_per_s": numel / _median_s(norm, rounds)}
+
+
+def layer_seconds(options: argparse.Namespace, config: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a model's pieces for one micro-batch, see `blocktime`; with DeepSpeed's linear where the JSON's stage 3 puts
+    it in torch's place."""
     from ds_vertical.blocktime import Batch, BlockTimer
 
-    return BlockTimer(options.model, Batch(options.tokens, options.sequences, options.dtype), accelerator()).rates(
-        options.rounds
-    )
+    zero = config.get("zero_optimization") or {}
+    zero_linear = zero.get("stage") == 3 and zero.get("memory_efficient_linear", True)
+    batch = Batch(options.tokens, options.sequences, options.dtype)
+    return BlockTimer(options.model, batch, accelerator(), zero_linear).rates(options.rounds)
 
 
 def _synchronize() -> None:

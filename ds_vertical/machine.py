@@ -36,8 +36,9 @@ class Machine:
     `ssd_*_together_bytes_per_s`: with reads and writes under way at the same time; null: as alone. `copy_in`: host to
     device. `one_memory`: host and device are one (the CPU accelerator): there are no copies, and compute, CPU Adam and
     casts share the host cores. `adam_elements_per_s`: CPU Adam on `adam_cores` cores (null: all), fp32 state in memory;
-    `cast_elements_per_s`: fp32 to the parameters' dtype on as many (null: part of Adam's rate). Latencies are seconds per
-    event. `from_dict` reads the JSON of `ds-vertical limits`.
+    `cast_elements_per_s`: fp32 to the parameters' dtype on as many (null: part of Adam's rate). `norm_elements_per_s`: the
+    norm that stock takes of each summed gradient (null: no time). Latencies are seconds per event. `from_dict` reads the JSON
+    of `ds-vertical limits`.
     """
 
     ssd_read_bytes_per_s: float
@@ -50,6 +51,7 @@ class Machine:
     ssd_read_together_bytes_per_s: float | None = None
     ssd_write_together_bytes_per_s: float | None = None
     cast_elements_per_s: float | None = None
+    norm_elements_per_s: float | None = None
     adam_cores: int | None = None
     ssd_latency_s: float = 0.0
     copy_latency_s: float = 0.0

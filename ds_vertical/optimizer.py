@@ -73,6 +73,7 @@ class VerticalStage3(StateRoutes):
         self._due: Due | None = None
         self._left: dict[Unit, None] = {}  # units whose step is due, in the order of their next use
         self._ahead: dict[Unit, Ticket] = {}  # steps issued for the next forward, which has not taken them over yet
+        self._norm_memory = compat_state.NormMemory()
         super().__init__(*args, **kwargs)
         self._stepped = {id(param) for chunk in self.fp16_groups for param in chunk}
 
@@ -182,7 +183,7 @@ class VerticalStage3(StateRoutes):
             return False
         shares = compat_state.reduce(self, params, sums)
         for param, share in zip(params, shares, strict=True):
-            compat_state.note_gradient(self, param, share)
+            compat_state.note_gradient(self, param, share, self._norm_memory)
         early = self.regime.early
         final = early and self.regime.final and self.clip_grad == 0.0
         return self.gradients.hold(unit, self.chunks_of(unit), shares, flat, give_back, early=early, final=final)
@@ -224,6 +225,7 @@ class VerticalStage3(StateRoutes):
         self._settled = False  # the persistent parameters have been partitioned, whatever comes of the norm
         guess = self._scale_guess()  # before the loss scale is updated
         norm = compat_state.open_step(self)
+        self._norm_memory.clear()
         if norm is None and self.regime.stops:
             raise NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
         self._opened = True

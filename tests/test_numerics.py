@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from harness import (
     MIN_SSD_BYTES,
     Run,
@@ -30,8 +31,21 @@ from spoilt import GOOD, INF, SPOILT, SpoilableModel, spoilt_batches
 from torch import nn
 
 from ds_vertical.chunks import LANE
+from ds_vertical.compat_state import NormMemory
 
 CLIP = 0.05  # far below every gradient norm here, so clipping acts on every step
+
+
+# ---- N1: the norm
+
+
+def test_the_norm_of_a_gradient_is_stocks_in_memory_that_is_used_again() -> None:
+    memory, generator = NormMemory(), torch.Generator().manual_seed(3)
+    stock = DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2
+    for numel in (1, 1_000_003, 17, 300_000, 2_000_001, 4096):
+        gradient = torch.randn(numel, generator=generator) * torch.logspace(-20, 3, numel)
+        assert memory.norm(gradient).item() == stock(None, gradient).item() > 0
+        memory.clear() if numel == 17 else None
 
 
 # ---- N1: sizes
