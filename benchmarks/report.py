@@ -63,15 +63,15 @@ def fit_line(seconds: Mapping[int, float]) -> dict[str, float]:
     return {"slope_s": slope, "at_0_s": start, "r_squared": 1 - left / total if total else 1.0, "max_deviation": deviation}
 
 
-def markdown(found: Sequence[Result]) -> str:
-    """The whole of benchmarks/README.md."""
+def markdown(found: Sequence[Result], gains: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The whole of benchmarks/README.md; `gains` as `gains.measure` gives them."""
     tables = [result for result in found if result.content.get("kind") != "straight"]
     columns = ("M", "tokens", "dtype", "clip", "disk", "stock arm", "stock s", "vertical s", "ratio")
     columns += ("bound s", "step/bound", "sim s", "read", "written", "outside", "peak/formula", "peak/stock", "date, processor")
     lines = [_row(columns), _row(["---"] * len(columns)), *(_row(_cells(result)) for result in tables)]
     straight = [_straight(result) for result in found if result.content.get("kind") == "straight"]
     commands = [f"- `{result.file}`: `{' '.join(result.content['command'])}`" for result in found]
-    parts = [_HEAD, "\n".join(lines), *straight, "## Commands\n\n" + "\n".join(commands)]
+    parts = [_HEAD, "\n".join(lines), *straight, *map(_gains, gains), "## Commands\n\n" + "\n".join(commands)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
@@ -111,6 +111,25 @@ def _straight(result: Result) -> str:
         f"Vertical step over M ({result.row}, {result.date}, {result.isa}): {points}. Line: {fit['at_0_s']:.2f} s + "
         f"{fit['slope_s']:.3f} s M, R^2 {fit['r_squared']:.4f}, largest deviation {fit['max_deviation']:.1%}."
     )
+
+
+def _gains(content: Mapping[str, Any]) -> str:
+    """What the step takes without each thing that the default has."""
+    rows = content["rows"]
+    default = _median(rows["default"]["step_s"]), rows["default"]["simulated_s"]
+    title = (
+        f"## What each part gains\n\nThe vertical step without it (`gains.py`), seconds and over the default's: M ="
+        f" {content['micro_batches']}, {content['tokens']} tokens, {content['dtype']}, clipping 0, disk"
+        f" {_disk(content['ssd_limit'])}, {content['date'][:10]}, {content['machine']['num_cores']} cores"
+        f" {content['machine']['cpu']}. Predicted: the simulation at the rates measured in the first run. Steps"
+        f" {', '.join(str(len(row['step_s'])) for row in rows.values())}, medians."
+    )
+    lines = [_row(("without", "measured s", "simulated s", "measured gain", "predicted gain")), _row(["---"] * 5)]
+    for name, row in rows.items():
+        taken = _median(row["step_s"]), row["simulated_s"]
+        cells = (name, *map(_number, taken), *(_number(a / b) for a, b in zip(taken, default, strict=True)))
+        lines.append(_row(cells))
+    return title + "\n\n" + "\n".join(lines)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -116,7 +116,7 @@ def rows(tokens: int | None, dtype: str = "bf16") -> list[Row]:
 
 def run_row(row: Row, out: Path, steps: int, repeat: int, micro_batches: int | None = None) -> dict[str, Any]:
     """One A/B and its report; what it prints is shown. Raises CalledProcessError."""
-    subprocess.run(_here(row.command(out, steps, repeat, micro_batches)), cwd=ROOT, check=True)
+    subprocess.run(here(row.command(out, steps, repeat, micro_batches)), cwd=ROOT, check=True)
     return json.loads((out / "ab.json").read_text())
 
 
@@ -135,7 +135,13 @@ def run_straight(row: Row, out: Path, steps: int, repeat: int) -> dict[str, Any]
     return kept | {"kind": "straight", "step_s": seconds, "fit": report.fit_line(medians), "command": command.split()}
 
 
-def _here(command: Sequence[str]) -> list[str]:
+def write_table(folder: Path) -> None:
+    """benchmarks/README.md from the results in `folder`, and the gains beside it."""
+    gains = [json.loads(path.read_text()) for path in sorted((folder.parent / "gains").glob("*.json"))]
+    (folder.parent / "README.md").write_text(report.markdown(report.results(folder), gains))
+
+
+def here(command: Sequence[str]) -> list[str]:
     """The console script as this interpreter's module."""
     return [sys.executable, "-m", "ds_vertical.cli", *command[1:]]
 
@@ -178,7 +184,7 @@ def main() -> None:
         return
     if not options.table:
         run_all(chosen, options, known)
-    (options.results.parent / "README.md").write_text(report.markdown(report.results(options.results)))
+    write_table(options.results)
 
 
 def run_all(chosen: Sequence[Row], options: argparse.Namespace, known: dict[str, tuple[float, float]]) -> None:

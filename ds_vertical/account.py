@@ -48,6 +48,7 @@ class Facts:
     tokens: int
     threads: int
     model: dict[str, Any] | None
+    overlap: bool = True
 
     @property
     def num_layers(self) -> int:

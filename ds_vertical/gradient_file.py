@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ds_vertical import files
 from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.parts import ALIGNMENT, Part, spread
 from ds_vertical.pipeline import Extent
@@ -26,8 +25,8 @@ def beyond_host(waiting: Mapping[Any, Sequence[Part]], host_share: float) -> lis
 
 
 class GradientFile:
-    """`parts` in `path`, which is preallocated (raises StorageError where there is no room); without parts no file is made,
-    nor a queue for its writes."""
+    """`parts` in `path`, which whoever makes it preallocates (`sizes`); without parts there is no file, nor a queue for its
+    writes."""
 
     def __init__(self, path: Path, parts: Iterable[Part], new_queue: Callable[[], DiskQueue]) -> None:
         self._extents: dict[Part, Extent] = {}
@@ -37,8 +36,8 @@ class GradientFile:
             self._extents[part] = Extent(path, self.num_bytes, aligned_numel(part) * FP32_BYTES)
             self.num_bytes += self._extents[part].num_bytes
         if self._extents:
-            files.preallocate({path: self.num_bytes})
             self._writer = new_queue()
+        self.sizes = {path: self.num_bytes} if self._extents else {}
 
     def __contains__(self, part: object) -> bool:
         return part in self._extents

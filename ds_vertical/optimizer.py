@@ -86,6 +86,7 @@ class VerticalStage3(StateRoutes):
         beyond = beyond_host(waiting, self._vertical.gradient_host_share)
         self.holding = None if not beyond else DELAYED if self.regime.final else EVERYTHING
         file = GradientFile(compat_state.gradient_file(self) if beyond else Path(), beyond, new_queue)
+        together.require(file.sizes)
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, compat.device_name() != "cpu")
         sizes = bytes_read(chunks, file.extents)
         self._slots = [compat.lock_host_bytes(max(sizes)) for _ in sizes[:_SLOTS]]

@@ -55,6 +55,7 @@ def facts_of(engine: Any, tokens: int) -> Facts:
         tokens=tokens,
         threads=torch.get_num_threads(),
         model=_model_config(engine.module),
+        overlap=engine.vertical.overlap,
     )
 
 

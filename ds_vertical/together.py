@@ -24,7 +24,12 @@ def make_files(regime: Regime, one: Mapping[Path, int], both: Mapping[Path, int]
             f" after the norm, 4 bytes per parameter, which the budget above may not count: {problem}"
         )
         regime.give_up()
-    problem = preallocate(one)
+    require(one)
+
+
+def require(wanted: Mapping[Path, int]) -> None:
+    """Preallocate this rank's files, or raise StorageError on every rank. Collective."""
+    problem = preallocate(wanted)
     if problem is not None:
         raise problem
 

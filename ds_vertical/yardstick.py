@@ -126,7 +126,8 @@ def _simulated(ran: Ran, step: RanStep, machine: Machine, rates: Mapping[str, fl
     """Seconds of a step in the steady state."""
     account = ran.account
     shape, slots = account.shape(step, rates), max(1, account.facts.slots)
-    return simulate(step.schedule, machine, shape, steps=_STEADY_STEPS, slots=slots, parts=account.parts(step)).step_s
+    overlap, parts = account.facts.overlap, account.parts(step)
+    return simulate(step.schedule, machine, shape, steps=_STEADY_STEPS, slots=slots, overlap=overlap, parts=parts).step_s
 
 
 def _bytes(ran: Sequence[Ran]) -> dict[str, Any] | None:

@@ -532,9 +532,16 @@ MUTATIONS = (
     Mutation(
         "optimizer-files-not-preallocated",
         "together.py",
-        "problem = preallocate(one)",
-        "problem = None",
+        "require(one)",
+        "pass",
         "test_io.py::test_initialize_preallocates_every_file[0.5-False-1]",
+    ),
+    Mutation(
+        "gradient-file-alone",
+        "optimizer.py",
+        "together.require(file.sizes)",
+        "__import__(\"ds_vertical.files\").files.preallocate(file.sizes)",
+        "test_ranks.py::test_room_for_gradients_that_one_rank_lacks_ends_both",
     ),
     Mutation(
         "ranks-decide-alone",

@@ -170,6 +170,29 @@ def lack_room(folder: Path, rank: int, delay: float | None) -> Any:
     return {"possible": possible, "second": second, "losses": losses}
 
 
+def lack_gradient_room(folder: Path, rank: int) -> tuple[str, list[str]]:
+    """The gradients' file does not fit on rank 1: the error's name, and what is left of such a file."""
+    from ds_vertical import files
+    from ds_vertical.storage import StorageError
+
+    made = config(folder, "fp32", delay=1.0, share=0.0)
+    free_bytes, asked = files.free_bytes, []
+
+    def free_bytes_here(path: Path) -> int:
+        asked.append(path)
+        return 0 if rank == 1 and has_state(path) else free_bytes(path)
+
+    def has_state(path: Path) -> bool:  # the state's files are there already when the gradients' is made
+        return any(path.rglob("*.tensor.swp"))
+
+    with mock.patch.object(files, "free_bytes", free_bytes_here):
+        try:
+            harness.build_engine(made, OddModel, vertical=True)
+        except StorageError as error:
+            return type(error).__name__, [str(path) for each in asked for path in each.rglob("gradients.swp")]
+    return "nothing", []
+
+
 def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
@@ -189,6 +212,7 @@ def main() -> int:
         results[run["name"]] = vars(made)
     results["stop"] = [stop(Path(job["folder"]), rank, clip) for clip in (0.0, 0.5)]
     results["room"] = [lack_room(Path(job["folder"]), rank, delay) for delay in (None, 0.3)]
+    results["gradient room"] = lack_gradient_room(Path(job["folder"]), rank)
     torch.save(results, Path(job["out"]) / f"rank{rank}.pt")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from ds_vertical import ab
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import gains  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
 
@@ -105,3 +107,18 @@ def test_the_table_has_every_result(tmp_path: Path) -> None:
         " 1.1% | 1.05 | 0.92 | 2026-11-22, 2 cores AMD EPYC avx512 |"
     )
     assert cells in text and "1.00 s at M = 4, 2.00 s at M = 8" in text and "R^2 1.0000" in text
+
+
+def test_gains_are_runs_of_the_vertical_arm_and_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    options = argparse.Namespace(micro_batches=8, dtype="fp32", ssd_limit="", steps=4, tokens=8)
+    texts = set()
+    for change in gains.CHANGES.values():
+        plan = ab.parse(gains.command(change, options, tmp_path, None)[2:])
+        assert not plan.with_stock and plan.with_bound
+        texts.add(json.dumps(plan.arms.vertical, sort_keys=True))
+    assert len(texts) == len(gains.CHANGES), "a change changes nothing"
+    rows = {"default": {"step_s": [2.0, 3.0, 2.5], "simulated_s": 2.0}, "overlap": {"step_s": [5.0], "simulated_s": 3.0}}
+    kept = {key: CONTENT[key] for key in ("machine", "ssd_limit")} | {"date": "2026-11-22T00:00:00", "rows": rows}
+    text = report.markdown([], [kept | {"micro_batches": 8, "tokens": 8, "dtype": "fp32"}])
+    assert "| overlap | 5.00 | 3.00 | 2.00 | 1.50 |" in text and "| default | 2.50 | 2.00 | 1.00 | 1.00 |" in text

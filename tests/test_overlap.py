@@ -249,3 +249,5 @@ def test_twenty_random_settings_on_a_slow_disk(tmp_path: Path) -> None:
     assert len(early) >= 3, "hardly any setting steps early"
     waiting = [t for _, t in compared if dict(t.section)["gradient_host_share"] is not None]
     assert len(waiting) >= 4, "hardly any gradient waits on SSD"
+    moving = [t for _, t in compared if dict(t.section)["moved"] > 0]
+    assert len(moving) >= 4, "hardly any activation moves"

@@ -217,6 +217,10 @@ def test_room_that_one_rank_lacks_no_rank_uses(fp32: TwoRanks) -> None:
         assert rank["room"] == [{"possible": False, "second": [], "losses": expected}, "StorageError"]
 
 
+def test_room_for_gradients_that_one_rank_lacks_ends_both(fp32: TwoRanks) -> None:
+    assert [rank["gradient room"] for rank in fp32.ranks] == [("StorageError", [])] * 2
+
+
 def test_prepare_gives_both_ranks_the_same_folder_and_each_call_another(fp32: TwoRanks) -> None:
     first, second = (rank["prepared twice"] + list(rank["folders"].values()) for rank in fp32.ranks)
     assert first == second

@@ -154,6 +154,8 @@ def test_figures_of_a_run() -> None:
     assert found["bound_s"] == pytest.approx(bound.seconds) and found["resource"] == "host_cores"
     assert found["step_over_bound"] == pytest.approx(8.0 / bound.seconds)
     assert found["simulated_s"] >= bound.busy_s["host_cores"] - 1e-9
+    one_by_one = yardstick.figures([ran(*steps, overlap=False)], REPORT, stock, Path("unused"))
+    assert one_by_one["simulated_s"] > found["simulated_s"] and one_by_one["bound_s"] == found["bound_s"]
     table = account.table(steps[-1])
     assert table is not None
     assert found["bytes"]["read_over_table"] == pytest.approx(100 / table.read)
