@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ds_vertical import cgroup, yardstick
-from ds_vertical.account import moves_more
 from ds_vertical.arms import Arms, build_arms, nvme_paths
 from ds_vertical.comparison import (
     ARMS,
@@ -233,8 +232,6 @@ def _yardstick(plan: Plan, group: cgroup.LimitedGroup | None, runs: Sequence[Run
     ran = yardstick.accounts(runs, plan.out)
     if not ran:
         return {"missing": "the vertical arm kept no account of its steps"}
-    if any(moves_more(step.schedule) for each in ran for step in each.account.steps):
-        return {"missing": "it does not price activations or gradients that go to other tiers"}
     folder = Path(next(iter(nvme_paths(plan.arms.vertical)), plan.out))
     try:
         report = plan.machine or yardstick.measure_machine(ran[0].account, plan.out, folder, group)

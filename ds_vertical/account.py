@@ -25,8 +25,8 @@ class Facts:
     """Elements are whole units', early ones this rank's; a unit is "pre" or a layer's number.
 
     `host_bytes`: of this rank's memory budget. `tokens` of a micro-batch of `sequences`; `threads` of the process that
-    trained; `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, `state_on_ssd`: the
-    shares that rest there.
+    trained; `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, ...: the
+    shares that rest there, as in `costs.Placement`.
     """
 
     elements: dict[Unit, int]
@@ -49,6 +49,9 @@ class Facts:
     threads: int
     model: dict[str, Any] | None
     overlap: bool = True
+    gradients_on_ssd: float = 0.0
+    activations_on_host: float = 0.0
+    activations_on_ssd: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -77,7 +80,13 @@ class Facts:
             num_shards=self.num_shards,
             generations=self.generations,
             part_elements=self.part_elements or None,
-            placement=Placement(self.parameters_on_ssd, self.state_on_ssd),
+            placement=Placement(
+                parameters_on_ssd=self.parameters_on_ssd,
+                state_on_ssd=self.state_on_ssd,
+                gradients_on_ssd=self.gradients_on_ssd,
+                activations_on_host=self.activations_on_host,
+                activations_on_ssd=self.activations_on_ssd,
+            ),
         )
 
 
@@ -117,22 +126,20 @@ class Account:
         due = delayed and step.step > 1
         return early * step.schedule.early, (1.0 if step.due == "all" else 1 - early) * due
 
-    def table(self, step: RanStep) -> Traffic | None:
-        """The closed table's bytes for this step; None where it took less than one whole step (the first, for one)."""
+    def table(self, step: RanStep, rates: Mapping[str, float]) -> Traffic | None:
+        """The closed table's bytes for this step; None where it took less than one whole step (the first, for one), or where
+        activations move in an order that the table does not know."""
         early, due = self.shares(step)
         schedule = step.schedule
         after_norm = not (schedule.early or schedule.delayed)
         taken = 1.0 if after_norm else early + due
-        if taken < 1 - 1e-9 or schedule.order != "vertical" or moves_more(schedule):
+        if taken < 1 - 1e-9 or schedule.order != "vertical" or (schedule.moved and schedule.snake):
             return None
         kept, redone = kept_layers(schedule.window), max(0.0, taken - 1)
-        shape = self.shape(step, {})
-        return vertical_traffic(shape, schedule.num_micro_batches, kept=kept, handed_over=due, redone=redone)
-
-
-def moves_more(schedule: Schedule) -> bool:
-    """Whether gradients or activations go to other tiers, which `Facts.shape` and the table leave out."""
-    return bool(schedule.moved) or any(event.op is Op.HOLD for event in schedule.events)
+        held = {event.part for event in schedule.events if event.op is Op.HOLD}
+        waiting = 0.0 if not held else 1.0 if None in held else 1 - self.facts.early_share
+        shape, count = self.shape(step, rates), schedule.num_micro_batches
+        return vertical_traffic(shape, count, kept=kept, handed_over=due, waiting=waiting, redone=redone)
 
 
 class AccountWriter:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
 from ds_vertical.machine import CostsError, Machine, check_number, check_share, refuse
+from ds_vertical.moves import spread
 from ds_vertical.schedule import PRE, SUF, Event, Op, Unit
 
 Lane = Literal["compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam"]
@@ -30,7 +31,8 @@ _STEPPING: Final = frozenset((Op.READ, Op.STEP, Op.WRITE))
 @dataclass(frozen=True)
 class Placement:
     """Shares in [0, 1] of what rests on SSD, or (activations) off the device; the rest is in host memory, activations on
-    the device. `gradients_on_ssd` is the share of the gradients that wait for their step."""
+    the device. `gradients_on_ssd` is the share of the gradients that wait for their step; shares of activations are of the
+    micro-batches, each of which rests in one tier."""
 
     parameters_on_ssd: float = 1.0
     state_on_ssd: float = 1.0
@@ -47,6 +49,11 @@ class Placement:
     @property
     def activations_off_device(self) -> float:
         return self.activations_on_host + self.activations_on_ssd
+
+    def activation_tiers(self, num_micro_batches: int) -> tuple[Literal["device", "host", "ssd"], ...]:
+        """Where each micro-batch's activations rest."""
+        tiers: tuple[Literal["host", "ssd", "device"], ...] = ("host", "ssd", "device")  # the last one: index -1
+        return tuple(tiers[i] for i in spread(num_micro_batches, (self.activations_on_host, self.activations_on_ssd)))
 
 
 @dataclass(frozen=True)
@@ -216,6 +223,7 @@ class _Pricer:
         self.present = {(event.op, event.layer, event.part) for event in events}
         self.held = {event.layer for event in events if event.op is Op.HOLD}
         self.recalled = {event.layer for event in events if event.op is Op.RECALL}
+        self.tiers = shape.placement.activation_tiers(1 + max((event.micro_batch or 0 for event in events), default=0))
         self.handed_over: dict[Unit | None, float] = {}
         for event in events:
             if event.ahead:
@@ -277,14 +285,18 @@ class _Pricer:
         return self.compute((shape.backward_s + (0.0 if kept else shape.forward_s)) * self._scale(event))
 
     def save(self, event: Event) -> Cost:
-        placement, num_bytes = self.shape.placement, self.shape.activation_bytes
-        out = self.copy("copy_out", "activations", num_bytes * placement.activations_off_device)
-        return _cost(out + self.ssd("ssd_write", "activations", num_bytes * placement.activations_on_ssd))
+        tier, num_bytes = self._tier(event), self.shape.activation_bytes
+        out = self.copy("copy_out", "activations", num_bytes * (tier != "device"))
+        return _cost(out + self.ssd("ssd_write", "activations", num_bytes * (tier == "ssd")))
 
     def load(self, event: Event) -> Cost:
-        placement, num_bytes = self.shape.placement, self.shape.activation_bytes
-        read = self.ssd("ssd_read", "activations", num_bytes * placement.activations_on_ssd)
-        return _cost(read + self.copy("copy_in", "activations", num_bytes * placement.activations_off_device))
+        tier, num_bytes = self._tier(event), self.shape.activation_bytes
+        read = self.ssd("ssd_read", "activations", num_bytes * (tier == "ssd"))
+        return _cost(read + self.copy("copy_in", "activations", num_bytes * (tier != "device")))
+
+    def _tier(self, event: Event) -> str:
+        assert event.micro_batch is not None
+        return self.tiers[event.micro_batch]
 
     def _gradient_bytes(self, event: Event) -> float:
         return self.sizes.elements(event) * self.shape.gradient_bytes

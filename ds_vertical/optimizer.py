@@ -85,6 +85,8 @@ class VerticalStage3(StateRoutes):
         waiting = {unit: [p for i in self.chunks_of(unit) for p in chunks[i].parts(share)] for unit in self._layers.units}
         beyond = beyond_host(waiting, self._vertical.gradient_host_share)
         self.holding = None if not beyond else DELAYED if self.regime.final else EVERYTHING
+        numel = sum(part.numel for parts in waiting.values() for part in parts)
+        self.gradients_on_ssd = sum(part.numel for part in beyond) / (numel or 1)  # of those that wait
         file = GradientFile(compat_state.gradient_file(self) if beyond else Path(), beyond, new_queue)
         together.require(file.sizes)
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, compat.device_name() != "cpu")

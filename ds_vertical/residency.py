@@ -80,6 +80,7 @@ class _Ledger:
         self.spans: dict[int, list[Span]] = {}
         for span in timeline.spans:
             self.spans.setdefault(span.index, []).append(span)
+        self.tiers = shape.placement.activation_tiers(1 + max((event.micro_batch or 0 for event in timeline.events), default=0))
         self.trains = any(event.op is Op.B for event in timeline.events)
 
     def start_s(self, index: int) -> float:
@@ -182,33 +183,29 @@ class _Ledger:
                 assert event.micro_batch is not None
                 key = (unit, event.micro_batch)
                 if verb == "make" and key in uses:
-                    yield from self._life(owner, uses.pop(key))
+                    yield from self._life(owner, self.tiers[key[1]], uses.pop(key))
                 if verb == "make" or key in uses:
                     uses.setdefault(key, []).append((verb, index))
-        for life in uses.values():
-            yield from self._life(owner, life)
+        for (_, micro_batch), life in uses.items():
+            yield from self._life(owner, self.tiers[micro_batch], life)
 
-    def _life(self, owner: Owner, life: Sequence[tuple[str, int]]) -> Iterator[Change]:
-        """One tensor from the event that makes it to its last use. The share that is saved leaves the device between."""
-        placement, num_bytes = self.shape.placement, self.shape.activation_bytes
-        verbs = [verb for verb, _ in life]
-        off = placement.activations_off_device if "save" in verbs else 0.0
+    def _life(self, owner: Owner, tier: Tier, life: Sequence[tuple[str, int]]) -> Iterator[Change]:
+        """One tensor from the event that makes it to its last use. Saved, it leaves the device between for its tier."""
+        num_bytes, verbs = self.shape.activation_bytes, [verb for verb, _ in life]
         last = max(self.end_s(index) for verb, index in life if verb != "drop")
-        yield Change(self.start_s(life[0][1]), "device", owner, num_bytes * (1 - off))
-        yield Change(last, "device", owner, -num_bytes * (1 - off))
-        if not off:
+        if tier == "device" or "save" not in verbs:
+            yield Change(self.start_s(life[0][1]), "device", owner, num_bytes)
+            yield Change(last, "device", owner, -num_bytes)
             return
         loads = [i for i, verb in enumerate(verbs) if verb == "load"]
         for begin, end in zip([0, *loads], [*loads, len(life)], strict=True):
             on_device = [index for verb, index in life[begin:end] if verb != "drop"]
-            yield Change(self.start_s(life[begin][1]), "device", owner, num_bytes * off)
-            yield Change(max(self.end_s(index) for index in on_device), "device", owner, -num_bytes * off)
+            yield Change(self.start_s(life[begin][1]), "device", owner, num_bytes)
+            yield Change(max(self.end_s(index) for index in on_device), "device", owner, -num_bytes)
         saved = next(index for verb, index in life if verb == "save")
         dropped = max([self.end_s(index) for verb, index in life if verb == "drop"], default=last)
-        tiers: tuple[tuple[Tier, float], ...] = (("host", placement.activations_on_host), ("ssd", placement.activations_on_ssd))
-        for tier, share in tiers:
-            yield Change(self.start_s(saved), tier, owner, num_bytes * share)
-            yield Change(dropped, tier, owner, -num_bytes * share)
+        yield Change(self.start_s(saved), tier, owner, num_bytes)
+        yield Change(dropped, tier, owner, -num_bytes)
 
 
 _Role = tuple[tuple[str, Unit], ...]

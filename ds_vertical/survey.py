@@ -56,6 +56,9 @@ def facts_of(engine: Any, tokens: int) -> Facts:
         threads=torch.get_num_threads(),
         model=_model_config(engine.module),
         overlap=engine.vertical.overlap,
+        gradients_on_ssd=optimizer.gradients_on_ssd,
+        activations_on_host=engine.vertical.moved_shares[0],
+        activations_on_ssd=engine.vertical.moved_shares[1],
     )
 
 

@@ -8,12 +8,16 @@ P elements, M micro-batches, everything on SSD, bf16 parameters, fp32 Adam:
     optimizer state     12P in + 12P out    12P in + 12P out
     parameters written  2P                  2P
     redo                -                   12P in + 14P out of the share that was redone
+    activations         -                   (3L - 1)A in + 2LA out of each micro-batch on SSD
+
+L layers, A bytes of what passes between two of them for one micro-batch. Of a lone micro-batch only the layers' inputs have to
+wait: (L - 1)A each way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_vertical.costs import Cost, ModelShape
 from ds_vertical.machine import CostsError, check_share
@@ -64,7 +68,7 @@ def vertical_traffic(
     """Layer-major order. `kept`: `kept_layers(window)`. Shares in [0, 1]: `handed_over` in memory
     by delayed steps; `waiting`: gradients that wait for their step, of which the placement's share goes to SSD; `redone`:
     steps taken again after wrong speculation (their gradients wait, and are written whether or not they are read again).
-    Activations count as saved where the placement says so. Raises CostsError.
+    Of activations those of the micro-batches that the placement has on SSD count. Raises CostsError.
     """
     for name, share in (("handed_over", handed_over), ("waiting", waiting), ("redone", redone)):
         check_share(name, share)
@@ -72,14 +76,15 @@ def vertical_traffic(
         raise CostsError(f"kept: got {kept!r}; write a number of layers, 0 or more")
     once = shape.pre_elements + sum(shape.layer_elements[max(0, shape.num_layers - kept) :])
     fetches = 2.0 - once / shape.num_elements - handed_over if shape.num_elements else 0.0
-    activations = num_micro_batches * shape.num_layers * shape.activation_bytes * shape.placement.activations_on_ssd
+    activations = shape.placement.activation_tiers(num_micro_batches).count("ssd") * shape.activation_bytes
+    layers, alone = shape.num_layers, num_micro_batches == 1
+    passes = (layers - 1, layers - 1) if alone else (3 * layers - 1, 2 * layers)
     on_ssd = waiting * shape.placement.gradients_on_ssd
-    return _optimizer(shape, 1.0 + redone, waiting_on_ssd=on_ssd, parameters_read=fetches, activations=activations)
+    table = _optimizer(shape, 1.0 + redone, waiting_on_ssd=on_ssd, parameters_read=fetches)
+    return replace(table, activations_read=activations * passes[0], activations_written=activations * passes[1])
 
 
-def _optimizer(
-    shape: ModelShape, steps: float, *, waiting_on_ssd: float, parameters_read: float, activations: float = 0.0
-) -> Traffic:
+def _optimizer(shape: ModelShape, steps: float, *, waiting_on_ssd: float, parameters_read: float) -> Traffic:
     elements = shape.num_elements / shape.num_shards
     parameters = elements * shape.param_bytes * shape.placement.parameters_on_ssd
     gradients = elements * shape.gradient_bytes * waiting_on_ssd
@@ -88,11 +93,9 @@ def _optimizer(
         parameters_read=parameters * parameters_read,
         gradients_read=gradients,
         state_read=state * steps,
-        activations_read=activations,
         parameters_written=parameters * steps,
         gradients_written=gradients,
         state_written=state * steps,
-        activations_written=activations,
     )
 
 

@@ -113,7 +113,7 @@ def figures(every: Sequence[Ran], report: Mapping[str, Any], stock: ArmSummary |
     }
     return (
         found
-        | {"bytes": _bytes(ran), "host_memory": _memory(ran, stock)}
+        | {"bytes": _bytes(ran, rates), "host_memory": _memory(ran, stock)}
         | _traced(traced, measured, machine, rates, out)
     )
 
@@ -130,7 +130,7 @@ def _simulated(ran: Ran, step: RanStep, machine: Machine, rates: Mapping[str, fl
     return simulate(step.schedule, machine, shape, steps=_STEADY_STEPS, slots=slots, overlap=overlap, parts=parts).step_s
 
 
-def _bytes(ran: Sequence[Ran]) -> dict[str, Any] | None:
+def _bytes(ran: Sequence[Ran], rates: Mapping[str, float]) -> dict[str, Any] | None:
     """SSD bytes against the table, medians over the counted steps that took a whole optimizer step or more.
 
     Of a run's second step only where there is no third: it may read moments that were never written, which costs no transfer.
@@ -139,7 +139,7 @@ def _bytes(ran: Sequence[Ran]) -> dict[str, Any] | None:
     for each in ran:
         world = each.account.facts.num_shards
         for step, read, written, _ in each.counted()[1:] or each.counted():
-            table = each.account.table(step)
+            table = each.account.table(step, rates)
             if table is not None and table.read and table.written:
                 both = (read + written) / (table.read + table.written)
                 ratios.append((read / table.read / world, written / table.written / world, both / world))

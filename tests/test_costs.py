@@ -11,7 +11,7 @@ from ds_vertical.costs import CostsError, ModelShape, Placement, event_costs, sp
 from ds_vertical.machine import Machine
 from ds_vertical.passes import build_training
 from ds_vertical.schedule import PRE, Event, parse_event, parse_events
-from ds_vertical.traffic import Traffic, kept_layers, stock_traffic, traffic_of, vertical_traffic
+from ds_vertical.traffic import kept_layers, stock_traffic, traffic_of, vertical_traffic
 
 RATES = {
     "ssd_read_bytes_per_s": 1000.0,
@@ -86,8 +86,16 @@ def test_placement_decides_what_moves() -> None:
     assert seconds("0STEP", shape=waits, beside="0HOLD")["ssd_read"] == pytest.approx(14.0)
     assert seconds("0STEP.e0", shape=waits, beside="0HOLD 0STEP.d0@-1")["ssd_read"] == pytest.approx(6.0)
     assert seconds("0HOLD.d0", shape=waits, beside="0STEP.e0 0STEP.d0@-1") == pytest.approx({"ssd_write": 2.0})
-    assert seconds("1SAVE0", shape=waits) == pytest.approx({"copy_out": 0.15, "ssd_write": 0.2})
-    assert seconds("1GLOAD0", shape=waits) == pytest.approx({"copy_in": 0.075, "ssd_read": 0.1})
+    tiers = waits.placement.activation_tiers(4)
+    assert sorted(tiers) == ["device", "host", "host", "ssd"]
+    for tier, saved, loaded in (
+        ("device", {}, {}),
+        ("host", {"copy_out": 0.2}, {"copy_in": 0.1}),
+        ("ssd", {"copy_out": 0.2, "ssd_write": 0.8}, {"copy_in": 0.1, "ssd_read": 0.4}),
+    ):
+        m = tiers.index(tier)  # pyright: ignore
+        assert seconds(f"1SAVE{m}", shape=waits, beside="0F3") == pytest.approx(saved)
+        assert seconds(f"1GLOAD{m}", shape=waits, beside="0F3") == pytest.approx(loaded)
     in_memory = replace(SHAPE, placement=Placement(parameters_on_ssd=0.0, state_on_ssd=0.0))
     assert seconds("0FETCH", shape=in_memory) == pytest.approx({"copy_in": 0.5})
     assert seconds("0STEP", shape=in_memory) == pytest.approx({"adam": 10.0})
@@ -214,14 +222,17 @@ def test_the_table_has_the_bytes_measured_in_the_prototype() -> None:
     assert [x / 1e6 for x in (own.read, own.written)] == pytest.approx([1593, 1417], rel=0.01)
 
 
-def test_activations_travel_once_each_way() -> None:
-    shape = replace(SHAPE, placement=Placement(activations_on_ssd=0.5))
-    saves = "0SAVE0 0SAVE1 1SAVE0 1SAVE1 2SAVE0 2SAVE1".split()
-    events = parse_events(" ".join([*saves, *(event.replace("SAVE", "LOAD") for event in saves)]))
-    table = vertical_traffic(shape, 2)
-    moved = traffic_of(event_costs(events, MACHINE, shape), shape)
-    assert moved == Traffic(activations_read=1200, activations_written=1200)
-    assert (table.activations_read, table.activations_written) == (1200, 1200)
+@pytest.mark.parametrize("window", [0, 2])
+@pytest.mark.parametrize(("count", "share"), [(1, 1.0), (2, 1.0), (5, 0.4), (4, 0.25)])
+def test_activations_move_the_bytes_of_the_table(count: int, share: float, window: int) -> None:
+    shape = replace(SHAPE, placement=Placement(activations_on_host=0.25, activations_on_ssd=min(share, 0.75)))
+    tiers = shape.placement.activation_tiers(count)
+    moved = tuple(m for m, tier in enumerate(tiers) if tier != "device")
+    schedule = build_training(3, count, window=window, moved=moved)
+    found = traffic_of(event_costs(schedule.events, MACHINE, shape), shape)
+    table = vertical_traffic(shape, count, kept=kept_layers(window))
+    assert found.activations_written == table.activations_written == tiers.count("ssd") * 400 * (2 if count == 1 else 6)
+    assert found.activations_read == table.activations_read == tiers.count("ssd") * 400 * (2 if count == 1 else 8)
 
 
 # -------------------------------------------------------------------------------------------------------------- refusals

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import base_config, running, small_buffers
 from models import MixerModel, token_batches
 from test_ab import make_run
@@ -94,9 +95,38 @@ def test_a_vertical_engine_keeps_an_account_of_what_it_ran(
         assert facts.early_elements[unit] + facts.delayed_elements[unit] == count
     assert (facts.param_bytes, facts.gradient_bytes, facts.dtype, facts.num_shards) == (2, 4, "bfloat16", 1)
     assert 0.9 < facts.state_on_ssd < 1 > facts.parameters_on_ssd > 0.9 and facts.slots > 0  # `pre` is below 1 MiB
-    assert account.table(account.steps[0]) is None and account.table(account.steps[-1]) is not None
+    assert account.table(account.steps[0], {}) is None and account.table(account.steps[-1], {}) is not None
     assert len(read_records(tmp_path / "metrics")[0]) == 4
     assert [step.due for step in account.steps[1:]] == ["all" if clip else "delayed"] * 3
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_the_table_has_what_activations_and_gradients_move_on_ssd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float
+) -> None:
+    monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path / "metrics"))
+    section = {"activations": {"device": "ssd", "share": 0.5}, "gradient_host_share": 0.25}
+    section |= {"optimizer_delay": 0.5, "prefetch_layers": 0}  # nothing crosses the steps' ends
+    config = small_buffers(base_config(tmp_path, num_micro_batches=4, clip=clip, section=section), 1_200_000)
+    ids = torch.arange(2 * 64).view(2, 64) % 61
+    with running(config, lambda: MixerModel(3, 768, vocab=61), vertical=True) as (engine, _):
+        queues = engine._activations._parcels._queues
+        for _ in range(4):
+            before = queues[0].num_read_bytes, queues[1].num_written_bytes
+            engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * 4))
+    moved = queues[0].num_read_bytes - before[0], queues[1].num_written_bytes - before[1]
+    account = read_account(tmp_path / "metrics")
+    assert account is not None
+    facts = account.facts
+    assert facts.activations_on_ssd == 0.5 and 0.3 < facts.gradients_on_ssd <= 1
+    rates = {"activation_bytes": 2.0 * 64 * 768 * 2}
+    table = account.table(account.steps[-1], rates)
+    assert table is not None and moved == (table.activations_read, table.activations_written)
+    waiting = sum(facts.elements.values()) * (1 - facts.early_share if clip == 0 else 1) * facts.gradients_on_ssd
+    assert table.gradients_read == table.gradients_written == pytest.approx(4 * waiting)
+    record = read_records(tmp_path / "metrics")[0][-1]
+    assert record.read_bytes / table.read == pytest.approx(1, abs=0.02)
+    assert record.write_bytes / table.written == pytest.approx(1, abs=0.02)
 
 
 def test_stock_keeps_none(tmp_path: Path) -> None:
@@ -130,13 +160,13 @@ def test_the_closed_table_is_what_the_schedule_moves(step: RanStep) -> None:
     account = Account(facts, (step,))
     shape = account.shape(step, RATES)
     moved = traffic_of(event_costs(step.schedule.events, Machine.from_dict(REPORT), shape, account.parts(step)), shape)
-    table = account.table(step)
+    table = account.table(step, RATES)
     assert table is not None
     assert (moved.read, moved.written) == pytest.approx((table.read, table.written))
 
 
 def test_a_first_step_that_leaves_work_has_no_table() -> None:
-    assert Account(FACTS, ()).table(RanStep(1, FIRST, "delayed")) is None
+    assert Account(FACTS, ()).table(RanStep(1, FIRST, "delayed"), {}) is None
 
 
 # ---- the figures
@@ -156,7 +186,7 @@ def test_figures_of_a_run() -> None:
     assert found["simulated_s"] >= bound.busy_s["host_cores"] - 1e-9
     one_by_one = yardstick.figures([ran(*steps, overlap=False)], REPORT, stock, Path("unused"))
     assert one_by_one["simulated_s"] > found["simulated_s"] and one_by_one["bound_s"] == found["bound_s"]
-    table = account.table(steps[-1])
+    table = account.table(steps[-1], RATES)
     assert table is not None
     assert found["bytes"]["read_over_table"] == pytest.approx(100 / table.read)
     memory = found["host_memory"]
