@@ -5,13 +5,15 @@ Everything runs in one process with one rank; the process group is started at th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import functools
 import gc
 import itertools
 import os
-import socket
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,11 +89,10 @@ def base_config(
 
 
 def start_process_group() -> None:
-    """One rank over gloo on a free port, once per process; the launcher's variables win."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    """One rank over gloo, once per process, through a file: a free port found here may be another process's a moment later.
+    The launcher's variables win."""
+    launched = "MASTER_PORT" in os.environ
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     import deepspeed
@@ -99,10 +100,16 @@ def start_process_group() -> None:
     from ds_vertical import opcache
 
     opcache.activate()  # in processes that tests start, too: DeepSpeed's communication loads an op
-    if not torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():
+        return
+    if launched:
         deepspeed.init_distributed(verbose=False)
-        if os.environ.get("MASTER_PORT") == str(port):
-            del os.environ["MASTER_PORT"]  # taken now: processes that tests start find one of their own
+        return
+    os.environ["MASTER_PORT"] = "0"  # unused, but asked for
+    folder = tempfile.mkdtemp(prefix="ds_vertical_group.")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    deepspeed.init_distributed(verbose=False, init_method=f"file://{folder}/store", rank=0, world_size=1)
+    del os.environ["MASTER_PORT"]
 
 
 @dataclass

@@ -211,7 +211,7 @@ MUTATIONS = (
         "compat.py",
         "bool(param.ds_persist) and not is_on_ssd(param)",
         "bool(param.ds_persist)",
-        "test_numerics.py::test_parameters_on_ssd_may_count_as_persistent[0.05]",
+        "test_numerics.py::test_parameters_on_ssd_may_count_as_persistent[0.0]",
     ),
     Mutation(
         "flush-forgets-what-it-issued",

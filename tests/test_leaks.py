@@ -76,7 +76,8 @@ def watch(
     assert len(seen) == 1 + (num_steps - warm_up) // every
     assert all(astuple(held) == astuple(seen[0]) for held in seen), seen
     assert seen[0].num_files > 6 and seen[0].locked_kib > 0
-    assert resident[-1] - resident[0] < most, resident
+    settled = resident[len(resident) // 3 :]  # before that the allocators still take memory that they keep
+    assert settled[-1] - settled[0] < most, resident
 
 
 def test_a_few_steps_leave_nothing_behind(tmp_path: Path) -> None:

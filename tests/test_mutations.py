@@ -41,6 +41,7 @@ def test_the_package_as_it_is_passes_every_killer() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)  # a mutant may hang until its own limit
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_mutation_is_killed(mutation: Mutation) -> None:
     assert mutate.is_killed(mutation), f"{mutation.name} survives {mutation.killer}"
