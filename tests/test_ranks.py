@@ -63,7 +63,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_ranks(command: list[str], folder: Path, limit_s: float = 900) -> None:
+def start_ranks(command: list[str], folder: Path, limit_s: float = 500) -> None:
     """Run `command` once per rank; when one fails, end the other and show both."""
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     logs = [folder / f"rank{rank}.log" for rank in range(2)]
