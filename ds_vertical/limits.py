@@ -1,4 +1,5 @@
-"""`ds-vertical limits`: the rates of this machine that bound a step: SSD, copies, CPU Adam, a layer's forward and backward."""
+"""`ds-vertical limits`: the rates of this machine that bound a step: SSD, copies, CPU Adam, matrix products, a layer's forward
+and backward; and what its tiers hold. Kept in the user's cache, from where plans and training take it."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ds_vertical import cgroup, fio
+from ds_vertical import cgroup, fio, hostmemory
 from ds_vertical.config import ConfigError, read_config
 from ds_vertical.facts import accelerator, describe_machine, versions
+from ds_vertical.limits_cache import keep_report
 from ds_vertical.machine import Machine
 
 _BAD_INPUT = 2
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report["ssd_limit"] = json.loads(options.limited) if options.limited else None
     print(table(report["rates"]))
     print(fio_line(report["rates"]))
+    if not (options.limited or options.no_keep):  # a limited disk is not this machine
+        print(f"kept for plans and training: {keep_report(report, options.path)}")
     if options.out:
         options.out.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
         print(f"written: {options.out}")
@@ -58,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size-mb", type=int, default=256, help="MB per transfer (default 256)")
     parser.add_argument("--rounds", type=int, default=3, help="the median of so many counts (default 3)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--no-keep", action="store_true", help="do not keep the report in the user's cache")
     parser.add_argument(cgroup.OPTION, metavar="READ,WRITE", help=cgroup.HELP)
     parser.add_argument("--limited", help=argparse.SUPPRESS)  # given to the child that runs inside the group
     return parser
@@ -87,12 +92,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = read_config(options.config) if options.config else {}
     rates = ssd_rates(options.path, num_bytes, options.rounds, config)
     rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
+    rates |= product_rates(options.rounds)
     if options.model:
         rates |= layer_seconds(options, config)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     return {
         "machine": _as_machine(rates),
         "rates": rates,
+        "capacity": capacity(options.path),
         "ours_over_fio": fio_ratios(rates) or None,
         "settings": settings,
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -124,6 +131,7 @@ def table(rates: dict[str, float]) -> str:
     """One rate a line, in GB/s, million elements/s or milliseconds."""
     units = {
         "_bytes_per_s": ("GB/s", 1e-9),
+        "_flops_per_s": ("Gflop/s", 1e-9),
         "_elements_per_s": ("M elements/s", 1e-6),
         "_s": ("ms", 1e3),
         "_bytes": ("MB", 1e-6),
@@ -255,6 +263,34 @@ def norm_rate(rounds: int, numel: int = 1 << 22) -> dict[str, float]:
         _synchronize()
 
     return {"norm_elements_per_s": numel / _median_s(norm, rounds)}
+
+
+def product_rates(rounds: int, tokens: int = 128, width: int = 1024) -> dict[str, float]:
+    """Floating-point operations per second of activations times weights, by dtype; on a GPU of a size that fills it."""
+    import torch
+
+    device = accelerator()
+    tokens, width = (4096, 8192) if device == "cuda" else (tokens, width)
+    rates = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        inputs = torch.ones(tokens, width, dtype=dtype, device=device)
+        weights = torch.ones(width, width, dtype=dtype, device=device)
+
+        def product(inputs: torch.Tensor = inputs, weights: torch.Tensor = weights) -> None:
+            torch.nn.functional.linear(inputs, weights)
+            _synchronize()
+
+        rates[f"{name}_flops_per_s"] = 2 * tokens * width * width / _median_s(product, rounds)
+    return rates
+
+
+def capacity(folder: Path) -> dict[str, int | None]:
+    """Bytes that training may take in each tier, as of now; the device's None where it is the host's memory."""
+    import torch
+
+    device = torch.cuda.mem_get_info()[0] if accelerator() == "cuda" else None
+    disk = os.statvfs(folder)
+    return {"device_bytes": device, "host_bytes": hostmemory.available_bytes(), "ssd_bytes": disk.f_bavail * disk.f_frsize}
 
 
 def layer_seconds(options: argparse.Namespace, config: dict[str, Any]) -> dict[str, float]:

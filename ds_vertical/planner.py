@@ -22,7 +22,7 @@ from ds_vertical.machine import Machine
 from ds_vertical.outline import Outline, Seconds, shape_of
 from ds_vertical.passes import build_training
 from ds_vertical.program import Case, Limits, Solution
-from ds_vertical.schedule import DELAYED, EVERYTHING, PRE, Schedule
+from ds_vertical.schedule import DELAYED, EVERYTHING, LEAD, PRE, Schedule
 from ds_vertical.simulate import Timeline, simulate
 from ds_vertical.traffic import Traffic, traffic_of
 
@@ -48,8 +48,8 @@ class PlanError(ValueError):
 class Task:
     """What is to be trained: `tokens` per optimizer step over `num_ranks` ranks of one machine; `clip`: gradient_clipping.
 
-    `micro_batch_size`, `num_micro_batches`: given instead of chosen. `seconds`: of the pieces for a micro-batch of so many
-    sequences.
+    `micro_batch_size`: given instead of chosen. `seconds`: of the pieces for a micro-batch of so many sequences.
+    `speculation`: with clipping, expect that the norm asks for none, so that layers are stepped early and nothing is redone.
     """
 
     outline: Outline
@@ -58,6 +58,7 @@ class Task:
     num_ranks: int = 1
     clip: float = 1.0
     micro_batch_size: int | None = None
+    speculation: bool = False
 
     def counts(self) -> Iterator[tuple[int, int]]:
         """(sequences per micro-batch, M) with `tokens` or the least above it."""
@@ -79,6 +80,7 @@ class Setting:
     delay: float
     early: bool
     placement: Placement
+    speculation: bool = False
 
     @property
     def moved(self) -> tuple[int, ...]:
@@ -100,7 +102,8 @@ class Candidate:
     def schedule(self, num_layers: int) -> Schedule:
         """A step in the steady state."""
         setting = self.setting
-        units = frozenset((PRE, *range(num_layers)))
+        # What is issued ahead at the end of a step, of `pre` and the first layers, is no longer due in the next one.
+        due = frozenset(range(LEAD, num_layers)) if setting.window else frozenset((PRE, *range(num_layers)))
         hold = None if not setting.placement.gradients_on_ssd else DELAYED if setting.early else EVERYTHING
         leaves = setting.early or setting.delay > 0
         return build_training(
@@ -108,7 +111,7 @@ class Candidate:
             setting.num_micro_batches,
             window=setting.window,
             delayed=leaves,
-            due=units if leaves else frozenset(),
+            due=due if leaves else frozenset(),
             early=setting.early,
             ahead=setting.window > 0,
             hold=hold,
@@ -199,7 +202,7 @@ def _cases(
 ) -> Iterator[tuple[Case, int, int]]:
     """(case, sequences per micro-batch, blocks per layer)"""
     all_blocks = [b for b in _BLOCKS if b == 1 or 2 * b <= len(task.outline.block_elements)]
-    regimes = [(on_ssd, *regime) for on_ssd in (1.0, 0.0) for regime in _regimes(task.clip, on_ssd)]
+    regimes = [(on_ssd, *regime) for on_ssd in (1.0, 0.0) for regime in _regimes(task, on_ssd)]
     for size, count in task.counts():
         seconds = task.seconds(size)
         for blocks in all_blocks:
@@ -207,10 +210,10 @@ def _cases(
                 yield _case(task, machine, limits, further, (size, count, blocks), seconds, regime), size, blocks
 
 
-def _regimes(clip: float, state_on_ssd: float) -> Iterator[tuple[float, bool]]:
+def _regimes(task: Task, state_on_ssd: float) -> Iterator[tuple[float, bool]]:
     """(share of delayed steps, whether the rest is stepped in the backward): the regimes of the architecture, 6. Only state on
     SSD has a second generation, without which nothing is stepped before the norm."""
-    if clip == 0 and state_on_ssd:
+    if (task.clip == 0 or task.speculation) and state_on_ssd:
         yield from ((delay, True) for delay in DELAYS if delay < 1)
     yield 1.0, False
 
@@ -235,7 +238,8 @@ def _case(
         part_elements=memory.PART_ELEMENTS,
         placement=Placement(1.0, state_on_ssd),
     )
-    settings = memory.Settings(count, 1, held_share=delay if early else 1.0, one_memory=machine.one_memory)
+    held = delay if early and task.clip == 0 else 1.0  # what may be redone is kept
+    settings = memory.Settings(count, 1, held_share=held, one_memory=machine.one_memory)
     return Case(shape, machine, settings, limits, delay, early, further)
 
 
@@ -253,7 +257,8 @@ def _candidate(case: Case, size: int, blocks: int, solution: Solution, *, window
     count = case.settings.num_micro_batches
     placement = _rounded(solution.placement(case.shape.placement.state_on_ssd), count)
     shape, settings = replace(case.shape, placement=placement), replace(case.settings, window=window)
-    setting = Setting(size, count, blocks, window, case.delay, case.early, placement)
+    guessed = case.early and case.settings.held_share > case.delay
+    setting = Setting(size, count, blocks, window, case.delay, case.early, placement, guessed)
     own = replace(case, shape=shape, settings=settings)
     return Candidate(setting, shape, case.machine, own, solution.seconds, solution.binding)
 

@@ -37,6 +37,7 @@ from ds_vertical.machine import Machine
 _SHARES: Final = ("activations_on_host", "activations_on_ssd", "parameters_in_host", "gradients_on_ssd")
 VARIABLES: Final = (*_SHARES, "forward_s", "backward_s")
 _PREFERENCE: Final = 1e-3  # of the busy seconds of what moves: among equals, the plan that moves least
+_SPARE: Final = 0.005  # of a tier: formulas round pieces and micro-batches up, the program does not
 Row = dict[str, float]
 
 
@@ -95,7 +96,7 @@ class Case:
 
 def constraints(case: Case) -> tuple[Constraint, ...]:
     """All rows: time of both sweeps on every resource, memory of every tier, shares that cannot exceed one."""
-    rows = [*_sweep_rows(case, "forward_s"), *_sweep_rows(case, "backward_s"), *_memory_rows(case)]
+    rows = [*_sweep_rows(case, "forward_s"), *_sweep_rows(case, "backward_s"), *_memory_rows(case, _SPARE)]
     together: Row = {"activations_on_host": 1.0, "activations_on_ssd": 1.0}
     return (*rows, Constraint("activations", together, 1.0))
 
@@ -242,8 +243,8 @@ def _kept(case: Case) -> float:
     return (shape.pre_elements + sum(shape.layer_elements[-count:])) / shape.num_elements
 
 
-def _memory_rows(case: Case) -> Iterator[Constraint]:
-    """Bytes per tier as `memory.budget` has them: at no share, and what each share adds."""
+def _memory_rows(case: Case, spare: float = 0.0) -> Iterator[Constraint]:
+    """Bytes per tier as `memory.budget` has them: at no share, and what each share adds. `spare`: share of a tier left free."""
     nothing = Placement(
         1.0 if case.shape.placement.parameters_on_ssd else 0.0, case.shape.placement.state_on_ssd, 0.0, 0.0, 0.0
     )
@@ -259,7 +260,7 @@ def _memory_rows(case: Case) -> Iterator[Constraint]:
             continue
         base = tier_bytes(case, nothing, tier)
         row = {name: tier_bytes(case, placement, tier) - base for name, placement in each.items()}
-        yield Constraint(f"{tier} memory", row, limit - base, max(1.0, abs(limit)))
+        yield Constraint(f"{tier} memory", row, limit * (1 - spare) - base, max(1.0, abs(limit)))
 
 
 def tier_bytes(case: Case, placement: Placement, tier: str) -> float:

@@ -65,7 +65,7 @@ def measure_machine(account: Account, out: Path, folder: Path, group: LimitedGro
     """
     facts, target = account.facts, out / "limits.json"
     command = [sys.executable, "-m", "ds_vertical.limits", "--path", str(folder), "--config", str(out / "vertical.json")]
-    command += ["--threads", str(facts.threads), "--out", str(target)]
+    command += ["--threads", str(facts.threads), "--out", str(target), "--no-keep"]
     if facts.model is not None:
         (out / "model.json").write_text(json.dumps(facts.model))
         command += ["--model", str(out / "model.json"), "--dtype", _DTYPES[facts.dtype], "--tokens", str(facts.tokens)]

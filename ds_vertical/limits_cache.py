@@ -1,0 +1,51 @@
+"""The last measurement of this machine by `ds-vertical limits`, one per disk, in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from ds_vertical.opcache import cache_root
+
+
+def report_path(folder: str | os.PathLike[str]) -> Path:
+    """Where the report for the disk of `folder` (or of the nearest folder above it that exists) is kept."""
+    found = Path(folder).absolute()
+    while not found.exists():
+        found = found.parent
+    accelerator = os.environ.get("DS_ACCELERATOR") or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
+    facts = (platform.node(), os.cpu_count(), _processor(), _memory_total(), accelerator, found.stat().st_dev)
+    return cache_root().parent / "limits" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+
+
+def keep_report(report: dict[str, Any], folder: str | os.PathLike[str]) -> Path:
+    """Put a report in place of the last one, whole or not at all. Raises OSError."""
+    path = report_path(folder)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    beside = path.with_suffix(f".{os.getpid()}")
+    beside.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    beside.replace(path)
+    return path
+
+
+def cached_report(folder: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+    """The report of this machine for the disk of `folder` (None: of the working directory); None where there is none that
+    can be read."""
+    try:
+        report = json.loads(report_path(folder or ".").read_text())
+    except (OSError, ValueError):
+        return None
+    return report if isinstance(report, dict) else None
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "flags"))), "")
+
+
+def _memory_total() -> str:
+    return Path("/proc/meminfo").read_text().partition("\n")[0]

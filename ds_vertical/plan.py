@@ -1,0 +1,242 @@
+"""`ds-vertical plan`: how to train a model on a machine, why, what it costs, and the JSON for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ds_vertical import memory, profile
+from ds_vertical.config import ConfigError
+from ds_vertical.deepspeed_json import write_config
+from ds_vertical.limits_cache import cached_report
+from ds_vertical.machine import CostsError
+from ds_vertical.outline import Outline, Seconds, estimated
+from ds_vertical.planner import Candidate, Plan, PlanError, Task, choose
+from ds_vertical.profile import Profile
+from ds_vertical.program import Limits
+from ds_vertical.shapes import named_shape, shape_names
+
+_BAD_INPUT, _NO_PLAN = 2, 1
+_DAY_S = 86400
+_TIMED_SIZES = (1, 2, 4)  # sequences per micro-batch that are timed; larger ones follow from the last two
+_EXAMPLE = """example:
+  ds-vertical limits --path /ssd
+  ds-vertical plan --model my_model/config.json --tokens-per-step 65536 --nvme-path /ssd --out ds_config.json
+  ds-vertical plan --model gpt_65b --tokens-per-step 65536 --machine a100_server
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the plan, writes the JSON. Returns 0; 1 where no setting fits the machine; 2 for bad input."""
+    options = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    try:
+        found = plan(options)
+    except PlanError as error:
+        print(f"ds-vertical plan: {options.model} on {options.machine or 'this machine'}: {error}", file=sys.stderr)
+        return _NO_PLAN
+    except (ConfigError, CostsError, OSError) as error:
+        print(f"ds-vertical plan: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
+    if options.out:
+        options.out.write_text(json.dumps(found["config"], indent=2) + "\n")
+        if not options.json:
+            print(f"written: {options.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="ds-vertical plan", description=__doc__, epilog=_EXAMPLE, formatter_class=form)
+    parser.add_argument("--model", required=True, help=f"path of a Hugging Face config, or one of {', '.join(shape_names())}")
+    parser.add_argument("--tokens-per-step", type=int, required=True, metavar="N", help="of one optimizer step, all ranks")
+    parser.add_argument("--sequence-length", type=int, metavar="S", help="tokens (default: the model's, 2048 at most)")
+    parser.add_argument("--micro-batch-size", type=int, metavar="B", help="sequences (default: chosen)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the parameters (default bf16)")
+    parser.add_argument("--clip", type=float, default=1.0, help="gradient_clipping, 0 for none (default 1.0)")
+    speculation = "with clipping: plan for steps in the backward, redone where the norm asks for clipping"
+    parser.add_argument("--speculation", action="store_true", help=speculation)
+    parser.add_argument("--num-ranks", type=int, default=1, help="GPUs of the machine (default 1)")
+    names = ", ".join(profile.shipped())
+    parser.add_argument("--machine", help=f"file of `ds-vertical limits --out`, or {names} (default: this one's limits)")
+    parser.add_argument("--nvme-path", default="/tmp/ds_vertical", help="folder on the SSD (default /tmp/ds_vertical)")
+    parser.add_argument("--host-memory", type=float, metavar="BYTES", help="use so much (default: what the machine has)")
+    parser.add_argument("--out", type=Path, help="DeepSpeed JSON to write")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    return parser
+
+
+def plan(options: argparse.Namespace) -> dict[str, Any]:
+    """The plan as JSON fields. Raises ConfigError, CostsError, PlanError."""
+    _check(options)
+    machine = _profile(options)
+    outline, fields = _outline(options)
+    task = Task(
+        outline,
+        options.tokens_per_step,
+        _seconds(options, machine, outline, fields),
+        options.num_ranks,
+        options.clip,
+        options.micro_batch_size,
+        options.speculation,
+    )
+    found = choose(task, machine.machine, _limits(machine, options))
+    locked = not machine.machine.one_memory
+    config = write_config(found.chosen, outline, clip=options.clip, nvme_path=options.nvme_path, locked=locked)
+    return _report(found, outline, machine, options) | {"config": config}
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("tokens_per_step", "sequence_length", "micro_batch_size", "num_ranks"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: write 1 or more")
+    if not 0 <= options.clip < float("inf"):
+        raise ConfigError(f"--clip {options.clip}: write the norm to clip to, or 0 for none")
+
+
+def _profile(options: argparse.Namespace) -> Profile:
+    if options.machine:
+        return profile.read_profile(options.machine)
+    report = cached_report(options.nvme_path)
+    if report is None:
+        raise ConfigError(
+            "this machine has not been measured yet: run `ds-vertical limits --path FOLDER_ON_THE_SSD` once, or name a"
+            f" machine with --machine ({', '.join(profile.shipped())}, or a file)"
+        )
+    return Profile.from_dict("this machine", report)
+
+
+def _outline(options: argparse.Namespace) -> tuple[Outline, dict[str, Any]]:
+    path = named_shape(options.model)
+    from ds_vertical.metamodel import read_fields, read_outline
+
+    fields = read_fields(path)
+    length = options.sequence_length or min(2048, _positions(fields))
+    return read_outline(Path(options.model).stem, fields, length, options.dtype), fields
+
+
+def _positions(fields: dict[str, Any]) -> int:
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    return next((fields[name] for name in names if isinstance(fields.get(name), int)), 2048)
+
+
+def _limits(machine: Profile, options: argparse.Namespace) -> Limits:
+    """Of one rank: tiers that ranks share are divided."""
+    host = options.host_memory or machine.host_bytes
+    share = [None if value is None else value / options.num_ranks for value in (host, machine.ssd_bytes)]
+    return Limits(machine.device_bytes, *share)
+
+
+def _seconds(
+    options: argparse.Namespace, machine: Profile, outline: Outline, fields: dict[str, Any]
+) -> Callable[[int], Seconds]:
+    """Of the model's pieces by sequences per micro-batch: timed where this is the machine, else from its operations."""
+    if options.machine is None:
+        return _timed(outline, fields)
+    rate = machine.flops_per_s.get(outline.dtype)
+    if rate is None:
+        raise CostsError(f"rates.{outline.dtype}_flops_per_s: missing in {options.machine}; run `ds-vertical limits` again")
+    return lambda size: estimated(outline, size, rate)
+
+
+def _timed(outline: Outline, fields: dict[str, Any]) -> Callable[[int], Seconds]:
+    @cache
+    def timed(size: int) -> Seconds:
+        if size > _TIMED_SIZES[-1]:
+            less, most = (timed(s) for s in _TIMED_SIZES[-2:])
+            grown = (size - _TIMED_SIZES[-1]) / (_TIMED_SIZES[-1] - _TIMED_SIZES[-2])
+            slopes = {key: value + grown * (value - asdict(less)[key]) for key, value in asdict(most).items()}
+            return Seconds(**{key: max(0.0, value) for key, value in slopes.items()})
+        print(f"timing a block of {outline.name} with micro-batches of {size}", file=sys.stderr, flush=True)
+        return _time_pieces(outline, fields, size)
+
+    return timed
+
+
+def _time_pieces(outline: Outline, fields: dict[str, Any], size: int) -> Seconds:
+    from ds_vertical.blocktime import Batch, BlockTimer
+    from ds_vertical.facts import accelerator
+
+    with tempfile.TemporaryDirectory(prefix="ds_vertical.plan.") as folder:
+        model = Path(folder, "config.json")
+        model.write_text(json.dumps(fields))
+        batch = Batch(size * outline.sequence_length, size, outline.dtype)
+        rates = BlockTimer(model, batch, accelerator(), zero_linear=True).rates(3)
+    forward, backward = rates["layer_forward_s"], max(0.0, rates["layer_backward_s"])
+    return Seconds(forward, backward, rates["pre_forward_s"], rates["pre_backward_s"], rates["head_s"])
+
+
+# ---- what is shown
+
+
+def _report(found: Plan, outline: Outline, machine: Profile, options: argparse.Namespace) -> dict[str, Any]:
+    chosen, ranks = found.chosen, options.num_ranks
+    tokens = chosen.setting.micro_batch_size * chosen.setting.num_micro_batches * outline.sequence_length * ranks
+    return {
+        "model": {"name": outline.name, "elements": outline.num_elements, "sequence_length": outline.sequence_length},
+        "machine": {"name": machine.name, "date": machine.date, "assumed": list(machine.assumed)},
+        "setting": asdict(chosen.setting),
+        "tokens_per_step": tokens,
+        "step_s": chosen.estimate_s,
+        "tokens_per_s": tokens / chosen.estimate_s,
+        "bound_s": chosen.bound.seconds,
+        "resource": chosen.bound.resource,
+        "busy_s": chosen.bound.busy_s,
+        "others": [{"differs": what, "step_over_chosen": ratio} for what, ratio in found.differences()],
+        "memory": [asdict(item) for item in chosen.items],
+        "ssd_bytes": chosen.ssd_bytes,
+        "traffic": asdict(chosen.traffic),
+        "written_bytes_per_day": ranks * chosen.traffic.written * _DAY_S / chosen.estimate_s,
+        "drive_writes_per_day": _drive_writes(chosen, machine, ranks),
+    }
+
+
+def _drive_writes(chosen: Candidate, machine: Profile, ranks: int) -> float | None:
+    written = ranks * chosen.traffic.written * _DAY_S / chosen.estimate_s
+    return written / machine.ssd_bytes if machine.ssd_bytes else None
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """For the terminal."""
+    setting, model, traffic = found["setting"], found["model"], found["traffic"]
+    machine, place = found["machine"], setting["placement"]
+    early = f"{1 - setting['delay']:.0%} in the backward, the rest " if setting["early"] else ""
+    measured = f"measured {machine['date']}" if machine["date"] else "assumed, not measured"
+    shown = [
+        f"{model['name']}: {model['elements'] / 1e9:.2f} G parameters, {model['sequence_length']} tokens a sequence; on"
+        f" {machine['name']} ({measured})",
+        f"micro-batches of {setting['micro_batch_size']}, M = {setting['num_micro_batches']}: {found['tokens_per_step']} tokens"
+        " a step and rank",
+        f"layers of {setting['blocks_per_layer']} block(s), {setting['window']} ahead; optimizer steps {early}in the next"
+        " forward",
+        f"resting: parameters {place['parameters_on_ssd']:.0%} on SSD, state {place['state_on_ssd']:.0%}, waiting gradients"
+        f" {place['gradients_on_ssd']:.0%}; activations {place['activations_on_host']:.0%} in host memory,"
+        f" {place['activations_on_ssd']:.0%} on SSD",
+        f"predicted: {found['step_s']:.2f} s a step, {found['tokens_per_s']:.1f} tokens/s; bound {found['bound_s']:.2f} s by"
+        f" {found['resource']} ({found['step_s'] / found['bound_s']:.2f})",
+        "busy: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["busy_s"].items()),
+    ]
+    shown += [f"instead: {other['differs']}: {other['step_over_chosen'] - 1:+.1%}" for other in found["others"]]
+    read = sum(value for key, value in traffic.items() if key.endswith("_read"))
+    written = sum(value for key, value in traffic.items() if key.endswith("_written"))
+    wear = found["drive_writes_per_day"]
+    often = "" if wear is None else f" ({wear:.1f} times what is free)"
+    shown.append(
+        f"SSD: {read / 1e9:.2f} GB read and {written / 1e9:.2f} GB written a step and rank,"
+        f" {found['written_bytes_per_day'] / 1e12:.1f} TB written a day{often}"
+    )
+    shown.append(f"on SSD: {found['ssd_bytes'] / 1e9:.1f} GB")
+    items = tuple(memory.Item(**item) for item in found["memory"])
+    return [*shown, *memory.budget_lines(items), *(f"assumed: {text}" for text in machine["assumed"])]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""A machine as a plan needs it: its rates, what its tiers hold, operations per second; measured by `ds-vertical limits`, or
+assumed for machines that one does not have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from ds_vertical.machine import CostsError, Machine, check_number
+
+SHIPPED: Final = Path(__file__).resolve().parent / "machines"
+_TIERS: Final = ("device_bytes", "host_bytes", "ssd_bytes")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`device_bytes`, `host_bytes`, `ssd_bytes`: what training may take of the whole machine, None where that is not known.
+    `flops_per_s` by dtype, as matrix products reach it. `assumed`: what the numbers rest on where nobody measured them."""
+
+    name: str
+    machine: Machine
+    device_bytes: float | None
+    host_bytes: float | None
+    ssd_bytes: float | None
+    flops_per_s: dict[str, float]
+    assumed: tuple[str, ...] = ()
+    date: str | None = None
+
+    @classmethod
+    def from_dict(cls, name: str, report: Mapping[str, Any]) -> Self:
+        """From the report of `ds-vertical limits`, or a shipped file. Raises CostsError naming the key."""
+        capacity = report.get("capacity") or {}
+        if not isinstance(capacity, Mapping):
+            raise CostsError(f"capacity: got {capacity!r}; write an object with {', '.join(_TIERS)}")
+        for tier in _TIERS:
+            if capacity.get(tier) is not None:
+                check_number("capacity", tier, capacity[tier], 1, "bytes, 1 or more, or null")
+        rates: Mapping[str, Any] = report.get("rates") or {}
+        speeds = {key.removesuffix("_flops_per_s"): value for key, value in rates.items() if key.endswith("_flops_per_s")}
+        for dtype, value in speeds.items():
+            check_number("rates", f"{dtype}_flops_per_s", value, 1.0, "operations per second")
+        tiers = (capacity.get(tier) for tier in _TIERS)
+        assumed = tuple(report.get("assumed") or ())
+        return cls(name, Machine.from_dict(report), *tiers, speeds, assumed, report.get("date"))
+
+
+def shipped() -> list[str]:
+    """Names of the machines that come with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.json"))
+
+
+def read_profile(name: str) -> Profile:
+    """A shipped machine by its name, or a file of `ds-vertical limits --out`. Raises CostsError."""
+    path = SHIPPED / f"{name}.json" if name in shipped() else Path(name)
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CostsError(
+            f"--machine {name}: no such file, and no machine of that name ({', '.join(shipped())}); write one of these, or the"
+            " path of a file that `ds-vertical limits --out` has written"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CostsError(f"--machine {name}: {error}; write the path of a file of `ds-vertical limits --out`") from error
+    if not isinstance(report, dict):
+        raise CostsError(f"--machine {name}: no object; write the path of a file of `ds-vertical limits --out`")
+    return Profile.from_dict(path.stem, report)

@@ -1,0 +1,146 @@
+"""The linear program against brute force, and its rows against the events that an executor would run."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_vertical import memory, program
+from ds_vertical.costs import ModelShape, Placement, event_costs, split_steps
+from ds_vertical.machine import Machine
+from ds_vertical.passes import build_training
+from ds_vertical.program import Case, Limits
+from ds_vertical.schedule import DELAYED, EVERYTHING, LEAD
+from ds_vertical.traffic import traffic_of
+
+GPU = Machine(6e9, 3e9, 1e9, 16, False, 2e10, 2e10, 4e9, 2e9)
+CPU = Machine(1e9, 2e9, 3e8, 2, True, norm_elements_per_s=1e9)
+LAYERS = 6
+
+
+def case(machine: Machine = GPU, limits: Limits | None = None, delay: float = 0.25, early: bool = True, **shape: Any) -> Case:
+    """Six equal layers of a hundred million elements, four micro-batches, everything that can on SSD."""
+    fields: dict[str, Any] = {"activation_bytes": 200_000_000, "recompute_last": False, "generations": 1 + early} | shape
+    model = ModelShape(50_000_000, (100_000_000,) * LAYERS, 0.05, 0.1, head_s=0.02, part_elements=1 << 24, **fields)
+    held = delay if early else 1.0
+    own = memory.Settings(4, 1, held_share=held, one_memory=machine.one_memory)
+    return Case(model, machine, own, limits or Limits(None, None, None), delay, early)
+
+
+NAMES = ("activations_on_host", "activations_on_ssd", "parameters_in_host", "gradients_on_ssd")
+
+
+def seconds_at(given: Case, points: np.ndarray) -> np.ndarray:
+    """Seconds of both sweeps at points of shares (N x 4), by evaluating every row; infinite where memory forbids them."""
+    sweeps = {name: np.zeros(len(points)) for name in ("forward_s", "backward_s")}
+    forbidden = np.zeros(len(points), dtype=bool)
+    for row in program.constraints(given):
+        values = points @ np.array([row.row.get(name, 0.0) for name in NAMES])
+        sweep = next((name for name in sweeps if name in row.row), None)
+        if sweep is not None:
+            sweeps[sweep] = np.maximum(sweeps[sweep], values - row.limit)
+        else:
+            forbidden |= values > row.limit + 1e-6 * row.scale
+    return np.where(forbidden, np.inf, sum(sweeps.values()))
+
+
+def grid(steps: int = 10) -> np.ndarray:
+    points = np.array(list(itertools.product(np.linspace(0, 1, steps + 1), repeat=4)))
+    return points[points[:, 0] + points[:, 1] <= 1 + 1e-9]
+
+
+POINTS = grid()
+GIB = 2**30
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    device=st.floats(2.5 * GIB, 14 * GIB),
+    host=st.floats(2 * GIB, 14 * GIB),
+    read=st.floats(5e8, 2e10),
+    copy=st.floats(2e9, 5e10),
+    delay=st.sampled_from((0.0, 0.25, 0.5)),
+)
+def test_no_point_of_a_grid_is_better_and_the_best_is_near(
+    device: float, host: float, read: float, copy: float, delay: float
+) -> None:
+    machine = Machine(read, read / 2, 1e9, 16, False, copy, copy, 0.7 * read, 0.3 * read)
+    given = case(machine, Limits(device, host, 1e12), delay)
+    least = seconds_at(given, POINTS).min()
+    found = program.solve(given)
+    if found is None:
+        assert least == np.inf
+        return
+    assert found.seconds <= 1.01 * least  # what is preferred among near equals may cost as much
+    own = np.array([[found.values[name] for name in NAMES]])
+    assert seconds_at(given, own)[0] == pytest.approx(found.seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("shares", [(1.0, 0.0, 0.0, 0.0), (0.4, 1.0, 0.25, 0.5), (0.0, 0.5, 0.5, 0.5)])
+def test_the_rows_move_the_bytes_of_the_very_schedule(early: bool, shares: tuple[float, ...]) -> None:
+    parameters, gradients, in_host, on_ssd = shares
+    placement = Placement(parameters, 1.0, gradients, in_host, on_ssd)
+    given = case(delay=0.5 if early else 1.0, early=early)
+    shape = replace(given.shape, placement=placement)
+    moved = tuple(m for m, tier in enumerate(placement.activation_tiers(4)) if tier != "device")
+    due = frozenset(range(LEAD, LAYERS))
+    hold = None if not gradients else DELAYED if early else EVERYTHING
+    schedule = build_training(LAYERS, 4, delayed=True, due=due, early=early, ahead=True, hold=hold, moved=moved)
+    parts = split_steps(shape, 0.5) if early else None
+    table = traffic_of(event_costs(schedule.events, GPU, shape, parts), shape)
+    values = {
+        "": 1.0,
+        "activations_on_host": in_host,
+        "activations_on_ssd": on_ssd,
+        "parameters_in_host": 1 - parameters,
+        "gradients_on_ssd": gradients,
+    }
+    sums = [0.0, 0.0]
+    for sweep in ("forward_s", "backward_s"):
+        for i, row in enumerate(program._read_write(given, sweep)):
+            sums[i] += sum(value * values[name] for name, value in row.items())
+    # The program counts one load and save more at the two ends of the layers than the schedule has.
+    spare = 3 * 4 * on_ssd * shape.activation_bytes
+    assert table.read <= sums[0] * (1 + 1e-9) and sums[0] - spare <= table.read * 1.02
+    assert table.written <= sums[1] * (1 + 1e-9) and sums[1] - spare <= table.written * 1.02
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU], ids=["gpu", "cpu"])
+def test_the_rows_compute_the_seconds_of_the_very_schedule(machine: Machine) -> None:
+    given = case(machine)
+    due = frozenset(range(LEAD, LAYERS))
+    schedule = build_training(LAYERS, 4, delayed=True, due=due, early=True, ahead=True)
+    costs = event_costs(schedule.events, machine, given.shape, split_steps(given.shape, 0.25))
+    stages = [stage for cost in costs for job in cost for stage in job]
+    compute = sum(s.seconds for s in stages if s.lane == "compute")
+    adam = sum(s.seconds for s in stages if s.lane == "adam")
+    sweeps = ("forward_s", "backward_s")
+    assert sum(program._compute_s(given, sweep) for sweep in sweeps) == pytest.approx(compute)
+    assert sum(program._adam_s(given, sweep) for sweep in sweeps) == pytest.approx(adam)
+
+
+def test_what_is_scarce_decides_where_things_rest() -> None:
+    roomy = program.solve(case(limits=Limits(1e12, 1e12, 1e13)))
+    assert roomy is not None and roomy.values["parameters_in_host"] == pytest.approx(1)
+    assert roomy.values["activations_on_host"] == roomy.values["activations_on_ssd"] == 0
+    small = case(limits=Limits(4 * GIB, 1e12, 1e13))
+    tight = program.solve(small)
+    assert tight is not None and tight.values["activations_on_host"] > 0.5 and tight.values["activations_on_ssd"] == 0
+    poor = program.solve(case(limits=Limits(4 * GIB, 4 * GIB, 1e13), delay=0.0))
+    assert poor is not None and poor.values["activations_on_ssd"] > 0.2
+    assert tight.seconds >= roomy.seconds and poor.seconds >= tight.seconds
+
+
+def test_a_tier_that_is_too_small_at_any_share_is_named_with_its_bytes() -> None:
+    given = case(limits=Limits(1 * GIB, 1e12, 1e13))
+    assert program.solve(given) is None
+    lacking = program.shortage(given)
+    least = min(program.tier_bytes(given, Placement(1, 1, 0, a, 0), "device") for a in (0.0, 1.0))
+    assert lacking == {"device memory": pytest.approx(least - GIB)}
