@@ -60,8 +60,9 @@ class Forecast:
         clip, dynamic = float(config.get("gradient_clipping") or 0.0), compat_pools.has_dynamic_scale(config)
         self._certain = clip == 0.0 and not dynamic
         delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
-        self._regime = Regime(delay, speculation, self._certain, self._json.state_on_ssd, resolved.on_nonfinite == "stop")
+        self.regime = Regime(delay, speculation, self._certain, self._json.state_on_ssd, resolved.on_nonfinite == "stop")
         self._num_micro_batches = int(config.get("gradient_accumulation_steps") or 1)
+        self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
 
     # ---- in the terms of `memory`
 
@@ -83,7 +84,7 @@ class Forecast:
             0,
             param_bytes=self._param_bytes,
             num_shards=self._num_shards,
-            generations=self._regime.generations,
+            generations=self.regime.generations,
             part_elements=memory.PART_ELEMENTS,
             working_bytes=self._working_bytes(max(gradients)),
             placement=Placement(
@@ -107,7 +108,7 @@ class Forecast:
     @property
     def _held_share(self) -> float:
         """Of the gradients, the share that waits for its step: all that may be redone, or that users may read later."""
-        return self._regime.delay if self._regime.final and not self._resolved.keep_gradients else 1.0
+        return self.regime.delay if self.regime.final and not self._resolved.keep_gradients else 1.0
 
     def further(self, baseline_bytes: int) -> tuple[Item, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
@@ -158,7 +159,7 @@ class Forecast:
     @property
     def _piece_bytes(self) -> list[int]:
         """Bytes of state of each piece that goes through the optimizer's pipeline."""
-        early_share = 1.0 - self._regime.delay if self._regime.possible else 0.0
+        early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
         found = []
         for chunk in self.chunks:
             if chunk.state_on_ssd:
@@ -215,6 +216,16 @@ def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[l
     return [[param for param in group if param.requires_grad] for group in listed]
 
 
+def host_room(params: Iterable[nn.Parameter], limit: int | None) -> tuple[int, int]:
+    """(bytes of host memory that this rank may take in all, those that it takes beside its parameters). `limit`: see
+    `check_memory`. Gives the pages of zero.Init's buffers back first."""
+    held = list(params)
+    compat_pools.rest_stock_buffers(held)
+    resident, ranks_here = hostmemory.resident_bytes(), ranks.ranks_on_this_host()
+    allowed = resident + hostmemory.available_bytes() // ranks_here if limit is None else limit // ranks_here
+    return allowed, max(0, resident - compat_pools.bytes_in_memory(held))
+
+
 def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int | None) -> tuple[list[str], int]:
     """The budget as lines for the log, and its bytes of host memory. `limit`: bytes of it that all ranks of this host may use;
     None: what it has.
@@ -222,12 +233,8 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     Gives the pages of zero.Init's buffers back first. Raises MemoryBudgetError, on every rank, where one rank's budget does
     not fit.
     """
-    held = list(params)
-    compat_pools.rest_stock_buffers(held)
-    resident = hostmemory.resident_bytes()
-    baseline = max(0, resident - compat_pools.bytes_in_memory(held))
     ranks_here = ranks.ranks_on_this_host()
-    allowed = resident + hostmemory.available_bytes() // ranks_here if limit is None else limit // ranks_here
+    allowed, baseline = host_room(params, limit)
     shape, settings, further = forecast.shape, forecast.settings, forecast.further(baseline)
     items = memory.budget(shape, settings, further)
     setup = baseline + forecast.setup_bytes - memory.total_bytes(items, "host")

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from ds_vertical import batches as micro
-from ds_vertical import compat, compat_pools, compat_state, hostmemory, ranks, storage
+from ds_vertical import compat, compat_pools, compat_state, hostmemory, limits_cache, ranks, storage
 from ds_vertical.batches import LossFn
 from ds_vertical.budget import Forecast, check_memory, groups_of
+from ds_vertical.choices import choose_timing
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
 from ds_vertical.crosscheck import check
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
@@ -116,7 +117,10 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     if isinstance(kwargs["model_parameters"], Iterator):
         kwargs["model_parameters"] = list(kwargs["model_parameters"])
     ranks.start_distributed()
-    forecast = Forecast(layers, groups_of(model, kwargs["model_parameters"], kwargs["optimizer"]), config, resolved)
+    groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
+    by_rule, report = Forecast(layers, groups, config, resolved), limits_cache.training_report(run_folder(config))
+    resolved = choose_timing(section, resolved, by_rule, model, report)
+    forecast = Forecast(layers, groups, config, resolved)
     needs, host_bytes = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:

@@ -9,6 +9,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from ds_vertical.config import ConfigError
 from ds_vertical.opcache import cache_root
 
 
@@ -40,6 +41,18 @@ def cached_report(folder: str | os.PathLike[str] | None) -> dict[str, Any] | Non
     except (OSError, ValueError):
         return None
     return report if isinstance(report, dict) else None
+
+
+def training_report(folder: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+    """As `cached_report`; the file that DS_VERTICAL_LIMITS names in its place, none at all where that is empty. Raises
+    ConfigError for a file that cannot be read."""
+    named = os.environ.get("DS_VERTICAL_LIMITS")
+    if named is None:
+        return cached_report(folder)
+    try:
+        return json.loads(Path(named).read_text()) if named else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"DS_VERTICAL_LIMITS={named}: {error}; name a file of `ds-vertical limits --out`") from error
 
 
 def _processor() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ds_vertical.costs import ModelShape, Placement
@@ -63,6 +63,19 @@ def estimated(outline: Outline, sequences: int, flops_per_s: float) -> Seconds:
     return Seconds(forward, 2 * forward, pre, 2 * pre, 3 * head)
 
 
+def shaped(shape: ModelShape, seconds: Seconds, blocks_per_layer: int = 1) -> ModelShape:
+    """`shape` with the seconds of its pieces; its last layer is not recomputed, as in the vertical order."""
+    return replace(
+        shape,
+        forward_s=blocks_per_layer * seconds.block_forward,
+        backward_s=blocks_per_layer * seconds.block_backward,
+        pre_forward_s=seconds.pre_forward,
+        pre_backward_s=seconds.pre_backward,
+        head_s=seconds.head,
+        recompute_last=False,
+    )
+
+
 def shape_of(
     outline: Outline,
     seconds: Seconds,
@@ -79,20 +92,17 @@ def shape_of(
     param_bytes = DTYPE_BYTES[outline.dtype]
     made = max(*elements, outline.pre_elements) * param_bytes  # gradients as autograd makes them
     kept = max(blocks_per_layer * outline.block_saved_bytes, outline.head_saved_bytes + outline.block_saved_bytes)
-    return ModelShape(
+    shape = ModelShape(
         outline.pre_elements,
         elements,
-        blocks_per_layer * seconds.block_forward,
-        blocks_per_layer * seconds.block_backward,
+        0.0,
+        0.0,
         sequences * outline.passed_bytes,
-        pre_forward_s=seconds.pre_forward,
-        pre_backward_s=seconds.pre_backward,
-        head_s=seconds.head,
         param_bytes=param_bytes,
         num_shards=num_shards,
         generations=generations,
         part_elements=part_elements,
-        recompute_last=False,
         working_bytes=made + sequences * kept,
         placement=placement or Placement(),
     )
+    return shaped(shape, seconds, blocks_per_layer)

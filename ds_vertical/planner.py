@@ -194,6 +194,22 @@ def choose(task: Task, machine: Machine, limits: Limits, further: tuple[memory.I
     return _decide(sorted(fitting, key=lambda c: c.estimate_s))
 
 
+def tune(case: Case, setting: Setting, windows: Sequence[int], delays: Sequence[float]) -> tuple[Candidate, Candidate]:
+    """The best timing for a model whose sizes and tiers are settled, and `setting` itself, which is taken where nothing is
+    better by more than a hundredth or nothing fits. `delays`: of early steps; those that are not early keep theirs."""
+    own = Candidate(setting, case.shape, case.machine, case, 0.0, ())
+    found = [own]
+    for delay in delays if case.early else (setting.delay,):
+        held = delay if case.early and case.settings.held_share < 1 else case.settings.held_share
+        for window in windows:
+            settings = replace(case.settings, window=window, held_share=held)
+            changed = replace(case, settings=settings, delay=delay)
+            other = Candidate(replace(setting, window=window, delay=delay), case.shape, case.machine, changed, 0.0, ())
+            found += [other] if _fits(other) else []
+    best = min(found, key=lambda candidate: candidate.estimate_s)
+    return (best if best.estimate_s * _EQUAL < own.estimate_s else own), own
+
+
 # ---- cases
 
 

@@ -15,6 +15,7 @@ if not HAS_GPU:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DS_VERTICAL_LIMITS", "")  # what a null means must not depend on what was measured here
 # before anything imports DeepSpeed, and inherited by the processes that tests start
 opcache.set_environment()
 

@@ -1,0 +1,199 @@
+"""`ds-vertical plan`: the command, its JSON, and the DeepSpeed JSON that it writes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_vertical import cli, limits_cache, metamodel, profile
+from ds_vertical.config import ConfigError, load_section
+from ds_vertical.crosscheck import check
+from ds_vertical.machine import CostsError
+
+ROOT = Path(__file__).parents[1]
+SHAPES = ROOT / "configs" / "models"
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    status = cli.main(["plan", *options])
+    return status, *capsys.readouterr()
+
+
+def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    status, out, err = run(capsys, *options, "--json")
+    assert status == 0, err
+    return json.loads(out)
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize("name", ["gpt_13m", "llama_3_8b"])
+def test_the_outline_has_the_models_own_sizes(name: str) -> None:
+    fields = metamodel.read_fields(SHAPES / f"{name}.json")
+    outline = metamodel.read_outline(name, fields, 64, "bf16")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SHAPES / f"{name}.json"))
+    assert outline.num_elements == sum(param.numel() for param in model.parameters())
+    assert len(outline.block_elements) == model.config.num_hidden_layers
+    hidden = model.config.hidden_size
+    assert outline.passed_bytes == 64 * hidden * 2
+    # Two operations for each weight and token, and the products of attention.
+    attention = 2 * 64 * 64 * hidden * 2 / 2
+    assert outline.block_flops == pytest.approx(2 * 64 * outline.block_elements[0] + attention, rel=0.02)
+    assert outline.head_flops == pytest.approx(2 * 64 * hidden * model.config.vocab_size, rel=0.02)
+
+
+def test_what_autograd_keeps_of_a_block_is_what_it_keeps_in_a_real_one() -> None:
+    fields = metamodel.read_fields(SHAPES / "gpt_13m.json")
+    outline = metamodel.read_outline("gpt_13m", fields, 128, "fp32")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**fields, "use_cache": False}))
+    block = model.get_submodule("gpt_neox.layers.0")
+    kept: dict[int, int] = {}
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    alive = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    own = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            return own(*args, **kwargs)
+
+    block.forward = forward
+    model(input_ids=torch.zeros(1, 128, dtype=torch.long))
+    assert sum(kept.values()) == pytest.approx(outline.block_saved_bytes, rel=0.35)
+
+
+# ---- machines
+
+
+@pytest.mark.parametrize("name", profile.shipped())
+def test_shipped_machines_are_read_and_say_what_they_assume(name: str) -> None:
+    found = profile.read_profile(name)
+    assert found.assumed and found.date is None and found.device_bytes and found.host_bytes and found.ssd_bytes
+    assert {"bf16", "fp16", "fp32"} == set(found.flops_per_s) and not found.machine.one_memory
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"capacity": []}, "capacity: got"),
+        ({"capacity": {"host_bytes": "many"}}, "capacity.host_bytes: got 'many'"),
+        ({"rates": {"bf16_flops_per_s": -1}}, "rates.bf16_flops_per_s: got -1"),
+        ({"machine": {}}, "machine.ssd_read_bytes_per_s: missing"),
+    ],
+)
+def test_a_broken_machine_is_refused_by_its_key(tmp_path: Path, change: dict[str, Any], fault: str) -> None:
+    report = json.loads((profile.SHIPPED / "a100_server.json").read_text()) | change
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(report))
+    with pytest.raises(CostsError, match=fault):
+        profile.read_profile(str(path))
+
+
+def test_limits_are_kept_per_disk_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
+    assert limits_cache.cached_report(tmp_path) is None
+    path = limits_cache.keep_report({"date": "today"}, tmp_path)
+    assert limits_cache.cached_report(tmp_path / "not" / "yet" / "there") == {"date": "today"}
+    limits_cache.keep_report({"date": "tomorrow"}, tmp_path)
+    assert limits_cache.cached_report(tmp_path) == {"date": "tomorrow"} and list(path.parent.iterdir()) == [path]
+    other = limits_cache.report_path("/dev/shm")
+    assert other != path and other.parent == path.parent
+    path.write_text("{")
+    assert limits_cache.cached_report(tmp_path) is None
+
+
+def test_training_uses_the_file_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", "")
+    assert limits_cache.training_report(tmp_path) is None
+    file = tmp_path / "limits.json"
+    file.write_text('{"date": "now"}')
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", str(file))
+    assert limits_cache.training_report(tmp_path) == {"date": "now"}
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match="DS_VERTICAL_LIMITS=.*none.json"):
+        limits_cache.training_report(tmp_path)
+
+
+# ---- the command
+
+
+def test_a_plan_for_8b_on_a_desktop_writes_a_json_that_deepspeed_and_the_section_accept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "ds.json"
+    options = ["--model", "llama_3_8b", "--tokens-per-step", "65536", "--machine", "rtx4090_desktop"]
+    status, shown, err = run(capsys, *options, "--nvme-path", str(tmp_path), "--out", str(out))
+    assert status == 0, err
+    phrases = ("llama_3_8b: 8.03 G parameters", "assumed, not measured", "bound", "TB written a day", "instead: ", "host    total")
+    assert all(phrase in shown for phrase in phrases)
+    config = json.loads(out.read_text())
+    DeepSpeedConfig(dict(config))
+    section = load_section(config)
+    assert section is not None and check(config, section) == []
+    batch = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    assert batch * 2048 == 65536
+    assert config["zero_optimization"]["offload_param"].get("buffer_size", 1 << 40) >= 128256 * 4096
+    assert section.prefetch_layers is not None and section.optimizer_delay is not None
+
+
+def test_a_small_host_puts_parameters_on_ssd_and_a_small_device_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "llama_3_8b", "--tokens-per-step", "131072", "--machine", "rtx4090_desktop"]
+    found = planned(capsys, *options, "--host-memory", "24e9")
+    placement, config = found["setting"]["placement"], found["config"]
+    assert placement["parameters_on_ssd"] > 0 and config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    assert sum(item["num_bytes"] for item in found["memory"] if item["tier"] == "host") <= 24e9
+    assert sum(item["num_bytes"] for item in found["memory"] if item["tier"] == "device") <= 23e9
+    share = config["vertical_schedule"]["gradient_host_share"]
+    assert share == pytest.approx(1 - placement["gradients_on_ssd"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "fault"),
+    [
+        (["--model", "gpt_66b"], 2, "did you mean gpt_65b"),
+        (["--model", "/nowhere/config.json"], 2, "no such file"),
+        (["--model", "gpt_13m", "--machine", "a200"], 2, "no machine of that name"),
+        (["--model", "gpt_13m", "--tokens-per-step", "0"], 2, "--tokens-per-step 0: write 1 or more"),
+        (["--model", "gpt_13m", "--clip", "-1"], 2, "--clip -1"),
+        (["--model", "gpt_13m", "--sequence-length", "100000"], 2, "positions; write"),
+        (["--model", "gpt_175b", "--machine", "rtx4090_desktop", "--host-memory", "3e9"], 1, "MiB short"),
+    ],
+)
+def test_bad_input_is_answered_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], options: list[str], status: int, fault: str
+) -> None:
+    given = {"--tokens-per-step": "8192", "--machine": "a100_server"}
+    words = [word for key, value in given.items() if key not in options for word in (key, value)]
+    got, out, err = run(capsys, *options, *words)
+    assert got == status and fault in err and not out and "Traceback" not in err
+
+
+def test_a_machine_that_has_not_been_measured_is_told_how(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path))
+    status, _, err = run(capsys, "--model", "gpt_13m", "--tokens-per-step", "64")
+    assert status == 2 and "ds-vertical limits --path" in err
+
+
+def test_175b_is_planned_in_under_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Processor time, since others may use the machine."""
+    start = time.process_time()
+    planned(capsys, "--model", "gpt_175b", "--tokens-per-step", "65536", "--machine", "a100_server")
+    assert time.process_time() - start < 10
