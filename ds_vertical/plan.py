@@ -156,12 +156,13 @@ def _timed(outline: Outline, fields: dict[str, Any]) -> Callable[[int], Seconds]
             slopes = {key: value + grown * (value - asdict(less)[key]) for key, value in asdict(most).items()}
             return Seconds(**{key: max(0.0, value) for key, value in slopes.items()})
         print(f"timing a block of {outline.name} with micro-batches of {size}", file=sys.stderr, flush=True)
-        return _time_pieces(outline, fields, size)
+        return time_pieces(outline, fields, size)
 
     return timed
 
 
-def _time_pieces(outline: Outline, fields: dict[str, Any], size: int) -> Seconds:
+def time_pieces(outline: Outline, fields: dict[str, Any], size: int) -> Seconds:
+    """Of a micro-batch of `size` sequences, measured on this machine."""
     from ds_vertical.blocktime import Batch, BlockTimer
     from ds_vertical.facts import accelerator
 

@@ -15,7 +15,8 @@ MODEL = Path(__file__).parents[1] / "configs" / "models" / "gpt_13m.json"
 
 def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "limits.json"
-    options = ["--path", str(tmp_path), "--size-mb", "4", "--rounds", "1", "--no-keep", "--model", str(MODEL), "--out", str(out)]
+    options = ["--path", str(tmp_path), "--size-mb", "4", "--rounds", "1", "--model", str(MODEL), "--out", str(out)]
+    options.append("--no-keep")
     assert limits.main([*options, "--dtype", "fp32", "--tokens", "16"]) == 0
     report = json.loads(out.read_text())
     rates = report["rates"]
@@ -53,7 +54,8 @@ def test_fio_measures(tmp_path: Path) -> None:
 
 def test_a_micro_batch_of_several_sequences_and_threads(tmp_path: Path) -> None:
     out = tmp_path / "limits.json"
-    options = ["--path", str(tmp_path), "--size-mb", "1", "--rounds", "1", "--no-keep", "--model", str(MODEL), "--out", str(out)]
+    options = ["--path", str(tmp_path), "--size-mb", "1", "--rounds", "1", "--model", str(MODEL), "--out", str(out)]
+    options.append("--no-keep")
     assert limits.main([*options, "--dtype", "fp32", "--tokens", "8", "--sequences", "2", "--threads", "1"]) == 0
     report = json.loads(out.read_text())
     assert report["rates"]["activation_bytes"] == 8 * 512 * 4 and report["settings"]["threads"] == 1

@@ -140,7 +140,7 @@ def test_a_plan_for_8b_on_a_desktop_writes_a_json_that_deepspeed_and_the_section
     options = ["--model", "llama_3_8b", "--tokens-per-step", "65536", "--machine", "rtx4090_desktop"]
     status, shown, err = run(capsys, *options, "--nvme-path", str(tmp_path), "--out", str(out))
     assert status == 0, err
-    phrases = ("llama_3_8b: 8.03 G parameters", "assumed, not measured", "bound", "TB written a day", "instead: ", "host    total")
+    phrases = ("llama_3_8b: 8.03 G parameters", "assumed, not measured", "bound", "TB written a day", "instead: ", "host    ")
     assert all(phrase in shown for phrase in phrases)
     config = json.loads(out.read_text())
     DeepSpeedConfig(dict(config))

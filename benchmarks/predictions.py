@@ -1,0 +1,220 @@
+"""Predicted against measured: what `ds-vertical plan` says of a step before it runs, and what the step then takes.
+
+    python benchmarks/predictions.py [--dtype fp32] [--steps 5] [--only NAME ...]
+    python benchmarks/predictions.py --sweep [--dtype fp32]     # the plan's choice beside a measured sweep
+
+Each setting is predicted from the machine's limits, measured once per disk limit ahead of all runs, and from the model's
+blocks, timed once per model and micro-batch; then trained as it stands. Writes benchmarks/predictions/NAME.json and the table
+in README.md there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import report
+import run
+
+from ds_vertical import memory, planner
+from ds_vertical.costs import Placement
+from ds_vertical.deepspeed_json import write_config
+from ds_vertical.metamodel import read_fields, read_outline
+from ds_vertical.outline import Outline, Seconds, shape_of
+from ds_vertical.plan import time_pieces
+from ds_vertical.planner import Candidate, Setting, Task
+from ds_vertical.profile import Profile
+from ds_vertical.program import Case, Limits
+
+FOLDER = run.ROOT / "benchmarks" / "predictions"
+LAYERS_200M = ("num_hidden_layers=16",)
+LEARNING_RATE = 6e-4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of one model; `delay` None: clipping, with every step in the next forward."""
+
+    model: str
+    tokens: int
+    micro_batches: int
+    delay: float | None = 0.25
+    window: int = 1
+    limited: bool = False
+    on_ssd: float = 0.0  # of the activations
+    dims: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        layers = "_16_layers" if self.dims else ""
+        delay = "clip" if self.delay is None else f"a{self.delay:g}"
+        moved = f"_activations{self.on_ssd:g}" if self.on_ssd else ""
+        end = f"{moved}{'_300_500' * self.limited}"
+        return f"{self.model}{layers}_s{self.tokens}_m{self.micro_batches}_{delay}_w{self.window}{end}"
+
+
+ROWS = (
+    Row("gpt_13m", 64, 4),
+    Row("gpt_13m", 64, 16, window=2),
+    Row("gpt_101m", 8, 4, delay=0.0),
+    Row("gpt_101m", 8, 4, delay=0.5),
+    Row("gpt_101m", 8, 4, delay=None),
+    Row("gpt_101m", 8, 8, window=2),
+    Row("gpt_101m", 32, 4),
+    Row("gpt_101m", 8, 4, limited=True),
+    Row("gpt_101m", 8, 4, delay=0.75, limited=True),
+    Row("gpt_101m", 8, 8, delay=0.0, window=2, limited=True),
+    Row("gpt_101m", 8, 4, delay=None, limited=True),
+    Row("gpt_101m", 8, 8, on_ssd=0.5),
+    Row("gpt_101m", 8, 4, dims=LAYERS_200M),
+    Row("gpt_101m", 8, 4, dims=LAYERS_200M, limited=True),
+)
+SWEEP = tuple(
+    Row("gpt_101m", 8, 4, delay=delay, window=window, limited=True)
+    for delay in (0.0, 0.25, 0.5, 0.75, 1.0)
+    for window in ((1, 2) if delay in (0.0, 0.25) else (1,))
+)
+
+
+@cache
+def outline_of(model: str, tokens: int, dims: tuple[str, ...], dtype: str) -> tuple[Outline, dict[str, Any]]:
+    fields = read_fields(run.ROOT / "configs" / "models" / f"{model}.json")
+    fields |= {key: json.loads(value) for key, _, value in (dim.partition("=") for dim in dims)}
+    return read_outline(model, fields, tokens, dtype), fields
+
+
+@cache
+def seconds_of(model: str, tokens: int, dtype: str) -> Seconds:
+    outline, fields = outline_of(model, tokens, (), dtype)
+    return time_pieces(outline, fields, 1)
+
+
+@cache
+def profile_of(limited: bool, out: Path) -> Profile:
+    """This machine, measured now, under the disk limit if there is one."""
+    target = out / f"limits{'_limited' * limited}.json"
+    words = ["ds-vertical", "limits", "--path", "/tmp", "--no-keep", "--config", "configs/gpt_101m_cpu.json"]
+    words += ["--out", str(target)]
+    words += ["--ssd-limit", run.LIMIT] if limited else []
+    subprocess.run(run.here(words), cwd=run.ROOT, check=True)
+    return Profile.from_dict("this machine", json.loads(target.read_text()))
+
+
+def candidate(row: Row, dtype: str, out: Path) -> tuple[Candidate, Outline]:
+    """The setting as a plan would have it."""
+    outline, _ = outline_of(row.model, row.tokens, row.dims, dtype)
+    early = row.delay is not None and row.delay < 1
+    delay = 1.0 if row.delay is None else row.delay
+    placement = Placement(1.0, 1.0, 0.0, 0.0, row.on_ssd)
+    seconds = seconds_of(row.model, row.tokens, dtype)
+    made = dict(sequences=1, generations=1 + early, part_elements=memory.PART_ELEMENTS, placement=placement)
+    shape = shape_of(outline, seconds, **made)  # pyright: ignore
+    machine = profile_of(row.limited, out).machine
+    held = delay if early else 1.0
+    settings = memory.Settings(row.micro_batches, row.window, held_share=held, one_memory=machine.one_memory)
+    setting = Setting(1, row.micro_batches, 1, row.window, delay, early, placement)
+    case = Case(shape, machine, settings, Limits(None, None, None), delay, early)
+    return Candidate(setting, shape, machine, case, 0.0, ()), outline
+
+
+def measure(row: Row, dtype: str, steps: int, out: Path) -> dict[str, Any]:
+    """Predicts and runs one row. Raises CalledProcessError."""
+    found, outline = candidate(row, dtype, out)
+    clip = 1.0 if row.delay is None else 0.0
+    config = write_config(found, outline, clip=clip, nvme_path="/tmp/ds_vertical", locked=False, learning_rate=LEARNING_RATE)
+    folder = out / row.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(config, indent=2))
+    words = ["ds-vertical", "ab", "--config", str(folder / "plan.json"), "--vertical-only", "--no-bound"]
+    words += ["--ssd-limit", run.LIMIT] if row.limited else []
+    words += ["--steps", str(steps), "--out", str(folder / "run"), "--", "scripts/train.py", "--model", row.model]
+    words += ["--seq", str(row.tokens), *(word for dim in row.dims for word in ("--dims", dim))]
+    predicted = found.step_s
+    subprocess.run(run.here(words), cwd=run.ROOT, check=True)
+    content = json.loads((folder / "run" / "ab.json").read_text())
+    step_s = content["arms"]["vertical"]["step_s_by_repeat"][0]
+    measured = median(step_s)
+    print(f"{row.name}: predicted {predicted:.2f} s, measured {measured:.2f} s, {predicted / measured:.2f}", flush=True)
+    return {"row": row.name, "predicted_s": predicted, "step_s": step_s, "measured_s": measured, "bound_s": found.bound.seconds}
+
+
+def chosen_in_sweep(dtype: str, out: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the planner takes of the sweep's settings, and how far it is from the best measured."""
+    outline, _ = outline_of("gpt_101m", 8, (), dtype)
+    machine = profile_of(True, out)
+    task = Task(outline, 32, lambda size: seconds_of("gpt_101m", 8, dtype), clip=0.0, micro_batch_size=1)
+    limits = Limits(None, machine.host_bytes, machine.ssd_bytes)
+    plan = planner.choose(task, machine.machine, limits)
+    setting = plan.chosen.setting
+    near = min(SWEEP, key=lambda row: (abs((row.delay or 0.0) - setting.delay), abs(row.window - setting.window)))
+    by_name = {row["row"]: row["measured_s"] for row in rows}
+    best = min(by_name, key=by_name.__getitem__)
+    return {
+        "chosen": replace(setting).__repr__(),
+        "nearest_row": near.name,
+        "best_row": best,
+        "chosen_over_best": by_name[near.name] / by_name[best],
+    }
+
+
+def main() -> None:
+    """Measures and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--steps", type=int, default=5, help="per run, of which the first is left out")
+    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--runs", type=Path, default=run.ROOT / "runs" / "predictions", help="folder for logs")
+    options = parser.parse_args()
+    chosen = [row for row in (SWEEP if options.sweep else ROWS) if not options.only or row.name in options.only]
+    options.runs.mkdir(parents=True, exist_ok=True)
+    rows = [measure(row, options.dtype, options.steps, options.runs.resolve()) for row in chosen]
+    kind = "sweep" if options.sweep else "predictions"
+    content: dict[str, Any] = {"kind": kind, "date": str(datetime.date.today()), "dtype": options.dtype, "rows": rows}
+    content |= {"machine": report_machine(), "command": sys.argv}
+    if options.sweep:
+        content["choice"] = chosen_in_sweep(options.dtype, options.runs.resolve(), rows)
+        print(content["choice"])
+    FOLDER.mkdir(exist_ok=True)
+    name = f"{kind}_{options.dtype}_{report.instructions()}_{content['date']}"
+    (FOLDER / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    (FOLDER / "README.md").write_text(table())
+
+
+def report_machine() -> dict[str, Any]:
+    from ds_vertical.facts import describe_machine
+
+    return describe_machine()
+
+
+def table() -> str:
+    """All results as markdown."""
+    text = ["# Predicted and measured step times\n\n"]
+    text.append("Made by `benchmarks/predictions.py`; seconds, medians without the first step.\n")
+    for path in sorted(FOLDER.glob("*.json")):
+        content = json.loads(path.read_text())
+        text.append(f"\n## {content['kind']}, {content['dtype']}, {content['machine']['cpu']}, {content['date']}\n\n")
+        text.append("| setting | predicted | measured | predicted / measured | bound |\n|---|---|---|---|---|\n")
+        for row in content["rows"]:
+            ratio = row["predicted_s"] / row["measured_s"]
+            cells = f"{row['predicted_s']:.2f} | {row['measured_s']:.2f} | {ratio:.2f} | {row['bound_s']:.2f}"
+            text.append(f"| {row['row']} | {cells} |\n")
+        if "choice" in content:
+            choice = content["choice"]
+            text.append(
+                f"\nThe plan's choice is `{choice['nearest_row']}`, measured {choice['chosen_over_best']:.2f} x the best,"
+                f" `{choice['best_row']}`.\n"
+            )
+    return "".join(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
