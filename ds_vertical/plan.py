@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from ds_vertical import memory, profile
 from ds_vertical.config import ConfigError
 from ds_vertical.deepspeed_json import write_config
+from ds_vertical.horizontal import horizontal_step, stock_placement
 from ds_vertical.limits_cache import cached_report
 from ds_vertical.machine import CostsError
 from ds_vertical.outline import Outline, Seconds, estimated
@@ -191,6 +192,7 @@ def _report(found: Plan, outline: Outline, machine: Profile, options: argparse.N
         "bound_s": chosen.bound.seconds,
         "resource": chosen.bound.resource,
         "busy_s": chosen.bound.busy_s,
+        "stock_s": _stock_s(found, machine, options),
         "others": [{"differs": what, "step_over_chosen": ratio} for what, ratio in found.differences()],
         "memory": [asdict(item) for item in chosen.items],
         "ssd_bytes": chosen.ssd_bytes,
@@ -198,6 +200,15 @@ def _report(found: Plan, outline: Outline, machine: Profile, options: argparse.N
         "written_bytes_per_day": ranks * chosen.traffic.written * _DAY_S / chosen.estimate_s,
         "drive_writes_per_day": _drive_writes(chosen, machine, ranks),
     }
+
+
+def _stock_s(found: Plan, machine: Profile, options: argparse.Namespace) -> float:
+    """The least that a step of stock ZeRO-Infinity takes with these micro-batches, its activations in host memory."""
+    shape = found.chosen.shape
+    host = _limits(machine, options).host_bytes
+    placement = replace(stock_placement(shape, host), activations_on_host=0.0 if machine.machine.one_memory else 1.0)
+    shape = replace(shape, placement=placement)
+    return horizontal_step(shape, machine.machine, found.chosen.setting.num_micro_batches).seconds
 
 
 def _drive_writes(chosen: Candidate, machine: Profile, ranks: int) -> float | None:
@@ -223,6 +234,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         f" {place['activations_on_ssd']:.0%} on SSD",
         f"predicted: {found['step_s']:.2f} s a step, {found['tokens_per_s']:.1f} tokens/s; bound {found['bound_s']:.2f} s by"
         f" {found['resource']} ({found['step_s'] / found['bound_s']:.2f})",
+        f"stock ZeRO-Infinity with these micro-batches: {found['stock_s']:.2f} s or more"
+        f" ({found['stock_s'] / found['step_s']:.2f} x)",
         "busy: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["busy_s"].items()),
     ]
     shown += [f"instead: {other['differs']}: {other['step_over_chosen'] - 1:+.1%}" for other in found["others"]]
