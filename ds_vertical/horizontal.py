@@ -2,8 +2,8 @@
 
 For each micro-batch every parameter comes in twice, and the sum of gradients leaves the device and comes in again, after the
 first: (2M - 1) G over the copies (GreedySnake, arXiv 2512.17570; DeepSpeed 0.19.8 adds on the device). Within a sweep all
-resources work at once; the optimizer's step comes after the last backward, read, computed and written at once too. Stock does worse
-than that where its own pipeline stalls, so a ratio to it is a lower bound of the gain.
+resources work at once; the optimizer's step comes after the last backward, read, computed and written at once too. Stock does
+worse than that where its own pipeline stalls, so a ratio to it is a lower bound of the gain.
 """
 
 from __future__ import annotations
