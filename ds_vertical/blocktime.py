@@ -8,7 +8,7 @@ layer do, so weights are as warm as they are there. The model is made with two l
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,6 +22,8 @@ from ds_vertical.gradients import GradientStore
 from ds_vertical.layers import LayerMap, map_layers
 
 _CALLS = 3  # of a piece in a row; the first is left out
+_LEAST_S = 3.0  # of measuring a piece: on a shared machine a burst of others' work is shorter than half of it
+_MOST_ROUNDS = 100
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,11 @@ class BlockTimer:
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def rates(self, rounds: int) -> dict[str, float]:
-        """Seconds: the median of `rounds` times a few calls; `activation_bytes` of what passes between layers."""
+        """Seconds: the median of `rounds` times a few calls, of more where they are short; `activation_bytes` of what passes
+        between layers."""
         once = self._run()
         layer = self._layer(once, rounds)
-        pre, head, embed = zip(*(self._outside() for _ in range(max(3, rounds))), strict=True)
+        pre, head, embed = zip(*(self._outside() for _ in _rounds(max(3, rounds))), strict=True)
         assert once.entered is not None
         size = float(once.entered.numel() * once.entered.element_size())
         outside = {"pre_forward_s": median(pre), "pre_backward_s": median(embed), "head_s": median(head)}
@@ -122,7 +125,7 @@ class BlockTimer:
         block, unit = self.layers.blocks[0].module, 0
         args, kwargs = _leaves(seen.args), dict(zip(seen.kwargs or {}, _leaves((seen.kwargs or {}).values()), strict=True))
         forward, backward = [], []
-        for _ in range(rounds):
+        for _ in _rounds(rounds):
             for call in range(_CALLS):
                 start = perf_counter()
                 output = block(*args, **kwargs)
@@ -138,6 +141,15 @@ class BlockTimer:
                     backward.append(end - middle)
             self.sums.drop(unit)  # the next round copies its first gradient, as each step does
         return {"layer_forward_s": median(forward), "layer_backward_s": median(backward)}
+
+
+def _rounds(least: int) -> Iterator[int]:
+    """Counts `least` rounds, and on until they have taken _LEAST_S."""
+    start = perf_counter()
+    for count in range(max(least, _MOST_ROUNDS)):
+        if count >= least and perf_counter() - start >= _LEAST_S:
+            return
+        yield count
 
 
 def _differentiable(value: Any) -> bool:

@@ -23,6 +23,7 @@ from ds_vertical.crosscheck import check
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
+from ds_vertical.hostthreads import keep_cores_for_this_thread
 from ds_vertical.layers import LayerMap, check_trainable, map_layers, refuse_batch_flags
 from ds_vertical.loop import Loop, StockLoop
 from ds_vertical.memory import layer_buffers
@@ -52,6 +53,8 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     section = load_section(raw)
     if section is not None:
         check(raw, section)
+        if section.enabled and compat.is_one_memory():
+            keep_cores_for_this_thread()  # ahead of the first collective
     if unclaimed_paths(raw):
         storage.leave_on_sigterm()
         return storage.claim_config(raw, ranks.common_run_id(storage.new_run_id()), ranks.rank())
@@ -116,6 +119,8 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     refuse_late_fp32(model, config)
     if isinstance(kwargs["model_parameters"], Iterator):
         kwargs["model_parameters"] = list(kwargs["model_parameters"])
+    if compat.is_one_memory():
+        keep_cores_for_this_thread()
     ranks.start_distributed()
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
     by_rule, report = Forecast(layers, groups, config, resolved), limits_cache.training_report(run_folder(config))

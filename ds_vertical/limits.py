@@ -124,7 +124,8 @@ def _as_machine(rates: dict[str, float]) -> dict[str, Any]:
     """The rates as `machine.Machine.from_dict` reads them."""
     known = {field.name for field in fields(Machine)}
     own: dict[str, Any] = {key: value for key, value in rates.items() if key in known}
-    return own | {"host_cores": len(os.sched_getaffinity(0)), "one_memory": accelerator() == "cpu"}
+    one_memory = accelerator() == "cpu"
+    return own | {"host_cores": len(os.sched_getaffinity(0)), "one_memory": one_memory, "adam_cores": 1 if one_memory else None}
 
 
 def table(rates: dict[str, float]) -> str:
@@ -231,11 +232,14 @@ def copy_rates(num_bytes: int, rounds: int) -> dict[str, float]:
 
 
 def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
-    """Elements/s of CPU Adam on fp32 state in memory, all host cores, and of casting masters to bf16."""
+    """Elements/s of CPU Adam on fp32 state in memory, and of casting masters to bf16: on all host cores, or on the one that
+    training leaves for them where it computes on the host."""
     import torch
 
     from ds_vertical import native
 
+    everybody = torch.get_num_threads()
+    torch.set_num_threads(1 if accelerator() == "cpu" else everybody)
     kernel, kernel_id = native.free_adam(), 1 << 21
     kernel.create_adam(kernel_id, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
     try:
@@ -247,6 +251,7 @@ def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
         return {"adam_elements_per_s": numel / adam_s, "cast_elements_per_s": numel / cast_s}
     finally:
         kernel.destroy_adam(kernel_id)
+        torch.set_num_threads(everybody)
 
 
 def norm_rate(rounds: int, numel: int = 1 << 22) -> dict[str, float]:

@@ -1,0 +1,57 @@
+"""Only the thread that trains has a team of cores where the device is the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PROGRAM = """
+import json, os, sys, threading
+import torch
+import ds_vertical
+from ds_vertical import ranks
+
+def threads_of_another():
+    found = []
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    return found[0]
+
+before = torch.get_num_threads(), threads_of_another()
+ds_vertical.prepare(json.loads(sys.argv[1]))
+torch.distributed.all_gather_into_tensor(torch.empty(1 << 20), torch.ones(1 << 20))
+torch.ones(1 << 22).sum()
+print(json.dumps([before, torch.get_num_threads(), threads_of_another(), len(os.listdir("/proc/self/task"))]))
+"""
+
+
+def config(folder: Path, enabled: bool) -> dict[str, object]:
+    offload = {"device": "nvme", "nvme_path": str(folder)}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload},
+        "vertical_schedule": {"enabled": enabled},
+    }
+
+
+def run(folder: Path, enabled: bool) -> list[Any]:
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1"}
+    environment |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-c", PROGRAM, json.dumps(config(folder, enabled))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_thread_that_trains_keeps_its_cores_and_others_take_one(tmp_path: Path) -> None:
+    before, own, another, num_threads = run(tmp_path, True)
+    assert before == [2, 2] and own == 2 and another == 1
+    before, own, another, with_teams = run(tmp_path, False)
+    assert before == [2, 2] and own == another == 2
+    assert num_threads < with_teams  # the collective's worker has made no team
