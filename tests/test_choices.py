@@ -1,0 +1,101 @@
+"""What `null` means for timing where the machine has been measured: planned, printed, and without effect on the result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Run, assert_identical, base_config, run_arm, running, small_buffers
+from models import MixerModel, token_batches
+from torch import nn
+
+STEPS = 3
+
+
+def config(folder: Path, clip: float = 0.0, **section: Any) -> dict[str, Any]:
+    made = base_config(folder, num_micro_batches=4, dtype="fp32", clip=clip, section={"seed": 11, **section})
+    return small_buffers(made, 1_100_000)
+
+
+def model() -> nn.Module:
+    return MixerModel(4, 512)
+
+
+def report(**rates: float) -> dict[str, Any]:
+    """A machine of two cores whose disk is fast and whose products are slow, unless `rates` say otherwise."""
+    machine = {"ssd_read_bytes_per_s": 2e9, "ssd_write_bytes_per_s": 2e9, "adam_elements_per_s": 1e9, "host_cores": 2}
+    speeds = {"fp32_flops_per_s": rates.pop("flops", 1e9)}
+    return {"machine": machine | {"one_memory": True} | rates, "rates": speeds, "date": "2026-11-22"}
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    def write(found: dict[str, Any] | str) -> None:
+        path = tmp_path / "limits.json"
+        path.write_text(found if isinstance(found, str) else json.dumps(found))
+        monkeypatch.setenv("DS_VERTICAL_LIMITS", str(path))
+
+    yield write
+
+
+@pytest.fixture(scope="module")
+def by_rule(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Trained with the fixed rules."""
+    return train(config(tmp_path_factory.mktemp("rule")))
+
+
+def train(made: dict[str, Any]) -> Run:
+    return run_arm(made, model, token_batches(STEPS, 4), vertical=True)
+
+
+def test_a_slow_disk_gets_another_share_of_delayed_steps_and_the_same_bits(
+    tmp_path: Path, measured: Any, by_rule: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Writes that no computation hides: the fuller of both sweeps decides, so the split of the step is not the rule's."""
+    measured(report(ssd_write_bytes_per_s=2e7, ssd_read_bytes_per_s=1e9, flops=2e11))
+    with running(config(tmp_path), model, vertical=True) as (engine, _):
+        chosen = engine.vertical
+        assert chosen.optimizer_delay != 0.25 and chosen.reasons["optimizer_delay"].startswith("null: planned from the limits of")
+    assert "faster than the fixed rule" in capfd.readouterr().out
+    assert_identical(train(config(tmp_path)), by_rule)
+
+
+def test_where_nothing_is_gained_the_rule_stands(tmp_path: Path, measured: Any) -> None:
+    measured(report())
+    with running(config(tmp_path), model, vertical=True) as (engine, _):
+        assert (engine.vertical.prefetch_layers, engine.optimizer.regime.delay) == (1, 0.25)
+        assert "which nothing beats" in engine.vertical.reasons["prefetch_layers"]
+
+
+def test_what_is_written_is_not_touched(tmp_path: Path, measured: Any) -> None:
+    measured(report(ssd_write_bytes_per_s=2e7, flops=2e11))
+    with running(config(tmp_path, prefetch_layers=2, optimizer_delay=0.25), model, vertical=True) as (engine, _):
+        assert (engine.vertical.prefetch_layers, engine.vertical.optimizer_delay) == (2, 0.25)
+        assert engine.vertical.reasons["optimizer_delay"] == "as written"
+
+
+def test_clipping_leaves_the_share_to_the_rule(tmp_path: Path, measured: Any) -> None:
+    """Which regime a step takes is the last norms' business there."""
+    measured(report(ssd_write_bytes_per_s=2e7, flops=2e11))
+    with running(config(tmp_path, clip=1.0), model, vertical=True) as (engine, _):
+        assert engine.vertical.optimizer_delay is None and "planned" in engine.vertical.reasons["prefetch_layers"]
+
+
+@pytest.mark.parametrize("found", [{"machine": {}}, {"rates": {}, "machine": report()["machine"]}])
+def test_a_report_that_cannot_tell_leaves_the_rules(tmp_path: Path, measured: Any, found: dict[str, Any]) -> None:
+    measured(found)
+    with running(config(tmp_path), model, vertical=True) as (engine, _):
+        assert engine.vertical.prefetch_layers == 1 and "planned" not in engine.vertical.reasons["prefetch_layers"]
+
+
+def test_a_window_that_does_not_fit_is_not_chosen(tmp_path: Path, measured: Any) -> None:
+    measured(report(ssd_read_bytes_per_s=3e7, flops=2e11))
+    with running(config(tmp_path, optimizer_delay=0.25), model, vertical=True) as (engine, _):
+        wide = engine.vertical.prefetch_layers
+        needed = engine.host_bytes
+    assert wide >= 1
+    with running(config(tmp_path, optimizer_delay=0.25, host_memory_bytes=int(1.02 * needed)), model, vertical=True) as (engine, _):
+        assert engine.vertical.prefetch_layers <= wide
