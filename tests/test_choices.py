@@ -57,8 +57,8 @@ def test_a_slow_disk_gets_another_share_of_delayed_steps_and_the_same_bits(
     """Writes that no computation hides: the fuller of both sweeps decides, so the split of the step is not the rule's."""
     measured(report(ssd_write_bytes_per_s=2e7, ssd_read_bytes_per_s=1e9, flops=2e11))
     with running(config(tmp_path), model, vertical=True) as (engine, _):
-        chosen = engine.vertical
-        assert chosen.optimizer_delay != 0.25 and chosen.reasons["optimizer_delay"].startswith("null: planned from the limits of")
+        reason = engine.vertical.reasons["optimizer_delay"]
+        assert engine.vertical.optimizer_delay != 0.25 and reason.startswith("null: planned from the limits of")
     assert "faster than the fixed rule" in capfd.readouterr().out
     assert_identical(train(config(tmp_path)), by_rule)
 
@@ -97,5 +97,6 @@ def test_a_window_that_does_not_fit_is_not_chosen(tmp_path: Path, measured: Any)
         wide = engine.vertical.prefetch_layers
         needed = engine.host_bytes
     assert wide >= 1
-    with running(config(tmp_path, optimizer_delay=0.25, host_memory_bytes=int(1.02 * needed)), model, vertical=True) as (engine, _):
+    tight = config(tmp_path, optimizer_delay=0.25, host_memory_bytes=int(1.02 * needed))
+    with running(tight, model, vertical=True) as (engine, _):
         assert engine.vertical.prefetch_layers <= wide
