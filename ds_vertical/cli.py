@@ -19,6 +19,7 @@ COMMANDS = {
         "run one script with stock ZeRO-Infinity and with the vertical schedule, and compare", "ds_vertical.ab", "main"
     ),
     "limits": Command("measure this machine: SSD, copies, CPU Adam, one layer", "ds_vertical.limits", "main"),
+    "doctor": Command("say what keeps a run from working here, and what mends it", "ds_vertical.doctor", "main"),
     "build-ops": Command("compile the ops once for this user and machine", "ds_vertical.native", "main"),
 }
 
