@@ -102,7 +102,8 @@ def processor(case: Case) -> Iterator[Finding]:
     width = _SIMD.get(builder.simd_width())
     cores = f"{len(os.sched_getaffinity(0))} cores"
     if width is None:
-        yield warning(f"processor: {name}, {cores}; CPU Adam has no vectors here and takes one float at a time", "another CPU")
+        slow = f"processor: {name}, {cores}; CPU Adam has no vectors here and takes one float at a time"
+        yield warning(slow, "a processor with AVX2, AVX-512 or NEON")
     else:
         yield ok(f"processor: {name}, {cores}; CPU Adam uses {width} at a time")
     if opcache.accelerator_name() != "cpu" or flags & _BF16_FLAGS:

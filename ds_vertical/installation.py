@@ -141,7 +141,7 @@ def environment(case: Case) -> Iterator[Finding]:
     root = opcache.cache_root()
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     if not os.access(there, os.W_OK | os.X_OK):
-        yield error(f"{there} cannot be written: the op cache {root} has no place", "export DS_VERTICAL_CACHE=FOLDER")
+        yield warning(f"{there} cannot be written: no op can be compiled into {root}", "export DS_VERTICAL_CACHE=FOLDER")
 
 
 def compile_locks(case: Case) -> Iterator[Finding]:

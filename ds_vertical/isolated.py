@@ -27,6 +27,8 @@ from ds_vertical.findings import Case, Finding, error, first_line
 
 LIMIT_S = 180.0  # of silence: a first import of torch from a slow disk takes a minute
 _GOODBYE_S = 5.0
+# It finds the same modules as this process, whatever the working folder.
+_WORKER = "import sys; sys.path[:] = sys.argv[1:]; from ds_vertical.isolated import main; sys.exit(main())"
 _REPORT = "this is a fault of the check or of what it looked at; the other checks have run"
 
 
@@ -76,7 +78,7 @@ def _one_worker(checks: Sequence[Check], case: Case, limit_s: float) -> Generato
 def _worker(checks: Sequence[Check], case: Case, words: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A worker that has its orders; it and its children are ended with the block, whatever happens in it."""
     orders = {"checks": [check[:2] for check in checks], "case": asdict(case)}
-    command = [sys.executable, "-m", "ds_vertical.isolated"]
+    command = [sys.executable, "-P", "-c", _WORKER, *sys.path]
     pipe = subprocess.PIPE
     worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words, start_new_session=True)
     assert worker.stdin is not None
@@ -155,7 +157,3 @@ def main() -> int:
             report(finding=asdict(finding))
         report(end=index)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -51,8 +51,8 @@ def refusals(case: Case) -> Iterator[Finding]:
         yield from (error(*split_fault(line)) for line in str(failure).splitlines())
         return
     if "vertical" not in case.arms:
-        state = f"{SECTION} is absent" if section is None else f"{SECTION}.enabled is false"
-        yield ok(f'{case.config_path}: {state}: the stock arm ("{SECTION}": {{}} asks for layer-major order)')
+        state = f'no "{SECTION}": {{}}, which asks for layer-major order' if section is None else f"{SECTION} is not in force"
+        yield ok(f"{case.config_path}: the stock arm ({state})")
         return
     enabled = (section or load_section({SECTION: {}})).model_copy(update={"enabled": True})  # pyright: ignore
     try:
@@ -111,6 +111,8 @@ def near_misses(case: Case) -> Iterator[Finding]:
         if key in TOP_LEVEL_KEYS:
             continue
         near = difflib.get_close_matches(str(key), sorted(TOP_LEVEL_KEYS), n=1, cutoff=0.7)
+        if near == [SECTION]:
+            continue  # `refusals` has said it
         nested = f'"{key}" inside {_ZERO}' if str(key).startswith(("stage3_", "offload_")) else ""
         remedy = f'"{near[0]}": {show((case.config or {})[key])}' if near else nested or "remove it"
         guess = f', did you mean "{near[0]}"?' if near else ""

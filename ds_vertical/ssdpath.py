@@ -208,9 +208,14 @@ def _transfer(path: Path, file: Path, case: Case) -> Finding:
         queue.read(_address(received), num_bytes, file).wait()
     finally:
         queue.close()
-    if received[:] != sent[:] or file.read_bytes() != sent[:]:
+    if not came_back(sent[:], received[:], file):
         return error(f"{path}: {gib(num_bytes)} written past the page cache came back as other bytes", _ANOTHER)
     return ok(f"{path}: {gib(num_bytes)} written past the page cache (O_DIRECT) and read back, the same bytes")
+
+
+def came_back(sent: bytes, received: bytes, file: Path) -> bool:
+    """Whether what was read past the page cache, and what any program reads from the file, is what was written."""
+    return received == sent and file.read_bytes() == sent
 
 
 def _address(memory: mmap.mmap) -> int:

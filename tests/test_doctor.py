@@ -19,7 +19,7 @@ from ds_vertical import buildlock, doctor, findings, hardware, installation, nat
 from ds_vertical.findings import Case, Finding
 from ds_vertical.isolated import Check, examine
 
-ROOT = Path(__file__).resolve().parent.parent
+HOME = Path(findings.__file__).parents[1]  # of the package under test
 CHEAP = ("config", "keys", "auto", "traps", "ssd", "file system", "free space", "other runs")
 
 BROKEN_CHECKS = """
@@ -50,8 +50,7 @@ def hanging(case):
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken_checks.py").write_text(BROKEN_CHECKS)
-    path = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
@@ -84,8 +83,7 @@ def test_a_check_that_hangs_is_given_up_and_ended(broken: Path) -> None:
     still, given_up, after = examine(checks_of("hanging", "fine"), Case(), limit_s=6.0)
     assert still.severity == "ok" and after.check == "1 fine"
     assert given_up.severity == "error" and "said nothing for 6 s" in given_up.found and given_up.check == "0 hanging"
-    workers = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"ds_vertical.isolated" in _bytes(path)]
-    assert not [path for path in workers if str(broken).encode() in _bytes(path.with_name("environ"))]
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(broken).encode() in _bytes(path)]
 
 
 def _bytes(path: Path) -> bytes:
@@ -270,7 +268,7 @@ def hold() -> Iterator[Any]:
     def start(code: str, *arguments: object, kill: bool = False) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", code, *map(str, arguments)]
         pipe = subprocess.PIPE
-        env = os.environ | {"PYTHONPATH": str(Path(findings.__file__).parents[1])}
+        env = os.environ | {"PYTHONPATH": str(HOME)}
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
         started.append(process)
         assert process.stdout is not None and process.stdout.readline().startswith("held")
@@ -465,6 +463,13 @@ def test_a_round_trip_moves_bytes_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_other_bytes_than_were_written_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"written")
+    assert ssdpath.came_back(b"written", b"written", tmp_path / "file")
+    assert not ssdpath.came_back(b"written", b"wrItten", tmp_path / "file")
+    assert not ssdpath.came_back(b"cached", b"cached", tmp_path / "file")
+
+
 @pytest.mark.parametrize("path", ["/sys", "/proc"])
 def test_a_folder_that_takes_no_files_is_a_sentence(path: str) -> None:
     (said,) = ssdpath.round_trip(at(path))
@@ -511,7 +516,7 @@ def may_mount() -> bool:
 MOUNTED = """
 set -e
 mount -t tmpfs -o {options} none "$0"
-cd {root}
+cd {home}
 exec {python} -c 'import sys; from pathlib import Path; from ds_vertical import ssdpath; from ds_vertical.findings import Case
 case = Case(nvme_path=Path(sys.argv[1]))
 for check in (ssdpath.file_system, ssdpath.space, ssdpath.round_trip):
@@ -528,7 +533,7 @@ for check in (ssdpath.file_system, ssdpath.space, ssdpath.round_trip):
     ],
 )
 def test_a_disk_that_is_read_only_or_full_is_a_sentence(tmp_path: Path, options: str, lines: list[str]) -> None:
-    script = MOUNTED.format(options=options, root=ROOT, python=sys.executable)
+    script = MOUNTED.format(options=options, home=HOME, python=sys.executable)
     command = ["unshare", "-m", "sh", "-c", script, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0 and "Traceback" not in done.stdout, done.stderr
