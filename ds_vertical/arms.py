@@ -41,7 +41,7 @@ TRANSFER_PATHS = frozenset(
     ]
 )
 TRANSFER_SECTION = "aio"
-_AIO_KEYS = frozenset({"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"})
+AIO_KEYS = frozenset({"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"})
 
 # Top-level keys that DeepSpeed 0.19.8 reads; it ignores any other in silence.
 TOP_LEVEL_KEYS = frozenset(
@@ -127,8 +127,8 @@ def _assign(config: dict[str, Any], assignment: str) -> None:
         ) from None
     if parts[0] not in TOP_LEVEL_KEYS and parts[0] not in config:
         raise ConfigError(f"--set {assignment}: {_unknown_key(parts[0], TOP_LEVEL_KEYS)}")
-    if parts[0] == TRANSFER_SECTION and len(parts) == 2 and parts[1] not in _AIO_KEYS:
-        raise ConfigError(f"--set {assignment}: {_unknown_key(parts[1], _AIO_KEYS)}")
+    if parts[0] == TRANSFER_SECTION and len(parts) == 2 and parts[1] not in AIO_KEYS:
+        raise ConfigError(f"--set {assignment}: {_unknown_key(parts[1], AIO_KEYS)}")
     holder = config
     for depth, part in enumerate(parts[:-1], start=1):
         below = holder.setdefault(part, {})
@@ -160,11 +160,11 @@ def _check_arm(config: Mapping[str, Any], num_ranks: int) -> None:
     # The stock arm must pass as well: both train the same thing, and a file that cannot be the vertical arm's base
     # differs in more than transfer settings.
     check(config, section.model_copy(update={"enabled": True}))
-    _check_zero(config[_ZERO])
+    check_zero(config[_ZERO])
     _check_batch(config, num_ranks)
 
 
-def _check_zero(zero: Mapping[str, Any]) -> None:
+def check_zero(zero: Mapping[str, Any]) -> None:
     """DeepSpeed's own check of the section, which the runs would fail in only after they have started."""
     import pydantic
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

@@ -35,16 +35,26 @@ def holders(path: Path) -> list[int]:
     return sorted(set(found))
 
 
-def _is_stale(lock: Path) -> bool:
+def is_stale(lock: Path) -> bool:
+    """Whether torch's `lock` file is there and no process that this user may see holds it open."""
     if holders(lock):
         return False
     time.sleep(LOCK_RECHECK_S)
     return lock.exists() and not holders(lock)
 
 
+def builder(folder: Path) -> str | None:
+    """Who has its turn to build in a cache folder ("process 17 on node7 since 12:01:02"); None where nobody does."""
+    try:
+        with open(folder / TURN_FILE, encoding="utf-8") as turn:
+            return None if _try_flock(turn.fileno()) else turn.read().strip() or "another builder"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def clear_stale_lock(lock: Path) -> bool:
     """Remove torch's `lock` file if its compile was killed; True if it did."""
-    if not lock.exists() or not _is_stale(lock):
+    if not lock.exists() or not is_stale(lock):
         return False
     say(f"removed {lock}: the compile that made it is dead, and every process would have waited for it")
     lock.unlink(missing_ok=True)

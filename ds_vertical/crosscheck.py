@@ -26,6 +26,9 @@ def _get(config: Mapping[str, Any], path: str) -> Any:
     return None if isinstance(value, str) and value == "auto" else value
 
 
+value_at = _get  # for checks of other files
+
+
 def _true(value: Any) -> bool:
     """As DeepSpeed's lax pydantic models read a flag, strings included."""
     if isinstance(value, str):
@@ -271,7 +274,7 @@ def _refusal_faults(config: Mapping[str, Any]) -> list[str]:
 
 
 def _warnings(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
-    warnings = [*_max_in_cpu_warning(config)]
+    warnings = max_in_cpu_warning(config)
     if not section.overlap and section.prefetch_layers:
         warnings.append(
             f"{SECTION}.prefetch_layers: got {section.prefetch_layers} with {SECTION}.overlap false, where every fetch "
@@ -290,7 +293,8 @@ def _warnings(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
     return warnings
 
 
-def _max_in_cpu_warning(config: Mapping[str, Any]) -> list[str]:
+def max_in_cpu_warning(config: Mapping[str, Any]) -> list[str]:
+    """One line where parameters that are to be on SSD stay in host memory, in either arm."""
     if _get(config, f"{_ZERO}.offload_param.device") != "nvme":
         return []
     path = f"{_ZERO}.offload_param.max_in_cpu"

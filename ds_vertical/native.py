@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in needed if force else ():
         opcache.forget(name)
     extensions = Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    own = extensions == opcache.jit_folder()  # in a folder that the user set, torch alone knows what is missing
+    own = opcache.is_own_folder()
     missing = [name for name in needed if not own or opcache.ready_library(name) is None]
     if missing:
         opcache.say(f"{len(missing)} of {len(needed)} ops are to be compiled: {', '.join(missing)}")

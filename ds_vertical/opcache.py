@@ -146,6 +146,11 @@ def jit_folder() -> Path:
     return cache_folder() / f"jit-{hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]}"
 
 
+def is_own_folder() -> bool:
+    """Whether torch builds in our cache, after `set_environment`; in a folder of the user's it alone knows what is current."""
+    return Path(os.environ["TORCH_EXTENSIONS_DIR"]) == jit_folder()
+
+
 # -------------------------------------------------------------------------------------------------------- ready ops
 
 
@@ -247,7 +252,7 @@ def _load(stock_load: Any, builder: Any, verbose: bool) -> ModuleType:
     """Stand-in for `OpBuilder.jit_load`: the cached library if there is one, else a visible compile."""
     extensions = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     op_folder = extensions / builder.name
-    if extensions != jit_folder():  # the user's own folder: torch decides what is current, we only keep it visible
+    if not is_own_folder():  # we only keep the compile visible
         wait_for_lock(op_folder / "lock")
         return stock_load(builder, verbose)
     library = ready_library(builder.name)

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -301,6 +301,28 @@ def _live_locks(folder: Path) -> list[Path]:
         finally:
             os.close(fd)
     return live
+
+
+class Tenant(NamedTuple):
+    """A run's folder, with the owners of its locks; None: one that did not write its name."""
+
+    folder: Path
+    live: list[Owner | None]  # those on other hosts, of whom nothing can be told here, included
+    gone: list[Owner | None]
+
+
+def tenants(nvme_path: str | os.PathLike[str]) -> list[Tenant]:
+    """The runs' folders of this user below an nvme_path. Raises OSError where it cannot be read."""
+    found = []
+    for folder in sorted(path for path in Path(nvme_path).iterdir() if path.is_dir() and not path.is_symlink()):
+        try:
+            locks, live = _lock_files(folder), _live_locks(folder)
+        except (FileNotFoundError, PermissionError):
+            continue  # released meanwhile, or somebody else's
+        if locks:
+            owners = {lock: Owner.read(lock) for lock in locks}
+            found.append(Tenant(folder, [owners[k] for k in live], [owners[k] for k in locks if k not in live]))
+    return found
 
 
 def _remove_tree(folder: Path) -> None:

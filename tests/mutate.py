@@ -45,6 +45,8 @@ _AHEAD_STEPS = "test_ahead.py::test_delayed_steps_are_issued_before_train_batch_
 _BETWEEN = "test_ahead.py::test_whatever_comes_between_two_steps_is_as_if_nothing_were_ahead"
 _END = "test_flush.py::test_a_process_may_end_with_steps_left_and_reads_under_way"
 _TIERS = "test_gradient_tiers.py::test_bits_are_stocks_wherever_gradients_wait"
+_DOCTOR = "test_doctor.py::test_"
+_TRAPS = "test_traps.py::test_"
 _RECOMPUTE_STATE = "with applied(call.state), torch.enable_grad():"
 
 
@@ -563,6 +565,87 @@ MUTATIONS = (
         "files.check_files({file.path: file.num_bytes for file in written})",
         "pass",
         "test_io.py::test_a_parameter_file_of_the_wrong_size_is_refused_with_the_numbers[short]",
+    ),
+    # doctor
+    Mutation(
+        "doctor-errors-are-success",
+        "doctor.py",
+        "return _ERRORS_FOUND if",
+        "return 0 if",
+        f"{_DOCTOR}an_error_is_exit_status_1_with_what_mends_it",
+    ),
+    Mutation(
+        "check-that-dies-ends-the-rest",
+        "isolated.py",
+        "return under_way + 1",
+        "return len(checks)",
+        f"{_DOCTOR}a_check_that_raises_dies_or_leaves_takes_no_other_along",
+    ),
+    Mutation(
+        "bytes-that-come-back-not-compared",
+        "ssdpath.py",
+        "return received == sent and",
+        "return",
+        f"{_DOCTOR}other_bytes_than_were_written_are_seen",
+    ),
+    Mutation(
+        "mount-below-another-told",
+        "ssdpath.py",
+        "len(point.parts) >= len(",
+        "len(point.parts) > len(",
+        f"{_DOCTOR}the_deepest_and_last_mount_holds_a_path",
+    ),
+    Mutation(
+        "dead-run-called-live", "ssdpath.py", "if not tenant.live:", "if False:", f"{_DOCTOR}live_runs_are_told_from_dead_ones"
+    ),
+    Mutation(
+        "stale-compile-lock-called-live",
+        "installation.py",
+        "if holders or not buildlock.is_stale(lock):",
+        "if True:",
+        f"{_DOCTOR}live_locks_are_told_from_stale_ones",
+    ),
+    Mutation(
+        "live-compile-lock-called-stale",
+        "installation.py",
+        "holders = buildlock.holders(lock)",
+        "holders = []",
+        f"{_DOCTOR}live_locks_are_told_from_stale_ones",
+    ),
+    Mutation(
+        "memlock-limit-not-held-against-buffers",
+        "hardware.py",
+        "if lockable is not None and lockable < needed:",
+        "if False:",
+        f"{_DOCTOR}a_memlock_limit_is_held_against_the_buffers_of_the_json",
+    ),
+    Mutation(
+        "stocks-traps-in-the-vertical-arm",
+        "traps.py",
+        "if trap.arms & case.arms:",
+        "if True:",
+        f"{_TRAPS}a_trap_of_stock_alone_is_told_for_the_stock_arm_alone",
+    ),
+    Mutation(
+        "block-size-of-any-bytes",
+        "traps.py",
+        'elif key == "block_size" and value % _SECTOR_BYTES:',
+        "elif False:",
+        f"{_TRAPS}a_trap_of_both_arms_is_told_for_each",
+    ),
+    Mutation(
+        "auto-means-the-default-everywhere",
+        "jsoncheck.py",
+        'if path.partition(".")[0] in _LENIENT and',
+        "if",
+        f"{_TRAPS}auto_is_told_with_what_to_write",
+    ),
+    Mutation(
+        "misspelt-top-level-keys-pass",
+        "jsoncheck.py",
+        "if key in TOP_LEVEL_KEYS:",
+        "if True:",
+        f"{_TRAPS}keys_that_deepspeed_ignores_are_told_with_what_was_meant",
     ),
     Mutation(
         "ranks-choose-their-own-folder",

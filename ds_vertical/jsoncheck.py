@@ -1,0 +1,184 @@
+"""Checks of the DeepSpeed JSON: what would be refused without a model, what is misspelt, what is left to "auto"."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from ds_vertical.arms import TOP_LEVEL_KEYS, check_zero
+from ds_vertical.config import SECTION, ConfigError, load_section, read_config, show
+from ds_vertical.crosscheck import check
+from ds_vertical.findings import Case, Finding, error, first_line, ok, split_fault, warning
+
+_ZERO: Final = "zero_optimization"
+_REMOVE: Final = "remove the key: DeepSpeed's default"
+
+# What to write for the keys that Hugging Face's examples leave to "auto", which only its Trainer fills in.
+_INSTEAD_OF_AUTO: Final = {
+    "train_micro_batch_size_per_gpu": "1",
+    "gradient_accumulation_steps": "16",
+    "gradient_clipping": "1.0",
+    "bf16.enabled": "true",
+    "fp16.enabled": "false",
+    "optimizer.params.lr": "1e-4",
+    "optimizer.params.betas": "[0.9, 0.999]",
+    "optimizer.params.eps": "1e-8",
+    "optimizer.params.weight_decay": "0.01",
+    "scheduler.params.warmup_min_lr": "0",
+    "scheduler.params.warmup_max_lr": "1e-4",
+    "scheduler.params.warmup_num_steps": "100",
+    "scheduler.params.total_num_steps": "10000",
+    f"{_ZERO}.reduce_bucket_size": "500000000",
+    f"{_ZERO}.stage3_prefetch_bucket_size": "0",
+    f"{_ZERO}.stage3_param_persistence_threshold": "100000",
+    f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": "true",
+}
+_OWN_AUTO: Final = ("data_types.keep_in_fp32_modules", "pipeline")  # here it is a value of DeepSpeed's own
+# Sections whose reader takes "auto" for an absent key (runtime/config_utils.py); everywhere else it arrives as a string.
+_LENIENT: Final = (_ZERO, "bf16", "bfloat16", "fp16")
+
+
+def refusals(case: Case) -> Iterator[Finding]:
+    """What `initialize` would refuse, in its own words, and what it would warn of."""
+    if case.config_path is None:
+        return
+    try:
+        config = read_config(case.config_path)
+        section = load_section(config)
+    except ConfigError as failure:
+        yield from (error(*split_fault(line)) for line in str(failure).splitlines())
+        return
+    if "vertical" not in case.arms:
+        state = f'no "{SECTION}": {{}}, which asks for layer-major order' if section is None else f"{SECTION} is not in force"
+        yield ok(f"{case.config_path}: the stock arm ({state})")
+        return
+    enabled = (section or load_section({SECTION: {}})).model_copy(update={"enabled": True})  # pyright: ignore
+    try:
+        lines = check(config, enabled)
+    except ConfigError as failure:
+        yield from (error(*split_fault(line)) for line in str(failure).splitlines())
+        return
+    yield from (warning(*split_fault(line)) for line in lines)
+    yield ok(f"{case.config_path}: layer-major order, nothing that is refused")
+
+
+def deepspeed_reader(case: Case) -> Iterator[Finding]:
+    """What DeepSpeed's own reader would refuse."""
+    if case.config is None:
+        return
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = _without_auto(case.config)
+    try:
+        if isinstance(config.get(_ZERO), Mapping):
+            check_zero(config[_ZERO])
+        DeepSpeedConfig(_for_any_number_of_ranks(config))
+    except ConfigError as failure:
+        yield from (error(*split_fault(line)) for line in str(failure).splitlines())
+    except Exception as failure:  # assertions, type errors, its own: whatever it raises, the user would get
+        details = getattr(failure, "errors", None)
+        if callable(details):
+            for detail in details():
+                path = ".".join(map(str, detail["loc"]))
+                found = f"{getattr(failure, 'title', '')}.{path}: got {show(detail['input'])}; {detail['msg']}"
+                yield error(found, f'remove or mend "{detail["loc"][-1]}"')
+        else:
+            yield error(f"DeepSpeed's reader refuses it: {first_line(failure)}", f"mend it in {case.config_path}")
+    else:
+        yield ok("DeepSpeed's own reader accepts it")
+
+
+def _for_any_number_of_ranks(config: dict[str, Any]) -> dict[str, Any]:
+    """The JSON without what can be judged only once the ranks are counted; `crosscheck` has judged the rest of it."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    return {key: value for key, value in config.items() if key != keys[0] or config.get(keys[1]) is None}
+
+
+def _without_auto(value: Any) -> Any:
+    """A copy without the keys that are "auto"; the batch sizes become 1."""
+    if not isinstance(value, Mapping):
+        return copy.deepcopy(value)
+    kept = {key: _without_auto(below) for key, below in value.items() if below != "auto"}
+    ones = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return kept | {key: 1 for key in ones if value.get(key) == "auto"}
+
+
+def near_misses(case: Case) -> Iterator[Finding]:
+    """Top-level keys that DeepSpeed would ignore in silence. Those inside sections it refuses itself; see `traps` for aio."""
+    for key in case.config or {}:
+        if key in TOP_LEVEL_KEYS:
+            continue
+        near = difflib.get_close_matches(str(key), sorted(TOP_LEVEL_KEYS), n=1, cutoff=0.7)
+        if near == [SECTION]:
+            continue  # `refusals` has said it
+        nested = f'"{key}" inside {_ZERO}' if str(key).startswith(("stage3_", "offload_")) else ""
+        remedy = f'"{near[0]}": {show((case.config or {})[key])}' if near else nested or "remove it"
+        guess = f', did you mean "{near[0]}"?' if near else ""
+        severity = error if near or nested else warning
+        yield severity(f"{key}: DeepSpeed knows no such key at the top level and ignores it{guess}", remedy)
+
+
+def autos(case: Case) -> Iterator[Finding]:
+    """Values left to "auto"."""
+    for path, line in _autos(case.config or {}, ""):
+        filled = f'{path}: got "auto", which only Hugging Face\'s Trainer fills in'
+        if path.startswith(SECTION) or path.startswith(_OWN_AUTO):
+            continue  # `refusals` has said it, or DeepSpeed means it
+        if path.partition(".")[0] in _LENIENT and not path.endswith(".enabled"):
+            yield warning(f"{filled}: DeepSpeed takes its default", line)
+        elif path.partition(".")[0] in _LENIENT:
+            yield error(f"{filled}: DeepSpeed takes it for false, and the model is not trained in that precision", line)
+        else:
+            yield error(f"{filled}: DeepSpeed fails on it", line)
+
+
+def _autos(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(dotted path, line to write) of every "auto"."""
+    for key, below in value.items() if isinstance(value, Mapping) else ():
+        place = f"{path}.{key}".lstrip(".")
+        if below == "auto":
+            instead = _INSTEAD_OF_AUTO.get(place)
+            yield place, f'"{key}": {instead}' if instead else _REMOVE
+        else:
+            yield from _autos(below, place)
+
+
+def optimizer(case: Case) -> Iterator[Finding]:
+    """Arguments that CPU Adam does not take: DeepSpeed hands all of them on."""
+    given = case.at("optimizer.params")
+    kind = case.at("optimizer.type")
+    if not isinstance(given, Mapping) or str(kind).lower() not in ("adam", "adamw"):
+        return
+    if case.at(f"{_ZERO}.offload_optimizer.device") not in ("cpu", "nvme"):
+        return
+    import inspect
+
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    taken = [*inspect.signature(DeepSpeedCPUAdam.__init__).parameters][2:] + ["torch_adam", "adam_w_mode"]
+    for key in (key for key in given if key not in taken):
+        near = difflib.get_close_matches(str(key), taken, n=1) or [{"learning_rate": "lr"}.get(str(key), "")]
+        remedy = f'"{near[0]}": {show(given[key])}' if near[0] else f"remove it; known: {', '.join(taken)}"
+        remedy = '"gradient_clipping": 1.0, at the top level' if key == "max_grad_norm" else remedy
+        yield error(f"optimizer.params.{key}: DeepSpeed's CPU Adam takes no such argument", remedy)
+
+
+def precision(case: Case) -> Iterator[Finding]:
+    """Whether the device has the JSON's precision."""
+    if case.config is None:
+        return
+    from ds_vertical import compat
+
+    accelerator = compat.get_accelerator()
+    if case.at("fp16.enabled") is True and not accelerator.is_fp16_supported():
+        yield error(f"fp16.enabled: got true; this device ({compat.device_name()}) has no fp16", '"fp16": {"enabled": false}')
+    if case.at("bf16.enabled") is True and not accelerator.is_bf16_supported():
+        yield error(f"bf16.enabled: got true; this device ({compat.device_name()}) has no bf16", '"bf16": {"enabled": false}')
+    if case.at(f"{_ZERO}.offload_param.device") == "nvme" and compat.rounds_late_fp32(case.config):
+        yield warning(
+            f"{_ZERO}.offload_param.device: a model in fp32 that is not built under zero.Init would be written to SSD as bf16"
+            " (patches/0002)",
+            "with deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config)):  # build the model in it",
+        )

@@ -1,0 +1,293 @@
+"""Checks of the folder on the SSD (nvme_path): what lies under it, who else is there, and whether direct I/O really works."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ds_vertical import cgroup, files, opcache, storage
+from ds_vertical.config import ConfigError
+from ds_vertical.findings import Case, Finding, error, first_line, gib, ok, split_fault, warning
+
+_GENERATION_BYTES: Final = 14  # per parameter: fp32 master and two moments, bf16 parameter
+_LEAST_FREE_BYTES: Final = 64 << 20
+_SCARCE: Final = 0.05  # of the file system: below it file systems slow down
+_LEAST_TRIP_BYTES: Final = 8 << 20
+_MOST_TRIP_BYTES: Final = 256 << 20
+_AIO: Final = '"aio": {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": false}'
+_ANOTHER: Final = '"nvme_path": "/mnt/nvme", a folder on a local file system of the SSD (ext4, xfs)'
+
+# What is under an nvme_path and should not be: why, and what to do. A name that ends in "." is a prefix.
+_KINDS: Final = {
+    "tmpfs": ("memory, not an SSD: what is offloaded stays in host memory", _ANOTHER),
+    "ramfs": ("memory, not an SSD: what is offloaded stays in host memory", _ANOTHER),
+    "devtmpfs": ("memory, not an SSD: what is offloaded stays in host memory", _ANOTHER),
+    "overlay": ("a container's own layer, slower than the disk below and often small", "docker run -v /mnt/nvme:/mnt/nvme ..."),
+    "btrfs": ("copy-on-write and checksums cost direct I/O much of its speed", "chattr +C FOLDER  # before anything is in it"),
+    "zfs": ("before 2.3 it takes direct I/O through its own cache", _ANOTHER),
+    "ecryptfs": ("it encrypts through the page cache", _ANOTHER),
+}
+_NETWORK: Final = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "9p",
+    "virtiofs",
+    "ceph",
+    "lustre",
+    "glusterfs",
+    "beegfs",
+    "gpfs",
+    "afs",
+    "fuse.",
+)
+
+
+class Mount(NamedTuple):
+    """A line of mountinfo. `read_only`: the mount itself or the file system in it."""
+
+    point: Path
+    kind: str
+    source: str
+    read_only: bool
+
+
+def mount_of(path: Path, mountinfo: str) -> Mount:
+    """The mount that holds `path` (which exists), by the text of /proc/self/mountinfo: the deepest, of several the last."""
+    real, found = path.resolve(), Mount(Path("/"), "?", "?", False)
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
+        if real.is_relative_to(point) and len(point.parts) >= len(found.point.parts):
+            kind, source, options = after.split(" ", 2)
+            found = Mount(point, kind, source, "ro" in before.split()[5].split(",") or "ro" in options.split(","))
+    return found
+
+
+def _standing(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there. Raises OSError where that cannot be told."""
+    path = path.absolute()
+    for folder in (path, *path.parents):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            folder.stat()
+            return folder
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def existence(case: Case) -> Iterator[Finding]:
+    """There is a folder, and it is one."""
+    if not case.nvme_paths and case.config is not None:
+        yield ok("the JSON keeps nothing on SSD, so no disk was examined")
+    elif not case.nvme_paths:
+        yield warning("no folder on the SSD was named, so no disk was examined", "ds-vertical doctor --nvme-path /mnt/nvme")
+    for path in case.nvme_paths:
+        try:
+            there = _standing(path)
+        except OSError as failure:
+            yield error(f"{path}: {failure.strerror}", f"namei -l {path}  # shows which folder above it may not be entered")
+            continue
+        if not there.is_dir():
+            yield error(f"{path}: {there} is not a folder", _ANOTHER)
+        elif there != path.absolute():
+            where = f"it would be made below {there}, on {mount_of(there, _mountinfo()).source}"
+            yield warning(
+                f"{path}: no such folder; {where}: is the SSD mounted?", f"mkdir -p {path}  # once the SSD is mounted"
+            )
+
+
+def _folders(case: Case) -> Iterator[tuple[Path, Path]]:
+    """Each path with the folder that stands for it; those that `existence` finds fault with are left out."""
+    for path in case.nvme_paths:
+        with contextlib.suppress(OSError):
+            there = _standing(path)
+            if there.is_dir():
+                yield path, there
+
+
+def _mountinfo() -> str:
+    return Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+
+
+def file_system(case: Case) -> Iterator[Finding]:
+    """What the folder lies on: kinds that are no SSD, read-only mounts, rotating disks."""
+    for path, there in _folders(case):
+        mount = mount_of(there, _mountinfo())
+        network = any(mount.kind == name or (name.endswith(".") and mount.kind.startswith(name)) for name in _NETWORK)
+        if mount.read_only:
+            remount = f"mount -o remount,rw {mount.point}"
+            yield error(f"{path}: {mount.kind} of {mount.source} is mounted read-only at {mount.point}", remount)
+        elif network:
+            yield warning(f"{path}: {mount.kind} from {mount.source} is a network or shared file system, not an SSD", _ANOTHER)
+        elif mount.kind in _KINDS:
+            why, remedy = _KINDS[mount.kind]
+            yield warning(f"{path}: {mount.kind}: {why}", remedy)
+        elif _rotates(there):
+            yield warning(f"{path}: {mount.source} is a rotating disk, says the kernel", _ANOTHER)
+        else:
+            yield ok(f"{path}: {mount.kind} on {mount.source}, mounted at {mount.point}")
+
+
+def _rotates(folder: Path) -> bool:
+    """Whether the kernel calls the disk rotating. A virtual machine's (vda, xvda) is called so whatever it is."""
+    try:
+        disk = cgroup.disk_of(folder).name
+    except ConfigError:
+        return False  # no block device of its own
+    flag = Path("/sys/block", disk, "queue", "rotational")
+    return disk.startswith(("sd", "hd")) and flag.exists() and flag.read_text().strip() == "1"
+
+
+def space(case: Case) -> Iterator[Finding]:
+    """Free bytes and inodes, and how large a model they hold."""
+    for path, there in _folders(case):
+        yield judge_space(path, os.statvfs(there))
+
+
+def judge_space(path: Path, status: os.statvfs_result) -> Finding:
+    """The finding for a file system of which `status` is told."""
+    free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    millions = free / _GENERATION_BYTES / 1e6
+    room = f"{path}: {gib(free)} of {gib(total)} free: the state of {millions:.0f} M parameters, or of {millions / 2:.0f} M"
+    room += " with a second generation of files for early steps"
+    remedy = f"du -xh --max-depth=2 {path} | sort -h | tail  # then free some, or use another nvme_path"
+    if status.f_files and not status.f_favail:
+        return error(f"{path}: no inode is free: no file can be made there", remedy)
+    if free < _LEAST_FREE_BYTES:
+        return error(f"{path}: the disk is full: {gib(free)} of {gib(total)} free", remedy)
+    return ok(room) if free > _SCARCE * total else warning(room, remedy)
+
+
+# ---- the round trip
+
+
+def round_trip(case: Case) -> Iterator[Finding]:
+    """Claim a folder as a run does, reserve a file, write it past the page cache, read it back both ways, compare."""
+    for path, there in _folders(case):
+        try:
+            folder = storage.RunFolder.claim(there, storage.new_run_id(), 0)
+            try:
+                yield _transfer(path, folder.path / "round_trip", case)
+            finally:
+                folder.release()
+        except storage.StorageError as failure:
+            found, remedy = split_fault(str(failure).partition("\n")[0])
+            yield error(found, _remedy(failure.__cause__, there) or remedy)
+        except OSError as failure:
+            yield error(f"{path}: {failure}", _remedy(failure, there) or _ANOTHER)
+
+
+def _transfer(path: Path, file: Path, case: Case) -> Finding:
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+    from ds_vertical import native
+
+    aio: dict[str, Any] = get_aio_config(case.config or {})
+    block = aio["block_size"] if isinstance(aio["block_size"], int) else _LEAST_TRIP_BYTES
+    num_bytes = -(-min(max(4 * block, _LEAST_TRIP_BYTES), _MOST_TRIP_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+    files.preallocate({file: num_bytes})
+    opcache.activate()
+    if not opcache.is_own_folder() or opcache.ready_library(native.CHECKED_AIO.build_name) is None:
+        return warning(f"{path}: can be written; direct I/O not tried, our op for it is not compiled", "ds-vertical build-ops")
+    try:
+        queue = native.new_disk_queue(aio)
+    except (TypeError, ValueError, RuntimeError) as failure:
+        return error(f"aio: no queue can be made of {aio}: {first_line(failure)}", _AIO)
+    sent, received = (mmap.mmap(-1, num_bytes) for _ in range(2))
+    sent.write(os.urandom(num_bytes))
+    try:
+        queue.write(_address(sent), num_bytes, file).wait()
+        queue.read(_address(received), num_bytes, file).wait()
+    finally:
+        queue.close()
+    if not came_back(sent[:], received[:], file):
+        return error(f"{path}: {gib(num_bytes)} written past the page cache came back as other bytes", _ANOTHER)
+    return ok(f"{path}: {gib(num_bytes)} written past the page cache (O_DIRECT) and read back, the same bytes")
+
+
+def came_back(sent: bytes, received: bytes, file: Path) -> bool:
+    """Whether what was read past the page cache, and what any program reads from the file, is what was written."""
+    return received == sent and file.read_bytes() == sent
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _remedy(failure: BaseException | None, folder: Path) -> str:
+    """What mends an operation that failed with this errno; empty where nothing better is known than its own words."""
+    user = str(os.geteuid())
+    mount = mount_of(folder, _mountinfo())
+    number = failure.errno if isinstance(failure, OSError) else None
+    return {
+        errno.EROFS: f"mount -o remount,rw {mount.point}",
+        errno.EACCES: f"chown {user} {folder}",
+        errno.EPERM: f"{mount.point} ({mount.kind}) takes no files; {_ANOTHER}",
+        errno.ENOENT: f"{mount.point} ({mount.kind}) takes no files; {_ANOTHER}",
+        errno.ENOSPC: f"free space on {mount.point}",
+        errno.EDQUOT: f"raise the quota of user {user} on {mount.point}, or free space there",
+    }.get(number or 0, "")
+
+
+# ---- who else is there
+
+
+def runs(case: Case) -> Iterator[Finding]:
+    """Other runs on the disk: live ones share its rate, those of dead processes keep its space."""
+    for path, there in _folders(case):
+        if there != path.absolute():
+            continue
+        try:
+            tenants = storage.tenants(there)
+        except OSError as failure:
+            yield error(f"{path}: {failure.strerror}", _remedy(failure, there) or _ANOTHER)
+            continue
+        for tenant in tenants:
+            yield _told(tenant)
+        yield from _closed(there)
+        bare = there / "zero_stage_3"
+        if bare.is_dir():
+            held = (
+                f"{gib(_size(bare))} of a stock run without a folder of its own; the next such run deletes them, alive or not"
+            )
+            yield warning(f"{bare}: {held}", f"rm -r {bare}  # if that run is over")
+        elif not tenants:
+            yield ok(f"{path}: no other run's files")
+
+
+def _closed(folder: Path) -> Iterator[Finding]:
+    """Folders with the name of a run's that this user may not enter."""
+    for entry in folder.iterdir():
+        if re.fullmatch(r"\d{8}-\d{6}-\S+", entry.name) and entry.is_dir() and not os.access(entry, os.R_OK | os.X_OK):
+            owner = entry.stat().st_uid
+            yield warning(f"{entry}: a run of user id {owner}, who alone can see whether it is alive", f"ls -ld {entry}")
+
+
+def _told(tenant: storage.Tenant) -> Finding:
+    folder, here = tenant.folder, socket.gethostname()
+    if not tenant.live:
+        owners = ", ".join(str(owner or "a process that did not write its name") for owner in tenant.gone)
+        return warning(f"{folder}: {gib(_size(folder))} left by a run that is dead ({owners})", f"rm -r {folder}")
+    owner = tenant.live[0]
+    if owner is not None and owner.host != here:
+        return warning(f"{folder}: a run of another host ({owner}), of which nothing can be told here", f"ssh {owner.host}")
+    who = str(owner or "a process that did not write its name")
+    return warning(f"{folder}: a live run ({who}) uses the disk, which shares its rate", "wait for it, or use another disk")
+
+
+def _size(folder: Path) -> int:
+    """Bytes on the disk."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a live run's
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+    return total
