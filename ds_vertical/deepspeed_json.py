@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ds_vertical.config import SECTION
@@ -10,7 +11,7 @@ from ds_vertical.planner import Candidate, Setting
 
 _LARGE: Final = 50_000_000  # elements of a parameter, from which on stock's pool has few buffers
 _MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
-AIO: Final = {
+AIO: Final[dict[str, Any]] = {
     "block_size": 1048576,
     "queue_depth": 8,
     "intra_op_parallelism": 1,
@@ -20,7 +21,14 @@ AIO: Final = {
 
 
 def write_config(
-    candidate: Candidate, outline: Outline, *, clip: float, nvme_path: str, locked: bool, learning_rate: float = 1e-4
+    candidate: Candidate,
+    outline: Outline,
+    *,
+    clip: float,
+    nvme_path: str,
+    locked: bool,
+    aio: Mapping[str, Any] = AIO,
+    learning_rate: float = 1e-4,
 ) -> dict[str, Any]:
     """The JSON as a dict. `locked`: page-locked memory, for a device with memory of its own."""
     setting = candidate.setting
@@ -39,7 +47,7 @@ def write_config(
             "params": {"lr": learning_rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
         },
         "zero_optimization": _zero(setting, outline, nvme_path, locked),
-        "aio": dict(AIO),
+        "aio": dict(aio),
         SECTION: section(setting),
     }
 

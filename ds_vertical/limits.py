@@ -10,15 +10,15 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ds_vertical import cgroup, fio, hostmemory
+from ds_vertical.aiotune import tune
 from ds_vertical.config import ConfigError, read_config
+from ds_vertical.disktime import median_s, transfer_s
 from ds_vertical.facts import accelerator, describe_machine, versions
 from ds_vertical.limits_cache import keep_report
 from ds_vertical.machine import Machine
@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report["ssd_limit"] = json.loads(options.limited) if options.limited else None
     print(table(report["rates"]))
     print(fio_line(report["rates"]))
+    if report["aio"]:
+        print(f"fastest aio: {json.dumps(report['aio'])}")
     if not (options.limited or options.no_keep):  # a limited disk is not this machine
         print(f"kept for plans and training: {keep_report(report, options.path)}")
     if options.out:
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="of torch (default: as it chooses)")
     parser.add_argument("--size-mb", type=int, default=256, help="MB per transfer (default 256)")
     parser.add_argument("--rounds", type=int, default=3, help="the median of so many counts (default 3)")
+    parser.add_argument("--tune-aio", action="store_true", help="try aio settings first; plans write the fastest ones")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--no-keep", action="store_true", help="do not keep the report in the user's cache")
     parser.add_argument(cgroup.OPTION, metavar="READ,WRITE", help=cgroup.HELP)
@@ -90,7 +93,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(options.threads)
     num_bytes = options.size_mb << 20
     config = read_config(options.config) if options.config else {}
-    rates = ssd_rates(options.path, num_bytes, options.rounds, config)
+    tuned, tried = tune(options.path, num_bytes, options.rounds) if options.tune_aio else (None, None)
+    rates = ssd_rates(options.path, num_bytes, options.rounds, config if tuned is None else config | {"aio": tuned})
     rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
     rates |= product_rates(options.rounds)
     if options.model:
@@ -100,6 +104,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "machine": _as_machine(rates),
         "rates": rates,
         "capacity": capacity(options.path),
+        "aio": tuned,
+        "aio_rates": tried,
         "ours_over_fio": fio_ratios(rates) or None,
         "settings": settings,
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -145,16 +151,6 @@ def table(rates: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _median_s(run: Callable[[], Any], rounds: int) -> float:
-    run()  # warm: pages touched, threads started
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
-
-
 # ---- SSD
 
 
@@ -175,18 +171,18 @@ def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any])
             files = [Path(scratch, name) for name in ("read", "write")]
 
             def read(rounds: int) -> float:
-                return _transfer_s([queues[0].read], buffers[:1], files[:1], rounds)
+                return transfer_s([queues[0].read], buffers[:1], files[:1], rounds)
 
             def write(rounds: int) -> float:
-                return _transfer_s([queues[1].write], buffers[1:], files[1:], rounds)
+                return transfer_s([queues[1].write], buffers[1:], files[1:], rounds)
 
-            _transfer_s([queues[0].write, queues[1].write], buffers, files, 1)
+            transfer_s([queues[0].write, queues[1].write], buffers, files, 1)
             rates = {"ssd_read_bytes_per_s": num_bytes / read(rounds), "ssd_write_bytes_per_s": num_bytes / write(rounds)}
             # Shares of the file in proportion to the rates, so that both directions work to the end.
             fastest = max(rates.values())
             shares = [int(num_bytes * rate / fastest) // _ALIGNMENT * _ALIGNMENT for rate in rates.values()]
             pieces = [buffer[: max(_ALIGNMENT, share)] for buffer, share in zip(buffers, shares, strict=True)]
-            together = _transfer_s([queues[0].read, queues[1].write], pieces, files, rounds)
+            together = transfer_s([queues[0].read, queues[1].write], pieces, files, rounds)
             for way, piece, alone in zip(("read", "write"), pieces, list(rates.values()), strict=True):
                 rates[f"ssd_{way}_together_bytes_per_s"] = min(alone, piece.numel() / together)
             return rates | (fio.rates(Path(scratch), num_bytes, rounds, aio) if fio.installed() else {})
@@ -194,19 +190,6 @@ def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any])
         for queue, buffer in zip(queues, buffers, strict=True):
             queue.close()
             compat.unlock_host_bytes(buffer)
-
-
-def _transfer_s(issues: Sequence[Callable[..., Any]], buffers: Sequence[Any], files: Sequence[Path], rounds: int) -> float:
-    """Seconds of one whole-file transfer per queue, all at once. Raises DiskError."""
-
-    def run() -> None:
-        flying = [
-            issue(buffer.data_ptr(), buffer.numel(), file) for issue, buffer, file in zip(issues, buffers, files, strict=True)
-        ]
-        for transfer in flying:
-            transfer.wait()
-
-    return _median_s(run, rounds)
 
 
 # ---- memory, host cores, layers
@@ -221,7 +204,7 @@ def copy_rates(num_bytes: int, rounds: int) -> dict[str, float]:
             target.copy_(source)
             _synchronize()
 
-        return num_bytes / _median_s(copy, rounds)
+        return num_bytes / median_s(copy, rounds)
 
     host, other = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
     rates = {"copy_host_bytes_per_s": rate(other, host)}
@@ -245,9 +228,9 @@ def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
     try:
         tensors = [torch.full((numel,), 0.5) for _ in range(4)]
         rates = (1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True)
-        adam_s = _median_s(lambda: kernel.adam_update(kernel_id, *rates, *tensors), rounds)
+        adam_s = median_s(lambda: kernel.adam_update(kernel_id, *rates, *tensors), rounds)
         target = torch.empty(numel, dtype=torch.bfloat16)
-        cast_s = _median_s(lambda: target.copy_(tensors[0]), rounds)
+        cast_s = median_s(lambda: target.copy_(tensors[0]), rounds)
         return {"adam_elements_per_s": numel / adam_s, "cast_elements_per_s": numel / cast_s}
     finally:
         kernel.destroy_adam(kernel_id)
@@ -267,7 +250,7 @@ def norm_rate(rounds: int, numel: int = 1 << 22) -> dict[str, float]:
         memory.norm(gradient) if gradient.device.type == "cpu" else gradient.double().norm(2)
         _synchronize()
 
-    return {"norm_elements_per_s": numel / _median_s(norm, rounds)}
+    return {"norm_elements_per_s": numel / median_s(norm, rounds)}
 
 
 def product_rates(rounds: int, tokens: int = 128, width: int = 1024) -> dict[str, float]:
@@ -285,7 +268,7 @@ def product_rates(rounds: int, tokens: int = 128, width: int = 1024) -> dict[str
             torch.nn.functional.linear(inputs, weights)
             _synchronize()
 
-        rates[f"{name}_flops_per_s"] = 2 * tokens * width * width / _median_s(product, rounds)
+        rates[f"{name}_flops_per_s"] = 2 * tokens * width * width / median_s(product, rounds)
     return rates
 
 

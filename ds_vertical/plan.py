@@ -90,7 +90,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     )
     found = choose(task, machine.machine, _limits(machine, options))
     locked = not machine.machine.one_memory
-    config = write_config(found.chosen, outline, clip=options.clip, nvme_path=options.nvme_path, locked=locked)
+    tuned: dict[str, Any] = {"aio": machine.aio} if machine.aio else {}
+    config = write_config(found.chosen, outline, clip=options.clip, nvme_path=options.nvme_path, locked=locked, **tuned)
     return _report(found, outline, machine, options) | {"config": config}
 
 

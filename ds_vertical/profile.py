@@ -18,7 +18,8 @@ _TIERS: Final = ("device_bytes", "host_bytes", "ssd_bytes")
 @dataclass(frozen=True)
 class Profile:
     """`device_bytes`, `host_bytes`, `ssd_bytes`: what training may take of the whole machine, None where that is not known.
-    `flops_per_s` by dtype, as matrix products reach it. `assumed`: what the numbers rest on where nobody measured them."""
+    `flops_per_s` by dtype, as matrix products reach it. `assumed`: what the numbers rest on where nobody measured them. `aio`:
+    the settings that were fastest, None where none were tried."""
 
     name: str
     machine: Machine
@@ -28,6 +29,7 @@ class Profile:
     flops_per_s: dict[str, float]
     assumed: tuple[str, ...] = ()
     date: str | None = None
+    aio: dict[str, Any] | None = None
 
     @classmethod
     def from_dict(cls, name: str, report: Mapping[str, Any]) -> Self:
@@ -44,7 +46,7 @@ class Profile:
             check_number("rates", f"{dtype}_flops_per_s", value, 1.0, "operations per second")
         tiers = (capacity.get(tier) for tier in _TIERS)
         assumed = tuple(report.get("assumed") or ())
-        return cls(name, Machine.from_dict(report), *tiers, speeds, assumed, report.get("date"))
+        return cls(name, Machine.from_dict(report), *tiers, speeds, assumed, report.get("date"), report.get("aio"))
 
 
 def shipped() -> list[str]:
