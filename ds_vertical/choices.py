@@ -61,7 +61,7 @@ def _chosen(
     allowed, baseline = host_room(model.parameters(), resolved.host_memory_bytes)
     limits, further = Limits(None, allowed, None), forecast.further(baseline)
     case = Case(shape, profile.machine, settings, limits, regime.delay, early, further)
-    windows = WINDOWS if section.prefetch_layers is None else (resolved.prefetch_layers,)
+    windows = WINDOWS[:2] if section.prefetch_layers is None else (resolved.prefetch_layers,)
     delays = _DELAYS if section.optimizer_delay is None and early else (regime.delay,)
     best, rule = tune(case, setting, windows, [delay for delay in delays if delay < 1])
     delay = best.setting.delay if section.optimizer_delay is None and early else resolved.optimizer_delay
