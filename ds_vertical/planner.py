@@ -121,13 +121,16 @@ class Candidate:
     def parts(self, shape: ModelShape) -> Parts | None:
         return split_steps(shape, self.setting.delay) if self.setting.early else None
 
+    def coarse(self, num_layers: int) -> ModelShape:
+        """The model's first layers, each in a few pieces."""
+        elements = self.shape.layer_elements[:num_layers]
+        size = max(memory.PART_ELEMENTS, max(elements) // self.shape.num_shards // _PIECES)
+        return replace(self.shape, layer_elements=elements, part_elements=size)
+
     def simulated(self, num_layers: int) -> Timeline:
         """Steps of the model's first layers."""
-        elements = self.shape.layer_elements[:num_layers]
-        coarse = max(memory.PART_ELEMENTS, max(elements) // self.shape.num_shards // _PIECES)
-        shape = replace(self.shape, layer_elements=elements, part_elements=coarse)
-        schedule, parts = self.schedule(num_layers), self.parts(shape)
-        return simulate(schedule, self.machine, shape, steps=_STEADY_STEPS, slots=memory.SLOTS, parts=parts)
+        shape, schedule = self.coarse(num_layers), self.schedule(num_layers)
+        return simulate(schedule, self.machine, shape, steps=_STEADY_STEPS, slots=memory.SLOTS, parts=self.parts(shape))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -149,13 +152,15 @@ class Candidate:
 
     @cached_property
     def bound(self) -> Bound:
-        return step_bound(self.schedule(self.shape.num_layers), self.machine, self.shape, parts=self.parts(self.shape))
+        shape = self.coarse(self.shape.num_layers)
+        return step_bound(self.schedule(shape.num_layers), self.machine, shape, parts=self.parts(shape))
 
     @cached_property
     def traffic(self) -> Traffic:
         """Bytes of one step to and from this rank's SSD."""
-        events = self.schedule(self.shape.num_layers).events
-        return traffic_of(event_costs(events, self.machine, self.shape, self.parts(self.shape)), self.shape)
+        shape = self.coarse(self.shape.num_layers)
+        events = self.schedule(shape.num_layers).events
+        return traffic_of(event_costs(events, self.machine, shape, self.parts(shape)), shape)
 
     @property
     def items(self) -> tuple[memory.Item, ...]:

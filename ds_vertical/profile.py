@@ -34,7 +34,8 @@ class Profile:
     @classmethod
     def from_dict(cls, name: str, report: Mapping[str, Any]) -> Self:
         """From the report of `ds-vertical limits`, or a shipped file. Raises CostsError naming the key."""
-        capacity = report.get("capacity") or {}
+        capacity = report.get("capacity")
+        capacity = {} if capacity is None else capacity
         if not isinstance(capacity, Mapping):
             raise CostsError(f"capacity: got {capacity!r}; write an object with {', '.join(_TIERS)}")
         for tier in _TIERS:

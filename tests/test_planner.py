@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_vertical import memory, planner, program
+from ds_vertical import planner, program
 from ds_vertical.costs import Placement
 from ds_vertical.machine import CostsError, Machine
 from ds_vertical.outline import Outline, Seconds, estimated, shape_of
@@ -19,8 +19,7 @@ MODEL = Outline(
     "eight", 512, "bf16", 20_000_000, (50_000_000,) * 8, 10_000_000, 5.2e10, 0.0, 1e10, 4_194_304, 90_000_000, 60_000_000
 )
 GPU = Machine(3e9, 2e9, 1e9, 16, False, 2e10, 2e10, 2e9, 1.4e9, ssd_latency_s=1e-4, copy_latency_s=1e-5)
-ROOM = Limits(8e9, 24e9, 100e9)
-NOTHING = memory.Item("host", "libraries", 0, "(none)")
+ROOM = Limits(8e9, 4.5e9, 100e9)  # state has to be on SSD
 
 
 def task(tokens: int = 8192, **changes: Any) -> Task:
@@ -33,7 +32,7 @@ def test_no_other_setting_is_faster_in_the_simulator(clip: float) -> None:
     given = task(clip=clip, micro_batch_size=1)
     plan = choose(given, GPU, ROOM)
     assert plan.chosen.setting.num_micro_batches == 16
-    for case, size, blocks in planner._cases(given, GPU, ROOM, (NOTHING,)):
+    for case, size, blocks in list(planner._cases(given, GPU, ROOM, (planner._LIBRARIES,)))[:: 1 if clip else 3]:
         solution = program.solve(case)
         if solution is None:
             continue
@@ -46,7 +45,7 @@ def test_no_other_setting_is_faster_in_the_simulator(clip: float) -> None:
 def test_the_best_of_every_hand_made_setting_is_not_better() -> None:
     """Not placed by the program: a grid over what can be written into the JSON."""
     given = task(clip=0.0, micro_batch_size=1)
-    plan = choose(given, GPU, Limits(2.2e9, 24e9, 100e9))
+    plan = choose(given, GPU, Limits(1.2e9, 4.5e9, 100e9))
     assert plan.chosen.setting.placement.activations_off_device > 0
     chosen = plan.chosen
     shares = (0.0, 0.5, 1.0)
@@ -74,7 +73,7 @@ def test_the_program_the_bound_and_the_simulation_agree_in_order() -> None:
 def test_large_models_are_ranked_by_fewer_layers_and_come_out_the_same() -> None:
     large = replace(MODEL, block_elements=(50_000_000,) * 30)
     given = Task(large, 2048, lambda size: estimated(large, size, 2e13), clip=0.0, micro_batch_size=1)
-    chosen = choose(given, GPU, Limits(8e9, 48e9, 400e9)).chosen
+    chosen = choose(given, GPU, Limits(8e9, 12e9, 400e9)).chosen
     assert chosen.estimate_s == pytest.approx(chosen.step_s, rel=0.03)
 
 
