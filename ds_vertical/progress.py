@@ -29,7 +29,7 @@ from ds_vertical.trace import Tracer, now
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _ON_THE_HOST = ("ssd_read", "ssd_write", "adam")  # work whose seconds the host knows whatever the device does
-_NOT_OF_A_LAYER = ("architectures", "dtype", "num_hidden_layers", "torch_dtype", "transformers_version", "use_cache")
+_NOT_OF_THE_SHAPE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
 def cached_report(nvme_path: str | None) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ class Goals:
         self._machine = Machine.from_dict(report)
         if self._machine.one_memory != self._facts.one_memory:
             raise CostsError("the machine was measured with another accelerator; run `ds-vertical limits` again")
-        self._rates = layer_rates(report, self._facts)
+        self._rates = layer_rates(report, self._facts, getattr(engine.module, "config", None))
         self._follower = Follower(engine)
         self._known: dict[tuple[Schedule, Share, bool], Goal] = {}
 
@@ -152,23 +152,25 @@ class Goals:
         return self._known[key]
 
 
-def layer_rates(report: Mapping[str, Any], facts: Facts) -> Mapping[str, float]:
+def layer_rates(report: Mapping[str, Any], facts: Facts, config: Any) -> Mapping[str, float]:
     """The report's rates where its layer is that of this run: the same model, micro-batch, dtype and threads. Otherwise none:
-    the seconds of this run's computation were not measured."""
+    the seconds of this run's computation were not measured. `config`: the model's Hugging Face configuration, if it has one."""
     settings, rates = report.get("settings") or {}, report.get("rates") or {}
     wanted = {"dtype": _DTYPES.get(facts.dtype), "tokens": facts.tokens, "sequences": facts.sequences}
     same = all(settings.get(name) == value for name, value in wanted.items())
     same = same and settings.get("threads") in (None, facts.threads) and "layer_forward_s" in rates
-    return rates if same and _is_model(settings.get("model"), facts.model) else {}
+    return rates if same and _describes(settings.get("model"), config) else {}
 
 
-def _is_model(path: str | None, model: Mapping[str, Any] | None) -> bool:
-    """Whether the Hugging Face configuration in the file describes layers like those of the model."""
-    if path is None or model is None:
+def _describes(path: str | None, config: Any) -> bool:
+    """Whether the Hugging Face configuration in the file is that of the model, defaults filled in."""
+    if path is None or not hasattr(config, "to_dict"):
         return False
     try:
-        written = json.loads(Path(path).read_text())
-    except (OSError, ValueError):  # gone, or another file now
+        fields = json.loads(Path(path).read_text())
+        written = type(config).from_dict(fields).to_dict()
+    except (OSError, ValueError, TypeError):  # gone, or another file now
         return False
-    keys = written.keys() & model.keys() - set(_NOT_OF_A_LAYER)
-    return "model_type" in keys and all(written[key] == model[key] for key in keys)
+    own = config.to_dict()
+    keys = (written.keys() | own.keys()) - set(_NOT_OF_THE_SHAPE)
+    return fields.get("model_type") == own.get("model_type") and all(written.get(key) == own.get(key) for key in keys)

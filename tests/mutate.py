@@ -461,8 +461,15 @@ MUTATIONS = (
     Mutation(
         "seconds-of-another-model",
         "progress.py",
-        "return rates if same and _is_model",
-        "return rates if same or _is_model",
+        "return rates if same and _describes",
+        "return rates if same or _describes",
+        "test_progress.py::test_seconds_of_another_layer_are_not_taken_for_this_models",
+    ),
+    Mutation(
+        "defaults-of-a-configuration-not-compared",
+        "progress.py",
+        "keys = (written.keys() | own.keys())",
+        "keys = fields.keys()",
         "test_progress.py::test_seconds_of_another_layer_are_not_taken_for_this_models",
     ),
     Mutation(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,10 +197,18 @@ def test_the_monitor_gets_what_the_steps_were_in_both_arms(tmp_path: Path, monke
     assert len(asked) == 1 and Path(asked[0]).parent == tmp_path / "ssd"
 
 
+def written_config(file: Path, **fields: Any) -> Any:
+    """A Hugging Face configuration, and what is not a default of it in a file."""
+    from transformers import GPTNeoXConfig
+
+    config = GPTNeoXConfig(**fields)
+    file.write_text(json.dumps({"model_type": "gpt_neox", "dtype": "float32"} | fields))
+    return config
+
+
 def test_the_bound_is_that_of_the_schedule_that_ran(tmp_path: Path) -> None:
     """First step, then with steps due; with the layer's seconds where they are this model's."""
-    model = {"model_type": "mixer", "hidden_size": 512}
-    (tmp_path / "model.json").write_text(json.dumps(model | {"num_hidden_layers": 9}))
+    model = written_config(tmp_path / "model.json")
     settings = {"dtype": "fp32", "tokens": 22, "sequences": 1, "threads": None, "model": str(tmp_path / "model.json")}
     made: list[Goals] = []
     found: list[Goal] = []
@@ -209,7 +216,7 @@ def test_the_bound_is_that_of_the_schedule_that_ran(tmp_path: Path) -> None:
 
     def look(engine: Any, step: int) -> None:
         if not made:
-            engine.module.config = SimpleNamespace(to_json_string=lambda: json.dumps(model))
+            engine.module.config = model
             made.append(Goals(engine, REPORT | {"settings": settings}, 22))
         found.append(made[0].of_step(22 * 2))
         assert not made[0].of(RanStep(step + 1, engine.ran, "delayed"), 22 + 24).whole  # ragged micro-batches
@@ -255,16 +262,15 @@ def test_a_machine_of_another_kind_gives_no_bound(
     ],
 )
 def test_seconds_of_another_layer_are_not_taken_for_this_models(tmp_path: Path, changed: dict[str, Any], ours: bool) -> None:
-    model = {"model_type": "mixer", "hidden_size": 8, "dtype": "bfloat16"}
-    facts = replace(FACTS, model=model)
     file = tmp_path / "model.json"
+    model = written_config(file, hidden_size=64)
     settings = {"dtype": "bf16", "tokens": 8, "sequences": 1, "threads": None, "model": str(file)} | changed
     report = REPORT | {"settings": settings}
-    file.write_text(json.dumps(model | {"dtype": "float32", "num_hidden_layers": 2, "only_written": 1}))
-    assert layer_rates(report, facts) == (REPORT["rates"] if ours else {})
-    file.write_text(json.dumps(model | {"hidden_size": 16}))
-    assert layer_rates(report, facts) == {}
-    assert layer_rates(REPORT, facts) == {}
+    assert layer_rates(report, FACTS, model) == (REPORT["rates"] if ours else {})
+    assert layer_rates(report, FACTS, None) == layer_rates(REPORT, FACTS, model) == {}
+    for other in ({"hidden_size": 128}, {"hidden_size": 64, "hidden_act": "relu"}, {}):  # the last one: another by default
+        written_config(file, **other)
+        assert layer_rates(report, FACTS, model) == {}
 
 
 # ---- numbers
