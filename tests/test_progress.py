@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -46,9 +47,10 @@ REPORT: dict[str, Any] = {
 
 
 @pytest.fixture
-def screen() -> Iterator[Terminal]:
-    with terminal() as made:
-        yield made
+def on_screen() -> Iterator[Callable[[], Terminal]]:
+    """To be called by the test: between its fixtures and the test pytest takes the streams for itself."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(terminal())
 
 
 def own_attributes(screen: Terminal) -> list[set[str]]:
@@ -59,7 +61,8 @@ def own_attributes(screen: Terminal) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["vertical", "stock"])
-def test_the_line_stands_below_what_a_step_prints_and_goes_with_it(screen: Terminal, enabled: bool) -> None:
+def test_the_line_stands_below_what_a_step_prints_and_goes_with_it(on_screen: Callable[[], Terminal], enabled: bool) -> None:
+    screen = on_screen()
     engine = initialize(config=host_config(enabled=enabled))
     screen.clear()
     logger, handler = logging.getLogger("a user's"), logging.StreamHandler(screen.stream)
@@ -112,7 +115,8 @@ def test_the_line_is_for_terminals_unless_the_key_says_otherwise(
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["vertical", "stock"])
-def test_an_error_in_a_step_takes_the_line_away(screen: Terminal, enabled: bool) -> None:
+def test_an_error_in_a_step_takes_the_line_away(on_screen: Callable[[], Terminal], enabled: bool) -> None:
+    screen = on_screen()
     engine = initialize(config=host_config(enabled=enabled))
     screen.clear()
     attributes = own_attributes(screen)
@@ -363,7 +367,8 @@ def test_words_that_find_no_room_are_left_out_from_the_end() -> None:
         assert screen.lines() == ["step 12"]
 
 
-def test_text_without_an_end_keeps_the_line_away(screen: Terminal) -> None:
+def test_text_without_an_end_keeps_the_line_away(on_screen: Callable[[], Terminal]) -> None:
+    screen = on_screen()
     with StatusLine(["step 1"]):
         print("loss: ", end="", flush=True)
         assert screen.lines() == ["loss:"]
@@ -373,7 +378,8 @@ def test_text_without_an_end_keeps_the_line_away(screen: Terminal) -> None:
     assert screen.lines() == ["loss: 3.0", "and more"]
 
 
-def test_a_users_own_bar_stays_where_it_is(screen: Terminal) -> None:
+def test_a_users_own_bar_stays_where_it_is(on_screen: Callable[[], Terminal]) -> None:
+    screen = on_screen()
     with tqdm(total=4, bar_format="{desc} {n}/{total}", desc="mine", mininterval=0) as bar:
         for count in range(1, 3):
             with StatusLine(["step", str(count)]):
@@ -385,7 +391,8 @@ def test_a_users_own_bar_stays_where_it_is(screen: Terminal) -> None:
             assert screen.lines() == ["written"] * count + [f"mine {count}/4"]
 
 
-def test_somebody_elses_detour_is_left_alone(screen: Terminal) -> None:
+def test_somebody_elses_detour_is_left_alone(on_screen: Callable[[], Terminal]) -> None:
+    screen = on_screen()
     heard: list[str] = []
     with StatusLine(["step 1"]):
         inner = screen.stream.write
