@@ -83,8 +83,7 @@ class VerticalConfig(BaseModel):
     every rank. Without clipping the early steps are then taken in place, with one generation of files (14 bytes per
     parameter less on the SSD), so that the live state is torn afterwards. Not with a dynamic loss scale."""
     gradient_host_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the gradients that wait for their step in host memory; the others wait on SSD, written once and read once.
-    Null: 1, all in host memory."""
+    """Share of the waiting gradients that do so in host memory; the others wait on SSD, written and read once. Null: 1."""
     keep_gradients: bool = False
     """True: keep every gradient of the last step in host memory (4 bytes per parameter) until the next step sums new ones,
     for safe_get_full_grad and safe_get_local_grad."""
@@ -98,28 +97,27 @@ class VerticalConfig(BaseModel):
     """Seed of these streams. Null: torch.initial_seed() at initialize."""
     trace: Annotated[StrictStr, StringConstraints(min_length=1)] | None = None
     """Folder for one JSONL file per rank with each step's spans, waits and counters (`trace.py`). Null: off."""
+    progress: bool | None = None
+    """A line below a step's output on rank 0: tokens/s, fraction of the bound, busiest resource. Null: on a terminal."""
 
 
 # What each key accepts, and an example; the start of the error for a wrong value.
 _EXPECTED: Mapping[str, tuple[str, str]] = {
-    "enabled": ("true or false", "true"),
+    **dict.fromkeys(("enabled", "overlap", "seed_micro_batches"), ("true or false", "true")),
+    **dict.fromkeys(("snake", "keep_gradients"), ("true or false", "false")),
+    **dict.fromkeys(("optimizer_speculation", "progress"), ("true, false or null", "null")),
     "order": ('"vertical" or "horizontal"', '"vertical"'),
     "layers": ("null (discover) or a list with at least one dotted module path", '["model.layers"] or null'),
     "blocks_per_layer": ("an integer >= 1", "1"),
-    "snake": ("true or false", "false"),
-    "overlap": ("true or false", "true"),
     "prefetch_layers": ("an integer >= 0, or null", "1 or null"),
     "optimizer_delay": ("a number from 0 to 1, or null", "1 or null"),
-    "optimizer_speculation": ("true, false or null", "null"),
     "on_nonfinite": ('"skip" or "stop"', '"skip"'),
     "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
-    "keep_gradients": ("true or false", "false"),
     "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
     "activations": ('an object with "device", "share", "host_share"', '{"device": "ssd"}'),
     "activations.device": ('"device", "host", "ssd" or null', '"ssd"'),
     "activations.share": ("a number from 0 to 1", "0.5"),
     "activations.host_share": ("a number from 0 to 1", "0.25"),
-    "seed_micro_batches": ("true or false", "true"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
 }
@@ -354,6 +352,7 @@ class Resolved:
     seed_micro_batches: bool
     seed: int | None
     trace: str | None
+    progress: bool | None
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
     @property
@@ -368,6 +367,7 @@ _LATER: Mapping[str, str] = {
     "optimizer_delay": "0.25 where layers can be stepped during the backward, else 1",
     "optimizer_speculation": "where it would lately have come true",
     "host_memory_bytes": "what the machine has at start",
+    "progress": "where rank 0's stderr is a terminal",
 }
 
 

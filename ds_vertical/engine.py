@@ -31,6 +31,7 @@ from ds_vertical.native import new_disk_queue
 from ds_vertical.optimizer import VerticalStage3, check_optimizer
 from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
+from ds_vertical.progress import Progress
 from ds_vertical.stores import describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
 from ds_vertical.sweeps import Body, Sweeps
 
@@ -99,8 +100,8 @@ def _initialize_stock(config: dict[str, Any], resolved: Resolved | None, **kwarg
         config = prepare(config)
     returned = compat.stock_initialize(config=config, **kwargs)
     seeded = resolved is not None and resolved.seed_micro_batches
-    loop = StockLoop(returned[0], resolved.seed if resolved is not None and seeded else None)
-    _bind(returned[0], loop)
+    progress = Progress(returned[0], resolved.progress if resolved is not None else None)
+    _bind(returned[0], StockLoop(returned[0], resolved.seed if resolved is not None and seeded else None, progress))
     return returned
 
 
@@ -173,6 +174,8 @@ class VerticalEngine(compat.DeepSpeedEngine):
         self.layers = layers
         self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
+        progress = Progress(self, vertical.progress, folder)
+        self.tracer = progress.metered(self.tracer)
         compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
         hostmemory.trim()  # what stock freed of the fp32 copies from which it wrote the optimizer's state
         device = torch.device(compat.device_name())
@@ -194,7 +197,7 @@ class VerticalEngine(compat.DeepSpeedEngine):
         )
         self._activations = open_activations(vertical, layers, folder, new_queue, device)
         self._sweeps = Sweeps(layers, self._params, overlap=vertical.overlap, tracer=self.tracer, activations=self._activations)
-        self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None)
+        self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)
         tiers = ", ".join(f"{tier} {count}" for tier, count in self._params.bytes_by_tier().items())
         compat.log(
             f"ds_vertical: vertical schedule ACTIVE: order {vertical.order}, {layers.describe()}; bytes of parameters on this"

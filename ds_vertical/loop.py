@@ -13,6 +13,7 @@ from ds_vertical import batches as micro
 from ds_vertical import compat, ranks
 from ds_vertical.batches import LossFn
 from ds_vertical.metrics import StepRecorder
+from ds_vertical.progress import Progress
 from ds_vertical.survey import Surveyor
 from ds_vertical.threadstate import ThreadState, applied
 
@@ -20,12 +21,14 @@ from ds_vertical.threadstate import ThreadState, applied
 class Loop:
     """One arm's training loop over an engine; subclasses do the work of a step.
 
-    `seed`: base of the micro-batches' random streams, None where the caller's own stream is used.
+    `seed`: base of the micro-batches' random streams, None where the caller's own stream is used. `progress`: hears of every
+    step.
     """
 
-    def __init__(self, engine: Any, seed: int | None) -> None:
+    def __init__(self, engine: Any, seed: int | None, progress: Progress) -> None:
         self.engine = engine
         self.seed = seed
+        self.progress = progress
         self.device = torch.device(compat.device_name())
         self._recorder: StepRecorder | None = None
         self._recorder_asked = False
@@ -59,18 +62,11 @@ class Loop:
         batches = micro.collect(self._iterator(data_iter), self.engine.gradient_accumulation_steps(), self.device)
         if not self.engine.module.training:
             self.engine.module.train()
-        if recorder is not None:
-            recorder.begin()
-        losses = self.run(batches, loss_fn)
-        if recorder is not None:
-            recorder.end(
-                engine=type(self.engine).__name__,
-                losses=[float(loss) for loss in losses],
-                tokens=micro.count_tokens(batches),
-                tied=shares_weights(self.engine.module),
-            )
-            self._survey(recorder, micro.count_tokens(batches[:1]))
-        return micro.mean_loss(losses)
+        with self.progress.step():
+            losses = self._recorded(recorder, batches, loss_fn)
+        loss = micro.mean_loss(losses)
+        self.progress.note(loss, batches)
+        return loss
 
     def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
         """Mean loss over up to `gradient_accumulation_steps` micro-batches, in evaluation mode, without gradients.
@@ -102,6 +98,21 @@ class Loop:
         if self._own_data is None:
             self._own_data = _epochs(self.engine.training_dataloader)
         return self._own_data
+
+    def _recorded(self, recorder: StepRecorder | None, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        """`run`, with the step's record where somebody asked for one."""
+        if recorder is None:
+            return self.run(batches, loss_fn)
+        recorder.begin()
+        losses = self.run(batches, loss_fn)
+        recorder.end(
+            engine=type(self.engine).__name__,
+            losses=[float(loss) for loss in losses],
+            tokens=micro.count_tokens(batches),
+            tied=shares_weights(self.engine.module),
+        )
+        self._survey(recorder, micro.count_tokens(batches[:1]))
+        return losses
 
     def _survey(self, recorder: StepRecorder, tokens: int) -> None:
         """The vertical arm's account of the step, beside its record; `tokens` of one micro-batch."""

@@ -9,21 +9,36 @@ from typing import Any
 import torch
 
 from ds_vertical import compat, ranks
-from ds_vertical.account import AccountWriter, Facts, Share
+from ds_vertical.account import AccountWriter, Facts, RanStep, Share
+
+
+class Follower:
+    """What each step of one engine ran; made before or right after its first step, and asked after every step."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._num_steps = 0
+        self._due: Share = "delayed"
+
+    def step(self) -> RanStep:
+        """The step that has just ended."""
+        self._num_steps += 1
+        ran = RanStep(self._num_steps, self._engine.ran, self._due)
+        self._due = self._engine.optimizer._share  # of what this step has left to the next one
+        return ran
 
 
 class Surveyor:
     """Keeps the account of one engine in `folder`; made before its first recorded step."""
 
     def __init__(self, engine: Any, folder: Path, tokens: int) -> None:
-        self._engine = engine
+        self._follower = Follower(engine)
         self._writer = AccountWriter(folder, facts_of(engine, tokens))
-        self._due: Share = "delayed"
 
     def step(self) -> None:
         """Note the step that has just ended."""
-        self._writer.step(self._engine.ran, self._due)
-        self._due = self._engine.optimizer._share  # of what this step has left to the next one
+        ran = self._follower.step()
+        self._writer.step(ran.schedule, ran.due)
 
 
 def facts_of(engine: Any, tokens: int) -> Facts:

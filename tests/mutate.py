@@ -424,6 +424,84 @@ MUTATIONS = (
     Mutation(
         "stubs-left-on", "stubs.py", 'block.module.__dict__.pop("forward", None)', "pass", f"{_TOY_FAULT}[layer]"
     ),
+    # what a run says of its steps
+    Mutation(
+        "line-without-a-terminal",
+        "progress.py",
+        "is_terminal(sys.stderr) if shown is None else shown",
+        "shown is not False",
+        "test_progress.py::test_the_line_is_for_terminals_unless_the_key_says_otherwise",
+    ),
+    Mutation(
+        "line-in-the-way-of-text",
+        "statusline.py",
+        "self._bar.clear(nolock=True)",
+        "pass",
+        "test_progress.py::test_the_line_stands_below_what_a_step_prints_and_goes_with_it",
+    ),
+    Mutation(
+        "line-left-after-the-step",
+        "statusline.py",
+        "self._bar.close()",
+        "pass",
+        "test_progress.py::test_the_line_stands_below_what_a_step_prints_and_goes_with_it",
+    ),
+    Mutation(
+        "detour-left-after-the-step",
+        "statusline.py",
+        'del attributes["write"]',
+        "pass",
+        "test_progress.py::test_an_error_in_a_step_takes_the_line_away",
+    ),
+    Mutation(
+        "every-rank-says-how-it-goes",
+        "progress.py",
+        "first = ranks.rank() == 0",
+        "first = True",
+        "test_ranks.py::test_the_first_rank_alone_says_how_the_steps_go",
+    ),
+    Mutation(
+        "seconds-of-another-model",
+        "progress.py",
+        "return rates if same and _describes",
+        "return rates if same or _describes",
+        "test_progress.py::test_seconds_of_another_layer_are_not_taken_for_this_models",
+    ),
+    Mutation(
+        "defaults-of-a-configuration-not-compared",
+        "progress.py",
+        "keys = (written.keys() | own.keys())",
+        "keys = fields.keys()",
+        "test_progress.py::test_seconds_of_another_layer_are_not_taken_for_this_models",
+    ),
+    Mutation(
+        "ragged-step-with-an-even-ones-seconds",
+        "progress.py",
+        "bool(self._rates) and tokens == self._facts.tokens * ran.schedule.num_micro_batches",
+        "bool(self._rates)",
+        "test_progress.py::test_the_bound_is_that_of_the_schedule_that_ran",
+    ),
+    Mutation(
+        "bound-of-the-first-step-for-all",
+        "progress.py",
+        "key = (ran.schedule, ran.due, whole)",
+        "key = (next(iter(self._known), (ran.schedule,))[0], ran.due, whole)",
+        "test_progress.py::test_the_bound_is_that_of_the_schedule_that_ran",
+    ),
+    Mutation(
+        "seconds-of-other-steps-are-busy",
+        "pace.py",
+        "(max(begun, start), min(ended, end))",
+        "(begun, ended)",
+        "test_progress.py::test_the_meter_counts_each_second_of_the_step_once_and_passes_all_on",
+    ),
+    Mutation(
+        "trace-lost-beside-a-meter",
+        "pace.py",
+        "self._inner.span(resource, name, start, end, num_bytes, issue=issue)",
+        "pass",
+        "test_progress.py::test_a_traced_step_was_as_busy_as_its_trace_says",
+    ),
     # costs
     Mutation(
         "simulated-event-does-not-wait",

@@ -8,6 +8,7 @@ the options those of `config`.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -149,6 +150,22 @@ def stop(folder: Path, rank: int, clip: float) -> list[str]:
     return told
 
 
+def watch(folder: Path, rank: int) -> dict[str, Any]:
+    """Two steps with the line drawn whatever stderr is, and a monitor: what this rank wrote there."""
+    made = config(folder, "fp32", tier="cpu")
+    made["vertical_schedule"]["progress"] = True
+    monitors = folder.parent / "monitors"
+    made["csv_monitor"] = {"enabled": True, "output_path": str(monitors), "job_name": f"rank{rank}"}
+    with harness.running(made, OddModel, vertical=True) as (engine, _), mock.patch.object(sys, "stderr", io.StringIO()) as err:
+        for step in batches(rank, 2)[:2]:
+            engine.train_batch(iter(step))
+        return {
+            "line": err.getvalue(),
+            "rows": {path.name: path.read_text() for path in monitors.glob(f"rank{rank}/*.csv")},
+            "tokens": [sum(batch["input_ids"].numel() for batch in step) for step in batches(rank, 2)[:2]],
+        }
+
+
 def lack_room(folder: Path, rank: int, delay: float | None) -> Any:
     """Two steps where rank 1 has room for one generation of files only: this rank's regime, second generation of files and
     losses; or the error's name."""
@@ -212,6 +229,7 @@ def main() -> int:
         results[run["name"]] = vars(made)
     results["stop"] = [stop(Path(job["folder"]), rank, clip) for clip in (0.0, 0.5)]
     results["room"] = [lack_room(Path(job["folder"]), rank, delay) for delay in (None, 0.3)]
+    results["watched"] = watch(Path(job["folder"]), rank)
     results["gradient room"] = lack_gradient_room(Path(job["folder"]), rank)
     torch.save(results, Path(job["out"]) / f"rank{rank}.pt")
     return 0

@@ -163,10 +163,10 @@ def test_monitor_scheduler_and_counters(tmp_path: Path) -> None:
         config = ssd_config(tmp_path / "ssd", csv_monitor=monitor)
         run_arm(config, build_model, token_batches(3, 2), vertical=vertical)
     rows = {
-        vertical: {path.name: list(csv.reader(path.open())) for path in (tmp_path / str(vertical)).glob("*.csv")}
+        vertical: {path.name: list(csv.reader(path.open())) for path in (tmp_path / str(vertical)).glob("Train_Samples_*.csv")}
         for vertical in (False, True)
     }
-    assert rows[True] == rows[False]
+    assert rows[True] == rows[False] and set(rows[True]) == {"Train_Samples_lr.csv", "Train_Samples_train_loss.csv"}
     assert [row[0] for row in rows[True]["Train_Samples_lr.csv"]] == ["step", "2", "4", "6"]
 
 

@@ -210,6 +210,14 @@ def test_a_norm_that_is_not_finite_on_one_rank_stops_both(fp32: TwoRanks) -> Non
     assert [rank["stop"] for rank in fp32.ranks] == [expected, expected]
 
 
+def test_the_first_rank_alone_says_how_the_steps_go(fp32: TwoRanks) -> None:
+    first, second = (rank["watched"] for rank in fp32.ranks)
+    assert "step 2 | " in first["line"] and "Train_vertical_tokens_per_s.csv" in first["rows"]
+    assert second["line"] == "" and second["rows"] == {}
+    seconds, rate = (first["rows"][f"Train_vertical_{name}.csv"].split()[1].split(",") for name in ("step_s", "tokens_per_s"))
+    assert float(rate[1]) * float(seconds[1]) == pytest.approx(2 * first["tokens"][0])  # of both ranks
+
+
 def test_room_that_one_rank_lacks_no_rank_uses(fp32: TwoRanks) -> None:
     """Both step late, and keep no second generation; where early steps were asked for, both refuse."""
     late = [losses[:2] for losses in fp32.each(f"delay {DELAYS[1]}", "losses")]
