@@ -20,6 +20,7 @@ from ds_vertical import batches as micro
 from ds_vertical import compat, ranks
 from ds_vertical.account import Account, Facts, RanStep, Share
 from ds_vertical.bound import step_bound
+from ds_vertical.limits_cache import training_report
 from ds_vertical.machine import CostsError, Machine
 from ds_vertical.pace import BusyMeter, Goal, Pace, Reading
 from ds_vertical.schedule import Schedule
@@ -30,11 +31,6 @@ from ds_vertical.trace import Tracer, now
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _ON_THE_HOST = ("ssd_read", "ssd_write", "adam")  # work whose seconds the host knows whatever the device does
 _NOT_OF_THE_SHAPE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-
-
-def cached_report(nvme_path: str | None) -> dict[str, Any] | None:
-    """The report of `ds-vertical limits` for this machine and the disk of that path; None where nothing was measured."""
-    return None
 
 
 class Progress:
@@ -114,7 +110,7 @@ class Progress:
         """Where a schedule runs, on a machine that was measured. `tokens` of one micro-batch."""
         if not hasattr(self._engine, "ran"):
             return None
-        report = cached_report(None if self._folder is None else str(self._folder))
+        report = training_report(None if self._folder is None else str(self._folder))
         try:
             return None if report is None else Goals(self._engine, report, tokens)
         except CostsError as error:

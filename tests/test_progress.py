@@ -165,7 +165,7 @@ def monitored(tmp_path: Path, vertical: bool, look: Callable[[Any, int], None] |
 
 def test_the_monitor_gets_what_the_steps_were_in_both_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(progress, "cached_report", lambda path: asked.append(path) or REPORT)
+    monkeypatch.setattr(progress, "training_report", lambda path: asked.append(path) or REPORT)
     bounds: list[float] = []
 
     def look(engine: Any, step: int) -> None:
@@ -244,7 +244,7 @@ def test_a_machine_of_another_kind_gives_no_bound(
     rates = {"one_memory": False, "copy_in_bytes_per_s": 1e9, "copy_out_bytes_per_s": 1e9}
     reports: list[Mapping[str, Any]] = [{"machine": REPORT["machine"] | rates}, {"machine": {"host_cores": 0}}]
     for report, words in zip(reports, ["another accelerator", "machine.ssd_read_bytes_per_s: missing"], strict=True):
-        monkeypatch.setattr(progress, "cached_report", lambda path, report=report: report)
+        monkeypatch.setattr(progress, "training_report", lambda path, report=report: report)
         engine = initialize(config=host_config(progress=True))
         engine.train_batch(iter(token_batches(1, 1)[0]))
         assert words in capsys.readouterr().out
