@@ -184,7 +184,7 @@ def _aio_keys(case: Case) -> Iterator[Finding]:
         if key in AIO_KEYS:
             continue
         near = _OLD_AIO_KEYS.get(key) or next(iter(difflib.get_close_matches(str(key), sorted(AIO_KEYS), n=1)), None)
-        origin = ", which ds_nvme_tune prints" if key == "num_threads" else ""
+        origin = ", which ds_nvme_tune prints," if key == "num_threads" else ""
         known = ", ".join(sorted(AIO_KEYS))
         remedy = f'"{near}": {show(aio[key])}  # in aio, in its place' if near else f"remove it; known: {known}"
         yield warning(f"aio.{key}: DeepSpeed reads no such key{origin} and ignores it", remedy)
