@@ -40,7 +40,7 @@ CHECKS: Final = (
     Check("other runs", "ds_vertical.ssdpath.runs"),
     Check("device", "ds_vertical.hardware.device"),
     Check("processor", "ds_vertical.hardware.processor"),
-    Check("internals", "ds_vertical.installation.internals", "pip install --force-reinstall torch deepspeed==0.19.8"),
+    Check("internals", "ds_vertical.installation.internals", "pip install --force-reinstall ds-vertical"),
     Check("reader", "ds_vertical.jsoncheck.deepspeed_reader"),
     Check("optimizer", "ds_vertical.jsoncheck.optimizer"),
     Check("precision", "ds_vertical.jsoncheck.precision"),

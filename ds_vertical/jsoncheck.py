@@ -68,6 +68,7 @@ def deepspeed_reader(case: Case) -> Iterator[Finding]:
     """What DeepSpeed's own reader would refuse."""
     if case.config is None:
         return
+    import pydantic
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config = _without_auto(case.config)
@@ -77,15 +78,12 @@ def deepspeed_reader(case: Case) -> Iterator[Finding]:
         DeepSpeedConfig(_for_any_number_of_ranks(config))
     except ConfigError as failure:
         yield from (error(*split_fault(line)) for line in str(failure).splitlines())
+    except pydantic.ValidationError as failure:
+        for detail in failure.errors():
+            path = ".".join(map(str, (failure.title, *detail["loc"])))
+            yield error(f"{path}: got {show(detail['input'])}; {detail['msg']}", f'remove or mend "{path.rpartition(".")[2]}"')
     except Exception as failure:  # assertions, type errors, its own: whatever it raises, the user would get
-        details = getattr(failure, "errors", None)
-        if callable(details):
-            for detail in details():
-                path = ".".join(map(str, detail["loc"]))
-                found = f"{getattr(failure, 'title', '')}.{path}: got {show(detail['input'])}; {detail['msg']}"
-                yield error(found, f'remove or mend "{detail["loc"][-1]}"')
-        else:
-            yield error(f"DeepSpeed's reader refuses it: {first_line(failure)}", f"mend it in {case.config_path}")
+        yield error(f"DeepSpeed's reader refuses it: {first_line(failure)}", f"mend it in {case.config_path}")
     else:
         yield ok("DeepSpeed's own reader accepts it")
 

@@ -117,18 +117,18 @@ def _saves_nothing(case: Case) -> Iterator[Finding]:
 
 def _pipeline_buffers(case: Case) -> Iterator[Finding]:
     """Adam has four tensors per sub-group: those being stepped, with `pipeline_read` the next ones, with `pipeline_write` the
-    three of the last ones that are still being written."""
+    last ones, of which the gradient's buffer is given back with those that are still being written."""
     if not _state_on_ssd(case):
         return
     count, origin = _number(case.at(f"{_STATE}.buffer_count"), 4)
     reads, writes = (case.at(f"{_STATE}.pipeline_{way}") is True for way in ("read", "write"))
-    needed = 4 + 4 * reads + 3 * writes
+    needed = 4 + 4 * reads + 4 * writes
     if count < needed:
         flags = " and ".join(f"pipeline_{way}" for way, on in (("read", reads), ("write", writes)) if on) or "Adam"
         yield warning(
             f"{_STATE}.buffer_count: {count:.0f} ({origin}): {flags} needs {needed} as soon as there are several sub-groups:"
             " stock runs out of swap buffers",
-            f'"buffer_count": {12 if reads or writes else 4}  # in offload_optimizer',
+            f'"buffer_count": {needed}  # in offload_optimizer',
         )
 
 
@@ -180,13 +180,13 @@ def _one_micro_batch(case: Case) -> Iterator[Finding]:
 
 def _aio_keys(case: Case) -> Iterator[Finding]:
     aio = (case.config or {}).get("aio")
-    for key in aio if isinstance(aio, Mapping) else ():
+    for key, value in aio.items() if isinstance(aio, Mapping) else ():
         if key in AIO_KEYS:
             continue
         near = _OLD_AIO_KEYS.get(key) or next(iter(difflib.get_close_matches(str(key), sorted(AIO_KEYS), n=1)), None)
-        origin = ", which ds_nvme_tune prints" if key == "num_threads" else ""
+        origin = ", which ds_nvme_tune prints," if key == "num_threads" else ""
         known = ", ".join(sorted(AIO_KEYS))
-        remedy = f'"{near}": {show(aio[key])}  # in aio, in its place' if near else f"remove it; known: {known}"
+        remedy = f'"{near}": {show(value)}  # in aio, in its place' if near else f"remove it; known: {known}"
         yield warning(f"aio.{key}: DeepSpeed reads no such key{origin} and ignores it", remedy)
 
 

@@ -80,9 +80,9 @@ def test_a_check_that_raises_dies_or_leaves_takes_no_other_along(broken: Path) -
 
 
 def test_a_check_that_hangs_is_given_up_and_ended(broken: Path) -> None:
-    still, given_up, after = examine(checks_of("hanging", "fine"), Case(), limit_s=6.0)
+    still, given_up, after = examine(checks_of("hanging", "fine"), Case(), limit_s=4.0)
     assert still.severity == "ok" and after.check == "1 fine"
-    assert given_up.severity == "error" and "said nothing for 6 s" in given_up.found and given_up.check == "0 hanging"
+    assert given_up.severity == "error" and "said nothing for 4 s" in given_up.found and given_up.check == "0 hanging"
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(broken).encode() in _bytes(path)]
 
 
@@ -476,18 +476,12 @@ def test_a_folder_that_takes_no_files_is_a_sentence(path: str) -> None:
     assert said.severity == "error" and said.found.startswith(path) and "takes no files" in said.remedy
 
 
-def test_an_aio_section_that_no_queue_takes_is_a_sentence(tmp_path: Path) -> None:
-    config = harness.base_config(tmp_path) | {"aio": {"single_submit": "false"}}
-    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize("aio", [{"single_submit": "false"}, {"block_size": 1_000_000}])
+def test_an_aio_section_that_no_queue_takes_is_a_sentence(tmp_path: Path, aio: dict[str, Any]) -> None:
+    (tmp_path / "ds_config.json").write_text(json.dumps(harness.base_config(tmp_path) | {"aio": aio}))
     (said,) = ssdpath.round_trip(Case(tmp_path / "ds_config.json", tmp_path))
     assert said.severity == "error" and said.found.startswith("aio: no queue") and said.remedy.startswith('"aio": {')
-
-
-def test_a_block_size_that_direct_io_refuses_shows_in_the_round_trip(tmp_path: Path) -> None:
-    config = harness.base_config(tmp_path) | {"aio": {"block_size": 1_000_000}}
-    (tmp_path / "ds_config.json").write_text(json.dumps(config))
-    (said,) = ssdpath.round_trip(Case(tmp_path / "ds_config.json", tmp_path))
-    assert said.severity == "error" and "EINVAL" in said.found
+    assert list(tmp_path.iterdir()) == [tmp_path / "ds_config.json"]
 
 
 CUT = """
@@ -529,7 +523,10 @@ for check in (ssdpath.file_system, ssdpath.space, ssdpath.round_trip):
     ("options", "lines"),
     [
         ("ro", ["error {0}: tmpfs of none is mounted read-only at {0} -> mount -o remount,rw {0}", "Read-only file system"]),
-        ("size=1m", ["error {0}: the disk is full: 1.0 MiB of 1.0 MiB free", "No space left on device", "free space on {0}"]),
+        (
+            "size=1m",
+            ["error {0}: the disk is full: 1.0 MiB of 1.0 MiB free", "preallocate: needs 8388608 more bytes", "-> free "],
+        ),
     ],
 )
 def test_a_disk_that_is_read_only_or_full_is_a_sentence(tmp_path: Path, options: str, lines: list[str]) -> None:
