@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from ds_vertical.findings import Case, Finding
+from ds_vertical.finding import Case, Finding
 from ds_vertical.isolated import LIMIT_S, Check, examine
 
 _ERRORS_FOUND: Final = 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ds_vertical import hostmemory, opcache
-from ds_vertical.findings import Case, Finding, error, gib, ok, warning
+from ds_vertical.finding import Case, Finding, error, gib, ok, warning
 
 _SIMD: Final = {
     "-D__AVX512__": "AVX-512, 16 floats",

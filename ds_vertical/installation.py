@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from ds_vertical import buildlock, opcache
-from ds_vertical.findings import Case, Finding, error, first_line, ok, split_fault, warning
+from ds_vertical.finding import Case, Finding, error, first_line, ok, split_fault, warning
 
 _DISTRIBUTION: Final = "ds-vertical"
 _EXTRAS: Final = ("hf", "plot", "plan")

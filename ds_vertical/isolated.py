@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_vertical.findings import Case, Finding, error, first_line
+from ds_vertical.finding import Case, Finding, error, first_line
 
 LIMIT_S = 180.0  # of silence: a first import of torch from a slow disk takes a minute
 _GOODBYE_S = 5.0

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ds_vertical.arms import TOP_LEVEL_KEYS, check_zero
 from ds_vertical.config import SECTION, ConfigError, load_section, read_config, show
 from ds_vertical.crosscheck import check
-from ds_vertical.findings import Case, Finding, error, first_line, ok, split_fault, warning
+from ds_vertical.finding import Case, Finding, error, first_line, ok, split_fault, warning
 
 _ZERO: Final = "zero_optimization"
 _REMOVE: Final = "remove the key: DeepSpeed's default"

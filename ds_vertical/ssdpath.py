@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from ds_vertical import cgroup, files, opcache, storage
 from ds_vertical.config import ConfigError
-from ds_vertical.findings import Case, Finding, error, first_line, gib, ok, split_fault, warning
+from ds_vertical.finding import Case, Finding, error, first_line, gib, ok, split_fault, warning
 
 _GENERATION_BYTES: Final = 14  # per parameter: fp32 master and two moments, bf16 parameter
 _LEAST_FREE_BYTES: Final = 64 << 20

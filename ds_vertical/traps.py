@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from ds_vertical.arms import AIO_KEYS
 from ds_vertical.config import show
 from ds_vertical.crosscheck import max_in_cpu_warning
-from ds_vertical.findings import Arm, Case, Finding, error, split_fault, warning
+from ds_vertical.finding import Arm, Case, Finding, error, split_fault, warning
 
 _ZERO: Final = "zero_optimization"
 _PARAM: Final = f"{_ZERO}.offload_param"

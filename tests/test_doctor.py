@@ -16,7 +16,7 @@ import harness
 import pytest
 
 from ds_vertical import buildlock, doctor, findings, hardware, installation, native, opcache, ssdpath, storage
-from ds_vertical.findings import Case, Finding
+from ds_vertical.finding import Case, Finding
 from ds_vertical.isolated import Check, examine
 
 HOME = Path(findings.__file__).parents[1]  # of the package under test
@@ -24,7 +24,7 @@ CHEAP = ("config", "keys", "auto", "traps", "ssd", "file system", "free space", 
 
 BROKEN_CHECKS = """
 import os, signal, sys, time
-from ds_vertical.findings import ok
+from ds_vertical.finding import ok
 
 def fine(case):
     print("words that belong to nobody")
@@ -346,7 +346,7 @@ def test_an_accelerator_that_deepspeed_does_not_know(monkeypatch: pytest.MonkeyP
 LITTLE_LOCKED = """
 import os, resource, sys
 from pathlib import Path
-from ds_vertical.findings import Case
+from ds_vertical.finding import Case
 from ds_vertical.hardware import memory
 case = Case(Path(sys.argv[2]) if sys.argv[2:] else None)
 list(memory(case))  # whatever it imports, while all may be read
@@ -488,7 +488,7 @@ CUT = """
 import resource, signal, sys
 from pathlib import Path
 from ds_vertical import ssdpath
-from ds_vertical.findings import Case
+from ds_vertical.finding import Case
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 for finding in ssdpath.round_trip(Case(nvme_path=Path(sys.argv[1]))):
@@ -511,7 +511,7 @@ MOUNTED = """
 set -e
 mount -t tmpfs -o {options} none "$0"
 cd {home}
-exec {python} -c 'import sys; from pathlib import Path; from ds_vertical import ssdpath; from ds_vertical.findings import Case
+exec {python} -c 'import sys; from pathlib import Path; from ds_vertical import ssdpath; from ds_vertical.finding import Case
 case = Case(nvme_path=Path(sys.argv[1]))
 for check in (ssdpath.file_system, ssdpath.space, ssdpath.round_trip):
     for finding in check(case): print(finding.severity, finding.found, "->", finding.remedy)' "$0"

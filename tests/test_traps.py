@@ -16,7 +16,7 @@ import harness
 import pytest
 
 from ds_vertical import jsoncheck, native, traps
-from ds_vertical.findings import Arm, Case, Finding
+from ds_vertical.finding import Arm, Case, Finding
 from ds_vertical.traps import TRAPS
 
 ROOT = Path(__file__).resolve().parent.parent
