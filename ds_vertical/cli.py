@@ -19,6 +19,8 @@ COMMANDS = {
         "run one script with stock ZeRO-Infinity and with the vertical schedule, and compare", "ds_vertical.ab", "main"
     ),
     "limits": Command("measure this machine: SSD, copies, CPU Adam, one layer", "ds_vertical.limits", "main"),
+    "trace": Command("a run's timeline for Perfetto, from a measured or a simulated run", "ds_vertical.export", "main"),
+    "report": Command("one page about runs: timeline, stalls, bound, memory, losses", "ds_vertical.report", "main"),
     "build-ops": Command("compile the ops once for this user and machine", "ds_vertical.native", "main"),
 }
 

@@ -57,8 +57,8 @@ def by_time(steps: Sequence[StepTrace]) -> list[StepTrace]:
     found = []
     for step in steps:
         near = [other for other in steps if step.step <= other.step <= step.step + 1]
-        spans = [span for other in near for span in other.spans if span.end >= step.start and span.start <= step.end]
-        waits = [wait for other in near for wait in other.waits if wait.end >= step.start and wait.start <= step.end]
+        spans = [span for other in near for span in other.spans if span.end > step.start and span.start < step.end]
+        waits = [wait for other in near for wait in other.waits if wait.end > step.start and wait.start < step.end]
         found.append(replace(step, spans=spans, waits=waits))
     return found
 
@@ -166,7 +166,7 @@ def _run(account: Account, ran: RanStep, machine: Machine, shape: ModelShape, pa
 
 def _keep(steps: Sequence[StepTrace], time: float, keep) -> None:
     """Give it to the step in which `time` is, as the tracer writes what has ended; to the first what was before it."""
-    step = next((step for step in steps if time < step.end), None)
+    step = next((step for step in steps if time <= step.end), None)
     if step is not None:
         keep(step)
 
