@@ -47,6 +47,7 @@ _STYLE = {
     "xtick.color": INK,
     "ytick.color": INK,
     "legend.frameon": False,
+    "text.parse_math": False,  # names of files may hold a $
     "hatch.linewidth": 0.7,
 }
 _PIXEL = 1 / 1400  # of a chart's width: gaps below it cannot be seen

@@ -8,7 +8,7 @@ from statistics import median, median_low
 from typing import Any
 
 from ds_vertical.bound import Bound, step_bound
-from ds_vertical.comparison import ARMS, TRACED
+from ds_vertical.comparison import ARMS, TRACED, Agreement
 from ds_vertical.config import ConfigError
 from ds_vertical.runfolder import RunFolder
 from ds_vertical.timeline import Timeline, Work, by_time, bytes_within, simulated, work_by_kind
@@ -54,7 +54,7 @@ class Overlap:
 class Findings:
     """`measured`, `predicted`: the step that is shown, with all that overlaps it in time; None where there is no trace, or no
     account and rates. `seconds`, `losses`: per arm, step by step of one run. `steady_s`: per arm, the median step of all
-    untraced runs without their first steps."""
+    untraced runs without their first steps; neither has seconds where the arms' losses differ beyond their contract."""
 
     name: str
     folder: RunFolder
@@ -71,6 +71,11 @@ class Findings:
         return self.folder.ab or {}
 
     @property
+    def agreement(self) -> str | None:
+        """What `ds-vertical ab` found of the losses; None where it has compared none."""
+        return _agreement(self.folder) if len(self.ab.get("arms", {})) > 1 else None
+
+    @property
     def step_over_bound(self) -> float | None:
         step_s = self.steady_s.get(ARMS[1])
         return step_s / self.bound.seconds if self.bound and self.bound.seconds and step_s else None
@@ -82,8 +87,8 @@ def find(folder: RunFolder, name: str, step: int | None = None) -> Findings:
     lines = folder.timelines()
     predicted, bound = _predicted(folder)
     runs = {arm: _untraced(names) for arm, names in folder.arms.items()}
-    of_run = {arm: _seconds(folder, names[0]) for arm, names in runs.items()}
-    steady = {arm: [s for run in names for s in _seconds(folder, run)[1:]] for arm, names in runs.items()}
+    timed = {} if _agreement(folder) == Agreement.DIFFERENT.value else runs
+    steady = {arm: [s for run in names for s in _seconds(folder, run)[1:]] for arm, names in timed.items()}
     told = (folder.ab or {}).get("arms", {})
     return Findings(
         name=name,
@@ -91,7 +96,7 @@ def find(folder: RunFolder, name: str, step: int | None = None) -> Findings:
         measured=_chosen(folder, lines[0], step) if lines else None,
         predicted=predicted,
         bound=bound or _bound_told(folder),
-        seconds=of_run,
+        seconds={arm: _seconds(folder, names[0]) for arm, names in timed.items()},
         steady_s={arm: median(values) for arm, values in steady.items() if values}
         or {arm: each["step_s"] for arm, each in told.items() if "step_s" in each},
         losses={arm: _losses(folder, names[0]) for arm, names in runs.items()}
@@ -99,6 +104,10 @@ def find(folder: RunFolder, name: str, step: int | None = None) -> Findings:
         peak_bytes={arm: max(_peak(folder, run) for run in names) for arm, names in runs.items()}
         or {arm: each["peak_host_bytes"] for arm, each in told.items()},
     )
+
+
+def _agreement(folder: RunFolder) -> str | None:
+    return ((folder.ab or {}).get("losses_verdict") or {}).get("agreement")
 
 
 def _untraced(names: Sequence[str]) -> list[str]:
@@ -234,7 +243,7 @@ def summary(found: Findings) -> dict[str, Any]:
         "run": found.name,
         "stock_s": stock,
         "vertical_s": vertical,
-        "speedup": stock / vertical if stock and vertical else None,
+        "speedup": stock / vertical if stock and vertical and found.agreement else None,
         "bound_s": found.bound.seconds if found.bound else None,
         "busiest": found.bound.resource if found.bound else None,
         "step_over_bound": found.step_over_bound,

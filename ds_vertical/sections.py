@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_vertical import charts, findings
 from ds_vertical.charts import title
-from ds_vertical.comparison import ARMS
+from ds_vertical.comparison import ARMS, Agreement
 from ds_vertical.findings import Findings
 from ds_vertical.page import Section, Table
 from ds_vertical.runfolder import LIMITS, TO_TRACE
@@ -67,6 +67,9 @@ def timeline(found: Findings) -> Section:
         f"Nothing was computed in {idle:.3f} s of this step ({idle / findings.step_s(shown[0][1]):.1%}). Each such gap is "
         "put to what the issuing thread did in it: the event it waited for, and the resource that this one kept busy longest."
     ]
+    account = found.folder.account
+    if account is not None and not account.facts.one_memory:
+        lines.append("The device computes behind the host: measured computation is the time in which the host issued it.")
     missing = _NO_TRACE if found.measured is None else "" if found.predicted is not None else _NO_RATES
     data = {kind: [vars(reason) for reason in reasons(each)] for kind, each in pieces.items()}
     about = "Busy time of each resource over a step, with the times in which nothing was computed"
@@ -257,13 +260,14 @@ def arms(found: Findings) -> Section:
         values = [told[arm].get(name) for arm in ARMS]
         ratio = values[0] / values[1] if all(values) else None
         rows.append([words, *(number(None if value is None else value * scale, digits) for value in values), number(ratio)])
-    verdict = found.ab.get("losses_verdict", {}).get("agreement", "not compared")
     settings = (
         f"{found.ab.get('steps', NONE)} steps, {found.ab.get('repeats', NONE)} repeats, {found.ab.get('ranks', NONE)} ranks"
     )
     table = Table(f"Medians without the first step; {settings}", ["", *ARMS, "stock / vertical"], rows)
-    data = {"speedup": found.ab.get("speedup"), "losses": verdict}
-    return Section(key, head, [f"Losses: {verdict}."], [table], data=data)
+    lines = [f"Losses: {found.agreement}."]
+    if found.agreement == Agreement.DIFFERENT.value:
+        lines = ["The losses differ beyond the contract: the arms do not compute the same thing, and no speed is shown."]
+    return Section(key, head, lines, [table], data={"speedup": found.ab.get("speedup"), "losses": found.agreement})
 
 
 def losses(found: Findings) -> Section:
@@ -274,9 +278,8 @@ def losses(found: Findings) -> Section:
             "No losses were recorded: `ds-vertical ab` records them, DS_VERTICAL_METRICS=FOLDER does in a run of one's own."
         )
         return Section(key, head, missing=missing)
-    verdict = found.ab.get("losses_verdict", {}).get("agreement")
     lines = [f"{len(next(iter(curves.values())))} steps; last: " + ", ".join(f"{arm} {v[-1]:.4f}" for arm, v in curves.items())]
-    lines[0] += f"; {verdict}." if verdict and len(curves) == 2 else "."
+    lines[0] += f"; {found.agreement}." if found.agreement else "."
     missing = "" if len(curves) == 2 else "One arm only: `ds-vertical ab` without --vertical-only has both."
     return Section(key, head, lines, [], charts.losses(curves), "Training loss by step", missing, curves)
 

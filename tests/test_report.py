@@ -200,6 +200,21 @@ def test_what_a_run_does_not_have_is_left_out_with_a_line(tmp_path: Path, wanted
     assert "ds-vertical" in lines
 
 
+def test_where_the_losses_differ_no_speed_is_shown(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "run", "*")
+    ab = json.loads((folder / "ab.json").read_text())
+    ab["losses_verdict"]["agreement"], ab["speedup"] = "different", None
+    for arm in ab["arms"].values():
+        for key in ("step_s", "tokens_per_s", "step_s_by_repeat"):
+            del arm[key]
+    (folder / "ab.json").write_text(json.dumps(ab))
+    (run,) = report.write([folder], tmp_path / "out")["runs"]
+    summary = run["summary"]
+    assert [summary[name] for name in ("stock_s", "vertical_s", "speedup", "step_over_bound")] == [None] * 4
+    assert run["sections"]["bound"]["seconds"] == {} and run["sections"]["arms"]["speedup"] is None
+    assert "no speed is shown" in page_of(tmp_path / "out").texts["run1-arms"]
+
+
 def test_two_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [copied(tmp_path / each, "ab", "ab.json") for each in ("a", "b") if (tmp_path / each).mkdir() is None]
     assert names([open_folder(folder) for folder in folders]) == ["a/ab", "b/ab"]
