@@ -134,9 +134,14 @@ def _stalls(axes: Axes, step: StepTrace, y: int, numbered: Sequence[tuple[int, S
     total = sum(end - start for start, end in idle)
     text = f"{total:.2f} s, {total / (step.end - step.start):.0%}"
     axes.text(1.01, y, text, transform=axes.get_yaxis_transform(), va="center")
-    for numbers, at in clusters([(number, (s.start + s.end) / 2 - step.start) for number, s in numbered], length / 45):
-        text = ", ".join(map(str, sorted(numbers)))
-        axes.text(at, y + 0.3, text, ha="center", va="center", fontsize=8, color=STALL, fontweight="bold", clip_on=True)
+    seen = [
+        (number, (stall.start + stall.end) / 2 - step.start) for number, stall in numbered if stall.seconds > length * _PIXEL
+    ]
+    for numbers, at in clusters(seen, length / 45):
+        text, edge = ", ".join(map(str, sorted(numbers))), 0.03 * length
+        side = "left" if at < edge else "right" if at > length - edge else "center"
+        place = 0 if side == "left" else length if side == "right" else at
+        axes.text(place, y + 0.3, text, ha=side, va="center", fontsize=8, color=STALL, fontweight="bold")
 
 
 def merged(intervals: Iterable[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
@@ -226,7 +231,9 @@ def bound(limit: Bound, marks: Mapping[str, float], seconds: Mapping[str, Sequen
         for part, alpha in ((limit.busy_s, 1.0), (limit.fill_s, 0.45), (limit.drain_s, 0.45)):
             left.barh(y, part[name], left=start, height=0.6, color=colour(name), alpha=alpha, linewidth=0)
             start += part[name]
-        left.text(start, y, f" {limit.of(name):.2f} s", va="center", fontsize=8.5)
+        blank = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}  # a line may be behind it
+        offset = {"xytext": (4, 0), "textcoords": "offset points"}
+        left.annotate(f"{limit.of(name):.2f} s", (start, y), **offset, va="center", fontsize=8.5, bbox=blank)
     for (what, value), style in zip(marks.items(), ("-", (0, (5, 3))), strict=False):
         left.axvline(value, color=INK, linewidth=1.2, linestyle=style, label=f"{what} {value:.2f} s")
     left.set_yticks(range(len(order)), [title(name) for name in order])
@@ -258,17 +265,18 @@ def memory(tiers: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], ste
     """MB per tier over the step: {tier: {"measured" or "simulated": (seconds, bytes) ...}}, each to the end of its own step."""
     figure = _figure(1.9 * len(tiers) + 0.3)
     panels = figure.subplots(len(tiers), 1, sharex=True, squeeze=False)[:, 0]
-    styles = {"measured": ("-", INK), "simulated": ((0, (5, 2)), "#8A6BBE")}
+    styles = {"measured": (1.4, INK), "simulated": (1.0, "#8A6BBE")}
     for axes, (tier, lines) in zip(panels, tiers.items(), strict=True):
         for kind, points in lines.items():
-            style, ink = styles[kind]
+            width, ink = styles[kind]
             times, values = zip(*points, strict=True)
             times, values = (*times, step_s[kind]), (*values, values[-1])
             label = f"{kind}, at most {max(values) / 1e6:,.0f} MB"
-            axes.plot(times, [v / 1e6 for v in values], drawstyle="steps-post", color=ink, linestyle=style, label=label)
+            axes.plot(times, [v / 1e6 for v in values], drawstyle="steps-post", color=ink, linewidth=width, label=label)
         axes.set_title({"host": "host memory", "device": "device memory", "ssd": "SSD"}.get(tier, tier))
         axes.set_ylim(bottom=0)
         axes.margins(x=0, y=0.12)
+        axes.set_xlim(left=0)
         axes.set_ylabel("MB")
         axes.grid(axis="y")
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=8.5, borderaxespad=0.1)

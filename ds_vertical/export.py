@@ -76,6 +76,8 @@ def timelines(options: argparse.Namespace) -> list[Timeline]:
 def _simulated(folder: RunFolder, machine: Path | None, steps: int) -> Timeline:
     if folder.account is None:
         raise ConfigError(f"{folder.path}: no account of a schedule in it; --simulate needs a folder of `ds-vertical ab`")
+    if machine is not None and not machine.is_file():
+        raise ConfigError(f"--machine {machine}: no such file; name one that `ds-vertical limits --out` has written")
     limits = read_limits(machine) if machine is not None else folder.limits
     if limits is None:
         raise ConfigError(f"{folder.path}: no {LIMITS} in it; name one with --machine, made by `ds-vertical limits --out`")

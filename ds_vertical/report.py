@@ -64,20 +64,27 @@ def write(folders: Sequence[Path], out: Path, step: int | None = None) -> dict[s
     """The page and its charts, written to `out`. Returns where they are, and all figures. Raises ConfigError."""
     opened = [open_folder(folder) for folder in folders]
     every = [findings.find(folder, name, step) for folder, name in zip(opened, names(opened), strict=True)]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(out, error) from error
     runs = [RunReport(each.name, f"run{index}", _about(each), sections(each)) for index, each in enumerate(every, start=1)]
     made = f"ds-vertical {__version__}, {datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
     text = page(runs, _compared(every), {name: title(name) for name in RESOURCES}, made)
     charts = {f"{_prefix(run, runs)}{section.key}.png": section.chart for run in runs for section in run.sections}
     charts = {name: data for name, data in charts.items() if data is not None}
     try:
-        out.mkdir(parents=True, exist_ok=True)
         (out / _PAGE).write_text(text, encoding="utf-8")
         for name, data in charts.items():
             (out / name).write_bytes(data)
     except OSError as error:
-        raise ConfigError(f"--out {out}: cannot write there ({error}); name a folder that you may write to") from error
+        raise _unwritable(out, error) from error
     described = [_described(each, run) for each, run in zip(every, runs, strict=True)]
     return {"page": str(out / _PAGE), "charts": [str(out / name) for name in charts], "runs": described}
+
+
+def _unwritable(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--out {out}: cannot write there ({error}); name a folder that you may write to")
 
 
 def _prefix(run: RunReport, runs: Sequence[RunReport]) -> str:

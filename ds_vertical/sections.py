@@ -60,7 +60,7 @@ def timeline(found: Findings) -> Section:
     first = shown[0][0]
     tables = [
         _reasons({kind: reasons(each) for kind, each in pieces.items()}, {k: findings.step_s(s) for k, s in shown}),
-        _top_stalls(f"The longest, {first}, as numbered in the chart", top[first], shown[0][1]),
+        *(_top_stalls(f"The longest, {kind}, as numbered in the chart", top[kind], step) for kind, step in shown),
     ]
     idle = sum(stall.seconds for stall in pieces[first])
     lines = [

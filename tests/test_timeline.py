@@ -213,8 +213,10 @@ def test_bytes_over_a_steps_end_are_divided() -> None:
 
 def test_the_run_moved_what_the_simulation_moves(lines: dict[str, Timeline]) -> None:
     measured, predicted = (work_by_kind(by_time(lines[kind].steps)[-2]) for kind in KINDS)
+    later = lines["measured"].steps[1:]  # reads ahead are between two steps' times, but are recorded with a step
     for kind in ("FETCH", "STEP read", "STEP write"):
-        assert measured[kind].bytes == pytest.approx(predicted[kind].bytes, rel=0.1), kind
+        moved = sum(s.bytes for step in later for s in step.spans if s.resource.startswith("ssd") and kind_of(s) == kind)
+        assert moved / len(later) == pytest.approx(predicted[kind].bytes, rel=0.1), kind
     for kind in ("F", "B", "HEAD", "preF", "preB", "REDUCE"):
         assert measured[kind].count == predicted[kind].count, kind
 
@@ -372,8 +374,8 @@ def test_the_command_writes_a_file_and_says_what_is_in_it(
 def test_another_machine_may_be_simulated(tmp_path: Path) -> None:
     slow = json.loads((RECORDED / "limits.json").read_text())
     for way in ("read", "write"):
-        slow["machine"][f"ssd_{way}_bytes_per_s"] /= 10
-        slow["machine"][f"ssd_{way}_together_bytes_per_s"] /= 10
+        slow["machine"][f"ssd_{way}_bytes_per_s"] /= 100
+        slow["machine"][f"ssd_{way}_together_bytes_per_s"] /= 100
     (tmp_path / "slow.json").write_text(json.dumps(slow))
     options = export._parser().parse_args([str(RECORDED), "--simulate", "--machine", str(tmp_path / "slow.json")])
     (line,) = export.timelines(options)
@@ -430,7 +432,7 @@ def test_a_folder_that_does_not_do_is_refused(
         (["--steps", "x"], "--steps x: write A:B"),
         (["--steps", "99"], "--steps 99: none of them in .*; write 1:"),
         (["--machine", "x.json"], "it is for --simulate"),
-        (["--simulate", "--machine", "nosuch.json"], "nosuch.json.*No such file"),
+        (["--simulate", "--machine", "nosuch.json"], "--machine nosuch.json: no such file; name one"),
         (["--out", "/proc/nosuch/x.json"], "--out /proc/nosuch/x.json: cannot be written"),
     ],
 )
