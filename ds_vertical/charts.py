@@ -31,7 +31,7 @@ TITLES = {
     "host_cores": "host cores",
     "ssd": "SSD, both ways",
 }
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
     "axes.edgecolor": FAINT,
@@ -242,7 +242,8 @@ def bound(limit: Bound, marks: Mapping[str, float], seconds: Mapping[str, Sequen
     left.tick_params(axis="y", length=0)
     left.grid(axis="x")
     left.set_xlabel("seconds; pale: fill and drain")
-    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=8.5)
+    if marks:
+        left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=8.5)
     if right is not None:
         _steps(right, seconds, limit.seconds)
     return figure
@@ -253,11 +254,17 @@ def _steps(axes: Axes, seconds: Mapping[str, Sequence[float]], limit_s: float) -
         axes.plot(range(1, len(values) + 1), values, marker="o", markersize=3.5, color=ARMS[arm], label=arm, linewidth=1.4)
     axes.axhline(limit_s, color=STALL, linewidth=1.2, label="bound")
     axes.set_ylim(0, max([limit_s, *(value for values in seconds.values() for value in values)]) * 1.1)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    _whole_steps(axes)
     axes.set_xlabel("step")
     axes.set_ylabel("seconds")
     axes.grid(axis="y")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8.5)
+
+
+def _whole_steps(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 @_chart
@@ -293,7 +300,7 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Figure:
     for arm, values in curves.items():
         marker = {"marker": "o", "markersize": 2 + widths[arm]}
         axes.plot(range(1, len(values) + 1), values, color=ARMS[arm], linewidth=widths[arm], label=arm, **marker)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    _whole_steps(axes)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(axis="y")

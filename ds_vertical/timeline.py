@@ -148,7 +148,7 @@ def simulated(account: Account, machine: Machine, rates: dict[str, float], *, na
     line = _run(account, ran, machine, shape, parts, steps + 1)
     count = len(ran.schedule.events)
     starts = [line.issued_s[index * count] for index in range(steps + 1)]
-    made = [StepTrace(index + 1, *starts[index : index + 2]) for index in range(steps)]
+    made = [StepTrace(index + 1, starts[index], starts[index + 1]) for index in range(steps)]
     for span in line.spans:
         _keep(made, span.end_s, lambda step, span=span: step.spans.append(_span(step.step, span, line.issued_s[span.index])))
     for wait in _waits(line):
