@@ -287,8 +287,8 @@ def test_gaps_are_put_to_what_was_waited_for_and_to_what_that_kept_busy() -> Non
         span("compute", "preF0", 1, 2),
         span("compute", "0F0", 5, 8),
         span("compute", "0B0", 10, 12),
-        span("ssd_read", "0_param.tensor.swp", 1.5, 4.5),
-        span("adam", "step 0", 2, 5, thread=OPTIMIZER),  # beside the fetch, but not what it waits for
+        span("ssd_read", "0_param.tensor.swp", 1.5, 4),
+        span("adam", "step 0", 2, 5, thread=OPTIMIZER),  # longer than the fetch, but not what it waits for
         span("ssd_write", "1_9.tensor.swp", 8, 9.5, thread=OPTIMIZER),
         span("ssd_read", "9_param.tensor.swp", 8, 8.25),
         span("", "0FETCH", 4.5, 4.75),
