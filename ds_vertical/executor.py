@@ -28,8 +28,8 @@ class Executor:
     event that depends on it (`dependencies` of the schedule), or at once with `overlap=False`, the debugging oracle. What is
     issued for the next schedule is waited for there, by whoever gave the ticket.
     `held_bytes()` gives bytes held per tier for the message of a failure. `tracer` takes a span of every handler (from issue,
-    when the executor came to the event, and start, when its waits were over) and every wait. On a device that computes
-    asynchronously a handler's span is the host's part only.
+    when the executor came to the event, and start, when its waits were over), every wait, and what of `counters()` an event
+    has changed. On a device that computes asynchronously a handler's span is the host's part only.
     """
 
     def __init__(
@@ -38,12 +38,15 @@ class Executor:
         *,
         overlap: bool = True,
         held_bytes: Callable[[], Mapping[str, int]] = dict,
+        counters: Callable[[], Mapping[str, int]] = dict,
         tracer: Tracer | None = None,
     ) -> None:
         self.handlers = dict(handlers)
         self.overlap = overlap
         self.held_bytes = held_bytes
+        self.counters = counters
         self.tracer = tracer or Tracer()
+        self._counted: dict[str, int] = {}
 
     def run(self, schedule: Schedule) -> None:
         """Run every event once, in order. An exception of a handler carries the events around it as a note."""
@@ -59,6 +62,8 @@ class Executor:
                 start = now()
                 ticket = self.handlers[event.op](event)
                 self.tracer.span(_RESOURCE.get(event.op, ""), event, start, now(), issue=issue)
+                if self.tracer.keeps:
+                    self._count()
                 if ticket is not None and not self.overlap:
                     self._wait(ticket, event)
                 if ticket is not None and not ticket.done and not event.ahead:
@@ -74,6 +79,12 @@ class Executor:
         start = now()
         ticket.wait()
         self.tracer.wait(ticket.what, by, start, now())
+
+    def _count(self) -> None:
+        for name, value in self.counters().items():
+            if self._counted.get(name) != value:
+                self._counted[name] = value
+                self.tracer.count(name, value)
 
     def _describe_failure(self, schedule: Schedule, index: int, flying: Mapping[int, Ticket]) -> str:
         in_flight = ", ".join(f"{ticket.what} ({ticket.num_bytes} bytes)" for ticket in flying.values())

@@ -12,6 +12,7 @@ import torch
 from ds_vertical.activations import ActivationStore
 from ds_vertical.executor import Executor, Handler
 from ds_vertical.gradients import GradientStore
+from ds_vertical.hostmemory import resident_bytes
 from ds_vertical.layers import LayerMap, Unit
 from ds_vertical.microbatch import MicroBatch
 from ds_vertical.schedule import EARLY, Event, Op, Schedule
@@ -74,6 +75,12 @@ class Body:
 
     run: Callable[[], Any]
     seed: int | None
+
+
+def memory_bytes() -> dict[str, int]:
+    """What this process has of each memory: all of its host memory, and of a GPU's what its tensors take."""
+    device = {"device": torch.cuda.memory_allocated()} if torch.cuda.is_initialized() else {}
+    return {"host": resident_bytes()} | device
 
 
 class Sweeps:
@@ -140,8 +147,9 @@ class Sweeps:
                 held[tier] = held.get(tier, 0) + count
             return held
 
+        executor = Executor(handlers, overlap=self.overlap, held_bytes=held_bytes, counters=memory_bytes, tracer=tracer)
         try:
-            Executor(handlers, overlap=self.overlap, held_bytes=held_bytes, tracer=tracer).run(schedule)
+            executor.run(schedule)
         except BaseException:
             with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
                 if gradients is not None:

@@ -31,6 +31,8 @@ now = perf_counter
 class Tracer:
     """Takes records and keeps none: tracing switched off. `RecordingTracer` is the one that keeps them."""
 
+    keeps = False
+
     def span(
         self, resource: str, name: object, start: float, end: float, num_bytes: int = 0, *, issue: float | None = None
     ) -> None:
@@ -58,6 +60,8 @@ class RecordingTracer(Tracer):
     Raises OSError where it cannot write there. A span that ends after its step, such as a delayed part's, is written with the
     step after it.
     """
+
+    keeps = True
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ if ! nvidia-smi -L >/dev/null 2>&1; then
     export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
     marks+=("not gpu")
 fi
+[ -n "$(command -v chromium chromium-browser google-chrome)" ] || marks+=("not browser")
 expression=$(printf '%s and ' "${marks[@]}")
 
 # one failing check does not hide what the next would say

@@ -1,4 +1,5 @@
-"""Environment of every test: the CPU where there is no GPU, the op cache, no downloads, no gpu tests without a GPU."""
+"""Environment of every test: the CPU where there is no GPU, the op cache, no downloads, no gpu tests without a GPU, no browser
+tests without a browser."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import os
 import shutil
 import sys
 
+import browser
 import pytest
 
 from ds_vertical import opcache
 
 HAS_GPU = shutil.which("nvidia-smi") is not None
+ABSENT = [marker for marker, present in (("gpu", HAS_GPU), ("browser", browser.find() is not None)) if not present]
 if not HAS_GPU:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,7 +29,7 @@ FIRST = {"test_ranks.py"}
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in FIRST)
-    without = [item for item in items if not HAS_GPU and item.get_closest_marker("gpu")]
+    without = [item for item in items if any(item.get_closest_marker(marker) for marker in ABSENT)]
     if without:
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]

@@ -93,6 +93,42 @@ MUTATIONS = (
         "if False:",
         "test_executor.py::test_without_overlap_every_issue_is_waited_for_at_once",
     ),
+    # timelines and reports
+    Mutation(
+        "unchanged-counters-recorded",
+        "executor.py",
+        "if self._counted.get(name) != value:",
+        "if True:",
+        "test_timeline.py::test_the_engine_counts_its_memory",
+    ),
+    Mutation(
+        "late-records-left-with-a-later-step",
+        "timeline.py",
+        "if step.step <= other.step <= step.step + 1]",
+        "if step.step == other.step]",
+        "test_timeline.py::test_records_go_to_the_step_whose_time_they_are_of",
+    ),
+    Mutation(
+        "stall-put-to-whatever-was-busy",
+        "stalls.py",
+        "(suspects is None or span.resource in suspects)",
+        "True",
+        "test_timeline.py::test_gaps_are_put_to_what_was_waited_for_and_to_what_that_kept_busy",
+    ),
+    Mutation(
+        "exported-spans-overlap",
+        "chrome.py",
+        "row = next((row for row in rows if row[-1].end <= record.start), None)",
+        "row = next(iter(rows), None)",
+        "test_timeline.py::test_nothing_on_a_row_overlaps[measured]",
+    ),
+    Mutation(
+        "report-not-escaped",
+        "page.py",
+        "return escape(text, quote=True)",
+        "return text",
+        "test_report.py::test_names_from_files_are_text_and_nothing_else",
+    ),
     # what moves
     Mutation(
         "others-may-hold-what-moves",
