@@ -463,9 +463,9 @@ MUTATIONS = (
     # what a run says of its steps
     Mutation(
         "line-without-a-terminal",
-        "progress.py",
-        "is_terminal(sys.stderr) if shown is None else shown",
-        "shown is not False",
+        "statusline.py",
+        "stream is not None and stream.isatty()",
+        "stream is not None",
         "test_progress.py::test_the_line_is_for_terminals_unless_the_key_says_otherwise",
     ),
     Mutation(
@@ -478,8 +478,8 @@ MUTATIONS = (
     Mutation(
         "line-left-after-the-step",
         "statusline.py",
-        "self._bar.close()",
-        "pass",
+        "leave=False",
+        "leave=True",
         "test_progress.py::test_the_line_stands_below_what_a_step_prints_and_goes_with_it",
     ),
     Mutation(

@@ -198,6 +198,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "seed_micro_batches": True,
         "seed": None,
         "trace": None,
+        "progress": None,
     }
 
 
