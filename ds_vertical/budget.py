@@ -57,7 +57,8 @@ class Forecast:
         self._param_bytes = compat_pools.element_bytes(layers.units, config)
         self._unit_of = layers.unit_of()
         self.chunks = [chunk for group in groups for chunk in self._chunks(group)]
-        clip, dynamic = float(config.get("gradient_clipping") or 0.0), compat_pools.has_dynamic_scale(config)
+        clip = float(config.get("gradient_clipping", 1.0) or 0.0)  # DeepSpeed clips to 1 where nothing is written
+        dynamic = compat_pools.has_dynamic_scale(config)
         self._certain = clip == 0.0 and not dynamic
         delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
         self.regime = Regime(delay, speculation, self._certain, self._json.state_on_ssd, resolved.on_nonfinite == "stop")

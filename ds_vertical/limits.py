@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rates |= product_rates(options.rounds)
     if options.model:
         rates |= layer_seconds(options, config)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    settings = {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(options).items()}
     return {
         "machine": _as_machine(rates),
         "rates": rates,

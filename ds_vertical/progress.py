@@ -20,6 +20,7 @@ from ds_vertical import batches as micro
 from ds_vertical import compat, ranks
 from ds_vertical.account import Account, Facts, RanStep, Share
 from ds_vertical.bound import step_bound
+from ds_vertical.config import ConfigError
 from ds_vertical.limits_cache import training_report
 from ds_vertical.machine import CostsError, Machine
 from ds_vertical.pace import BusyMeter, Goal, Pace, Reading
@@ -110,10 +111,10 @@ class Progress:
         """Where a schedule runs, on a machine that was measured. `tokens` of one micro-batch."""
         if not hasattr(self._engine, "ran"):
             return None
-        report = training_report(None if self._folder is None else str(self._folder))
         try:
+            report = training_report(self._folder)
             return None if report is None else Goals(self._engine, report, tokens)
-        except CostsError as error:
+        except (ConfigError, CostsError) as error:
             compat.log(f"ds_vertical: no bound beside the steps: {error}")
             return None
 
