@@ -45,9 +45,9 @@ class Profile:
         speeds = {key.removesuffix("_flops_per_s"): value for key, value in rates.items() if key.endswith("_flops_per_s")}
         for dtype, value in speeds.items():
             check_number("rates", f"{dtype}_flops_per_s", value, 1.0, "operations per second")
-        tiers = (capacity.get(tier) for tier in _TIERS)
+        device, host, ssd = (capacity.get(tier) for tier in _TIERS)
         assumed = tuple(report.get("assumed") or ())
-        return cls(name, Machine.from_dict(report), *tiers, speeds, assumed, report.get("date"), report.get("aio"))
+        return cls(name, Machine.from_dict(report), device, host, ssd, speeds, assumed, report.get("date"), report.get("aio"))
 
 
 def shipped() -> list[str]:

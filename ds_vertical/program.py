@@ -34,8 +34,8 @@ from ds_vertical import memory
 from ds_vertical.costs import ModelShape, Placement
 from ds_vertical.machine import Machine
 
-_SHARES: Final = ("activations_on_host", "activations_on_ssd", "parameters_in_host", "gradients_on_ssd")
-VARIABLES: Final = (*_SHARES, "forward_s", "backward_s")
+_SHARES: Final[tuple[str, ...]] = ("activations_on_host", "activations_on_ssd", "parameters_in_host", "gradients_on_ssd")
+VARIABLES: Final[tuple[str, ...]] = (*_SHARES, "forward_s", "backward_s")
 _PREFERENCE: Final = 1e-3  # of the busy seconds of what moves: among equals, the plan that moves least
 _SPARE: Final = 0.005  # of a tier: formulas round pieces and micro-batches up, the program does not
 Row = dict[str, float]
@@ -106,7 +106,7 @@ def solve(case: Case) -> Solution | None:
     from scipy.optimize import linprog
 
     rows = constraints(case)
-    cost = dict.fromkeys(VARIABLES[4:], 1.0)
+    cost: dict[str, float] = dict.fromkeys(VARIABLES[4:], 1.0)
     moved = max(sum(_read_write(case, sweep)[0].get(name, 0.0) for sweep in VARIABLES[4:]) for name in _SHARES) or 1.0
     for share in ("activations_on_host", "activations_on_ssd", "gradients_on_ssd"):
         cost[share] = _PREFERENCE * moved / case.machine.ssd_read_bytes_per_s * (0.5 if share.endswith("host") else 1.0)
@@ -118,7 +118,7 @@ def solve(case: Case) -> Solution | None:
     found: Any = linprog([cost.get(name, 0.0) for name in VARIABLES], matrix, limits, bounds=bounds, method="highs")
     if found.status != 0:
         return None
-    values = dict(zip(VARIABLES, map(float, found.x), strict=True))
+    values: dict[str, float] = dict(zip(VARIABLES, map(float, found.x), strict=True))
     prices = sorted(zip((-m for m in found.ineqlin.marginals), rows, strict=True), key=lambda pair: -pair[0])
     binding = tuple(row.what for price, row in prices if price > 1e-9)
     return Solution(values, values["forward_s"] + values["backward_s"], binding)
