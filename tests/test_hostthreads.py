@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = """
-import json, os, sys, threading
+import json, sys, threading
 import torch
 import ds_vertical
 from ds_vertical import ranks
@@ -24,9 +24,8 @@ def threads_of_another():
 
 before = torch.get_num_threads(), threads_of_another()
 ds_vertical.prepare(json.loads(sys.argv[1]))
-torch.distributed.all_gather_into_tensor(torch.empty(1 << 20), torch.ones(1 << 20))
 torch.ones(1 << 22).sum()
-print(json.dumps([before, torch.get_num_threads(), threads_of_another(), len(os.listdir("/proc/self/task"))]))
+print(json.dumps([before, torch.get_num_threads(), threads_of_another()]))
 """
 
 
@@ -50,8 +49,7 @@ def run(folder: Path, enabled: bool) -> list[Any]:
 
 
 def test_the_thread_that_trains_keeps_its_cores_and_others_take_one(tmp_path: Path) -> None:
-    before, own, another, num_threads = run(tmp_path, True)
+    before, own, another = run(tmp_path, True)
     assert before == [2, 2] and own == 2 and another == 1
-    before, own, another, with_teams = run(tmp_path, False)
+    before, own, another = run(tmp_path, False)
     assert before == [2, 2] and own == another == 2
-    assert num_threads < with_teams  # the collective's worker has made no team
