@@ -30,10 +30,13 @@ def choose_timing(
 ) -> Resolved:
     """`resolved` with `prefetch_layers` and `optimizer_delay` planned where the JSON leaves them null. `report`: of
     `ds-vertical limits`, None where there is none: then the fixed rules stand. `forecast`: by these."""
-    chosen = None
     free = [key for key in ("prefetch_layers", "optimizer_delay") if getattr(section, key) is None]
-    if report is not None and free and resolved.overlap and resolved.order == "vertical" and ranks.rank() == 0:
-        chosen = _chosen(section, resolved, forecast, model, report)
+    if not (free and resolved.overlap and resolved.order == "vertical"):
+        return resolved
+    room = host_room(model.parameters(), resolved.host_memory_bytes)  # all ranks take part, measured or not
+    chosen = None
+    if report is not None and ranks.rank() == 0:
+        chosen = _chosen(section, resolved, forecast, model, report, room)
     planned = ranks.all_gathered(chosen)[0]
     if planned is None:
         return resolved
@@ -44,9 +47,14 @@ def choose_timing(
 
 
 def _chosen(
-    section: VerticalConfig, resolved: Resolved, forecast: Forecast, model: nn.Module, report: Mapping[str, Any]
+    section: VerticalConfig,
+    resolved: Resolved,
+    forecast: Forecast,
+    model: nn.Module,
+    report: Mapping[str, Any],
+    room: tuple[int, int],
 ) -> tuple[int, float | None, str] | None:
-    """(prefetch_layers, optimizer_delay, why) for the JSON's nulls; None where the report cannot tell."""
+    """(prefetch_layers, optimizer_delay, why) for the JSON's nulls; None where the report cannot tell. `room`: `host_room`."""
     try:
         profile = Profile.from_dict("this machine", report)
     except CostsError:
@@ -58,7 +66,7 @@ def _chosen(
     early = regime.possible and regime.certain
     shape = shaped(forecast.shape, seconds, resolved.blocks_per_layer)
     setting = Setting(1, settings.num_micro_batches, 1, settings.window, regime.delay, early, shape.placement)
-    allowed, baseline = host_room(model.parameters(), resolved.host_memory_bytes)
+    allowed, baseline = room
     limits, further = Limits(None, allowed, None), forecast.further(baseline)
     case = Case(shape, profile.machine, settings, limits, regime.delay, early, further)
     windows = WINDOWS[:2] if section.prefetch_layers is None else (resolved.prefetch_layers,)

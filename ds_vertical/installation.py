@@ -137,7 +137,8 @@ def environment(case: Case) -> Iterator[Finding]:
         )
     threads, cores = os.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
     if threads.isdigit() and 0 < int(threads) < cores:
-        yield warning(f"OMP_NUM_THREADS is {threads}: CPU Adam uses {threads} of {cores} cores", "unset OMP_NUM_THREADS")
+        what = f"OMP_NUM_THREADS is {threads}: computation on the host uses {threads} of {cores} cores"
+        yield warning(what, "unset OMP_NUM_THREADS")
     root = opcache.cache_root()
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     if not os.access(there, os.W_OK | os.X_OK):

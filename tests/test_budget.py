@@ -83,6 +83,18 @@ def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any
         assert 0 < status("VmLck") - locked <= (items["parameter buffers"] + sum(slots)) / 1024 + 4 * (len(slots) + 9)
 
 
+def test_clipping_that_is_not_written_counts_as_deepspeeds_own(tmp_path: Path) -> None:
+    """It clips to 1 there, so that no early step is final and every gradient waits."""
+    from ds_vertical.budget import Forecast, groups_of
+
+    config = small_buffers(base_config(tmp_path, dtype="fp32"))
+    del config["gradient_clipping"]
+    with running(config, MixerModel, vertical=True) as (engine, model):
+        forecast = Forecast(engine.layers, groups_of(model, None, None), config, engine.vertical)
+        assert forecast.regime.certain is engine.optimizer.regime.certain is False
+        assert forecast.settings.held_share == 1
+
+
 def test_stocks_buffers_hold_memory_only_while_they_are_used(tmp_path: Path) -> None:
     import deepspeed
 

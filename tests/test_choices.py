@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,3 +103,41 @@ def test_a_window_that_does_not_fit_is_not_chosen(tmp_path: Path, measured: Any)
     tight = config(tmp_path, optimizer_delay=0.25, host_memory_bytes=int(1.02 * needed))
     with running(tight, model, vertical=True) as (engine, _):
         assert engine.vertical.prefetch_layers <= wide
+
+
+RANK = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import deepspeed, harness, test_choices
+from ds_vertical import opcache
+opcache.activate()
+deepspeed.init_distributed(verbose=False, init_method=f"file://{sys.argv[2]}", rank=int(os.environ["RANK"]), world_size=2)
+with harness.running(json.loads(sys.argv[3]), test_choices.model, vertical=True) as (engine, _):
+    print("chosen", engine.vertical.prefetch_layers, engine.vertical.optimizer_delay, flush=True)
+"""
+
+
+def test_all_ranks_take_what_the_first_has_planned(tmp_path: Path) -> None:
+    """The second has no report: on another host nobody may have measured."""
+    limits, store = tmp_path / "limits.json", tmp_path / "store"
+    limits.write_text(json.dumps(report(ssd_read_bytes_per_s=2e7, flops=2e11)))
+    command = [sys.executable, "-c", RANK, str(Path(__file__).parent), str(store), json.dumps(config(tmp_path))]
+    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            command,
+            env=os.environ | launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_VERTICAL_LIMITS": named},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, named in enumerate((str(limits), ""))
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    chosen = [[line for line in output.splitlines() if line.startswith("chosen")] for output in outputs]
+    assert chosen[0] and chosen[0] == chosen[1], "\n".join(output[-2000:] for output in outputs)
+    assert chosen[0] != ["chosen 1 None"]
