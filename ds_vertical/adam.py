@@ -117,6 +117,7 @@ class CpuAdam:
             piece.copy_(copy)
 
     def _call(self, settings: AdamSettings, tensors: Sequence[torch.Tensor]) -> None:
+        torch.get_num_threads()  # a thread takes its number of cores when torch asks, and the kernel does not: `hostthreads`
         s = settings
         rates = (s.step, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.bias_correction)
         self._module.adam_update(self._opt_id, *rates, *tensors)

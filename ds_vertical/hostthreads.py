@@ -4,7 +4,8 @@
 there are cores, whether they work or not, the runtime lets them sleep between any two operations instead of waiting awake, and
 every operation of every team starts with waking them. A process group's worker with a team of its own, made by one
 collective, is enough; so is CPU Adam on a second thread. So where the device is the host, only the thread that trains has a
-team, and all others compute on one core, which is what is left for them anyway.
+team, and all others compute on one core, which is what is left for them anyway. A thread that torch never asked (one whose
+first work is CPU Adam's own kernel) would take all cores: `adam` lets torch ask.
 """
 
 from __future__ import annotations

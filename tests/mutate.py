@@ -568,6 +568,13 @@ MUTATIONS = (
         "test_yardstick.py::test_traced_runs_do_not_count_as_steps",
     ),
     Mutation(
+        "a-team-of-its-own-for-cpu-adam",
+        "adam.py",
+        "torch.get_num_threads()  #",
+        "#",
+        "test_hostthreads.py::test_the_thread_that_trains_keeps_its_cores_and_others_take_one",
+    ),
+    Mutation(
         "host-cores-counted-apart",
         "bound.py",
         'return ("host_cores",)',
