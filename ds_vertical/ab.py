@@ -8,7 +8,7 @@ import datetime
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Plan:
     ssd_limit: cgroup.Limit | None
     with_stock: bool = True
     with_trace: bool = False
-    machine: dict[str, Any] | None = None  # None: measured after the runs
+    machine: dict[str, Any] | None = None  # None: measured after each run of the vertical arm
     with_bound: bool = True
 
 
@@ -189,7 +189,7 @@ def _execute(plan: Plan, group: cgroup.LimitedGroup | None, command: Sequence[st
     started = datetime.datetime.now().astimezone()
     for warning in plan.arms.warnings:
         print(f"warning: {warning}")
-    runs = _runs(plan, group)
+    runs, reports = _runs(plan, group)
     check_runs(runs, plan.num_steps, plan.num_ranks)
     verdict = compare_losses(runs, contract_of(plan.arms.vertical, plan.num_ranks, _tied(runs)))
     arms = ARMS if plan.with_stock else ARMS[1:]
@@ -197,7 +197,7 @@ def _execute(plan: Plan, group: cgroup.LimitedGroup | None, command: Sequence[st
     report = _report(plan, command, started, verdict, summaries)
     report["ssd_limit"] = group.to_json() if group else None
     if plan.with_bound and verdict.agreement is not Agreement.DIFFERENT:
-        report["yardstick"] = _yardstick(plan, group, runs, summaries.get("stock"))
+        report["yardstick"] = _yardstick(plan, reports, runs, summaries.get("stock"))
     (plan.out / "ab.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     print(describe_losses(verdict, plan.num_steps))
     if verdict.agreement is Agreement.DIFFERENT:
@@ -209,11 +209,13 @@ def _execute(plan: Plan, group: cgroup.LimitedGroup | None, command: Sequence[st
     return 0
 
 
-def _runs(plan: Plan, group: cgroup.LimitedGroup | None) -> list[Run]:
-    """All runs, the arms in turn; alternating the order spreads a drift of the machine (heat, other load) over them."""
+def _runs(plan: Plan, group: cgroup.LimitedGroup | None) -> tuple[list[Run], dict[int, _Measured]]:
+    """All runs, the arms in turn; alternating the order spreads a drift of the machine (heat, other load) over them. Beside
+    them the machine as it was after each run of the vertical arm, by repeat."""
     script = Script(plan.script, plan.script_arguments, plan.num_steps, plan.num_ranks, group)
     kinds = [arm for arm, wanted in (*zip(ARMS, (plan.with_stock, True), strict=True), (TRACED, plan.with_trace)) if wanted]
-    runs = []
+    runs: list[Run] = []
+    reports: dict[int, _Measured] = {}
     for repeat in range(plan.num_repeats):
         for kind in kinds if repeat % 2 == 0 else reversed(kinds):
             config = plan.arms.stock if kind == ARMS[0] else plan.arms.vertical
@@ -224,18 +226,41 @@ def _runs(plan: Plan, group: cgroup.LimitedGroup | None) -> list[Run]:
             path.write_text(json.dumps(config, indent=2) + "\n")
             records = script.run(path, plan.out, f"{kind}.{repeat}", f"{kind} {repeat + 1}/{plan.num_repeats}")
             runs.append(Run(ARMS[1] if kind == TRACED else kind, repeat, records, traced=kind == TRACED))
-    return runs
+            if kind == ARMS[1] and plan.with_bound:
+                reports[repeat] = _machine_after(plan, group, runs[-1])
+    return runs, reports
 
 
-def _yardstick(plan: Plan, group: cgroup.LimitedGroup | None, runs: Sequence[Run], stock: ArmSummary | None) -> dict[str, Any]:
-    """The bound and what else the vertical step is measured against; {"missing": why} where it cannot be had."""
-    ran = yardstick.accounts(runs, plan.out)
-    if not ran:
-        return {"missing": "the vertical arm kept no account of its steps"}
+_Measured = dict[str, Any] | str  # a report of `ds-vertical limits`, or why there is none
+
+
+def _machine_after(plan: Plan, group: cgroup.LimitedGroup | None, run: Run) -> _Measured:
+    """The machine's rates for the run that has just ended; those that were given, where they were."""
+    if plan.machine is not None:
+        return plan.machine
     folder = Path(next(iter(nvme_paths(plan.arms.vertical)), plan.out))
     try:
-        report = plan.machine or yardstick.measure_machine(ran[0].account, plan.out, folder, group)
-        return yardstick.figures(ran, report, stock, plan.out) | {"limits": report}
+        ran = yardstick.accounts([run], plan.out)
+        return yardstick.measure_machine(ran[0].account, plan.out, folder, group) if ran else _NO_ACCOUNT
+    except (OSError, ValueError) as error:  # the comparison of the arms stands without
+        return str(error)
+
+
+_NO_ACCOUNT = "the vertical arm kept no account of its steps"
+
+
+def _yardstick(
+    plan: Plan, measured: Mapping[int, _Measured], runs: Sequence[Run], stock: ArmSummary | None
+) -> dict[str, Any]:
+    """The bound and what else the vertical step is measured against; {"missing": why} where it cannot be had."""
+    reports = {repeat: report for repeat, report in measured.items() if not isinstance(report, str)}
+    if len(reports) < len(measured):
+        return {"missing": next(why for why in measured.values() if isinstance(why, str))}
+    ran = yardstick.accounts(runs, plan.out)
+    if not ran:
+        return {"missing": _NO_ACCOUNT}
+    try:
+        return yardstick.figures(ran, reports, stock, plan.out) | {"limits": reports[max(reports)]}
     except (OSError, ValueError) as error:  # faults of rates, schedules, traces: the comparison of the arms stands without
         return {"missing": str(error)}
 

@@ -2,7 +2,8 @@
 
 [Note: bound] For each resource: busy seconds, plus fill, plus drain; the largest sum is the bound.
 - busy: all its work in one step at the rates of `Machine`. CPU Adam and casts count on the host cores, and where host and
-  device are one memory compute does too (one resource, `host_cores`). Where reads and writes slow each other down, the
+  device are one memory compute does too (one resource, `host_cores`), and so does what transfers take of the cores, but for
+  what they can have taken while these had nothing else to do. Where reads and writes slow each other down, the
   SSD as a whole is a resource too: the less of "one after the other" and "together as long as both have work".
 - fill: the fetch that must be complete before the resource has anything to do ("first layer's fetch"); drain: the state's
   write that must follow its last work ("last chunk's write"). Both are the least over the resource's own work, by the
@@ -71,6 +72,9 @@ def step_bound(
     busy = {name: _busy(name, [stage for stage, _, _ in entries], machine) for name, entries in work.items()}
     fill_s = {name: min(fill for _, fill, _ in entries) for name, entries in work.items()}
     drain_s = {name: min(drain for _, _, drain in entries) for name, entries in work.items()}
+    if "host_cores" in busy:
+        idle_s = fill_s["host_cores"] + drain_s["host_cores"]
+        busy["host_cores"] += _transferring([stage for cost in costs for job in cost for stage in job], machine, idle_s)
     bound = Bound("", busy, fill_s, drain_s)
     return Bound(max(busy, key=bound.of, default=""), busy, fill_s, drain_s)
 
@@ -97,6 +101,13 @@ def _resources(lane: Lane, machine: Machine) -> tuple[str, ...]:
     if lane in ("ssd_read", "ssd_write") and min(machine.read_together, machine.write_together) < 1:
         return (lane, "ssd")
     return (lane,)
+
+
+def _transferring(stages: Sequence[Stage], machine: Machine, idle_s: float) -> float:
+    """Seconds of the host cores for the transfers among the stages, which in `idle_s` seconds hold up nothing else."""
+    num_bytes = sum(stage.num_bytes for stage in stages if stage.lane in ("ssd_read", "ssd_write"))
+    fastest = machine.ssd_load(machine.ssd_read_bytes_per_s + machine.ssd_write_bytes_per_s)
+    return max(0.0, machine.ssd_load(1.0) * num_bytes - fastest * idle_s)
 
 
 def _busy(resource: str, stages: Sequence[Stage], machine: Machine) -> float:

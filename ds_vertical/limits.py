@@ -18,6 +18,7 @@ from typing import Any
 from ds_vertical import cgroup, fio, hostmemory
 from ds_vertical.aiotune import tune
 from ds_vertical.config import ConfigError, read_config
+from ds_vertical.diskload import core_s_per_byte
 from ds_vertical.disktime import median_s, transfer_s
 from ds_vertical.facts import accelerator, describe_machine, versions
 from ds_vertical.limits_cache import keep_report
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, help="the median of so many counts (default 3)")
     parser.add_argument("--tune-aio", action="store_true", help="try aio settings first; plans write the fastest ones")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--no-fio", action="store_true", help="do not measure with fio too")
     parser.add_argument("--no-keep", action="store_true", help="do not keep the report in the user's cache")
     parser.add_argument(cgroup.OPTION, metavar="READ,WRITE", help=cgroup.HELP)
     parser.add_argument("--limited", help=argparse.SUPPRESS)  # given to the child that runs inside the group
@@ -94,7 +96,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     num_bytes = options.size_mb << 20
     config = read_config(options.config) if options.config else {}
     tuned, tried = tune(options.path, num_bytes, options.rounds) if options.tune_aio else (None, None)
-    rates = ssd_rates(options.path, num_bytes, options.rounds, config if tuned is None else config | {"aio": tuned})
+    config = config if tuned is None else config | {"aio": tuned}
+    rates = ssd_rates(options.path, num_bytes, options.rounds, config, not options.no_fio)
     rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
     rates |= product_rates(options.rounds)
     if options.model:
@@ -139,6 +142,7 @@ def table(rates: dict[str, float]) -> str:
     units = {
         "_bytes_per_s": ("GB/s", 1e-9),
         "_flops_per_s": ("Gflop/s", 1e-9),
+        "_s_per_byte": ("s/GB", 1e9),
         "_elements_per_s": ("M elements/s", 1e-6),
         "_s": ("ms", 1e3),
         "_bytes": ("MB", 1e-6),
@@ -154,9 +158,11 @@ def table(rates: dict[str, float]) -> str:
 # ---- SSD
 
 
-def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any]) -> dict[str, float]:
-    """Bytes/s past the page cache through the queues that training uses: each direction alone, and both together; beside
-    them what fio finds, where it is installed."""
+def ssd_rates(
+    folder: Path, num_bytes: int, rounds: int, config: dict[str, Any], with_fio: bool = True
+) -> dict[str, float]:
+    """Bytes/s past the page cache through the queues that training uses: each direction alone, and both together; what they
+    take from computation on the host; beside them what fio finds, where it is installed and asked."""
     from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 
     from ds_vertical import compat, native
@@ -185,11 +191,28 @@ def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any])
             together = transfer_s([queues[0].read, queues[1].write], pieces, files, rounds)
             for way, piece, alone in zip(("read", "write"), pieces, list(rates.values()), strict=True):
                 rates[f"ssd_{way}_together_bytes_per_s"] = min(alone, piece.numel() / together)
-            return rates | (fio.rates(Path(scratch), num_bytes, rounds, aio) if fio.installed() else {})
+            if accelerator() == "cpu":
+                rates["ssd_core_s_per_byte"] = _load(queues, pieces, files)
+            return rates | (fio.rates(Path(scratch), num_bytes, rounds, aio) if with_fio and fio.installed() else {})
     finally:
         for queue, buffer in zip(queues, buffers, strict=True):
             queue.close()
             compat.unlock_host_bytes(buffer)
+
+
+def _load(queues: Sequence[Any], pieces: Sequence[Any], files: Sequence[Path]) -> float:
+    """Seconds of a core that a byte takes from what computes beside it; by an eighth of the pieces at a time."""
+    shares = [max(_ALIGNMENT, piece.numel() // 8 // _ALIGNMENT * _ALIGNMENT) for piece in pieces]
+
+    def transfer() -> int:
+        issues = (queues[0].read, queues[1].write)
+        works = zip(issues, pieces, shares, files, strict=True)
+        flying = [issue(piece.data_ptr(), share, file) for issue, piece, share, file in works]
+        for each in flying:
+            each.wait()
+        return sum(shares)
+
+    return core_s_per_byte(transfer, len(os.sched_getaffinity(0)))
 
 
 # ---- memory, host cores, layers

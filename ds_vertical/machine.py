@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Self
 
+_MOST_LOAD = 0.9  # a computation beside transfers goes on
+
 
 class CostsError(ValueError):
     """Numbers that describe no machine or no model; names the key, the value and what to write instead."""
@@ -37,8 +39,9 @@ class Machine:
     device. `one_memory`: host and device are one (the CPU accelerator): there are no copies, and compute, CPU Adam and
     casts share the host cores. `adam_elements_per_s`: CPU Adam on `adam_cores` cores (null: all), fp32 state in memory;
     `cast_elements_per_s`: fp32 to the parameters' dtype on as many (null: part of Adam's rate). `norm_elements_per_s`: the
-    norm that stock takes of each summed gradient (null: no time). Latencies are seconds per event. `from_dict` reads the JSON
-    of `ds-vertical limits`.
+    norm that stock takes of each summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte
+    read or written takes from what computes there (null: none; counted where `one_memory`). Latencies are seconds per event.
+    `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
     ssd_read_bytes_per_s: float
@@ -53,6 +56,7 @@ class Machine:
     cast_elements_per_s: float | None = None
     norm_elements_per_s: float | None = None
     adam_cores: int | None = None
+    ssd_core_s_per_byte: float | None = None
     ssd_latency_s: float = 0.0
     copy_latency_s: float = 0.0
     compute_latency_s: float = 0.0
@@ -109,6 +113,11 @@ class Machine:
     def adam_share(self) -> float:
         """The share of the host cores that CPU Adam uses while it runs."""
         return (self.adam_cores or self.host_cores) / self.host_cores
+
+    def ssd_load(self, bytes_per_s: float) -> float:
+        """The share of the host cores that transfers at this rate take from the computation, where it runs on these."""
+        load = (self.ssd_core_s_per_byte or 0.0) * bytes_per_s / self.host_cores
+        return min(load, _MOST_LOAD) if self.one_memory else 0.0
 
     @property
     def read_together(self) -> float:

@@ -3,9 +3,9 @@
 [Note: lanes and queues] A lane (SSD read, CPU Adam, ...) has one queue per purpose, as the runtime has one handle per
 direction and purpose. A queue is first in, first out, in the schedule's order; a lane divides itself evenly among the
 queues that have work ready. SSD reads and writes slow each other down as measured together; where host and device are
-one memory, compute and CPU Adam share the host cores. With fixed rates and one queue per lane no transfer that gets faster
-makes a step slower; where lanes share, it can happen, here as on a machine (an early CPU Adam takes cores from the
-computation that everybody waits for).
+one memory, compute and CPU Adam share the host cores, less what transfers take of these. With fixed rates and one queue per
+lane no transfer that gets faster makes a step slower; where lanes share, it can happen, here as on a machine (an early CPU
+Adam takes cores from the computation that everybody waits for).
 
 [Note: issuing] One thread walks the events in order, as the executor does, and holds at an event until what it depends on
 is complete. Steps of the optimizer are only handed to their pipeline. Where host and device are one memory the
@@ -305,7 +305,9 @@ class _Engine:
         if machine.one_memory and "compute" in factors and "adam" in factors:
             factors["compute"] /= 1 + machine.adam_share
             factors["adam"] /= 1 + machine.adam_share
-        return [factors[lane] for lane in lanes]
+        transfers = (task.stage for task in active if task.stage.lane in ("ssd_read", "ssd_write"))
+        left = 1 - machine.ssd_load(sum(factors[stage.lane] * stage.num_bytes / stage.seconds for stage in transfers))
+        return [factors[lane] * (left if lane in ("compute", "adam") else 1.0) for lane in lanes]
 
     def _complete(self, task: _Task) -> None:
         index, stage = task.index, task.stage

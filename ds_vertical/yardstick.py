@@ -1,8 +1,9 @@
 """What a vertical step could be: its bound, the bytes of the table, the memory formula, beside what was measured.
 
-The machine's rates are measured in the same run, under the same disk limit, with the model, micro-batch, dtype and threads of
-the vertical arm; or they come from a file. Everything is computed for the schedules that really ran (`account`). The simulated
-makespan stands beside the bound: it knows queues and order, but it is a model's opinion, no limit.
+The machine's rates are measured right after each run of the vertical arm, under the same disk limit, with its model,
+micro-batch, dtype and threads, and are that run's: a shared machine is another one minutes later. Or they come from a file.
+Everything is computed for the schedules that really ran (`account`). The simulated makespan stands beside the bound: it knows
+queues and order, but it is a model's opinion, no limit.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def measure_machine(account: Account, out: Path, folder: Path, group: LimitedGro
     """
     facts, target = account.facts, out / "limits.json"
     command = [sys.executable, "-m", "ds_vertical.limits", "--path", str(folder), "--config", str(out / "vertical.json")]
-    command += ["--threads", str(facts.threads), "--out", str(target), "--no-keep"]
+    command += ["--threads", str(facts.threads), "--out", str(target), "--no-keep", "--no-fio"]
     if facts.model is not None:
         (out / "model.json").write_text(json.dumps(facts.model))
         command += ["--model", str(out / "model.json"), "--dtype", _DTYPES[facts.dtype], "--tokens", str(facts.tokens)]
@@ -91,40 +92,57 @@ def read_machine(path: Path) -> dict[str, Any]:
 # ---- figures
 
 
-def figures(every: Sequence[Ran], report: Mapping[str, Any], stock: ArmSummary | None, out: Path) -> dict[str, Any]:
-    """All figures, for ab.json. `report`: of `ds-vertical limits`. Raises CostsError for rates that are none."""
-    machine, rates = Machine.from_dict(report), report.get("rates", {})
+Reports = Mapping[int, Mapping[str, Any]]  # of `ds-vertical limits`, by the repeat of the vertical run that they belong to
+
+
+def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, out: Path) -> dict[str, Any]:
+    """All figures, for ab.json. Raises CostsError for rates that are none."""
+    machines = {repeat: (Machine.from_dict(report), report.get("rates", {})) for repeat, report in reports.items()}
     ran, traced = [each for each in every if not each.run.traced], [each for each in every if each.run.traced]
-    steps = [(each, step) for each in ran for step, *_ in each.counted()]
     measured = median(seconds for each in ran for *_, seconds in each.counted())
-    bounds = [_bound(each.account, step, machine, rates) for each, step in steps]
-    middle = sorted(bounds, key=lambda bound: bound.seconds)[len(bounds) // 2]
+    bounds = {each.run.repeat: _bounds(each, *machines[each.run.repeat]) for each in ran}
+    every_bound = sorted((bound for found in bounds.values() for bound in found), key=lambda bound: bound.seconds)
+    middle = every_bound[len(every_bound) // 2]
+    ratios = [ratio for each in ran if (ratio := _over_bound(each, bounds[each.run.repeat])) is not None]
     found: dict[str, Any] = {
         "step_s": measured,
         "bound_s": middle.seconds,
         "resource": middle.resource,
-        "step_over_bound": measured / middle.seconds if middle.seconds else None,
+        "step_over_bound": median(ratios) if ratios else None,
+        "step_over_bound_by_repeat": ratios,
         "resources": {
             name: {"busy_s": middle.busy_s[name], "fill_s": middle.fill_s[name], "drain_s": middle.drain_s[name]}
             for name in middle.busy_s
         },
-        "without_compute": "layer_forward_s" not in rates,
-        "simulated_s": _simulated(*steps[-1], machine, rates),
+        "without_compute": any("layer_forward_s" not in rates for _, rates in machines.values()),
+        "simulated_s": median(_simulated(each, *machines[each.run.repeat]) for each in ran),
+        "rates_by_repeat": [rates for _, rates in machines.values()],
     }
+    rates = machines[ran[-1].run.repeat][1]
     return (
         found
         | {"bytes": _bytes(ran, rates), "host_memory": _memory(ran, stock)}
-        | _traced(traced, measured, machine, rates, out)
+        | _traced(traced, measured, machines, out)
     )
 
 
-def _bound(account: Account, step: RanStep, machine: Machine, rates: Mapping[str, float]) -> Bound:
-    return step_bound(step.schedule, machine, account.shape(step, rates), parts=account.parts(step))
-
-
-def _simulated(ran: Ran, step: RanStep, machine: Machine, rates: Mapping[str, float]) -> float:
-    """Seconds of a step in the steady state."""
+def _bounds(ran: Ran, machine: Machine, rates: Mapping[str, float]) -> list[Bound]:
+    """Of each counted step."""
     account = ran.account
+    return [
+        step_bound(step.schedule, machine, account.shape(step, rates), parts=account.parts(step)) for step, *_ in ran.counted()
+    ]
+
+
+def _over_bound(ran: Ran, bounds: Sequence[Bound]) -> float | None:
+    """A run's steps over their bounds at the rates measured beside it."""
+    bound_s = median(bound.seconds for bound in bounds)
+    return median(seconds for *_, seconds in ran.counted()) / bound_s if bound_s else None
+
+
+def _simulated(ran: Ran, machine: Machine, rates: Mapping[str, float]) -> float:
+    """Seconds of a step in the steady state."""
+    account, step = ran.account, ran.counted()[-1][0]
     shape, slots = account.shape(step, rates), max(1, account.facts.slots)
     overlap, parts = account.facts.overlap, account.parts(step)
     return simulate(step.schedule, machine, shape, steps=_STEADY_STEPS, slots=slots, overlap=overlap, parts=parts).step_s
@@ -156,7 +174,9 @@ def _memory(ran: Sequence[Ran], stock: ArmSummary | None) -> dict[str, Any]:
     return found | {"stock_peak_bytes": stock.peak_host_bytes if stock else None}
 
 
-def _traced(traced: Sequence[Ran], measured: float, machine: Machine, rates: Mapping[str, float], out: Path) -> dict[str, Any]:
+def _traced(
+    traced: Sequence[Ran], measured: float, machines: Mapping[int, tuple[Machine, Mapping[str, float]]], out: Path
+) -> dict[str, Any]:
     """What needs a trace: time outside all resources, the optimizer's overlap, what tracing costs, and where the computation
     takes longer than it did by itself."""
     steps: list[tuple[Ran, RanStep, StepTrace]] = []
@@ -169,7 +189,7 @@ def _traced(traced: Sequence[Ran], measured: float, machine: Machine, rates: Map
     summaries = [summarize(step) for *_, step in steps]
     each_s = record_s(out / "trace.cost")
     seconds = median(s for each in traced for *_, s in each.counted())
-    operations = [_operations(each.account, ran, step, machine, rates) for each, ran, step in steps]
+    operations = [_operations(each.account, ran, step, *machines[each.run.repeat]) for each, ran, step in steps]
     return {
         "outside_share": median(summary.outside_s / summary.step_s for summary in summaries),
         "optimizer_overlap": median(overlaps) if overlaps else None,
@@ -215,9 +235,10 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     ratio = found["step_over_bound"]
     if ratio is not None:
         without = ", computation not measured" if found["without_compute"] else ""
-        shown.append(
-            f"bound of the vertical step: {found['bound_s']:.3f} s ({found['resource']}{without}); step / bound {ratio:.2f}"
-        )
+        by_repeat = found["step_over_bound_by_repeat"]
+        each = f" ({', '.join(f'{one:.2f}' for one in by_repeat)})" if len(by_repeat) > 1 else ""
+        bound = f"{found['bound_s']:.3f} s ({found['resource']}{without})"
+        shown.append(f"bound of the vertical step: {bound}; step / bound {ratio:.2f}{each}")
         shown.append(f"simulated makespan, beside the bound: {found['simulated_s']:.3f} s")
     moved, memory = found["bytes"], found["host_memory"]
     if moved is not None:

@@ -249,6 +249,7 @@ def draw(seed: int) -> tuple[Schedule, Machine, ModelShape]:
         ssd_read_together_bytes_per_s=together and together * read,
         ssd_write_together_bytes_per_s=together and together * write,
         adam_cores=rng.choice([None, 1]),
+        ssd_core_s_per_byte=rng.choice([None, 1e-5, 1e-4]),
         ssd_latency_s=rng.choice([0.0, 0.1]),
         compute_latency_s=rng.choice([0.0, 0.1]),
     )
@@ -358,6 +359,24 @@ def test_host_cores_count_once() -> None:
     assert "compute" not in resources(ONE_MEMORY) and "adam" not in resources(ONE_MEMORY)
     cast = replace(ONE_MEMORY, cast_elements_per_s=1100.0)
     assert resources(cast)["host_cores"][0] == pytest.approx(7.75 + 12.0)
+
+
+def test_transfers_take_cores_from_the_computation() -> None:
+    machine = replace(ONE_MEMORY, ssd_core_s_per_byte=4e-4)  # of its cores: see ONE_MEMORY; 1000 bytes/s read
+    load = 4e-4 * 1000 / machine.host_cores
+    schedule, needs = free("0READ 0F0")  # 12 s and 1 s alone
+    assert ends(simulate(schedule, machine, SHAPE, needs=needs)) == pytest.approx({"0F0": 1 / (1 - load), "0READ": 12.0})
+    bound = step_bound(schedule, machine, SHAPE, needs=needs)
+    assert bound.busy_s["host_cores"] == pytest.approx(1 + 12 * load)
+    elsewhere = replace(machine, one_memory=False)  # the device computes
+    assert step_bound(schedule, elsewhere, SHAPE, needs=needs).busy_s["compute"] == pytest.approx(1.0)
+
+
+def test_what_the_cores_have_nothing_else_to_do_for_is_no_work_of_theirs() -> None:
+    machine = replace(ONE_MEMORY, ssd_core_s_per_byte=4e-4)
+    schedule = Schedule(1, 1, parse_events("0FETCH 0F0"))  # the forward waits for the fetch, during which nothing computes
+    bound = step_bound(schedule, machine, SHAPE, needs=[(), (0,)])
+    assert bound.of("host_cores") == pytest.approx(simulate(schedule, machine, SHAPE, needs=[(), (0,)]).makespan_s)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

@@ -1,0 +1,34 @@
+"""What transfers take from a computation beside them."""
+
+from __future__ import annotations
+
+from time import sleep
+
+import pytest
+import torch
+
+from ds_vertical.diskload import core_s_per_byte
+
+
+def test_a_core_that_is_taken_shows_and_idle_bytes_are_free() -> None:
+    """Transfers that work as hard as the products take cores from them; those of as many bytes that only sleep do not."""
+    own = torch.ones(256, 1024), torch.ones(1024, 1024)
+
+    def working() -> int:
+        torch.nn.functional.linear(*own)
+        return 1 << 20
+
+    def sleeping() -> int:
+        sleep(0.002)
+        return 1 << 20
+
+    busy, idle = core_s_per_byte(working, 2, 4), core_s_per_byte(sleeping, 2, 4)
+    assert busy * (1 << 20) > 1e-4 and busy > 2 * idle
+
+
+def test_what_goes_wrong_in_a_transfer_is_raised() -> None:
+    def fails() -> int:
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        core_s_per_byte(fails, 2, 1)
