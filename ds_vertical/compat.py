@@ -163,10 +163,15 @@ def consolidated_weights(engine: Any, exclude_frozen: bool) -> dict[str, torch.T
                         shared[param.ds_id] = param.detach().to("cpu", copy=True)
                     state[prefix + name] = shared[param.ds_id]
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if name in persistent_buffers(module):
                 state[prefix + name] = buffer.detach().cpu()
     engine.optimizer.checkpoint_event_epilogue()
     return state if dist.get_rank() == 0 else None
+
+
+def persistent_buffers(module: torch.nn.Module) -> set[str]:
+    """Names of a module's own buffers that its state dict has."""
+    return {name for name, _ in module.named_buffers(recurse=False)} - module._non_persistent_buffers_set
 
 
 # ---- seams
@@ -241,6 +246,10 @@ def full_numel(param: ZeroParam) -> int:
     return int(param.ds_numel) if is_zero_param(param) else param.numel()
 
 
+def full_shape(param: ZeroParam) -> tuple[int, ...]:
+    return tuple(param.ds_shape if is_zero_param(param) else param.shape)
+
+
 def is_partitioned_model(model: torch.nn.Module) -> bool:
     """Whether every parameter was made under zero.Init."""
     return all(is_zero_param(param) for param in model.parameters())
@@ -288,10 +297,13 @@ def bind_shard(param: ZeroParam, shard: torch.Tensor) -> None:
 
 
 def guard_parameters(
-    params: Iterable[ZeroParam], before: Callable[[], None], written: Callable[[Iterable[ZeroParam]], None]
+    params: Iterable[ZeroParam],
+    before: Callable[[], None],
+    writing: Callable[[Iterable[ZeroParam]], None],
+    written: Callable[[Iterable[ZeroParam]], None],
 ) -> None:
     """Call `before` ahead of every gather of these parameters and every read or write of their shards' files by stock;
-    after a write, call `written` with the parameters.
+    ahead of a write call then `writing` with the parameters, after it `written`.
 
     Users reach the weights in many ways (GatheredParameters, a direct call of the model, saving, loading); all of them end
     in a parameter's own closures or in the swapper that they share.
@@ -304,7 +316,7 @@ def guard_parameters(
         for name in ("swap_in", "swap_into_buffer"):
             setattr(swapper, name, _after(before, getattr(swapper, name)))
         for name in ("swap_out_and_release", "swap_out_partitioned_params"):
-            setattr(swapper, name, _noting(written, _after(before, getattr(swapper, name))))
+            setattr(swapper, name, _after(before, _noting(writing, written, getattr(swapper, name))))
 
 
 def _after(before: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
@@ -315,11 +327,16 @@ def _after(before: Callable[[], None], then: Callable[..., Any]) -> Callable[...
     return guarded
 
 
-def _noting(written: Callable[[Iterable[ZeroParam]], None], write: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(
+    writing: Callable[[Iterable[ZeroParam]], None],
+    written: Callable[[Iterable[ZeroParam]], None],
+    write: Callable[..., Any],
+) -> Callable[..., Any]:
     """`write`, whose first argument is the parameters written, by position or name; noted after a failure too."""
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         params = list(args[0] if args else kwargs.get("params", kwargs.get("dst_fp16_params", ())))
+        writing(params)
         try:
             return write(*args, **kwargs)
         finally:

@@ -54,6 +54,11 @@ def gather_persistent(optimizer: Any) -> None:
         params[0].all_gather(params)
 
 
+def partition_all(optimizer: Any) -> None:
+    """Leave of every parameter its shard only, of persistent ones too."""
+    optimizer._partition_all_parameters()
+
+
 def combined_scale(optimizer: Any, norm: torch.Tensor) -> torch.Tensor | float:
     """What stock divides the gradients by: loss scale times the excess of the norm over the clip (at least 1)."""
     if optimizer.clip_grad > 0.0:
@@ -205,6 +210,28 @@ def set_share(optimizer: Any, param: ZeroParam, value: torch.Tensor, kind: str |
 def parameter_group(optimizer: Any, chunk: int) -> dict[str, Any]:
     """The torch optimizer's group (lr, betas, ...) that a chunk belongs to."""
     return optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[chunk]]
+
+
+def group_of(optimizer: Any, chunk: int) -> int:
+    """The number of a chunk's group in the torch optimizer."""
+    return optimizer.sub_group_to_group_id[chunk]
+
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def loss_scaler_numbers(optimizer: Any) -> dict[str, float]:
+    """What a dynamic loss scaler has come to; {} of a static one, whose scale the JSON gives."""
+    scaler = optimizer.loss_scaler
+    return {name: getattr(scaler, name) for name in _SCALER} if scaler.dynamic else {}
+
+
+def set_loss_scaler_numbers(optimizer: Any, numbers: dict[str, float]) -> None:
+    """Raises ValueError where one scaler is dynamic and the other is not."""
+    if bool(numbers) != bool(optimizer.loss_scaler.dynamic):
+        raise ValueError("a dynamic loss scale here or there, and a static one in the other place")
+    for name, value in numbers.items():
+        setattr(optimizer.loss_scaler, name, value)
 
 
 def set_up(optimizer: Any) -> None:

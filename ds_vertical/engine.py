@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ds_vertical import batches as micro
 from ds_vertical import compat, compat_pools, compat_state, hostmemory, limits_cache, ranks, storage
 from ds_vertical.batches import LossFn
 from ds_vertical.budget import Forecast, check_memory, groups_of
@@ -24,14 +23,15 @@ from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_fold
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
 from ds_vertical.hostthreads import keep_cores_for_this_thread
-from ds_vertical.layers import LayerMap, check_trainable, map_layers, refuse_batch_flags
-from ds_vertical.loop import Loop, StockLoop
+from ds_vertical.layers import LayerMap, check_trainable, map_layers
+from ds_vertical.loop import Loop, StockLoop, VerticalLoop
 from ds_vertical.memory import layer_buffers
 from ds_vertical.native import new_disk_queue
 from ds_vertical.optimizer import VerticalStage3, check_optimizer
 from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.progress import Progress
+from ds_vertical.saving import SavingEngine
 from ds_vertical.stores import describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
 from ds_vertical.sweeps import Body, Sweeps
 
@@ -160,7 +160,7 @@ def _single_config(args: Any, config: Any, config_params: Any) -> tuple[Any, Any
     return args, from_args
 
 
-class VerticalEngine(compat.DeepSpeedEngine):
+class VerticalEngine(SavingEngine):
     """DeepSpeed's engine with layer-major training: `train_batch`, `eval_batch`, and forward in evaluation mode."""
 
     optimizer: VerticalStage3
@@ -182,10 +182,11 @@ class VerticalEngine(compat.DeepSpeedEngine):
         new_queue = partial(new_disk_queue, compat.aio_config(self), self.tracer)
         num_buffers = layer_buffers(vertical.prefetch_layers, layers.num_layers)
         generations = self.optimizer.regime.generations
-        self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), generations)
+        files = generations, self.optimizer.checksums
+        self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), *files)
         self.optimizer.start_pipeline(new_queue, self._params, self.tracer)
         every = [param for params in layers.units.values() for param in params]
-        compat.guard_parameters(every, self.optimizer.flush, self._params.note_write)
+        compat.guard_parameters(every, self.optimizer.flush, self._params.note_writing, self._params.note_write)
         self._gradients = GradientStore(
             in_chunk_order(layers, self.optimizer),
             self.optimizer.gradient_accumulation_dtype,
@@ -307,80 +308,15 @@ class VerticalEngine(compat.DeepSpeedEngine):
             if activations is not None:
                 cleanup.callback(activations.close)
 
-    # ---- saving
+    @property
+    def param_store(self) -> ParamStore:
+        return self._params
 
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """As DeepSpeed's, gathering whatever the JSON says, and the model's `config.json` beside the weights."""
-        with compat.gathering_on_save(self) as asked:
-            if not asked:
-                compat.log(
-                    "ds_vertical: save_16bit_model gathers although zero_optimization."
-                    "stage3_gather_16bit_weights_on_model_save is false: without it nothing would be saved"
-                )
-            saved = super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
-        config = getattr(self.module, "config", None)
-        if ranks.rank() == 0 and config is not None and hasattr(config, "save_pretrained"):
-            config.save_pretrained(save_dir)
-        return saved
+    @property
+    def stream_seed(self) -> int | None:
+        """Base of the micro-batches' random streams; None where the caller's own stream is used."""
+        return self._loop.seed
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:  # override
-        return compat.consolidated_weights(self, exclude_frozen_parameters)
-
-    def save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's with everything in host memory. Raises NotImplementedError with any state on SSD."""
-        self._refuse_checkpoint("save_checkpoint")
-        saved = super().save_checkpoint(save_dir, tag, *args, **kwargs)
-        self.optimizer.condition.note_good(Path(save_dir, f"global_step{self.global_steps}" if tag is None else str(tag)))
-        return saved
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's with everything in host memory. Raises NotImplementedError with any state on SSD."""
-        self._refuse_checkpoint("load_checkpoint")
-        self.optimizer.flush_state()  # what is due belongs to the state that is replaced
-        path, client_state = super().load_checkpoint(*args, **kwargs)
-        if path is not None:
-            self.optimizer.condition.note_good(Path(path).parent)
-        return path, client_state
-
-    def _refuse_checkpoint(self, call: str) -> None:
-        """Raise where the state is torn, ahead of the first file; and where state on SSD is involved."""
-        self.optimizer.check_whole()
-        settings = []
-        if self._params.bytes_by_tier()["ssd"]:
-            settings.append("zero_optimization.offload_param.device")
-        if self.optimizer.swap_optimizer:
-            settings.append("zero_optimization.offload_optimizer.device")
-        if settings:
-            raise NotImplementedError(
-                f'{call}: {" and ".join(settings)} is "nvme"; state on SSD cannot be checkpointed yet (stock DeepSpeed would'
-                ' lose the moments on resume); set it to "cpu", or save the weights with save_16bit_model'
-            )
-
-
-class VerticalLoop(Loop):
-    """The vertical arm: all micro-batches of the step at once."""
-
-    engine: VerticalEngine
-
-    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
-        check_trainable(self.engine.module)
-        for batch in batches:
-            refuse_batch_flags(batch)
-        if self.engine.training_dataloader is None:
-            self.engine.tput_timer.start()
-        seeds = [self.seed_of(index) for index in range(len(batches))]
-        fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
-        with self.engine.tracer.step():
-            losses = self.engine.train_step([partial(self._loss, batch, loss_fn) for batch in batches], fresh)
-            self.count_samples(len(batches))
-            self.engine.conclude_step(len(batches))
-        return losses
-
-    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
-        return self.engine.evaluate([partial(self._loss, batch, loss_fn) for batch in batches])
-
-    def _loss(self, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
-        inputs = compat.inputs_of(self.engine, batch)
-        return micro.loss_of(micro.call_model(self.engine.call_module, inputs), batch, loss_fn)
+    @stream_seed.setter
+    def stream_seed(self, seed: int | None) -> None:
+        self._loop.seed = seed

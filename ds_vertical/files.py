@@ -67,6 +67,25 @@ def preallocate(files: Mapping[Path, int]) -> None:
         undo.pop_all()
 
 
+def set_aside(pairs: Mapping[Path, Path]) -> None:
+    """Give each file its second name, and its first to a new, preallocated file of the same size.
+
+    Raises StorageError, with nothing changed, where there is no room for the new files.
+    """
+    fresh = {path: path.with_name(f"{path.name}.fresh") for path in pairs}
+    try:
+        sizes = {fresh[path]: path.stat().st_size for path in pairs}
+    except OSError as error:
+        raise fail(error.filename, "stat", error, "the file of a run must not be removed") from error
+    preallocate(sizes)
+    for path, aside in pairs.items():
+        try:
+            os.rename(path, aside)
+            os.rename(fresh[path], path)
+        except OSError as error:
+            raise fail(path, f"rename to {aside.name}", error, "start again from the last checkpoint") from error
+
+
 def remove(paths: Iterable[Path]) -> None:
     """Delete files that are there. Raises StorageError for one that cannot be."""
     for path in paths:

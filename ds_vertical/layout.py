@@ -8,8 +8,8 @@ from typing import Any
 
 from ds_vertical import compat_state
 from ds_vertical.chunks import Piece, adam_cuts
+from ds_vertical.generations import Chunk
 from ds_vertical.memory import PART_ELEMENTS
-from ds_vertical.stepper import Chunk
 
 
 def make_chunks(

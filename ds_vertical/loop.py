@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from ds_vertical import batches as micro
 from ds_vertical import compat, ranks
 from ds_vertical.batches import LossFn
+from ds_vertical.layers import check_trainable, refuse_batch_flags
 from ds_vertical.metrics import StepRecorder
 from ds_vertical.progress import Progress
 from ds_vertical.survey import Surveyor
@@ -177,3 +179,28 @@ class StockLoop(Loop):
 
     def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
         return [micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn) for batch in batches]
+
+
+class VerticalLoop(Loop):
+    """The vertical arm: all micro-batches of the step at once."""
+
+    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        check_trainable(self.engine.module)
+        for batch in batches:
+            refuse_batch_flags(batch)
+        if self.engine.training_dataloader is None:
+            self.engine.tput_timer.start()
+        seeds = [self.seed_of(index) for index in range(len(batches))]
+        fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
+        with self.engine.tracer.step():
+            losses = self.engine.train_step([partial(self._loss, batch, loss_fn) for batch in batches], fresh)
+            self.count_samples(len(batches))
+            self.engine.conclude_step(len(batches))
+        return losses
+
+    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        return self.engine.evaluate([partial(self._loss, batch, loss_fn) for batch in batches])
+
+    def _loss(self, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
+        inputs = compat.inputs_of(self.engine, batch)
+        return micro.loss_of(micro.call_model(self.engine.call_module, inputs), batch, loss_fn)

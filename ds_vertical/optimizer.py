@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_vertical import compat, compat_state, files, memory, native, together
 from ds_vertical.adam import AdamSettings, CpuAdam, Powers
+from ds_vertical.checksums import Checksums
 from ds_vertical.config import ConfigError, Resolved
 from ds_vertical.disk import DiskQueue
 from ds_vertical.gradient_file import GradientFile, beyond_host
@@ -61,6 +62,7 @@ class VerticalStage3(StateRoutes):
         self._new_regime = partial(Regime, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
         self.regime = self._new_regime(certain=False, on_ssd=False)  # another where the state turns out to be on SSD
         self.condition = Condition()
+        self.checksums = Checksums()  # of this rank's files of state and parameters
         self._dynamic_scale = bool(kwargs.get("dynamic_loss_scale"))
         self._tried = False  # whether parts of this step have been taken early
         self._hit = False  # whether they count, and have not been committed yet
@@ -92,9 +94,9 @@ class VerticalStage3(StateRoutes):
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, compat.device_name() != "cpu")
         sizes = bytes_read(chunks, file.extents)
         self._slots = [compat.lock_host_bytes(max(sizes)) for _ in sizes[:_SLOTS]]
-        self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer)
+        self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer, self.checksums)
         self._updates = updates
-        self._stepper = Stepper(chunks, self._kernel(self.optimizer), self._pipeline, updates)
+        self._stepper = Stepper(chunks, self._kernel(self.optimizer), self._pipeline, updates, self.checksums)
         self.powers = Powers.made_with(self.optimizer.defaults["betas"])
 
     def _kernel(self, adam: Any) -> CpuAdam:

@@ -8,40 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from ds_vertical import compat
+from ds_vertical import compat, files
+from ds_vertical.checksums import Checksums
 from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.layers import Unit
+from ds_vertical.shards import Piece, Range, Shard, lay_out
 from ds_vertical.transfer import BufferPool, HostBuffer, Lane, Ticket
-
-Range = tuple[int, int]  # first element in a shard, and how many
-
-
-@dataclass(eq=False)
-class Shard:
-    """A shard's place in its unit's host buffer, in bytes, and its files: one per generation (one or two), the current one's
-    number."""
-
-    param: nn.Parameter
-    paths: tuple[str, ...]
-    start: int
-    num_bytes: int
-    numel: int
-    generation: int = 0
-
-    @property
-    def other(self) -> int:
-        """The generation that an early step writes."""
-        return (self.generation + 1) % len(self.paths)
-
-    def view(self, data: torch.Tensor) -> torch.Tensor:
-        """The shard's elements inside a unit buffer, 1-d, in the parameter's dtype."""
-        return data.narrow(0, self.start, self.num_bytes).view(self.param.dtype).narrow(0, 0, self.numel)
 
 
 @dataclass
@@ -61,22 +40,6 @@ class Copy:
     version: int
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Bytes [start, end) of a shard's file that an update fills."""
-
-    shard: Shard
-    start: int
-    end: int
-
-    @classmethod
-    def of(cls, shard: Shard, changed: Range) -> Piece:
-        first, count = changed
-        size = shard.param.element_size()
-        end = shard.num_bytes if first + count == shard.numel else (first + count) * size
-        return cls(shard, first * size, end)
-
-
 @dataclass(eq=False)
 class Update:
     """New values of a unit in a host buffer, on their way to SSD and, unless `early`, to the unit's next fetch."""
@@ -90,7 +53,7 @@ class Update:
 
 class ParamStore:
     """Parameters per unit: SSD -> host buffer -> device (and all-gather). `generations`: of each file; with one, early steps
-    are written in place.
+    are written in place. `checksums`: those of the files.
 
     `num_buffers` layers may be fetched at a time, besides `pre`. `reads`: the queue of all reads, None where no shard is on
     SSD. A failed read raises DiskError where the unit's ticket is waited for. A parameter that is gathered already (persistent
@@ -105,9 +68,11 @@ class ParamStore:
         device: torch.device,
         writer: DiskQueue,
         generations: int,
+        checksums: Checksums,
     ) -> None:
+        self._checksums = checksums
         self._units = units
-        self._shards = {unit: _lay_out(params, generations) for unit, params in units.items()}
+        self._shards = {unit: lay_out(params, generations) for unit, params in units.items()}
         self._unit_of: dict[int, Unit] = {id(param): unit for unit, params in units.items() for param in params}
         self._resident: dict[Unit, Resident] = {}
         self._ahead: dict[Unit, Copy] = {}
@@ -126,6 +91,8 @@ class ParamStore:
         self.host_bytes = largest * count + sizes["pre"]
         self.reads: DiskQueue | None = new_queue() if self.host_bytes else None
         self._closed = False
+        self._num_moves = 0
+        self._unused: list[Path] = []  # files aside that nobody needs any more, perhaps in use until the next checkpoint
         self._buffers: list[HostBuffer] = []
         self._layer_buffers = BufferPool(self._new_buffers(largest, count))
         self._pre_buffers = BufferPool(self._new_buffers(sizes["pre"], 1))
@@ -189,9 +156,46 @@ class ParamStore:
 
     def note_write(self, params: Iterable[nn.Parameter]) -> None:
         """Somebody has written the files of these parameters: what was read of their units before is old."""
-        for param in params:
-            if id(param) in self._unit_of:
-                self._versions[self._unit_of[id(param)]] += 1
+        written = {id(param) for param in params}
+        for shard in self.shards():
+            if id(shard.param) in written:
+                self._versions[self._unit_of[id(shard.param)]] += 1
+                self._checksums.forget(shard.path)
+
+    def note_writing(self, params: Iterable[nn.Parameter]) -> None:
+        """Somebody is about to write the whole files of these parameters: not those that a checkpoint shares."""
+        written = {id(param) for param in params}
+        for shard in self.shards():
+            if id(shard.param) in written:
+                self._leave(shard)
+
+    def shards(self) -> Iterator[Shard]:
+        """Every shard on SSD."""
+        for shards in self._shards.values():
+            yield from shards
+
+    def set_aside(self, shared: Collection[Path]) -> None:
+        """Files of `shared` that hold current values are read only from now on. No write may be in flight.
+
+        Raises StorageError, with nothing changed, where there is no room for those that take their place.
+        """
+        files.remove(self._unused)
+        self._unused.clear()
+        self._num_moves += 1
+        found = [shard for shard in self.shards() if shard.aside is None and Path(shard.path) in shared]
+        moves = {shard: Path(f"{shard.path}.{self._num_moves}") for shard in found}
+        files.set_aside({Path(shard.path): aside for shard, aside in moves.items()})
+        for shard, aside in moves.items():
+            self._checksums.move(shard.path, aside)
+            self._versions[self._unit_of[id(shard.param)]] += 1  # a read ahead may open the new file by the old name
+            shard.set_aside(aside)
+
+    def _leave(self, shard: Shard) -> None:
+        """The current values of a shard are, or will be, in the file of its generation."""
+        if shard.aside is not None:
+            self._unused.append(Path(shard.aside))
+            self._checksums.forget(shard.aside)
+        shard.leave()
 
     def check_open(self) -> None:
         """Raise RuntimeError after `close`: stock's buffers are gone then as well."""
@@ -221,7 +225,7 @@ class ParamStore:
         if shards:
             self._wait_writes(unit)
         for shard in shards:
-            buffer.issue_read(self._path(shard), shard.start, shard.num_bytes)
+            buffer.issue_read(shard.path, shard.start, shard.num_bytes)
 
     def _arrive(self, unit: Unit, shards: Sequence[Shard]) -> None:
         resident = self._resident[unit]
@@ -266,8 +270,16 @@ class ParamStore:
                 self._drained.setdefault(unit, []).append(update)
             else:
                 self._updates[unit] = update
+                self._leave_all(update)
                 self._read_beside(unit, update)
         return targets
+
+    def _leave_all(self, update: Update) -> None:
+        for piece in update.pieces:
+            if piece.shard.aside is not None:
+                if not piece.is_whole:
+                    raise RuntimeError(f"bytes {piece.start} to {piece.end} of {piece.shard.path}, which is not to be written")
+                self._leave(piece.shard)
 
     def _read_beside(self, unit: Unit, update: Update) -> None:
         """Read the bytes of the unit that an update leaves as they are."""
@@ -277,7 +289,7 @@ class ParamStore:
             piece = filled.get(id(shard))
             for start, end in [(0, shard.num_bytes)] if piece is None else [(0, piece.start), (piece.end, shard.num_bytes)]:
                 if start < end:
-                    update.buffer.issue_read(self._path(shard), shard.start + start, end - start, start)
+                    update.buffer.issue_read(shard.path, shard.start + start, end - start, start)
 
     def finish_update(self, unit: Unit) -> None:
         """Start writing the new values to their files. May be called on another thread than the rest."""
@@ -286,9 +298,10 @@ class ParamStore:
             return
         writes: list[Transfer] = []
         for piece in update.pieces:
-            path = self._path(piece.shard, other=update.early)
-            address = update.buffer.data.data_ptr() + piece.shard.start + piece.start
-            writes.append(self._writer.write(address, piece.end - piece.start, path, piece.start))
+            path = piece.shard.target(update.early)
+            data = update.buffer.data.narrow(0, piece.shard.start + piece.start, piece.end - piece.start)
+            self._checksums.note(path, piece.start, data.numpy())
+            writes.append(self._writer.write(data.data_ptr(), data.numel(), path, piece.start))
         update.buffer.writes += writes
         self._writes.setdefault(unit, []).extend(writes)
         update.finished = True
@@ -300,7 +313,7 @@ class ParamStore:
                 shard = piece.shard
                 shard.generation = shard.other
                 self._versions[self._unit_of[id(shard.param)]] += 1
-                compat.set_swap_path(shard.param, self._path(shard))
+                self._leave(shard)
         for param, copy, (first, count) in self._copies:
             compat.shard(param).narrow(0, first, count).copy_(copy.narrow(0, first, count))
         self.discard()
@@ -320,9 +333,6 @@ class ParamStore:
             self._wait_writes(unit)
         for unit in list(self._updates):
             self._put_away(unit)
-
-    def _path(self, shard: Shard, other: bool = False) -> str:
-        return shard.paths[shard.other if other else shard.generation]
 
     def _take(self, unit: Unit) -> HostBuffer:
         """A free buffer; where there is none, that of the oldest finished update which nobody fetched yet, or of what was
@@ -379,16 +389,3 @@ class ParamStore:
 
     def _pool(self, unit: Unit) -> BufferPool:
         return self._pre_buffers if unit == "pre" else self._layer_buffers
-
-
-def _lay_out(params: Sequence[nn.Parameter], generations: int) -> list[Shard]:
-    """Neighbouring places for the shards that live on SSD; file sizes are multiples of the aio alignment already."""
-    shards: list[Shard] = []
-    start = 0
-    for param in params:
-        if compat.is_on_ssd(param):
-            file = compat.swap_file(param)
-            paths = (str(file.path), str(compat.second_generation(file.path)))[:generations]
-            shards.append(Shard(param, paths, start, file.num_bytes, file.numel))
-            start += file.num_bytes
-    return shards

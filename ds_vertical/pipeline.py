@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from ds_vertical.checksums import Checksums
 from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.trace import Tracer, now
 from ds_vertical.transfer import Ticket
@@ -90,14 +91,21 @@ class Slot:
 
 class StepPipeline:
     """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
+    `checksums`: told of all that is written.
 
     An error of a job is raised by the wait of its batch and of every later one: the state is torn from there on.
     """
 
     def __init__(
-        self, slots: Sequence[torch.Tensor], reader: DiskQueue, writer: DiskQueue, tracer: Tracer | None = None
+        self,
+        slots: Sequence[torch.Tensor],
+        reader: DiskQueue,
+        writer: DiskQueue,
+        tracer: Tracer | None = None,
+        checksums: Checksums | None = None,
     ) -> None:
         self._tracer = tracer or Tracer()
+        self._checksums = checksums or Checksums()
         self._free = deque(Slot(data) for data in slots)
         self._reader = reader
         self._writer = writer
@@ -241,6 +249,7 @@ class StepPipeline:
             self._tracer.span("adam", job.what, start, now())
             if slot is not None:
                 for extent, view in zip(job.targets, views[: len(job.extents)], strict=True):
+                    self._checksums.note(extent.path, extent.offset, view.numpy())
                     self._await_writes(extent)
                     write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
                     slot.writes.append(write)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -12,6 +14,10 @@ import torch
 from deepspeed import comm as dist
 
 from ds_vertical import compat
+
+
+class OtherRankError(RuntimeError):
+    """What this rank was asked for has failed on another one; the message says how."""
 
 
 def rank() -> int:
@@ -28,6 +34,23 @@ def all_gathered(value: Any) -> list[Any]:
     if world_size() > 1:
         torch.distributed.all_gather_object(found, value)
     return found
+
+
+@contextlib.contextmanager
+def agreed(what: str) -> Iterator[None]:
+    """All ranks leave the block, or all of them raise: those without an error of their own OtherRankError. Collective; the
+    block itself must have no collective that another rank's error would leave alone."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    said = all_gathered(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    others = [f"rank {number}: {text}" for number, text in enumerate(said) if text is not None]
+    if others:
+        raise OtherRankError(f"{what} failed on {len(others)} of {len(said)} ranks; {others[0]}")
 
 
 def ranks_on_this_host() -> int:

@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_vertical import compat, compat_state
 from ds_vertical.adam import Powers
+from ds_vertical.checksums import Checksums
 from ds_vertical.held import GradientGoneError
 
 _POWERS = "ds_vertical_adam_powers"  # key in checkpoints
@@ -27,10 +28,11 @@ _GONE = (
 class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
     """Stage 3 whose public methods on state see every step taken. The subclass says how to flush and what it holds.
 
-    `powers`: CPU Adam's powers of beta after the last step decided.
+    `powers`: CPU Adam's powers of beta after the last step decided. `checksums`: of the files of state.
     """
 
     powers: Powers
+    checksums: Checksums
 
     def flush_state(self) -> None:
         raise NotImplementedError
@@ -78,6 +80,7 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
     def set_full_hp_param(self, value: Any, param: Any, optim_state_key: Any = None) -> None:
         self.flush_state()
         super().set_full_hp_param(value, param, optim_state_key)
+        self.checksums.clear()
 
     def get_local_fp32_param(self, param: Any, optim_state_key: Any = None) -> Any:
         self.flush_state()
@@ -91,6 +94,7 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
         self.flush_state()
         if self.steps(param):
             compat_state.set_share(self, param, value, optim_state_key)
+            self.checksums.clear()
 
     def state_dict(self) -> Any:
         """As DeepSpeed's, and where CPU Adam's powers of beta come from: what they are cannot be told from the step alone."""

@@ -1,33 +1,22 @@
-"""The optimizer step of one unit: its chunks' parts through the pipeline, from held gradients to new parameters.
-
-[Note: generations] An early step is taken before it is known whether the step counts. It reads the state of one generation
-of files and writes that of the other; `commit` turns the bit, `discard` does not. The delayed share of a chunk is stepped
-when all is known and has one generation only. So a chunk's state is current in generation `g` up to its boundary, and in
-generation 0 beyond. Where there is one generation at all, early steps are taken in place: the other one is the same, and what
-is discarded has torn the state.
-"""
+"""The optimizer step of one unit: its chunks' parts through the pipeline, from held gradients to new parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from ds_vertical.adam import AdamSettings, CpuAdam
-from ds_vertical.chunks import Cut
+from ds_vertical.checksums import Checksums
+from ds_vertical.generations import Chunk, Generations, Share
 from ds_vertical.held import HeldGradients
 from ds_vertical.layers import Unit
-from ds_vertical.parts import Part, boundary, split_chunk
+from ds_vertical.parts import Part
 from ds_vertical.pipeline import Extent, Job, StepPipeline
 from ds_vertical.transfer import Ticket
-
-FP32_BYTES = 4
-Share = Literal["early", "delayed", "all"]
-Files = tuple[Path, Path, Path]  # master, exp_avg, exp_avg_sq
 
 
 class Updates(Protocol):
@@ -58,63 +47,6 @@ class Updates(Protocol):
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """What a step needs of one chunk. `files` on SSD, one set per generation, or `resident`, which finds the state in host
-    memory when it is needed (loading a checkpoint moves it).
-
-    `early`: the parts before the boundary, `delayed`: those from it on. `file_numel`: elements of a state file, the chunk's
-    rounded up to the disk's alignment.
-    """
-
-    params: Sequence[nn.Parameter]
-    sizes: Sequence[int]
-    cuts: Sequence[Cut]
-    early: Sequence[Part]
-    delayed: Sequence[Part]
-    file_numel: int
-    files: tuple[Files, ...] | None
-    resident: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None
-
-    @staticmethod
-    def shares(index: int, sizes: Sequence[int], early_share: float, largest: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-        """The early and the delayed parts of a chunk of which `early_share` is to be stepped early."""
-        middle = boundary(sizes, early_share)
-        return split_chunk(index, 0, middle, largest), split_chunk(index, middle, sum(sizes), largest)
-
-    def parts(self, share: Share) -> Sequence[Part]:
-        """The parts of a share, in order."""
-        return {"early": self.early, "delayed": self.delayed, "all": (*self.early, *self.delayed)}[share]
-
-    @property
-    def boundary(self) -> int:
-        """The first element of the delayed parts."""
-        return sum(part.numel for part in self.early)
-
-    @property
-    def numel(self) -> int:
-        return sum(self.sizes)
-
-    def overlaps(self, part: Part) -> Iterator[tuple[nn.Parameter, int, int, int]]:
-        """(parameter, first element in its shard, first element in the part, count) of what the part covers."""
-        start = 0
-        for param, size in zip(self.params, self.sizes, strict=True):
-            first, last = max(part.start, start), min(part.start + part.numel, start + size)
-            if first < last:
-                yield param, first - start, first - part.start, last - first
-            start += size
-
-    def extents(self, part: Part, generation: int) -> list[Extent]:
-        """The part's bytes in the chunk's three files; the last part takes the padding that rounds the file up."""
-        if self.files is None:
-            return []
-        end = part.start + part.numel
-        end = self.file_numel if end == self.numel else end
-        return [
-            Extent(path, part.start * FP32_BYTES, (end - part.start) * FP32_BYTES) for path in self.files[generation]
-        ]
-
-
-@dataclass(frozen=True)
 class Due:
     """A step that is to be taken: `settings` per chunk, its gradients, and what these are multiplied by (None: by one)."""
 
@@ -124,16 +56,16 @@ class Due:
 
 
 class Stepper:
-    """Turns the step of a unit into jobs of the pipeline. See [Note: generations]."""
+    """Turns the step of a unit into jobs of the pipeline. See [Note: generations]. `checksums`: those of the state's files."""
 
-    def __init__(self, chunks: Sequence[Chunk], kernel: CpuAdam, pipeline: StepPipeline, updates: Updates) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], kernel: CpuAdam, pipeline: StepPipeline, updates: Updates, checksums: Checksums
+    ) -> None:
         self.chunks = chunks
+        self.generations = Generations(chunks, checksums)
         self._kernel = kernel
         self._pipeline = pipeline
         self._updates = updates
-        self._generation = [0] * len(chunks)
-        self._stepped_early: set[int] = set()
-        self.torn = False  # early steps that do not count have changed the only generation
         self._scratch: torch.Tensor | None = None
 
     def step(self, unit: Unit, indices: Sequence[int], due: Due, share: Share) -> Ticket | None:
@@ -149,39 +81,32 @@ class Stepper:
             return None
         targets = self._updates.open_update(unit, self._ranges(parts), early)
         if early:
-            self._stepped_early.update(part.chunk for part in parts)
+            self.generations.step_early(part.chunk for part in parts)
         jobs = [self._job(unit, part, due, targets, early) for part in parts]
         return self._pipeline.submit(f"step {unit}", jobs, lambda: self._updates.finish_update(unit))
 
+    @property
+    def torn(self) -> bool:
+        return self.generations.torn
+
     def commit(self) -> None:
         """Make the early steps count. All of them must have been waited for."""
-        for index in self._stepped_early:
-            self._generation[index] = self._other(index)
-        self._stepped_early.clear()
+        self.generations.commit()
         self._updates.commit()
 
     def discard(self) -> None:
         """Let the early steps not have been, or know that the state is torn. None may be in flight."""
-        self.torn |= any(self._other(index) == self._generation[index] for index in self._stepped_early)
-        self._stepped_early.clear()
+        self.generations.discard()
         self._updates.discard()
 
     def gather_state(self) -> None:
         """Bring all state into generation 0, where DeepSpeed looks for it. Nothing may be in flight."""
-        jobs = [
-            Job("copy state", chunk.extents(part, 1), _leave, chunk.extents(part, 0))
-            for index, chunk in enumerate(self.chunks)
-            if self._generation[index]
-            for part in chunk.early
-        ]
+        parts = self.generations.away()
+        jobs = [Job("copy state", self.generations.source(p), _leave, self.chunks[p.chunk].extents(p)) for p in parts]
         if jobs:
             self._pipeline.submit("gather state", jobs, lambda: None).wait()
             self._pipeline.drain()
-        self._generation = [0] * len(self.chunks)
-
-    def _other(self, index: int) -> int:
-        """The generation that an early step of a chunk writes."""
-        return (self._generation[index] + 1) % len(self.chunks[index].files or (None,))
+            self.generations.gathered()
 
     def _ranges(self, parts: Sequence[Part]) -> dict[nn.Parameter, tuple[int, int]]:
         ranges: dict[nn.Parameter, tuple[int, int]] = {}
@@ -192,9 +117,6 @@ class Stepper:
         return ranges
 
     def _job(self, unit: Unit, part: Part, due: Due, targets: Mapping[int, torch.Tensor], early: bool) -> Job:
-        chunk = self.chunks[part.chunk]
-        current = self._generation[part.chunk] if part.start < chunk.boundary else 0
-
         inputs = [] if early else due.gradients.extents(part)
 
         def compute(read: Sequence[torch.Tensor]) -> None:
@@ -204,9 +126,9 @@ class Stepper:
                 self._compute(part, due, pieces, gradient, targets)
             due.gradients.finish(part, "early step" if early else "step")
 
-        outputs = chunk.extents(part, self._other(part.chunk)) if early else None
         what = f"step {unit}, chunk {part.chunk} from {part.start}"
-        return Job(what, chunk.extents(part, current), compute, outputs, inputs)
+        source = self.generations.source(part)
+        return Job(what, source, compute, self.generations.target(part, early), inputs)
 
     def _compute(
         self,
@@ -241,5 +163,5 @@ def _leave(_: Sequence[torch.Tensor]) -> None:
 def bytes_read(chunks: Sequence[Chunk], gradients: Callable[[Part], Sequence[Extent]]) -> list[int]:
     """Of each part that reads anything: the bytes of its state, and of its gradient where that may wait on SSD."""
     parts = ((chunk, part) for chunk in chunks for part in chunk.parts("all"))
-    read = ((*chunk.extents(part, 0), *gradients(part)) for chunk, part in parts)
+    read = ((*chunk.extents(part), *gradients(part)) for chunk, part in parts)
     return [sum(extent.num_bytes for extent in extents) for extents in read if extents]

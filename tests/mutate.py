@@ -366,7 +366,7 @@ MUTATIONS = (
     ),
     Mutation(
         "discarded-in-place-not-torn",
-        "stepper.py",
+        "generations.py",
         "self.torn |= any(",
         "self.torn |= any([]) and any(",
         f"{_TEARS}[fp32-first]",
@@ -387,8 +387,8 @@ MUTATIONS = (
     ),
     Mutation(
         "state-stays-in-old-files",
-        "stepper.py",
-        "self._generation[index] = self._other(index)",
+        "generations.py",
+        "self._bits[index] = self._other(index)",
         "pass",
         f"{_DELAY}[fp32-False-0.3]",
     ),

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_vertical.disk import DiskQueue
+from ds_vertical.generations import Chunk
 from ds_vertical.gradient_file import GradientFile, aligned, beyond_host
 from ds_vertical.held import GradientGoneError, HeldGradients
 from ds_vertical.parts import ALIGNMENT, Part, spread
 from ds_vertical.reserve import Reserve
-from ds_vertical.stepper import Chunk
 
 SIZES = [3000, 2 * ALIGNMENT, 5]
 

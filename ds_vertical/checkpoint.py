@@ -1,0 +1,284 @@
+"""Saving a run with state on SSD: `save` writes a folder that `resume.load` continues from, bit for bit.
+
+Files of state and of parameters are linked into the folder where it is on their file system (`generations`, [Note: frozen
+files]), and copied where it is not. What rests in host memory is written out.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_vertical import compat, compat_state, files, manifest, ranks, runstate
+from ds_vertical.checksums import LARGEST_READ, Piece, read_pieces
+from ds_vertical.generations import FP32_BYTES, KINDS
+from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile, SavedTensor
+from ds_vertical.storage import StorageError, fail
+from ds_vertical.tagfolder import TagFolder, check_tag, sync_file, sync_folder, write_synced
+
+MEMORY, LOOSE = "memory.pt", "loose.pt"  # tensors that rest in host memory; scheduler, random states, buffers, client state
+POINTS = (
+    "folder made",
+    "memory written",
+    "files shared",
+    "files set aside",
+    "rank complete",
+    "folder complete",
+    "switched",
+    "latest written",
+)
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES)
+
+
+def reach(point: str) -> None:
+    """The save has come to one of POINTS; nothing happens here, but tests end a save."""
+    assert point in POINTS
+
+
+def save(engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any], save_latest: bool) -> Path:
+    """Save the whole state as `<save_dir>/<tag>`; returns that. All ranks succeed or raise, and an earlier checkpoint of the
+    same tag stays loadable until the new one is complete. Collective.
+
+    Raises CheckpointError (tag, client state), StorageError or OSError (files), OtherRankError, TornStateError.
+    """
+    with ranks.agreed("save_checkpoint"):
+        check_tag(tag)
+        _check_loadable("client_state", client_state)
+    engine.optimizer.flush()
+    asked = ranks.all_gathered((str(save_dir), tag, secrets.token_hex(4)))
+    if any(other[:2] != asked[0][:2] for other in asked):
+        raise CheckpointError(f"save_checkpoint: the ranks do not agree on folder and tag: {sorted({a[:2] for a in asked})}")
+    folder, is_first = TagFolder(save_dir, tag, asked[0][2]), ranks.rank() == 0
+    try:
+        with ranks.agreed("save_checkpoint"):
+            if is_first:
+                folder.make()
+            reach("folder made")
+        with ranks.agreed("save_checkpoint"):
+            data = RankSave(engine, manifest.rank_folder(folder.beside, ranks.rank())).write(client_state)
+        every = ranks.all_gathered((len(data), zlib.crc32(data)))
+        with ranks.agreed("save_checkpoint"):
+            if is_first:
+                write_synced(folder.beside / manifest.NAME, manifest.folder_manifest(tag, every))
+                reach("folder complete")
+                folder.switch()
+                reach("switched")
+    except BaseException:
+        if is_first:
+            folder.discard()
+        raise
+    with ranks.agreed("save_checkpoint"):
+        if is_first and save_latest:
+            folder.write_latest()
+        reach("latest written")
+    return folder.path
+
+
+class RankSave:
+    """One rank's share of a save, into `folder`."""
+
+    def __init__(self, engine: Any, folder: Path) -> None:
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._generations = engine.optimizer._stepper.generations
+        self._folder = folder
+        self._names = {id(param): name for name, param in engine.module.named_parameters()}
+        self._sources: dict[Path, str] = {}  # files of the run -> names in the checkpoint
+        self._wanted: dict[Path, list[tuple[int, int]]] = {}  # [start, end) of each
+        self._places: dict[int, dict[str, list[Range]]] = {}  # by id(param), by kind
+        self._memory: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, SavedTensor] = {}
+
+    def write(self, client_state: Mapping[str, Any]) -> bytes:
+        """Everything but the folder's manifest; returns the rank's own."""
+        self._find_state()
+        self._find_weights()
+        self._describe()
+        try:
+            self._folder.mkdir(mode=0o700)
+            saved = self._write_memory(client_state)
+            reach("memory written")
+            saved |= self._write_files()
+            data = self._manifest(saved).to_json()
+            write_synced(self._folder / manifest.NAME, data)
+            sync_folder(self._folder)
+        except OSError as error:
+            remedy = "free space there or save to another folder"
+            raise fail(error.filename or self._folder, "save", error, remedy) from error
+        reach("rank complete")
+        return data
+
+    # ---- what there is
+
+    def _find_state(self) -> None:
+        sets: dict[int, list[Any]] = {}
+        chunks = self._optimizer._stepper.chunks
+        for index, part, paths in self._generations.on_ssd():
+            known = sets.setdefault(index, [])
+            if paths not in known:
+                known.append(paths)
+            for kind, extent in zip(KINDS, chunks[index].extents(part, paths), strict=True):
+                name = f"chunk{index}.{kind}.{known.index(paths)}.bin"
+                self._want(extent.path, name, extent.offset, extent.offset + extent.num_bytes)
+                for param, _, in_part, count in chunks[index].overlaps(part):
+                    found = Range(name, (part.start + in_part) * FP32_BYTES, count * FP32_BYTES)
+                    self._place(param, kind, found)
+        for chunk in chunks:
+            if chunk.resident is not None:
+                for kind, flat in zip(KINDS, chunk.resident(), strict=True):
+                    for param, share in zip(chunk.params, flat.split(list(chunk.sizes)), strict=True):
+                        self._place(param, kind, None)
+                        self._remember(param, kind, share)
+
+    def _find_weights(self) -> None:
+        on_ssd = {id(shard.param): shard for shard in self._engine.param_store.shards()}
+        for number, param in enumerate(self._engine.module.parameters()):
+            shard = on_ssd.get(id(param))
+            if shard is None:
+                self._place(param, "weight", None)
+                self._remember(param, "weight", compat.shard(param))
+            else:
+                name = f"weight{number}.bin"
+                self._want(Path(shard.path), name, 0, shard.num_bytes)
+                self._place(param, "weight", Range(name, 0, shard.numel * param.element_size()))
+
+    def _want(self, path: Path, name: str, start: int, end: int) -> None:
+        self._sources.setdefault(path, name)
+        self._wanted.setdefault(path, []).append((start, end))
+
+    def _place(self, param: Any, kind: str, found: Range | None) -> None:
+        ranges = self._places.setdefault(id(param), {}).setdefault(kind, [])
+        if found is None:
+            return
+        last = ranges[-1] if ranges else None
+        if last is not None and last.file == found.file and last.offset + last.num_bytes == found.offset:
+            ranges[-1] = last._replace(num_bytes=last.num_bytes + found.num_bytes)
+        else:
+            ranges.append(found)
+
+    def _remember(self, param: Any, kind: str, share: torch.Tensor) -> None:
+        self._memory[f"{kind}/{self._names[id(param)]}"] = share.detach().to("cpu", copy=True)
+
+    def _describe(self) -> None:
+        optimizer = self._optimizer
+        group_of: dict[int, tuple[int, int]] = {}
+        for index, params in enumerate(optimizer.fp16_groups):
+            entry = compat_state.group_of(optimizer, index), int(compat_state.moments(optimizer, index)["step"])
+            group_of |= {id(param): entry for param in params}
+        for name, param in self._engine.module.named_parameters():
+            group, step = group_of.get(id(param), (None, 0))
+            places = {kind: tuple(ranges) for kind, ranges in self._places[id(param)].items()}
+            shape, dtype = compat.full_shape(param), str(param.dtype).removeprefix("torch.")
+            self._tensors[name] = SavedTensor(shape, dtype, param.partition_numel(), group, step, places)
+
+    # ---- files
+
+    def _write_memory(self, client_state: Mapping[str, Any]) -> dict[str, SavedFile]:
+        loose = runstate.loose_ends(self._engine)
+        _check_loadable("the learning rate scheduler's state", loose["lr_scheduler"])
+        loose |= {"buffers": runstate.buffers_of(self._engine), "client_state": dict(client_state)}
+        saved = {}
+        for name, content in ((MEMORY, self._memory), (LOOSE, loose)):
+            path = self._folder / name
+            torch.save(content, path)
+            os.chmod(path, 0o600)
+            sync_file(path)
+            num_bytes = path.stat().st_size
+            saved[name] = SavedFile(num_bytes, tuple(read_pieces(path, 0, num_bytes)))
+        return saved
+
+    def _write_files(self) -> dict[str, SavedFile]:
+        self._check_room()
+        shared, saved = set(), {}
+        for path, name in self._sources.items():
+            target = self._folder / name
+            if _link(path, target):
+                shared.add(path)
+            else:
+                _copy(path, target, self._wanted[path])
+            sync_file(target)
+            pieces = [piece for start, end in self._wanted[path] for piece in self._pieces(path, start, end)]
+            saved[name] = SavedFile(path.stat().st_size, tuple(sorted(pieces)))
+        reach("files shared")
+        self._generations.set_aside(shared)
+        self._engine.param_store.set_aside(shared)
+        reach("files set aside")
+        return saved
+
+    def _pieces(self, path: Path, start: int, end: int) -> list[Piece]:
+        return self._optimizer.checksums.pieces(path, start, end)
+
+    def _check_room(self) -> None:
+        """Raise StorageError where what must be copied has no room."""
+        device = self._folder.stat().st_dev
+        copied = [path for path in self._sources if path.stat().st_dev != device]
+        needed = sum(end - start for path in copied for start, end in self._wanted[path])
+        available = files.free_bytes(self._folder)
+        if needed > available:
+            raise StorageError(
+                f"{self._folder}: a copy of this rank's files needs {needed} bytes ({needed / 2**30:.2f} GiB), the file system"
+                f" has {available} free ({available / 2**30:.2f} GiB); free {needed - available} bytes or save elsewhere"
+            )
+
+    def _manifest(self, saved: Mapping[str, SavedFile]) -> RankManifest:
+        numbers = runstate.numbers_of(self._engine)
+        try:
+            json.dumps(numbers)
+        except TypeError as error:
+            raise CheckpointError(f"save_checkpoint: the optimizer's groups hold what is no plain number: {error}") from error
+        settings = runstate.settings_of(self._engine)
+        return RankManifest(ranks.rank(), ranks.world_size(), saved, self._tensors, settings, numbers)
+
+
+def _check_loadable(what: str, content: Any) -> None:
+    """Raise CheckpointError for what could only be unpickled."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"save_checkpoint: {what}: holds more than tensors, numbers, strings and collections of these, and checkpoints are"
+            f" never unpickled; save that by other means ({str(error).strip().splitlines()[0]})"
+        ) from error
+
+
+def _link(path: Path, target: Path) -> bool:
+    """Whether the file could be linked."""
+    try:
+        os.link(path, target)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            return False
+        raise
+    return True
+
+
+def _copy(path: Path, target: Path, wanted: list[tuple[int, int]]) -> None:
+    """Copy ranges of a file to the same places of a new one (mode 0600)."""
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with path.open("rb", buffering=0) as source, os.fdopen(fd, "wb") as file:
+        os.truncate(fd, path.stat().st_size)
+        for start, data in _pieces_of(source.fileno(), path, wanted):
+            file.seek(start)
+            file.write(data)
+
+
+def _pieces_of(fd: int, path: Path, wanted: list[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+    for start, end in wanted:
+        while start < end:
+            data = os.pread(fd, min(LARGEST_READ, end - start), start)
+            if not data:
+                raise OSError(errno.EIO, f"the file ends at byte {start}", str(path))
+            yield start, data
+            start += len(data)

@@ -1,0 +1,108 @@
+"""Checksums of pieces of files, taken in memory as the pieces are written, so that saving a file need not read it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LARGEST_READ = 1 << 23
+
+
+class Piece(NamedTuple):
+    """Bytes [offset, offset + num_bytes) of a file and the CRC-32 of them."""
+
+    offset: int
+    num_bytes: int
+    crc: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+
+class Checksums:
+    """What was last written to each file, piece by piece. From any thread. Writes past it must be told by `forget`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[str, dict[int, Piece]] = {}
+
+    def note(self, path: str | os.PathLike[str], offset: int, data: Any) -> None:
+        """`data`, a contiguous buffer of bytes, is being written to a file from `offset` on. Other threads run meanwhile."""
+        view = memoryview(data).cast("B")
+        self._note(os.fspath(path), Piece(offset, len(view), zlib.crc32(view)))
+
+    def move(self, path: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
+        """The file has another name now."""
+        with self._lock:
+            if (pieces := self._files.pop(os.fspath(path), None)) is not None:
+                self._files[os.fspath(new)] = pieces
+
+    def forget(self, path: str | os.PathLike[str]) -> None:
+        """The file was written by somebody else, or is gone."""
+        with self._lock:
+            self._files.pop(os.fspath(path), None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._files.clear()
+
+    def pieces(self, path: str | os.PathLike[str], start: int, end: int) -> list[Piece]:
+        """Pieces that make up bytes [start, end) of a file; read from it, and kept, where nobody noted them. Raises OSError."""
+        found = self._tiles(os.fspath(path), start, end)
+        if found is None:
+            found = list(read_pieces(Path(path), start, end))
+            for piece in found:
+                self._note(os.fspath(path), piece)
+        return found
+
+    def _note(self, path: str, piece: Piece) -> None:
+        with self._lock:
+            pieces = self._files.setdefault(path, {})
+            same = pieces.get(piece.offset)
+            if same is None or same.num_bytes != piece.num_bytes:
+                for other in [other for other in pieces.values() if other.offset < piece.end and piece.offset < other.end]:
+                    del pieces[other.offset]
+            pieces[piece.offset] = piece
+
+    def _tiles(self, path: str, start: int, end: int) -> list[Piece] | None:
+        with self._lock:
+            pieces, found = self._files.get(path, {}), []
+            while start < end:
+                if (piece := pieces.get(start)) is None or piece.end > end:
+                    return None
+                found.append(piece)
+                start = piece.end
+        return found
+
+
+def read_pieces(path: Path, start: int, end: int) -> list[Piece]:
+    """Checksums of bytes [start, end) of a file, read in pieces. Raises OSError, EOFError where the file is shorter."""
+    found = []
+    with path.open("rb", buffering=0) as file:
+        while start < end:
+            num_bytes = min(LARGEST_READ, end - start)
+            found.append(Piece(start, num_bytes, _crc(file.fileno(), path, start, num_bytes)))
+            start += num_bytes
+    return found
+
+
+def is_whole(path: Path, piece: Piece) -> bool:
+    """Whether a piece of a file still has its checksum. Raises OSError, EOFError where the file is shorter."""
+    with path.open("rb", buffering=0) as file:
+        return _crc(file.fileno(), path, piece.offset, piece.num_bytes) == piece.crc
+
+
+def _crc(fd: int, path: Path, start: int, num_bytes: int) -> int:
+    crc, left = 0, num_bytes
+    while left:
+        data = os.pread(fd, min(left, LARGEST_READ), start)
+        if not data:
+            raise EOFError(f"{path}: the file ends at byte {start}, {left} bytes too early")
+        crc = zlib.crc32(data, crc)
+        start += len(data)
+        left -= len(data)
+    return crc

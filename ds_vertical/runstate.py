@@ -1,0 +1,124 @@
+"""What a run is besides its tensors: counters, learning rates, random states, settings; taken for a checkpoint, put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ds_vertical import compat, compat_state
+from ds_vertical.adam import Powers
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def settings_of(engine: Any) -> dict[str, Any]:
+    """Settings whose change changes the order of the arithmetic, or the data: the bits of a resumed run are promised with the
+    same ones. By JSON path."""
+    vertical = engine.vertical
+    chosen = {"snake": vertical.snake, "blocks_per_layer": vertical.blocks_per_layer}
+    chosen |= {"seed_micro_batches": vertical.seed_micro_batches}
+    if not vertical.reasons.get("seed", "").startswith("null"):  # else the checkpoint's goes on
+        chosen |= {"seed": vertical.seed}
+    return {
+        "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "gradient_clipping": engine.gradient_clipping(),
+        "zero_optimization.sub_group_size": int(engine.zero_sub_group_size()),
+    } | {f"vertical_schedule.{key}": value for key, value in chosen.items()}
+
+
+def numbers_of(engine: Any) -> dict[str, Any]:
+    """Counters, loss scaler, the optimizer's groups and CPU Adam's powers of beta, as JSON takes them."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in _groups(engine)]
+    return {
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "loss_scaler": compat_state.loss_scaler_numbers(engine.optimizer),
+        "adam_w_mode": bool(engine.optimizer.optimizer.adam_w_mode),
+        "groups": groups,
+        "powers": asdict(engine.optimizer.powers),
+        "has_scheduler": engine.lr_scheduler is not None,
+        "stream_seed": engine.stream_seed,
+    }
+
+
+def set_optimizer(engine: Any, numbers: Mapping[str, Any]) -> None:
+    """The optimizer's groups, its powers of beta and the loss scaler."""
+    for group, saved in zip(_groups(engine), numbers["groups"], strict=True):
+        group |= {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
+    engine.optimizer.powers = Powers(**numbers["powers"])
+    compat_state.set_loss_scaler_numbers(engine.optimizer, numbers["loss_scaler"])
+
+
+def set_counters(engine: Any, numbers: Mapping[str, Any]) -> None:
+    """The counters, and the seed of the micro-batches' random streams where the JSON does not write one."""
+    for name, value in numbers["counters"].items():
+        setattr(engine, name, value)
+    if engine.stream_seed is not None and "vertical_schedule.seed" not in settings_of(engine):
+        engine.stream_seed = numbers["stream_seed"]
+
+
+def _groups(engine: Any) -> list[dict[str, Any]]:
+    return engine.optimizer.optimizer.param_groups
+
+
+# ---- what is not JSON
+
+
+def loose_ends(engine: Any) -> dict[str, Any]:
+    """Learning rate scheduler and random states, of types that `torch.load(weights_only=True)` takes."""
+    scheduler = engine.lr_scheduler
+    return {"lr_scheduler": None if scheduler is None else scheduler.state_dict(), "random": _random_states()}
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if not compat.is_one_memory():
+        states["device"] = compat.get_accelerator().get_rng_state()
+    if "numpy" in sys.modules:
+        import numpy
+
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        states["numpy"] = (str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(gauss))
+    return states
+
+
+def set_random_states(found: Mapping[str, Any]) -> None:
+    """Those of torch, the device, Python and NumPy."""
+    states = found["random"]
+    torch.set_rng_state(states["torch"])
+    version, inner, gauss = states["python"]
+    random.setstate((version, tuple(inner), gauss))
+    if "device" in states and not compat.is_one_memory():
+        compat.get_accelerator().set_rng_state(states["device"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+
+
+# ---- buffers of the model
+
+
+def buffers_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Copies of the model's persistent buffers, by name."""
+    return {name: buffer.detach().to("cpu", copy=True) for name, buffer in _buffers(engine).items()}
+
+
+def set_buffers(engine: Any, saved: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in _buffers(engine).items():
+        with torch.no_grad():
+            buffer.copy_(saved[name])
+
+
+def _buffers(engine: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path, module in engine.module.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in compat.persistent_buffers(module):
+                found[f"{path}.{name}" if path else name] = buffer
+    return found

@@ -1,0 +1,105 @@
+"""The engine's routes to files and back: weights for others, checkpoints to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ds_vertical import checkpoint, compat, ranks, resume
+from ds_vertical.manifest import CheckpointError
+from ds_vertical.params import ParamStore
+
+
+class SavingEngine(compat.DeepSpeedEngine):
+    """DeepSpeed's engine whose saves have every step in them. The subclass has a VerticalStage3 as its optimizer."""
+
+    optimizer: Any
+
+    @property
+    def param_store(self) -> ParamStore:
+        raise NotImplementedError
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As DeepSpeed's, gathering whatever the JSON says, and the model's `config.json` beside the weights."""
+        with compat.gathering_on_save(self) as asked:
+            if not asked:
+                compat.log(
+                    "ds_vertical: save_16bit_model gathers although zero_optimization."
+                    "stage3_gather_16bit_weights_on_model_save is false: without it nothing would be saved"
+                )
+            saved = super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        config = getattr(self.module, "config", None)
+        if ranks.rank() == 0 and config is not None and hasattr(config, "save_pretrained"):
+            config.save_pretrained(save_dir)
+        return saved
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:  # override
+        return compat.consolidated_weights(self, exclude_frozen_parameters)
+
+    # ---- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the whole state as `<save_dir>/<tag>`; `tag`: None for `global_step<n>`. Complete or absent, whatever happens.
+
+        With everything in host memory as DeepSpeed's, in its format. `client_state`: tensors, numbers, strings and collections
+        of these. Raises CheckpointError, StorageError, OtherRankError, TornStateError.
+        """
+        self.optimizer.check_whole()
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        if not self._on_ssd():
+            super().save_checkpoint(save_dir, tag, dict(client_state), save_latest, exclude_frozen_parameters)
+        elif exclude_frozen_parameters:
+            raise CheckpointError("save_checkpoint(exclude_frozen_parameters=True): no run resumes without them")
+        else:
+            checkpoint.save(self, Path(save_dir), tag, client_state, save_latest)
+        self.optimizer.condition.note_good(Path(save_dir, tag))
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Replace the live state by a saved one; `tag`: None for the one that `latest` names. What follows has the bits of a
+        run that did not stop. Returns the path of what was loaded (None: no `latest`) and the client state.
+
+        With everything in host memory DeepSpeed's own checkpoints are loaded too. Without optimizer states the weights and
+        fp32 masters are loaded, and moments, steps and learning rates stay as they are. Raises CheckpointError, with nothing
+        touched: no checkpoint, a damaged one, one that does not fit; OtherRankError.
+        """
+        self.optimizer.check_whole()
+        found = resume.latest_tag(Path(load_dir)) if tag is None else str(tag)
+        if found is None:
+            return None, None
+        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+        if not self._on_ssd() and not resume.is_ours(Path(load_dir, found)):
+            self.optimizer.flush_state()  # what is due belongs to the state that is replaced
+            path, client_state = super().load_checkpoint(load_dir, found, *flags)
+        elif not load_module_strict or custom_load_fn is not None:
+            raise CheckpointError("load_checkpoint: load_module_strict=False and custom_load_fn are not available here")
+        else:
+            states, scheduler = (each and not load_module_only for each in (load_optimizer_states, load_lr_scheduler_states))
+            wanted = resume.Wanted(optimizer=states, scheduler=scheduler, run=not load_module_only)
+            path, client_state = resume.load(self, Path(load_dir), found, wanted)
+        if path is not None:
+            self.optimizer.condition.note_good(Path(load_dir, found))
+        return path, client_state
+
+    def _on_ssd(self) -> bool:
+        return bool(self.param_store.bytes_by_tier()["ssd"] or self.optimizer.swap_optimizer)

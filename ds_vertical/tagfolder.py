@@ -1,0 +1,133 @@
+"""The folder of a tag: written beside it, then switched, so that it is complete or absent whenever the process ends.
+
+Imports neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from ds_vertical.manifest import LATEST, CheckpointError
+from ds_vertical.storage import fail
+
+logger = logging.getLogger(__name__)
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_NOT_THERE = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY)  # a kernel or file system that cannot exchange two names
+
+
+class TagFolder:
+    """`<save_dir>/<tag>`. `beside`: the folder to write, which takes its place at `switch`; `token`: the same on all ranks,
+    and of no other save."""
+
+    def __init__(self, save_dir: Path, tag: str, token: str) -> None:
+        self.path = save_dir / tag
+        self.beside = save_dir / f".{tag}.{token}"
+
+    def make(self) -> None:
+        """Make `beside` (mode 0700), and the folders above. Raises StorageError."""
+        try:
+            self.beside.parent.mkdir(parents=True, exist_ok=True)
+            self.beside.mkdir(mode=0o700)
+        except OSError as error:
+            raise fail(self.beside, "create the folder", error, "save to a writable folder") from error
+
+    def switch(self) -> None:
+        """Let the complete `beside` be the tag's folder; the earlier one is loadable until then. Raises StorageError.
+
+        One system call where the file system can exchange two names (ext4, xfs, btrfs, tmpfs). Where it cannot, the tag is
+        absent between two calls, and its earlier folder is beside it with ".old" at its name's end.
+        """
+        try:
+            sync_folder(self.beside)
+            old = self._replace() if self.path.exists() else None
+            if old is None:
+                os.rename(self.beside, self.path)
+            sync_folder(self.path.parent)
+        except OSError as error:
+            raise fail(self.path, "switch to the new folder", error, f"the new one is {self.beside}") from error
+        if old is not None:
+            _remove(old)
+
+    def write_latest(self) -> None:
+        """Name the tag in `latest`, in one step. Raises StorageError."""
+        path, new = self.path.with_name(LATEST), self.path.with_name(f"{self.beside.name}.{LATEST}")
+        try:
+            write_synced(new, self.path.name.encode())
+            os.replace(new, path)
+            sync_folder(path.parent)
+        except OSError as error:
+            raise fail(path, "replace", error, f"write {self.path.name} into it by hand") from error
+
+    def discard(self) -> None:
+        """Delete `beside` after a failure."""
+        _remove(self.beside)
+
+    def _replace(self) -> Path:
+        """Put `beside` in the place of the folder that is there; returns where that is now."""
+        if _exchange(self.beside, self.path):
+            return self.beside
+        old = self.path.with_name(f"{self.beside.name}.old")
+        os.rename(self.path, old)
+        os.rename(self.beside, self.path)
+        return old
+
+
+def check_tag(tag: str) -> None:
+    """Raise CheckpointError for a tag that is no name of a folder."""
+    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == LATEST:
+        raise CheckpointError(f"tag {tag!r}: not usable as a folder's name; use letters, digits, - and _")
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file (mode 0600) that survives a power cut from then on. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(fd)
+
+
+def sync_file(path: Path) -> None:
+    """Let what was written to a file survive a power cut. Raises OSError."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(path: Path) -> None:
+    """Let the names in a folder survive a power cut. Raises OSError."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names at once; False where that cannot be had here."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    if ctypes.get_errno() in _NOT_THERE:
+        return False
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), os.fspath(other))
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder that nobody needs; what cannot be deleted does no harm."""
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s: delete: %s; delete it by hand", folder, error.strerror)
