@@ -300,8 +300,8 @@ class ParamStore:
         for piece in update.pieces:
             path = piece.shard.target(update.early)
             data = update.buffer.data.narrow(0, piece.shard.start + piece.start, piece.end - piece.start)
-            self._checksums.note(path, piece.start, data.numpy())
             writes.append(self._writer.write(data.data_ptr(), data.numel(), path, piece.start))
+            self._checksums.note(path, piece.start, data.numpy())
         update.buffer.writes += writes
         self._writes.setdefault(unit, []).extend(writes)
         update.finished = True

@@ -249,11 +249,12 @@ class StepPipeline:
             self._tracer.span("adam", job.what, start, now())
             if slot is not None:
                 for extent, view in zip(job.targets, views[: len(job.extents)], strict=True):
-                    self._checksums.note(extent.path, extent.offset, view.numpy())
                     self._await_writes(extent)
                     write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
                     slot.writes.append(write)
                     self._writes.setdefault(extent.path, []).append((extent, write))
+                for extent, view in zip(job.targets, views, strict=False):  # beside the writes
+                    self._checksums.note(extent.path, extent.offset, view.numpy())
             if batch.left == 1:
                 batch.finish()
         except BaseException as error:

@@ -1,0 +1,208 @@
+"""Checkpoints as files: checksums of pieces, manifests, and folders that are complete or absent. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+
+from ds_vertical import manifest, tagfolder
+from ds_vertical.checksums import Checksums, Piece, read_pieces
+from ds_vertical.files import set_aside
+from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile, SavedTensor
+from ds_vertical.storage import StorageError
+from ds_vertical.tagfolder import TagFolder, check_tag
+
+# ---- checksums
+
+
+def test_pieces_that_were_noted_are_not_read(tmp_path: Path) -> None:
+    """The file does not even exist."""
+    sums, path = Checksums(), tmp_path / "state"
+    sums.note(path, 0, b"abcd")
+    sums.note(path, 4, b"efgh")
+    assert sums.pieces(path, 0, 8) == [Piece(0, 4, zlib.crc32(b"abcd")), Piece(4, 4, zlib.crc32(b"efgh"))]
+    assert sums.pieces(path, 4, 8) == [Piece(4, 4, zlib.crc32(b"efgh"))]
+
+
+def test_pieces_that_nobody_noted_are_read_once(tmp_path: Path) -> None:
+    sums, path = Checksums(), tmp_path / "state"
+    path.write_bytes(b"abcdefgh")
+    sums.note(path, 0, b"abcd")
+    expected = [Piece(0, 8, zlib.crc32(b"abcdefgh"))]
+    assert sums.pieces(path, 0, 8) == expected
+    path.unlink()
+    assert sums.pieces(path, 0, 8) == expected
+
+
+def test_a_write_replaces_what_it_overlaps(tmp_path: Path) -> None:
+    sums, path = Checksums(), tmp_path / "state"
+    path.write_bytes(b"abXYZfgh")
+    for start, data in ((0, b"abcd"), (4, b"efgh"), (2, b"XYZ")):
+        sums.note(path, start, data)
+    assert sums.pieces(path, 2, 5) == [Piece(2, 3, zlib.crc32(b"XYZ"))]
+    assert sums.pieces(path, 0, 8) == [Piece(0, 8, zlib.crc32(b"abXYZfgh"))]
+
+
+def test_checksums_follow_a_file_and_are_forgotten(tmp_path: Path) -> None:
+    sums, old, new = Checksums(), tmp_path / "old", tmp_path / "new"
+    sums.note(old, 0, b"abcd")
+    sums.move(old, new)
+    assert sums.pieces(new, 0, 4) == [Piece(0, 4, zlib.crc32(b"abcd"))]
+    new.write_bytes(b"ABCD")
+    sums.forget(new)
+    assert sums.pieces(new, 0, 4) == [Piece(0, 4, zlib.crc32(b"ABCD"))]
+    with pytest.raises(FileNotFoundError):
+        sums.pieces(old, 0, 4)
+    with pytest.raises(EOFError, match="ends at byte 4"):
+        sums.pieces(new, 0, 5)
+
+
+# ---- files of a run that a checkpoint shares
+
+
+def test_set_aside_puts_new_files_in_the_places(tmp_path: Path) -> None:
+    path, aside = tmp_path / "state", tmp_path / "state.1"
+    path.write_bytes(b"x" * 5000)
+    shared = path.stat().st_ino
+    set_aside({path: aside})
+    assert aside.stat().st_ino == shared != path.stat().st_ino and aside.read_bytes() == b"x" * 5000
+    assert path.read_bytes() == bytes(5000) and path.stat().st_blocks * 512 >= 5000
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["state", "state.1"]
+
+
+def test_set_aside_without_room_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    path.touch()
+    os.truncate(path, 1 << 43)
+    with pytest.raises(StorageError, match="needs"):
+        set_aside({path: tmp_path / "state.1"})
+    assert [each.name for each in tmp_path.iterdir()] == ["state"] and path.stat().st_size == 1 << 43
+
+
+# ---- manifests
+
+CONTENT = b"0123456789"
+
+
+def write_checkpoint(folder: Path, tag: str, rank_count: int = 1) -> RankManifest:
+    """A small checkpoint; rank 0's manifest."""
+    found, first = [], None
+    for rank in range(rank_count):
+        place = manifest.rank_folder(folder / tag, rank)
+        place.mkdir(parents=True)
+        (place / "chunk.bin").write_bytes(CONTENT)
+        saved = SavedFile(len(CONTENT), tuple(read_pieces(place / "chunk.bin", 2, 8)))
+        places = {"master": (Range("chunk.bin", 2, 4), Range("chunk.bin", 6, 2)), "weight": ()}
+        tensors = {"w": SavedTensor((3, 2), "bfloat16", 6, 0, 7, places)}
+        made = RankManifest(rank, rank_count, {"chunk.bin": saved}, tensors, {"a.b": 0.1}, {"groups": [{"lr": 1e-3}]})
+        data = made.to_json()
+        (place / manifest.NAME).write_bytes(data)
+        found.append((len(data), zlib.crc32(data)))
+        first = first or made
+    (folder / tag / manifest.NAME).write_bytes(manifest.folder_manifest(tag, found))
+    assert first is not None
+    return first
+
+
+def test_manifests_round_trip(tmp_path: Path) -> None:
+    written = write_checkpoint(tmp_path, "one", rank_count=2)
+    assert manifest.read_rank(tmp_path / "one", 0) == written
+    assert manifest.read_rank(tmp_path / "one", 1).rank == 1
+    assert written.num_bytes == 6
+    manifest.check(tmp_path / "one", written)
+    with pytest.raises(CheckpointError, match="saved by 2 ranks"):
+        (tmp_path / "one" / "rank2").mkdir()
+        (tmp_path / "one" / "rank2" / manifest.NAME).write_bytes(written.to_json())
+        manifest.read_rank(tmp_path / "one", 2)
+
+
+def test_bytes_that_belong_to_nobody_may_change(tmp_path: Path) -> None:
+    written = write_checkpoint(tmp_path, "one")
+    (tmp_path / "one" / "rank0" / "chunk.bin").write_bytes(b"##" + CONTENT[2:8] + b"##")
+    manifest.check(tmp_path / "one", written)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.write_bytes(CONTENT[:5] + b"#" + CONTENT[6:]), "bytes 2 to 8 have another checksum"),
+        (lambda path: os.truncate(path, 9), "9 bytes, 10 were saved"),
+        (lambda path: path.unlink(), "No such file"),
+    ],
+)
+def test_damage_is_named_with_the_last_good_tag(tmp_path: Path, damage: object, said: str) -> None:
+    for tag in ("old", "good", "worse"):
+        write_checkpoint(tmp_path, tag)
+    written = write_checkpoint(tmp_path, "bad")
+    (tmp_path / "worse" / "rank0" / "chunk.bin").unlink()
+    damage(tmp_path / "bad" / "rank0" / "chunk.bin")  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=f'the last good tag is "good" in {tmp_path}(.|\n)*chunk.bin: .*{said}'):
+        manifest.check(tmp_path / "bad", written)
+
+
+def test_damaged_manifests_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "one")
+    path = tmp_path / "one" / "rank0" / manifest.NAME
+    path.write_bytes(path.read_bytes().replace(b"0.001", b"0.002"))
+    with pytest.raises(CheckpointError, match="rank0/ds_vertical.json: not as it was saved"):
+        manifest.read_rank(tmp_path / "one", 0)
+    (tmp_path / "one" / manifest.NAME).write_text('{"format": 1')
+    with pytest.raises(CheckpointError, match="not a manifest"):
+        manifest.read_folder(tmp_path / "one")
+    (tmp_path / "one" / manifest.NAME).write_text(json.dumps({"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99; this version reads format 1"):
+        manifest.read_folder(tmp_path / "one")
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "one")
+    with pytest.raises(CheckpointError, match=f"no such checkpoint; complete ones in {tmp_path}: one"):
+        manifest.read_folder(tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="not a complete one"):
+        manifest.read_folder(tmp_path / "empty")
+    (tmp_path / "stock").mkdir()
+    (tmp_path / "stock" / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="of stock DeepSpeed .*stock's order"):
+        manifest.read_folder(tmp_path / "stock")
+
+
+# ---- folders
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_takes_the_place_of_the_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
+    """On a file system that can exchange two names, and on one that cannot."""
+    if not exchanges:
+        monkeypatch.setattr(tagfolder, "_exchange", lambda one, other: False)
+    for number in range(3):
+        folder = TagFolder(tmp_path / "saved", "tag", str(number))
+        folder.make()
+        (folder.beside / "content").write_text(str(number))
+        assert number == 0 or (folder.path / "content").read_text() == str(number - 1)
+        folder.switch()
+        folder.write_latest()
+        assert (folder.path / "content").read_text() == str(number)
+        assert sorted(each.name for each in folder.path.parent.iterdir()) == ["latest", "tag"]
+    assert (tmp_path / "saved" / "latest").read_text() == "tag"
+    folder.discard()
+    assert folder.path.exists() and folder.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:
+    folder = TagFolder(tmp_path, "tag", "1")
+    folder.make()
+    (folder.beside / "rank0").mkdir()
+    folder.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", ".hidden", "a/b", "latest"])
+def test_tags_that_are_no_folders_name_are_refused(tag: str) -> None:
+    with pytest.raises(CheckpointError, match="not usable"):
+        check_tag(tag)
+    check_tag("global_step10")
