@@ -210,6 +210,36 @@ def lack_gradient_room(folder: Path, rank: int) -> tuple[str, list[str]]:
     return "nothing", []
 
 
+def resume(folder: Path, rank: int) -> dict[str, Any]:
+    """A save that fails on rank 1, one that does not, a step, and that step again in an engine that resumes: what this rank
+    was told, what was left beside the checkpoint, and the names that differ."""
+    from ds_vertical import checkpoint
+
+    def fail(point: str) -> None:
+        if point == "memory written":
+            raise ValueError("no luck here")
+
+    made, saved = config(folder, "fp32", clip=0.0, delay=0.3), folder.parent / "saved"
+    steps, told, ends = batches(rank, 2), "nothing", []
+    with harness.running(made, OddModel, vertical=True) as (engine, model):
+        engine.train_batch(iter(steps[0]))
+        try:
+            with mock.patch.object(checkpoint, "reach", fail if rank == 1 else checkpoint.reach):
+                engine.save_checkpoint(str(saved), tag="failed")
+        except (ValueError, RuntimeError) as error:
+            told = f"{type(error).__name__}: {error}"
+        left = sorted(path.name for path in saved.iterdir())
+        engine.train_batch(iter(steps[1]))
+        engine.save_checkpoint(str(saved), tag="good")
+        engine.train_batch(iter(steps[2]))
+        ends.append(harness.read_weights(model) | harness.read_state(engine, model))
+    with harness.running(made, OddModel, vertical=True) as (engine, model):
+        engine.load_checkpoint(str(saved))
+        engine.train_batch(iter(steps[2]))
+        ends.append(harness.read_weights(model) | harness.read_state(engine, model))
+    return {"told": told, "left": left, "differing": harness.differing(*ends)}
+
+
 def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
@@ -231,6 +261,7 @@ def main() -> int:
     results["room"] = [lack_room(Path(job["folder"]), rank, delay) for delay in (None, 0.3)]
     results["watched"] = watch(Path(job["folder"]), rank)
     results["gradient room"] = lack_gradient_room(Path(job["folder"]), rank)
+    results["resumed"] = resume(Path(job["folder"]), rank)
     torch.save(results, Path(job["out"]) / f"rank{rank}.pt")
     return 0
 

@@ -229,6 +229,14 @@ def test_room_for_gradients_that_one_rank_lacks_ends_both(fp32: TwoRanks) -> Non
     assert [rank["gradient room"] for rank in fp32.ranks] == [("StorageError", [])] * 2
 
 
+def test_both_ranks_resume_and_a_save_that_fails_on_one_fails_on_both(fp32: TwoRanks) -> None:
+    first, second = (rank["resumed"] for rank in fp32.ranks)
+    assert second["told"] == "ValueError: no luck here"
+    assert first["told"] == "OtherRankError: save_checkpoint failed on 1 of 2 ranks; rank 1: ValueError: no luck here"
+    assert first["left"] == [], "rank 0 has left something behind"
+    assert first["differing"] == second["differing"] == []
+
+
 def test_prepare_gives_both_ranks_the_same_folder_and_each_call_another(fp32: TwoRanks) -> None:
     first, second = (rank["prepared twice"] + list(rank["folders"].values()) for rank in fp32.ranks)
     assert first == second

@@ -51,7 +51,8 @@ def config_in(
 ) -> dict[str, Any]:
     section = {"optimizer_delay": delay, "seed": 7} | options.pop("section", {})
     made = base_config(folder, num_micro_batches=2, dtype=dtype, clip=clip, section=section, **options)
-    return small_buffers(made, 700_000) if made["zero_optimization"]["offload_param"]["device"] == "nvme" else made
+    params = made["zero_optimization"].get("offload_param", {}).get("device")
+    return small_buffers(made, 700_000) if params == "nvme" else made
 
 
 def model_of(dtype: str = "fp32", width: int | None = None) -> nn.Module:
@@ -140,6 +141,7 @@ def test_on_another_file_system_files_are_copied(tmp_path: Path) -> None:
         (0.0, {"persistence": None, "max_in_cpu": 600_000}),
         (CLIP, {"optimizer": "cpu"}),
         (0.0, {"params": "cpu"}),
+        (0.0, {"params": "none"}),
         (CLIP, {"section": {"gradient_host_share": 0.0}, "delay": 1.0}),
         (0.0, {"section": {"seed_micro_batches": False}}),
         (0.0, {"section": {"seed": None}}),
@@ -351,13 +353,13 @@ def test_what_is_damaged_or_does_not_fit_is_refused_by_name(tmp_path: Path) -> N
         shutil.copytree(folder / "one", folder / tag)
     flip(folder / "flipped" / "rank0" / "chunk1.exp_avg.0.bin", 5000)
     (folder / "missing" / "rank0" / "memory.pt").unlink()
-    os.truncate(folder / "short" / "rank0" / "weight2.bin", 4096)
+    os.truncate(folder / "short" / "rank0" / "weight3.bin", 4096)
     (folder / "stock").mkdir()
     (folder / "stock" / "mp_rank_00_model_states.pt").touch()
     said = {
         "flipped": 'the last good tag is "one"(.|\n)*chunk1.exp_avg.0.bin: bytes .* another checksum',
         "missing": "memory.pt: No such file",
-        "short": "weight2.bin: 4096 bytes, 1048576 were saved",
+        "short": "weight3.bin: 4096 bytes, 1048576 were saved",
         "stock": "of stock DeepSpeed",
         "absent": "no such checkpoint; complete ones",
     }

@@ -132,22 +132,6 @@ def test_saved_weights_leave_frozen_ones_out_and_keep_tied_ones_tied(tmp_path: P
 # ---- DeepSpeed's own checkpoints
 
 
-@pytest.mark.parametrize(("params", "optimizer"), [("nvme", "cpu"), ("none", "nvme"), ("nvme", "nvme")])
-def test_checkpoints_with_state_on_ssd_are_refused(tmp_path: Path, params: str, optimizer: str) -> None:
-    config = base_config(tmp_path / "ssd", dtype="fp32", params=params, optimizer=optimizer)
-    if params == "nvme":
-        small_buffers(config)
-    named = {"zero_optimization.offload_param.device": params, "zero_optimization.offload_optimizer.device": optimizer}
-    with running(config, partial(MixerModel, 2), vertical=True) as (engine, _):
-        for call in (engine.save_checkpoint, engine.load_checkpoint):
-            with pytest.raises(NotImplementedError) as raised:
-                call(str(tmp_path / "checkpoint"))
-            for setting, device in named.items():
-                assert (setting in str(raised.value)) == (device == "nvme")
-            assert call.__name__ in str(raised.value) and 'set it to "cpu"' in str(raised.value)
-    assert not (tmp_path / "checkpoint").exists()
-
-
 def captured(engine: Any, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Weights and state, and the counters but micro_steps, which DeepSpeed's checkpoints leave out."""
     counts = counters(engine)
