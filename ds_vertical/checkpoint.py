@@ -135,7 +135,7 @@ class RankSave:
         for chunk in chunks:
             if chunk.resident is not None:
                 for kind, flat in zip(KINDS, chunk.resident(), strict=True):
-                    for param, share in zip(chunk.params, flat.split(list(chunk.sizes)), strict=True):
+                    for param, share in zip(chunk.params, flat.narrow(0, 0, chunk.numel).split(list(chunk.sizes)), strict=True):
                         self._place(param, kind, None)
                         self._remember(param, kind, share)
 

@@ -242,7 +242,7 @@ class _Loading:
 
     def _load_resident(self, chunk: Any) -> None:
         for kind, flat in zip(self._wanted.kinds, chunk.resident(), strict=False):
-            for param, share in zip(chunk.params, flat.split(list(chunk.sizes)), strict=True):
+            for param, share in zip(chunk.params, flat.narrow(0, 0, chunk.numel).split(list(chunk.sizes)), strict=True):
                 found = torch.empty(share.numel(), dtype=share.dtype)
                 self._read_state(param, kind, found, 0)
                 share.copy_(found)

@@ -45,6 +45,9 @@ _AHEAD_STEPS = "test_ahead.py::test_delayed_steps_are_issued_before_train_batch_
 _BETWEEN = "test_ahead.py::test_whatever_comes_between_two_steps_is_as_if_nothing_were_ahead"
 _END = "test_flush.py::test_a_process_may_end_with_steps_left_and_reads_under_way"
 _TIERS = "test_gradient_tiers.py::test_bits_are_stocks_wherever_gradients_wait"
+_RESUME = "test_resume.py::test_"
+_GOES_ON = f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-2]"
+_GOES_BACK = f"{_RESUME}loading_into_the_run_that_saved_goes_back"
 _DOCTOR = "test_doctor.py::test_"
 _TRAPS = "test_traps.py::test_"
 _RECOMPUTE_STATE = "with applied(call.state), torch.enable_grad():"
@@ -340,6 +343,48 @@ MUTATIONS = (
         "shard.generation = shard.other",
         "pass",
         f"{_DELAY}[fp32-False-0.3]",
+    ),
+    # checkpoints
+    Mutation("checkpoints-state-written-in-place", "checkpoint.py", "self._generations.set_aside(shared)", "pass", _GOES_ON),
+    Mutation(
+        "checkpoints-weights-written-in-place", "checkpoint.py", "self._engine.param_store.set_aside(shared)", "pass", _GOES_ON
+    ),
+    Mutation(
+        "users-write-to-a-checkpoint",
+        "params.py",
+        "            if id(shard.param) in written:\n                self._leave(shard)",
+        "            if id(shard.param) in written:\n                pass",
+        f"{_RESUME}writes_by_the_user_leave_a_checkpoint_alone",
+    ),
+    Mutation(
+        "checksums-of-what-the-user-overwrote",
+        "params.py",
+        "                self._checksums.forget(shard.path)",
+        "                pass",
+        f"{_RESUME}writes_by_the_user_leave_a_checkpoint_alone",
+    ),
+    Mutation("read-ahead-kept-over-a-load", "resume.py", "            store.note_write([param])\n", "", _GOES_BACK),
+    Mutation(
+        "damage-not-looked-for",
+        "resume.py",
+        "        manifest.check(folder, saved)\n",
+        "",
+        f"{_RESUME}what_is_damaged_or_does_not_fit_is_refused_by_name",
+    ),
+    Mutation("random-states-not-restored", "resume.py", "runstate.set_random_states(self._loose)", "pass", _GOES_BACK),
+    Mutation(
+        "save-reads-what-it-wrote",
+        "checksums.py",
+        "            found = list(read_pieces(Path(path), start, end))",
+        "            pass\n        if True:\n            found = list(read_pieces(Path(path), start, end))",
+        f"{_RESUME}a_save_shares_files_and_reads_no_state",
+    ),
+    Mutation(
+        "tag-removed-ahead-of-the-switch",
+        "checkpoint.py",
+        '                reach("folder complete")\n',
+        '                folder.switch()\n                reach("folder complete")\n',
+        f"{_RESUME}a_save_that_is_interrupted_leaves_the_earlier_one[one]",
     ),
     # powers of beta
     Mutation(
