@@ -161,7 +161,7 @@ class RankSave:
             return
         last = ranges[-1] if ranges else None
         if last is not None and last.file == found.file and last.offset + last.num_bytes == found.offset:
-            ranges[-1] = last._replace(num_bytes=last.num_bytes + found.num_bytes)
+            ranges[-1] = Range(last.file, last.offset, last.num_bytes + found.num_bytes)
         else:
             ranges.append(found)
 

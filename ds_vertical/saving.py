@@ -62,7 +62,7 @@ class SavingEngine(compat.DeepSpeedEngine):
         elif exclude_frozen_parameters:
             raise CheckpointError("save_checkpoint(exclude_frozen_parameters=True): no run resumes without them")
         else:
-            checkpoint.save(self, Path(save_dir), tag, client_state, save_latest)
+            checkpoint.save(self, Path(save_dir), tag, dict(client_state), save_latest)
         self.optimizer.condition.note_good(Path(save_dir, tag))
         return True
 
