@@ -162,7 +162,7 @@ class _Reader:
         if not ranges:
             target.copy_(self._memory[f"{kind}/{name}"].narrow(0, first, target.numel()))
             return
-        view = memoryview(target.view(torch.uint8).numpy())
+        view = _bytes_of(target)
         start = first * target.element_size()
         for found in ranges:
             inside = max(0, start)
@@ -281,7 +281,7 @@ class _Writer:
         return self
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        view = memoryview(data.view(torch.uint8).numpy())
+        view = _bytes_of(data)
         self._checksums.note(self._path, offset, view)
         while view:
             count = os.pwrite(self._fd, view, offset)
@@ -294,3 +294,8 @@ class _Writer:
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(self._fd)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array)
