@@ -386,6 +386,13 @@ MUTATIONS = (
         '                folder.switch()\n                reach("folder complete")\n',
         f"{_RESUME}a_save_that_is_interrupted_leaves_the_earlier_one[one]",
     ),
+    Mutation(
+        "powers-of-a-resume-forgotten",
+        "runstate.py",
+        'engine.optimizer.powers = Powers(**numbers["powers"])',
+        "pass",
+        f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-5]",
+    ),
     # powers of beta
     Mutation(
         "powers-left-as-they-come",

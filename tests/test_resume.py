@@ -108,7 +108,7 @@ def digests(folder: Path) -> dict[str, str]:
     ("dtype", "clip", "delay", "stop"),
     [
         ("fp32", 0.0, 0.25, 2),
-        ("bf16", CLIP, 1.0, 2),
+        pytest.param("bf16", CLIP, 1.0, 2, marks=slow),
         *(pytest.param("fp32", clip, delay, 5, marks=slow) for clip in (0.0, CLIP) for delay in (0.0, 0.25, 1.0)),
         *(pytest.param("bf16", clip, delay, 5, marks=slow) for clip in (0.0, CLIP) for delay in (0.25, 1.0)),
         pytest.param("bf16", CLIP, None, 5, marks=slow),
@@ -122,6 +122,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     assert_goes_on(tmp_path / "saved", config_in(tmp_path / "ssd", dtype, clip, delay), dtype, stop, stop + 3)
 
 
+@slow
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no second file system")
 def test_on_another_file_system_files_are_copied(tmp_path: Path) -> None:
     folder = Path("/dev/shm") / f"ds_vertical_test_{os.getpid()}"
@@ -162,7 +163,8 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("other", [OTHERS[0], *(pytest.param(other, marks=slow) for other in OTHERS[1:])], ids=str)
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+@slow
 def test_another_timing_or_tier_at_resume_has_the_same_bits(tmp_path: Path, other: dict[str, Any]) -> None:
     with running(config_in(tmp_path / "ssd"), model_of, vertical=True) as (engine, model):
         train(engine, range(2))
@@ -176,10 +178,8 @@ def test_another_timing_or_tier_at_resume_has_the_same_bits(tmp_path: Path, othe
 def test_loading_into_the_run_that_saved_goes_back(tmp_path: Path) -> None:
     """With parameters read ahead, steps due, state in both generations, and two checkpoints that share files with the run."""
     random.seed(3)
-    with running(config_in(tmp_path / "ssd", section={"seed_micro_batches": False}), model_of, vertical=True) as (
-        engine,
-        model,
-    ):
+    made = config_in(tmp_path / "ssd", delay=0.0, section={"seed_micro_batches": False})
+    with running(made, model_of, vertical=True) as (engine, model):
         train(engine, range(1))
         engine.save_checkpoint(str(tmp_path / "saved"), tag="one", client_state={"note": [1, "two"], "seen": torch.arange(3)})
         first = contents(engine, model)
@@ -189,6 +189,8 @@ def test_loading_into_the_run_that_saved_goes_back(tmp_path: Path) -> None:
         engine.save_checkpoint(str(tmp_path / "saved"), tag="three")
         before = digests(tmp_path / "saved")
         for _ in range(2):
+            train(engine, range(3, 4))
+            assert engine._params._ahead, "nothing was read ahead"
             path, client_state = engine.load_checkpoint(str(tmp_path / "saved"), tag="one")
             assert path == str(tmp_path / "saved" / "one" / manifest.NAME)
             assert client_state is not None and client_state["note"] == [1, "two"]
@@ -255,13 +257,18 @@ def read_pieces_of(engine: Any, hear: Any) -> Iterator[None]:
 def test_writes_by_the_user_leave_a_checkpoint_alone(tmp_path: Path) -> None:
     """DeepSpeed's own routes to weights and masters write files, too; and the next save has what they wrote."""
     with running(config_in(tmp_path / "ssd"), model_of, vertical=True) as (engine, model):
+        param = model.blocks[0].up.weight
+
+        def write(value: float) -> None:
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                param.data.fill_(value)
+            safe_set_full_fp32_param(model.blocks[1].up.weight, torch.full((512, 512), 2 * value))
+
         train(engine, range(1))
+        write(0.5)
         engine.save_checkpoint(str(tmp_path / "saved"), tag="one")
         before = digests(tmp_path / "saved" / "one")
-        param = model.blocks[0].up.weight
-        with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
-            param.data.fill_(0.25)
-        safe_set_full_fp32_param(model.blocks[1].up.weight, torch.full((512, 512), 0.5))
+        write(0.25)
         assert digests(tmp_path / "saved" / "one") == before
         expected = contents(engine, model)
         assert torch.equal(expected["blocks.0.up.weight"], torch.full((512, 512), 0.25))
@@ -270,8 +277,10 @@ def test_writes_by_the_user_leave_a_checkpoint_alone(tmp_path: Path) -> None:
         engine.load_checkpoint(str(tmp_path / "saved"), tag="two")
         assert differing(expected, contents(engine, model)) == []
         assert digests(tmp_path / "saved" / "one") == before
+        assert_whole(tmp_path / "saved", "one", "two")
 
 
+@slow
 def test_evaluation_after_a_save_reads_what_is_current(tmp_path: Path) -> None:
     with running(config_in(tmp_path / "ssd", section={"prefetch_layers": 2}), model_of, vertical=True) as (engine, _):
         train(engine, range(2))
@@ -287,7 +296,7 @@ class Stopped(Exception):
     """Raised in a save on purpose."""
 
 
-@pytest.mark.parametrize("tag", ["one", "two"])
+@pytest.mark.parametrize("tag", ["one", pytest.param("two", marks=slow)])
 def test_a_save_that_is_interrupted_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
     """At every point, saving to the same tag or another; then the run goes on as if nobody had tried to save."""
     folder = tmp_path / "saved"
@@ -390,7 +399,7 @@ def flip(path: Path, position: int) -> None:
 @pytest.mark.parametrize(
     ("width", "dtype", "said"),
     [
-        (640, "fp32", r"embed.weight: shape \[257, 640\] here, \[257, 512\] in the checkpoint"),
+        pytest.param(640, "fp32", r"embed.weight: shape \[257, 640\] here, \[257, 512\] in the checkpoint", marks=slow),
         pytest.param(512, "bf16", "embed.weight: dtype bfloat16 here, float32 in the checkpoint", marks=slow),
     ],
 )
