@@ -65,6 +65,11 @@ class Forecast:
         self._num_micro_batches = int(config.get("gradient_accumulation_steps") or 1)
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
 
+    @property
+    def state_on_ssd(self) -> bool:
+        """Whether the JSON puts the optimizer's state there."""
+        return self._json.state_on_ssd
+
     # ---- in the terms of `memory`
 
     @property

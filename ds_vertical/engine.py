@@ -16,8 +16,8 @@ from torch import nn
 from ds_vertical import batches as micro
 from ds_vertical import compat, compat_pools, compat_state, hostmemory, limits_cache, ranks, storage
 from ds_vertical.batches import LossFn
-from ds_vertical.budget import Forecast, check_memory, groups_of
-from ds_vertical.choices import choose_timing
+from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
+from ds_vertical.choices import choose_gradient_tier, choose_timing
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
 from ds_vertical.crosscheck import check
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
@@ -122,11 +122,15 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
         kwargs["model_parameters"] = list(kwargs["model_parameters"])
     if compat.is_one_memory():
         keep_cores_for_this_thread()
+        hostmemory.keep_freed_memory()
     ranks.start_distributed()
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
-    by_rule, report = Forecast(layers, groups, config, resolved), limits_cache.training_report(run_folder(config))
-    resolved = choose_timing(section, resolved, by_rule, model, report)
-    forecast = Forecast(layers, groups, config, resolved)
+    forecast_of = partial(Forecast, layers, groups, config)
+    room = host_room(model.parameters(), resolved.host_memory_bytes)
+    resolved = choose_gradient_tier(section, resolved, forecast_of, room)
+    report = limits_cache.training_report(run_folder(config))
+    resolved = choose_timing(section, resolved, forecast_of(resolved), model, report, room)
+    forecast = forecast_of(resolved)
     needs, host_bytes = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
