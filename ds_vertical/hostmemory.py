@@ -52,8 +52,8 @@ def rest(address: int, num_bytes: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process allocate from what it has freed: see [Note: freed memory]. `trim` gives it back all the same. With another
-    C library than glibc nothing changes."""
+    """Let this process allocate from what it has freed: see [Note: freed memory]. `trim` gives it back all the same. Nothing
+    changes with another C library than glibc."""
     mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
