@@ -26,6 +26,7 @@ from ds_vertical.layers import LayerMap, map_layers
 _CALLS = 3  # of a piece in a row; the first is left out
 _LEAST_S = 3.0  # of measuring a piece: on a shared machine a burst of others' work is shorter than half of it
 _MOST_ROUNDS = 100
+_KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class BlockTimer:
     def __init__(self, model: Path, batch: Batch, device: str, zero_linear: bool = False) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        keep_freed_memory()
+        keep_freed_memory(_KEPT_BYTES)
         if zero_linear:
             from deepspeed.runtime.zero.linear import zero3_linear_wrap
 

@@ -122,7 +122,6 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
         kwargs["model_parameters"] = list(kwargs["model_parameters"])
     if compat.is_one_memory():
         keep_cores_for_this_thread()
-        hostmemory.keep_freed_memory()
     ranks.start_distributed()
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
     forecast_of = partial(Forecast, layers, groups, config)
@@ -136,6 +135,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         compat.log(f"ds_vertical: {line}")
     made_of = dict(vertical=resolved, layers=layers, folder=run_folder(prepared), host_bytes=host_bytes)
+    made_of |= dict(kept_bytes=forecast.shape.working_bytes if compat.is_one_memory() else 0)
     with compat.substituted_engine(partial(VerticalEngine, **made_of)):
         return compat.stock_initialize(config=prepared, **kwargs)
 
@@ -171,10 +171,18 @@ class VerticalEngine(compat.DeepSpeedEngine):
     module: nn.Module
 
     def __init__(
-        self, *args: Any, vertical: Resolved, layers: LayerMap, folder: Path | None, host_bytes: int, **kwargs: Any
+        self,
+        *args: Any,
+        vertical: Resolved,
+        layers: LayerMap,
+        folder: Path | None,
+        host_bytes: int,
+        kept_bytes: int,
+        **kwargs: Any,
     ) -> None:
         self.vertical = vertical
         self.host_bytes = host_bytes  # of the budget
+        self._kept_bytes = kept_bytes  # of what a micro-batch's backward frees, for the next one's
         self.layers = layers
         self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
@@ -247,6 +255,8 @@ class VerticalEngine(compat.DeepSpeedEngine):
         finally:
             compat.forget_boundary(self)
         self.micro_steps += num_micro_batches - 1
+        if self._kept_bytes:  # not before the first step has allocated what stays
+            hostmemory.keep_freed_memory(self._kept_bytes)
         rate = self.optimizer.regime.hit_rate
         if rate is not None and self.global_steps % self.steps_per_print() == 0:
             compat.log(f"ds_vertical: step {self.global_steps}: {rate:.0%} of the steps tried early came true")

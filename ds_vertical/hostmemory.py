@@ -24,8 +24,6 @@ _CAP_IPC_LOCK: Final = 14
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
 _DONTNEED: Final = 4
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_KEPT_BYTES: Final = 1 << 30  # at the heap's end
-_FROM_HEAP_BYTES: Final = 1 << 28  # allocations up to this size come from what was freed
 
 
 @functools.cache
@@ -51,13 +49,13 @@ def rest(address: int, num_bytes: int) -> None:
             raise OSError(error, f"giving {last - first} bytes of host memory back: {os.strerror(error)}")
 
 
-def keep_freed_memory() -> None:
-    """Let this process allocate from what it has freed: see [Note: freed memory]. `trim` gives it back all the same. Nothing
-    changes with another C library than glibc."""
+def keep_freed_memory(num_bytes: int) -> None:
+    """Let this process keep so much of what it frees, and allocate from it: see [Note: freed memory]. `trim` gives it back all
+    the same. Nothing changes with another C library than glibc."""
     mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
-        mallopt(_MMAP_THRESHOLD, _FROM_HEAP_BYTES)
+        for parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+            mallopt(parameter, min(num_bytes, 2**31 - 1))  # C's int
 
 
 def trim() -> None:
