@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Run, assert_identical, base_config, run_arm, running, small_buffers
+from harness import Run, assert_identical, base_config, run_arm, running, small_buffers, start_process_group
 from models import MixerModel, token_batches
 from torch import nn
 
@@ -106,8 +106,8 @@ def test_a_window_that_does_not_fit_is_not_chosen(tmp_path: Path, measured: Any)
         assert engine.vertical.prefetch_layers <= wide
 
 
-def wide_model() -> nn.Module:
-    return MixerModel(5, 1024)
+def long_model() -> nn.Module:
+    return MixerModel(20, 512)
 
 
 def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -> None:
@@ -118,7 +118,8 @@ def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -
     from ds_vertical.config import load_section, resolve
     from ds_vertical.layers import map_layers
 
-    made, network = config(tmp_path, clip=1.0), wide_model()
+    start_process_group()
+    made, network = config(tmp_path, clip=1.0), long_model()
     section = load_section(made)
     assert section is not None
     resolved = resolve(section)
@@ -133,21 +134,25 @@ def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -
     def chosen(allowed: int, section: Any = section, resolved: Any = resolved) -> float:
         return choose_gradient_tier(section, resolved, forecast_of, (allowed, 7)).gradient_host_share
 
-    assert needed(1.0) > needed(0.5) > needed(0.0)
-    assert [chosen(needed(share)) for share in (1.0, 0.5, 0.0)] == [1.0, 0.5, 0.0]
-    assert chosen(needed(1.0) - 1) == 15 / 16 and chosen(needed(0.5) - 1) == 7 / 16
-    assert chosen(1) == 0.0
+    shares = [count / 16 for count in range(17)]
+    assert chosen(needed(1.0)) == 1.0 and needed(0.0) < needed(1.0)
+    for allowed in (needed(1.0) - 1, needed(0.5), needed(0.5) - 1, needed(0.0)):
+        fitting = [share for share in shares if needed(share) <= allowed]
+        assert chosen(allowed) == max(fitting) < 1
+    assert needed(chosen(1)) == min(map(needed, shares))
     assert chosen(1, section.model_copy(update={"gradient_host_share": 1.0})) == 1.0
     assert chosen(1, resolved=replace(resolved, keep_gradients=True)) == 1.0
 
 
-def test_what_host_memory_does_not_hold_waits_on_ssd(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    roomy = config(tmp_path / "roomy", clip=1.0)
-    with running(roomy, wide_model, vertical=True) as (engine, network):
-        needed, gradients = engine.host_bytes, 4 * sum(param.ds_numel for param in network.parameters())
-    tight = config(tmp_path / "tight", clip=1.0, host_memory_bytes=needed - gradients // 2)
-    with running(tight, wide_model, vertical=True) as (engine, _):
-        assert 0 < engine.vertical.gradient_host_share < 1 and engine.host_bytes <= needed - gradients // 2
+def test_what_host_memory_does_not_hold_waits_on_ssd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The room is made small; how much a process takes beside it differs from run to run by more than these gradients."""
+    import ds_vertical.engine
+
+    monkeypatch.setattr(ds_vertical.engine, "host_room", lambda *_: (1, 7))
+    with running(config(tmp_path, clip=1.0), long_model, vertical=True) as (engine, _):
+        assert engine.vertical.gradient_host_share < 1
         engine.train_batch(iter(token_batches(1, 4, rows=1, shortest=4)[0]))
         assert engine.optimizer.gradients._file.num_bytes > 0
     assert "waits on SSD)" in capfd.readouterr().out
