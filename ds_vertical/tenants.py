@@ -88,7 +88,9 @@ def remove(folder: Path, named: bool) -> Outcome:
 
 def _look(folder: Path) -> Tenant:
     """To be called under the folder's guard."""
-    by_standing: dict[storage.Standing, list[Owner | None]] = {"live": [], "elsewhere": [], "gone": []}
-    for lock in storage.locks(folder):
-        by_standing[lock.standing].append(lock.owner)
-    return Tenant(folder, *map(tuple, by_standing.values()))
+    locks = storage.locks(folder)
+
+    def owners(standing: storage.Standing) -> tuple[Owner | None, ...]:
+        return tuple(lock.owner for lock in locks if lock.standing == standing)
+
+    return Tenant(folder, owners("live"), owners("elsewhere"), owners("gone"))
