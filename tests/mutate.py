@@ -51,7 +51,7 @@ _CLEAN = "test_clean.py::test_a_"
 _FREED = "test_clean.py::test_bytes_are_what_deleting_frees"
 _KILLED_REMOVAL = "test_clean.py::test_what_a_kill_leaves_of_a_removal_is_still_known_for_a_dead_runs[clean]"
 _FAR = "test_storage.py::test_a_lock_of_another_host_is_never_taken_over"
-_SHARED = "test_sharing.py::test_two_jobs_on_one_nvme_path_finish_as_if_alone_and_a_killed_ones_folder_goes[True]"
+_SHARED = "test_io.py::test_two_jobs_on_one_nvme_path_finish_as_if_alone_and_a_killed_ones_folder_goes[True]"
 _RECOMPUTE_STATE = "with applied(call.state), torch.enable_grad():"
 
 

@@ -122,7 +122,7 @@ def test_another_users_folder_is_told_and_left(
     tmp_path: Path, dead: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, user = dead(WITHOUT_LOCK), os.geteuid()
-    dead("by hand")
+    dead("by_hand")
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     status, report = said(capsys, "--path", tmp_path, "--remove")
     assert status == 0 and list(report["runs"]) == [WITHOUT_LOCK]
@@ -321,7 +321,7 @@ def test_a_look_waits_for_a_claim_that_is_under_way(tmp_path: Path, dead: Callab
 COME_AND_GO = """
 import os, sys
 from ds_vertical.storage import RunFolder
-for number in range(150):
+for number in range(40):
     if os.fork() == 0:
         RunFolder.claim(sys.argv[1], f"run{number}", 1)
         os._exit(0)
