@@ -20,6 +20,7 @@ from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
 from ds_vertical.choices import choose_gradient_tier, choose_timing
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
 from ds_vertical.crosscheck import check
+from ds_vertical.files import make_private
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
@@ -90,8 +91,12 @@ def initialize(
     section = load_section(raw)
     resolved = resolve(section, torch.initial_seed()) if section is not None else None
     if resolved is None or not resolved.enabled:
-        return _initialize_stock(raw, resolved, args=args, **kwargs)
-    return _initialize_vertical(raw, resolved, args=args, **kwargs)
+        returned = _initialize_stock(raw, resolved, args=args, **kwargs)
+    else:
+        returned = _initialize_vertical(raw, resolved, args=args, **kwargs)
+    for folder in storage.claimed():
+        make_private(folder)
+    return returned
 
 
 def _initialize_stock(config: dict[str, Any], resolved: Resolved | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

@@ -47,6 +47,11 @@ _END = "test_flush.py::test_a_process_may_end_with_steps_left_and_reads_under_wa
 _TIERS = "test_gradient_tiers.py::test_bits_are_stocks_wherever_gradients_wait"
 _DOCTOR = "test_doctor.py::test_"
 _TRAPS = "test_traps.py::test_"
+_CLEAN = "test_clean.py::test_a_"
+_FREED = "test_clean.py::test_bytes_are_what_deleting_frees"
+_KILLED_REMOVAL = "test_clean.py::test_what_a_kill_leaves_of_a_removal_is_still_known_for_a_dead_runs[clean]"
+_FAR = "test_storage.py::test_a_lock_of_another_host_is_never_taken_over"
+_SHARED = "test_io.py::test_two_jobs_on_one_nvme_path_finish_as_if_alone_and_a_killed_ones_folder_goes[True]"
 _RECOMPUTE_STATE = "with applied(call.state), torch.enable_grad():"
 
 
@@ -93,6 +98,39 @@ MUTATIONS = (
         "if False:",
         "test_executor.py::test_without_overlap_every_issue_is_waited_for_at_once",
     ),
+    # a shared disk
+    Mutation("another-hosts-lock-called-gone", "storage.py", 'return "gone" if here else "elsewhere"', 'return "gone"', _FAR),
+    Mutation("locks-not-deleted-last", "storage.py", "elif entry.name not in names:", "else:", _KILLED_REMOVAL),
+    Mutation(
+        "removed-as-listed",
+        "tenants.py",
+        "state = _look(folder).state",
+        'state = "stale"',
+        _CLEAN + "run_that_starts_after_the_list_keeps_its_folder",
+    ),
+    Mutation(
+        "removed-without-the-guard",
+        "tenants.py",
+        "with storage.guarded(folder, create=False):\n            state",
+        "if True:\n            state",
+        _CLEAN + "removal_waits_for_a_claim_that_is_under_way",
+    ),
+    Mutation(
+        "looked-at-without-the-guard",
+        "tenants.py",
+        "with storage.guarded(folder, create=False):\n            return",
+        "if True:\n            return",
+        _CLEAN + "look_waits_for_a_claim_that_is_under_way",
+    ),
+    Mutation(
+        "unknown-removed-unasked",
+        "tenants.py",
+        ' or (state == "unknown" and not named)',
+        "",
+        _CLEAN + "run_that_is_unknown_by_now_is_kept_unless_named",
+    ),
+    Mutation("linked-files-counted", "files.py", " if len(here) >= here[0].st_nlink", "", _FREED),
+    Mutation("deepspeeds-folders-as-the-umask-says", "engine.py", "make_private(folder)", "pass", _SHARED),
     # timelines and reports
     Mutation(
         "unchanged-counters-recorded",
@@ -717,7 +755,11 @@ MUTATIONS = (
         f"{_DOCTOR}the_deepest_and_last_mount_holds_a_path",
     ),
     Mutation(
-        "dead-run-called-live", "ssdpath.py", "if not tenant.live:", "if False:", f"{_DOCTOR}live_runs_are_told_from_dead_ones"
+        "dead-run-called-live",
+        "ssdpath.py",
+        'if tenant.state == "stale":',
+        "if False:",
+        f"{_DOCTOR}live_runs_are_told_from_dead_ones",
     ),
     Mutation(
         "stale-compile-lock-called-live",
