@@ -644,6 +644,13 @@ MUTATIONS = (
         "if False:",
         "test_budget.py::test_a_control_groups_limit_counts_in_both_versions",
     ),
+    Mutation(
+        "pieces-summed-on-the-host",
+        "blocktime.py",
+        ", device=device)\n        self.synchronize",
+        ")\n        self.synchronize",
+        "test_limits.py::test_gradients_of_a_models_pieces_are_summed_where_the_model_is",
+    ),
     # schedule and files
     Mutation(
         "layer-released-at-the-turn",
