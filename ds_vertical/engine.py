@@ -184,9 +184,10 @@ class VerticalEngine(compat.DeepSpeedEngine):
         hostmemory.trim()  # what stock freed of the fp32 copies from which it wrote the optimizer's state
         device = torch.device(compat.device_name())
         new_queue = partial(new_disk_queue, compat.aio_config(self), self.tracer)
-        num_buffers = layer_buffers(vertical.prefetch_layers, layers.num_layers)
+        window = vertical.prefetch_layers
+        num_buffers = layer_buffers(window, layers.num_layers)
         generations = self.optimizer.regime.generations
-        self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), generations)
+        self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), generations, window)
         self.optimizer.start_pipeline(new_queue, self._params, self.tracer)
         every = [param for params in layers.units.values() for param in params]
         compat.guard_parameters(every, self.optimizer.flush, self._params.note_write)

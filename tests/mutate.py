@@ -26,6 +26,7 @@ _TESTS_FAILED = 1  # pytest's exit code; any other above 0 says that the tests d
 _TOY = "test_executor.py::test_steps_have_the_bits_of_plain_autograd[vertical-1-True]"
 _TOY_FAULT = "test_executor.py::test_a_failure_leaves_everything_as_before_and_the_next_step_right"
 _LATE = "test_io.py::test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too"
+_BEHIND = "test_io.py::test_a_unit_arrives_where_the_device_is_no_further_behind_than_the_window"
 _TURNS = "test_threadstate.py::test_forwards_that_take_turns_see_their_own_state"
 _RECOMPUTE = "test_threadstate.py::test_a_recompute_sees_what_its_forward_saw"
 _ONCE = "test_last_layer.py::test_the_last_layer_runs_forward_once_and_every_other_one_twice"
@@ -86,6 +87,14 @@ MUTATIONS = (
         "                pass",
         _LATE,
     ),
+    Mutation(
+        "host-runs-ahead-of-the-device",
+        "params.py",
+        "        self._backlog.wait()\n",
+        "",
+        f"{_BEHIND}[2]",
+    ),
+    Mutation("releases-not-marked", "params.py", "self._backlog.mark()", "pass", f"{_BEHIND}[2]"),
     Mutation(
         "no-overlap-does-not-wait",
         "executor.py",
