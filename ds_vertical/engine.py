@@ -23,7 +23,7 @@ from ds_vertical.crosscheck import check
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
-from ds_vertical.hostthreads import keep_cores_for_this_thread
+from ds_vertical.hostthreads import keep_cores_for_this_thread, serve_device
 from ds_vertical.layers import LayerMap, check_trainable, map_layers, refuse_batch_flags
 from ds_vertical.loop import Loop, StockLoop
 from ds_vertical.memory import layer_buffers
@@ -188,7 +188,8 @@ class VerticalEngine(compat.DeepSpeedEngine):
         num_buffers = layer_buffers(window, layers.num_layers)
         generations = self.optimizer.regime.generations
         self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), generations, window)
-        self.optimizer.start_pipeline(new_queue, self._params, self.tracer)
+        begin = partial(serve_device, device, ranks.ranks_on_these_cores())
+        self.optimizer.start_pipeline(new_queue, self._params, self.tracer, begin)
         every = [param for params in layers.units.values() for param in params]
         compat.guard_parameters(every, self.optimizer.flush, self._params.note_write)
         self._gradients = GradientStore(

@@ -584,6 +584,20 @@ MUTATIONS = (
         "test_hostthreads.py::test_the_thread_that_trains_keeps_its_cores_and_others_take_one",
     ),
     Mutation(
+        "every-rank-takes-all-cores",
+        "hostthreads.py",
+        " // num_ranks)))",
+        ")))",
+        "test_hostthreads.py::test_ranks_beside_devices_share_the_cores_for_adam",
+    ),
+    Mutation(
+        "thread-begins-on-no-device",
+        "pipeline.py",
+        "            self._begin()\n",
+        "            pass\n",
+        "test_pipeline.py::test_the_thread_begins_once_ahead_of_its_first_job",
+    ),
+    Mutation(
         "host-cores-counted-apart",
         "bound.py",
         'return ("host_cores",)',
