@@ -640,6 +640,13 @@ MUTATIONS = (
         "test_budget.py::test_the_machines_own_limit_is_kept_where_none_is_written",
     ),
     Mutation(
+        "devices-memory-held-against-the-users-limit",
+        "budget.py",
+        " if compat.counts_as_locked() else None",
+        "",
+        "test_budget.py::test_memory_that_a_device_locks_is_not_held_against_the_users_limit[False-torch-False]",
+    ),
+    Mutation(
         "budget-counts-small-shards-as-files",
         "budget.py",
         "* self._param_bytes >= self._json.least_bytes",

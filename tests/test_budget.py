@@ -3,6 +3,7 @@ own buffers hold no memory while nobody uses them."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -22,6 +23,7 @@ from models import MixerModel, token_batches
 from test_leaks import status
 
 from ds_vertical import hostmemory
+from ds_vertical.config import load_section, resolve
 from ds_vertical.memory import MemoryBudgetError, budget
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,6 +168,26 @@ def test_the_machines_own_limit_is_kept_where_none_is_written(tmp_path: Path, mo
     with pytest.raises(MemoryBudgetError, match=r"locked memory: .*ulimit -l"):
         ds_vertical.initialize(model=MixerModel(3, width=1024), config=base_config(tmp_path / "swap"))
     assert not (tmp_path / "swap").exists()
+
+
+@pytest.mark.parametrize(
+    ("one_memory", "backend", "counts"), [(True, "", True), (False, "native", True), (False, "torch", False)]
+)
+def test_memory_that_a_device_locks_is_not_held_against_the_users_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_memory: bool, backend: str, counts: bool
+) -> None:
+    from ds_vertical import budget, compat
+    from ds_vertical.layers import map_layers
+
+    start_process_group()
+    model, config = MixerModel(3, width=1024), base_config(tmp_path)
+    section = resolve(load_section(config), 0)
+    forecast = budget.Forecast(map_layers(model, None), budget.groups_of(model, None, None), config, section)
+    monkeypatch.setattr(compat, "is_one_memory", lambda: one_memory)
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", backend)
+    monkeypatch.setattr(hostmemory, "lockable_bytes", lambda: MIB)
+    with pytest.raises(MemoryBudgetError, match="ulimit -l") if counts else contextlib.nullcontext():
+        budget.check_memory(forecast, model.parameters(), None)
 
 
 # ------------------------------------------------------------------------------------------------------- the host's memory
