@@ -668,6 +668,13 @@ MUTATIONS = (
         "test_budget.py::test_stocks_buffers_hold_memory_only_while_they_are_used",
     ),
     Mutation(
+        "a-drivers-pages-given-back",
+        "compat_pools.py",
+        "if any(buffer.is_pinned() for buffer in free):",
+        "if False:",
+        "test_budget.py::test_buffers_that_a_driver_has_locked_keep_their_pages",
+    ),
+    Mutation(
         "control-groups-ignored",
         "hostmemory.py",
         "if limit is not None and used is not None and limit < _UNLIMITED:",

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,6 +189,26 @@ def test_memory_that_a_device_locks_is_not_held_against_the_users_limit(
     monkeypatch.setattr(hostmemory, "lockable_bytes", lambda: MIB)
     with pytest.raises(MemoryBudgetError, match="ulimit -l") if counts else contextlib.nullcontext():
         budget.check_memory(forecast, model.parameters(), None)
+
+
+class Pinned(torch.Tensor):
+    """Host memory that a driver says to have locked."""
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return True
+
+
+def test_buffers_that_a_driver_has_locked_keep_their_pages() -> None:
+    from ds_vertical import compat_pools
+
+    buffer = torch.ones(1 << 20)
+    swapper = SimpleNamespace(
+        aligned_elements_per_buffer=1 << 18, param_buffer_count=4, available_buffer_ids=[0, 1, 2, 3], buffers=buffer
+    )
+    swapper.partitioned_swap_buffer, swapper.pending_writes = buffer.as_subclass(Pinned), 0
+    with pytest.raises(RuntimeError, match="page-locked by the device's driver"):
+        compat_pools.rest_stock_buffers([SimpleNamespace(nvme_swapper=swapper)])
+    assert bool((buffer == 1).all())
 
 
 # ------------------------------------------------------------------------------------------------------- the host's memory
