@@ -69,7 +69,8 @@ class BlockTimer:
         self.network: nn.Module = AutoModelForCausalLM.from_config(config).to(device=device, dtype=dtype)
         self.layers: LayerMap = map_layers(self.network, None)
         self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
-        self.sums = GradientStore(self.layers.units, torch.float32, nn.Parameter.numel, lambda param: param.dtype)
+        numel, rounding = nn.Parameter.numel, lambda param: param.dtype
+        self.sums = GradientStore(self.layers.units, torch.float32, numel, rounding, device=device)
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def rates(self, rounds: int) -> dict[str, float]:

@@ -268,7 +268,7 @@ def _fault(
         first, *others = str(error).splitlines()
         return "\n".join((f'{first} or "{_LIMIT}": {round(_HEADROOM * needed)} (now {limit})', *others))
     locked = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))
-    lockable = hostmemory.lockable_bytes()
+    lockable = hostmemory.lockable_bytes() if compat.counts_as_locked() else None
     if lockable is not None and locked > lockable:
         return (
             f"locked memory: needs {locked} bytes, {lockable} are allowed; raise the limit (ulimit -l {-(-locked // 1024)}),"

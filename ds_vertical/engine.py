@@ -24,7 +24,7 @@ from ds_vertical.files import make_private
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
-from ds_vertical.hostthreads import keep_cores_for_this_thread
+from ds_vertical.hostthreads import keep_cores_for_this_thread, serve_device
 from ds_vertical.layers import LayerMap, check_trainable, map_layers, refuse_batch_flags
 from ds_vertical.loop import Loop, StockLoop
 from ds_vertical.memory import layer_buffers
@@ -197,10 +197,12 @@ class VerticalEngine(compat.DeepSpeedEngine):
         hostmemory.trim()  # what stock freed of the fp32 copies from which it wrote the optimizer's state
         device = torch.device(compat.device_name())
         new_queue = partial(new_disk_queue, compat.aio_config(self), self.tracer)
-        num_buffers = layer_buffers(vertical.prefetch_layers, layers.num_layers)
+        window = vertical.prefetch_layers
+        num_buffers = layer_buffers(window, layers.num_layers)
         generations = self.optimizer.regime.generations
-        self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), generations)
-        self.optimizer.start_pipeline(new_queue, self._params, self.tracer)
+        self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), generations, window)
+        begin = partial(serve_device, device, ranks.ranks_on_these_cores())
+        self.optimizer.start_pipeline(new_queue, self._params, self.tracer, begin)
         every = [param for params in layers.units.values() for param in params]
         compat.guard_parameters(every, self.optimizer.flush, self._params.note_write)
         self._gradients = GradientStore(

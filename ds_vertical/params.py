@@ -17,7 +17,7 @@ from torch import nn
 from ds_vertical import compat
 from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.layers import Unit
-from ds_vertical.transfer import BufferPool, HostBuffer, Lane, Ticket
+from ds_vertical.transfer import Backlog, BufferPool, HostBuffer, Lane, Ticket, recorder
 
 Range = tuple[int, int]  # first element in a shard, and how many
 
@@ -92,9 +92,10 @@ class ParamStore:
     """Parameters per unit: SSD -> host buffer -> device (and all-gather). `generations`: of each file; with one, early steps
     are written in place.
 
-    `num_buffers` layers may be fetched at a time, besides `pre`. `reads`: the queue of all reads, None where no shard is on
-    SSD. A failed read raises DiskError where the unit's ticket is waited for. A parameter that is gathered already (persistent
-    ones, small enough to stay on the device) is left alone.
+    `num_buffers` layers may be fetched at a time, besides `pre`. A unit arrives once the device has computed all but the
+    last `most_behind` released before it: their memory is not free yet. `reads`: the queue of all reads, None where no shard
+    is on SSD. A failed read raises DiskError where the unit's ticket is waited for. A parameter that is gathered already
+    (persistent ones, small enough to stay on the device) is left alone.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class ParamStore:
         device: torch.device,
         writer: DiskQueue,
         generations: int,
+        most_behind: int,
     ) -> None:
         self._units = units
         self._shards = {unit: _lay_out(params, generations) for unit, params in units.items()}
@@ -113,6 +115,7 @@ class ParamStore:
         self._ahead: dict[Unit, Copy] = {}
         self._versions: Counter[Unit] = Counter()
         self._lane = Lane(device)
+        self._backlog = Backlog(recorder(device), most_behind)
         self._writer = writer
         self._updates: dict[Unit, Update] = {}  # new shards that no fetch has taken over yet
         self._unwritten: dict[Unit, Update] = {}  # new shards that are not all there yet
@@ -229,6 +232,7 @@ class ParamStore:
             resident.buffer.wait_reads()
             for shard in shards:
                 compat.bind_shard(shard.param, shard.view(resident.buffer.data))
+        self._backlog.wait()
         resident.gathered = [param for param in self._units[unit] if compat.is_partitioned(param)]
         wait_copies = self._lane.run(lambda: compat.gather(resident.gathered))
         if resident.buffer is not None:
@@ -242,6 +246,7 @@ class ParamStore:
         finally:
             if resident.buffer is not None:
                 self._pool(unit).put_back(resident.buffer)
+            self._backlog.mark()
 
     # ---- new values from the optimizer
 
@@ -359,6 +364,7 @@ class ParamStore:
     def release_all(self) -> None:
         """Release whatever is fetched or on its way, after an error: all of it, whatever another read's failure is."""
         with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._backlog.clear)  # called last
             for other in self._ahead:
                 cleanup.callback(self._drop_ahead, other)
             for unit, resident in self._resident.items():

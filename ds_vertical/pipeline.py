@@ -90,13 +90,20 @@ class Slot:
 
 class StepPipeline:
     """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
+    `begin` is called on the thread, ahead of the first.
 
     An error of a job is raised by the wait of its batch and of every later one: the state is torn from there on.
     """
 
     def __init__(
-        self, slots: Sequence[torch.Tensor], reader: DiskQueue, writer: DiskQueue, tracer: Tracer | None = None
+        self,
+        slots: Sequence[torch.Tensor],
+        reader: DiskQueue,
+        writer: DiskQueue,
+        tracer: Tracer | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
+        self._begin = begin
         self._tracer = tracer or Tracer()
         self._free = deque(Slot(data) for data in slots)
         self._reader = reader
@@ -161,6 +168,10 @@ class StepPipeline:
     # ---- the thread
 
     def _run(self) -> None:
+        try:
+            self._begin()
+        except BaseException as error:  # handed to whoever waits
+            self._fail(error)
         while self._next():
             try:
                 if self._error is None:

@@ -26,6 +26,7 @@ _TESTS_FAILED = 1  # pytest's exit code; any other above 0 says that the tests d
 _TOY = "test_executor.py::test_steps_have_the_bits_of_plain_autograd[vertical-1-True]"
 _TOY_FAULT = "test_executor.py::test_a_failure_leaves_everything_as_before_and_the_next_step_right"
 _LATE = "test_io.py::test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too"
+_BEHIND = "test_io.py::test_a_unit_arrives_where_the_device_is_no_further_behind_than_the_window"
 _TURNS = "test_threadstate.py::test_forwards_that_take_turns_see_their_own_state"
 _RECOMPUTE = "test_threadstate.py::test_a_recompute_sees_what_its_forward_saw"
 _ONCE = "test_last_layer.py::test_the_last_layer_runs_forward_once_and_every_other_one_twice"
@@ -91,6 +92,14 @@ MUTATIONS = (
         "                pass",
         _LATE,
     ),
+    Mutation(
+        "host-runs-ahead-of-the-device",
+        "params.py",
+        "        self._backlog.wait()\n",
+        "",
+        f"{_BEHIND}[2]",
+    ),
+    Mutation("releases-not-marked", "params.py", "self._backlog.mark()", "pass", f"{_BEHIND}[2]"),
     Mutation(
         "no-overlap-does-not-wait",
         "executor.py",
@@ -613,6 +622,20 @@ MUTATIONS = (
         "test_hostthreads.py::test_the_thread_that_trains_keeps_its_cores_and_others_take_one",
     ),
     Mutation(
+        "every-rank-takes-all-cores",
+        "hostthreads.py",
+        " // num_ranks)))",
+        ")))",
+        "test_hostthreads.py::test_ranks_beside_devices_share_the_cores_for_adam",
+    ),
+    Mutation(
+        "thread-begins-on-no-device",
+        "pipeline.py",
+        "            self._begin()\n",
+        "            pass\n",
+        "test_pipeline.py::test_the_thread_begins_once_ahead_of_its_first_job",
+    ),
+    Mutation(
         "host-cores-counted-apart",
         "bound.py",
         'return ("host_cores",)',
@@ -655,6 +678,13 @@ MUTATIONS = (
         "test_budget.py::test_the_machines_own_limit_is_kept_where_none_is_written",
     ),
     Mutation(
+        "devices-memory-held-against-the-users-limit",
+        "budget.py",
+        " if compat.counts_as_locked() else None",
+        "",
+        "test_budget.py::test_memory_that_a_device_locks_is_not_held_against_the_users_limit[False-torch-False]",
+    ),
+    Mutation(
         "budget-counts-small-shards-as-files",
         "budget.py",
         "* self._param_bytes >= self._json.least_bytes",
@@ -676,11 +706,25 @@ MUTATIONS = (
         "test_budget.py::test_stocks_buffers_hold_memory_only_while_they_are_used",
     ),
     Mutation(
+        "a-drivers-pages-given-back",
+        "compat_pools.py",
+        "if any(buffer.is_pinned() for buffer in free):",
+        "if False:",
+        "test_budget.py::test_buffers_that_a_driver_has_locked_keep_their_pages",
+    ),
+    Mutation(
         "control-groups-ignored",
         "hostmemory.py",
         "if limit is not None and used is not None and limit < _UNLIMITED:",
         "if False:",
         "test_budget.py::test_a_control_groups_limit_counts_in_both_versions",
+    ),
+    Mutation(
+        "pieces-summed-on-the-host",
+        "blocktime.py",
+        ", device=device)\n        self.synchronize",
+        ")\n        self.synchronize",
+        "test_limits.py::test_gradients_of_a_models_pieces_are_summed_where_the_model_is",
     ),
     # schedule and files
     Mutation(

@@ -3,6 +3,7 @@ own buffers hold no memory while nobody uses them."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from models import MixerModel, token_batches
 from test_leaks import status
 
 from ds_vertical import hostmemory
+from ds_vertical.config import load_section, resolve
 from ds_vertical.memory import MemoryBudgetError, budget
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,6 +169,46 @@ def test_the_machines_own_limit_is_kept_where_none_is_written(tmp_path: Path, mo
     with pytest.raises(MemoryBudgetError, match=r"locked memory: .*ulimit -l"):
         ds_vertical.initialize(model=MixerModel(3, width=1024), config=base_config(tmp_path / "swap"))
     assert not (tmp_path / "swap").exists()
+
+
+@pytest.mark.parametrize(
+    ("one_memory", "backend", "counts"), [(True, "", True), (False, "native", True), (False, "torch", False)]
+)
+def test_memory_that_a_device_locks_is_not_held_against_the_users_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_memory: bool, backend: str, counts: bool
+) -> None:
+    from ds_vertical import budget, compat
+    from ds_vertical.layers import map_layers
+
+    start_process_group()
+    model, config = MixerModel(3, width=1024), base_config(tmp_path)
+    section = resolve(load_section(config), 0)
+    forecast = budget.Forecast(map_layers(model, None), budget.groups_of(model, None, None), config, section)
+    monkeypatch.setattr(compat, "is_one_memory", lambda: one_memory)
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", backend)
+    monkeypatch.setattr(hostmemory, "lockable_bytes", lambda: MIB)
+    with pytest.raises(MemoryBudgetError, match="ulimit -l") if counts else contextlib.nullcontext():
+        budget.check_memory(forecast, model.parameters(), None)
+
+
+class Pinned(torch.Tensor):
+    """Host memory that a driver says to have locked."""
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return True
+
+
+def test_buffers_that_a_driver_has_locked_keep_their_pages() -> None:
+    from ds_vertical import compat_pools
+
+    buffer = torch.ones(1 << 20)
+    swapper = SimpleNamespace(
+        aligned_elements_per_buffer=1 << 18, param_buffer_count=4, available_buffer_ids=[0, 1, 2, 3], buffers=buffer
+    )
+    swapper.partitioned_swap_buffer, swapper.pending_writes = buffer.as_subclass(Pinned), 0
+    with pytest.raises(RuntimeError, match="page-locked by the device's driver"):
+        compat_pools.rest_stock_buffers([SimpleNamespace(nvme_swapper=swapper)])
+    assert bool((buffer == 1).all())
 
 
 # ------------------------------------------------------------------------------------------------------- the host's memory

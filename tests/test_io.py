@@ -27,6 +27,7 @@ from harness import (
     read_state,
     read_weights,
     run_arm,
+    running,
     start_process_group,
 )
 from models import MixerModel, token_batches
@@ -176,6 +177,34 @@ def test_gradients_go_to_ssd_once_and_come_back_once(
     )
     assert ssd.written_bytes - memory.written_bytes == pytest.approx(held * 4 * ELEMENTS, rel=0.03)
     assert ssd.read_bytes - memory.read_bytes == pytest.approx(recalled * 4 * ELEMENTS, rel=0.03)
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_a_unit_arrives_where_the_device_is_no_further_behind_than_the_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """The device's place is taken by marks: it has computed what somebody waited for, and nothing else."""
+    left: list[Mark] = []
+    behind: list[int] = []
+    gather = compat.gather
+    monkeypatch.setattr(compat, "gather", lambda params: (behind.append(len(left)), gather(params))[1])
+    with running(config(tmp_path, section={"prefetch_layers": window}), build, vertical=True) as (engine, _):
+        engine._params._backlog._record = partial(Mark, left)
+        engine.train_batch(iter(token_batches(1, 2)[0]))
+        assert max(behind) == window and len(behind) > NUM_LAYERS
+        engine._params.release_all()
+        assert not engine._params._backlog._events
+
+
+class Mark:
+    """An event in a list, as long as nobody has waited for it."""
+
+    def __init__(self, left: list[Mark]) -> None:
+        self.left = left
+        left.append(self)
+
+    def synchronize(self) -> None:
+        del self.left[: self.left.index(self) + 1]
 
 
 def test_every_layer_is_fetched_once_per_sweep_and_the_prefix_once(steps: dict[int, OneStep]) -> None:
