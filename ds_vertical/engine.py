@@ -139,8 +139,8 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         compat.log(f"ds_vertical: {line}")
-    made_of = dict(vertical=resolved, layers=layers, folder=run_folder(prepared), host_bytes=host_bytes)
-    made_of |= dict(kept_bytes=forecast.shape.working_bytes if compat.is_one_memory() else 0)
+    kept_bytes = forecast.shape.working_bytes if compat.is_one_memory() else 0
+    made_of = dict(vertical=resolved, layers=layers, folder=run_folder(prepared), budget=(host_bytes, kept_bytes))
     with compat.substituted_engine(partial(VerticalEngine, **made_of)):
         return compat.stock_initialize(config=prepared, **kwargs)
 
@@ -176,18 +176,10 @@ class VerticalEngine(compat.DeepSpeedEngine):
     module: nn.Module
 
     def __init__(
-        self,
-        *args: Any,
-        vertical: Resolved,
-        layers: LayerMap,
-        folder: Path | None,
-        host_bytes: int,
-        kept_bytes: int,
-        **kwargs: Any,
+        self, *args: Any, vertical: Resolved, layers: LayerMap, folder: Path | None, budget: tuple[int, int], **kwargs: Any
     ) -> None:
         self.vertical = vertical
-        self.host_bytes = host_bytes  # of the budget
-        self._kept_bytes = kept_bytes  # of what a micro-batch's backward frees, for the next one's
+        self.host_bytes, self._kept_bytes = budget  # in all; of what a micro-batch's backward frees, for the next one's
         self.layers = layers
         self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
