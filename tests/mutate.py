@@ -615,6 +615,13 @@ MUTATIONS = (
         "test_yardstick.py::test_traced_runs_do_not_count_as_steps",
     ),
     Mutation(
+        "freed-memory-is-not-kept",
+        "hostmemory.py",
+        "max(num_bytes, least)",
+        "least",
+        "test_budget.py::test_freed_memory_is_used_again_instead_of_mapped_anew",
+    ),
+    Mutation(
         "a-team-of-its-own-for-cpu-adam",
         "adam.py",
         "torch.get_num_threads()  #",

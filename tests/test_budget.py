@@ -286,3 +286,46 @@ def test_peak_host_memory_is_within_a_tenth_of_its_formula_and_below_stocks(tmp_
     vertical, formula = train(tmp_path / "vertical", enabled=True)
     assert formula is not None and abs(vertical - formula) <= 0.1 * formula
     assert vertical < stock
+
+
+# ---------------------------------------------------------------------------------------------------------- freed memory
+
+FAULTS = """
+import resource, sys
+import torch
+from ds_vertical import hostmemory
+
+if int(sys.argv[1]):
+    hostmemory.keep_freed_memory(int(sys.argv[1]))
+for _ in range(16):  # a layer's gradients; an aligned block fits into a larger one only, so the heap grows a few times first
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    gradients = [torch.empty(count << 20, dtype=torch.uint8).fill_(1) for count in (48, 16, 4, 12, 16)]
+    del gradients
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+def test_freed_memory_is_used_again_instead_of_mapped_anew() -> None:
+    def faults(kept_bytes: int) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", FAULTS, str(kept_bytes)], capture_output=True, text=True, check=True, timeout=200
+        )
+        return int(done.stdout)
+
+    pages = (48 << 20) // mmap.PAGESIZE
+    assert faults(128 << 20) < pages // 10
+    assert faults(0) >= pages <= faults(1)  # the largest is mapped anew, by glibc's own rule and by the least that is kept
+
+
+def test_an_engine_keeps_what_backward_frees_once_its_own_memory_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(hostmemory, "keep_freed_memory", kept.append)
+    config = small_buffers(base_config(tmp_path, dtype="fp32"))
+    with running(config, MixerModel, vertical=True) as (engine, model):
+        assert kept == []
+        engine.train_batch(iter(token_batches(1, config["gradient_accumulation_steps"])[0]))
+        layer = sum(param.ds_numel for param in model.blocks[0].parameters())  # pyright: ignore
+        assert len(kept) == 1 and kept[0] >= 4 * layer
