@@ -53,8 +53,8 @@ def rest(address: int, num_bytes: int) -> None:
 
 def keep_freed_memory(num_bytes: int) -> None:
     """Let this process keep so much of what it frees, and allocate from it: see [Note: freed memory]. Never less than glibc
-    comes to keep by itself, which adapts no more from then on. `trim` gives it back all the same. Nothing changes with another C
-    library than glibc."""
+    comes to keep by itself, which adapts no more from then on. `trim` gives it back all the same. Nothing changes with another
+    C library than glibc."""
     mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is not None:
         for parameter, least in _THRESHOLDS:
