@@ -652,8 +652,8 @@ MUTATIONS = (
     Mutation(
         "handed-over-parameters-read-again",
         "costs.py",
-        "self.handed_over.pop(event.layer, 0.0)",
-        "0.0",
+        "() if event.layer in self.in_memory else self._read_parameters(elements)",
+        "self._read_parameters(elements)",
         "test_costs.py::test_what_a_delayed_step_hands_over_is_not_read",
     ),
     Mutation(
