@@ -3,14 +3,11 @@
 Measured as the schedule runs them: forward with a graph, as in training; backward of one layer from the gradient of its output,
 each parameter's gradient then moved into an fp32 sum. Several calls of a piece follow one another, as the micro-batches of a
 layer do, so weights are as warm as they are there. The model is made with two layers, with weights of any value.
-
-[Note: freed memory] A long run allocates from what it has freed. A short one gets the gradients' memory from the kernel each
-time, page by page and zeroed, which takes as long as the products: so the C library is told to keep what is freed here.
+Memory that is freed is kept, as in training.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +20,13 @@ import torch
 from torch import nn
 
 from ds_vertical.gradients import GradientStore
+from ds_vertical.hostmemory import keep_freed_memory
 from ds_vertical.layers import LayerMap, map_layers
 
 _CALLS = 3  # of a piece in a row; the first is left out
 _LEAST_S = 3.0  # of measuring a piece: on a shared machine a burst of others' work is shorter than half of it
 _MOST_ROUNDS = 100
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30  # of glibc's malloc.h
+_KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class BlockTimer:
     def __init__(self, model: Path, batch: Batch, device: str, zero_linear: bool = False) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        _keep_freed_memory()
+        keep_freed_memory(_KEPT_BYTES)
         if zero_linear:
             from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
@@ -71,7 +69,8 @@ class BlockTimer:
         self.network: nn.Module = AutoModelForCausalLM.from_config(config).to(device=device, dtype=dtype)
         self.layers: LayerMap = map_layers(self.network, None)
         self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
-        self.sums = GradientStore(self.layers.units, torch.float32, nn.Parameter.numel, lambda param: param.dtype)
+        numel, rounding = nn.Parameter.numel, lambda param: param.dtype
+        self.sums = GradientStore(self.layers.units, torch.float32, numel, rounding, device=device)
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def rates(self, rounds: int) -> dict[str, float]:
@@ -156,14 +155,6 @@ def _rounds(least: int) -> Iterator[int]:
         if count >= least and perf_counter() - start >= _LEAST_S:
             return
         yield count
-
-
-def _keep_freed_memory() -> None:
-    """See [Note: freed memory]; where the C library is another than glibc, memory is as it is."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-        if mallopt is not None:
-            mallopt(parameter, _KEPT_BYTES)
 
 
 def _differentiable(value: Any) -> bool:

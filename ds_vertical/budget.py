@@ -65,6 +65,11 @@ class Forecast:
         self._num_micro_batches = int(config.get("gradient_accumulation_steps") or 1)
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
 
+    @property
+    def state_on_ssd(self) -> bool:
+        """Whether the JSON puts the optimizer's state there."""
+        return self._json.state_on_ssd
+
     # ---- in the terms of `memory`
 
     @property
@@ -263,7 +268,7 @@ def _fault(
         first, *others = str(error).splitlines()
         return "\n".join((f'{first} or "{_LIMIT}": {round(_HEADROOM * needed)} (now {limit})', *others))
     locked = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))
-    lockable = hostmemory.lockable_bytes()
+    lockable = hostmemory.lockable_bytes() if compat.counts_as_locked() else None
     if lockable is not None and locked > lockable:
         return (
             f"locked memory: needs {locked} bytes, {lockable} are allowed; raise the limit (ulimit -l {-(-locked // 1024)}),"

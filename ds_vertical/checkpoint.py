@@ -11,7 +11,6 @@ import io
 import json
 import os
 import secrets
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from ds_vertical import compat, compat_state, files, manifest, ranks, runstate
-from ds_vertical.checksums import LARGEST_READ, Piece, read_pieces
+from ds_vertical.checksums import LARGEST_READ, Piece, checksum, read_pieces
 from ds_vertical.generations import FP32_BYTES, KINDS
 from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile, SavedTensor
 from ds_vertical.storage import StorageError, fail
@@ -65,7 +64,7 @@ def save(engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any],
             reach("folder made")
         with ranks.agreed("save_checkpoint"):
             data = RankSave(engine, manifest.rank_folder(folder.beside, ranks.rank())).write(client_state)
-        every = ranks.all_gathered((len(data), zlib.crc32(data)))
+        every = ranks.all_gathered((len(data), checksum(data)))
         with ranks.agreed("save_checkpoint"):
             if is_first:
                 write_synced(folder.beside / manifest.NAME, manifest.folder_manifest(tag, every))

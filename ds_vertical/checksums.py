@@ -1,26 +1,37 @@
-"""Checksums of pieces of files, taken in memory as the pieces are written, so that saving a file need not read it."""
+"""Checksums of pieces of files, taken in memory as the pieces are written, so that saving a file need not read it.
+
+XXH3 with 64 bits, by the xxhash package: some ten times as fast as zlib's CRC-32 (17.7 and 2.2 GiB/s on one core of an EPYC),
+which would take the time of a core that computes. It finds damage; it is no protection against somebody who intends it.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-LARGEST_READ = 1 << 23
+import xxhash
+
+ALGORITHM: Final = "xxh3_64"
+LARGEST_READ: Final = 1 << 23
 
 
 class Piece(NamedTuple):
-    """Bytes [offset, offset + num_bytes) of a file and the CRC-32 of them."""
+    """Bytes [offset, offset + num_bytes) of a file and the checksum of them."""
 
     offset: int
     num_bytes: int
-    crc: int
+    checksum: int
 
     @property
     def end(self) -> int:
         return self.offset + self.num_bytes
+
+
+def checksum(data: Any) -> int:
+    """Of a contiguous buffer of bytes."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 class Checksums:
@@ -33,7 +44,7 @@ class Checksums:
     def note(self, path: str | os.PathLike[str], offset: int, data: Any) -> None:
         """`data`, a contiguous buffer of bytes, is being written to a file from `offset` on. Other threads run meanwhile."""
         view = memoryview(data).cast("B")
-        self._note(os.fspath(path), Piece(offset, len(view), zlib.crc32(view)))
+        self._note(os.fspath(path), Piece(offset, len(view), checksum(view)))
 
     def move(self, path: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
         """The file has another name now."""
@@ -85,7 +96,7 @@ def read_pieces(path: Path, start: int, end: int) -> list[Piece]:
     with path.open("rb", buffering=0) as file:
         while start < end:
             num_bytes = min(LARGEST_READ, end - start)
-            found.append(Piece(start, num_bytes, _crc(file.fileno(), path, start, num_bytes)))
+            found.append(Piece(start, num_bytes, _checksum(file.fileno(), path, start, num_bytes)))
             start += num_bytes
     return found
 
@@ -93,16 +104,16 @@ def read_pieces(path: Path, start: int, end: int) -> list[Piece]:
 def is_whole(path: Path, piece: Piece) -> bool:
     """Whether a piece of a file still has its checksum. Raises OSError, EOFError where the file is shorter."""
     with path.open("rb", buffering=0) as file:
-        return _crc(file.fileno(), path, piece.offset, piece.num_bytes) == piece.crc
+        return _checksum(file.fileno(), path, piece.offset, piece.num_bytes) == piece.checksum
 
 
-def _crc(fd: int, path: Path, start: int, num_bytes: int) -> int:
-    crc, left = 0, num_bytes
+def _checksum(fd: int, path: Path, start: int, num_bytes: int) -> int:
+    state, left = xxhash.xxh3_64(), num_bytes
     while left:
         data = os.pread(fd, min(left, LARGEST_READ), start)
         if not data:
             raise EOFError(f"{path}: the file ends at byte {start}, {left} bytes too early")
-        crc = zlib.crc32(data, crc)
+        state.update(data)
         start += len(data)
         left -= len(data)
-    return crc
+    return state.intdigest()

@@ -1,17 +1,20 @@
-"""What `null` means for timing where this machine has been measured: the planner's choice for this very model, the same on
-all ranks. Timing never changes values, so a poor estimate costs time and nothing else."""
+"""What `null` means for timing and for where gradients wait, on this machine and for this very model, the same on all ranks.
+
+Timing is the planner's choice where the machine has been measured. It never changes values, so a poor estimate costs time and
+nothing else. Gradients wait in host memory, which is faster than any SSD, as far as that holds them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from torch import nn
 
-from ds_vertical import ranks
-from ds_vertical.budget import Forecast, host_room
+from ds_vertical import memory, ranks
+from ds_vertical.budget import Forecast
 from ds_vertical.config import Resolved, VerticalConfig
 from ds_vertical.costs import ModelShape
 from ds_vertical.machine import CostsError
@@ -23,17 +26,48 @@ from ds_vertical.program import Case, Limits
 _MOST_TOKENS: Final = 2048  # of a sequence, where the model's configuration allows more
 _DTYPES: Final = {2: "bf16", 4: "fp32"}
 _DELAYS: Final = DELAYS[::2]
+_SHARES: Final = 16  # of the waiting gradients, tried from all to none
+
+Room = tuple[int, int]  # bytes of host memory that this rank may take in all, and beside its parameters: `budget.host_room`
+
+
+def choose_gradient_tier(
+    section: VerticalConfig, resolved: Resolved, forecast_of: Callable[[Resolved], Forecast], room: Room
+) -> Resolved:
+    """`resolved` with the largest `gradient_host_share` that host memory has room for, where the JSON leaves it null and the
+    optimizer's state is on SSD, beside which the others can wait. Where nothing fits, the least; then the budget says so."""
+    if section.gradient_host_share is not None or resolved.keep_gradients or not forecast_of(resolved).state_on_ssd:
+        return resolved
+    allowed, baseline = room
+
+    def needed(share: float) -> int:
+        forecast = forecast_of(replace(resolved, gradient_host_share=share))
+        items = memory.budget(forecast.shape, forecast.settings, forecast.further(baseline))
+        return memory.total_bytes(items, "host")
+
+    shares = [count / _SHARES for count in range(_SHARES, -1, -1)]
+    fitting = (share for share in shares if needed(share) <= allowed)
+    share = min(ranks.all_gathered(next(fitting, None) or min(shares, key=needed)))
+    if share == 1.0:
+        return resolved
+    reason = f"null: host memory holds no more of what waits; {1 - share:.0%} waits on SSD"
+    reasons = MappingProxyType({**resolved.reasons, "gradient_host_share": reason})
+    return replace(resolved, gradient_host_share=share, reasons=reasons)
 
 
 def choose_timing(
-    section: VerticalConfig, resolved: Resolved, forecast: Forecast, model: nn.Module, report: Mapping[str, Any] | None
+    section: VerticalConfig,
+    resolved: Resolved,
+    forecast: Forecast,
+    model: nn.Module,
+    report: Mapping[str, Any] | None,
+    room: Room,
 ) -> Resolved:
     """`resolved` with `prefetch_layers` and `optimizer_delay` planned where the JSON leaves them null. `report`: of
     `ds-vertical limits`, None where there is none: then the fixed rules stand. `forecast`: by these."""
     free = [key for key in ("prefetch_layers", "optimizer_delay") if getattr(section, key) is None]
     if not (free and resolved.overlap and resolved.order == "vertical"):
         return resolved
-    room = host_room(model.parameters(), resolved.host_memory_bytes)  # all ranks take part, measured or not
     chosen = None
     if report is not None and ranks.rank() == 0:
         chosen = _chosen(section, resolved, forecast, model, report, room)
@@ -52,9 +86,9 @@ def _chosen(
     forecast: Forecast,
     model: nn.Module,
     report: Mapping[str, Any],
-    room: tuple[int, int],
+    room: Room,
 ) -> tuple[int, float | None, str] | None:
-    """(prefetch_layers, optimizer_delay, why) for the JSON's nulls; None where the report cannot tell. `room`: `host_room`."""
+    """(prefetch_layers, optimizer_delay, why) for the JSON's nulls; None where the report cannot tell."""
     try:
         profile = Profile.from_dict("this machine", report)
     except CostsError:

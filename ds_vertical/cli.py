@@ -21,6 +21,7 @@ COMMANDS = {
     "limits": Command("measure this machine: SSD, copies, CPU Adam, one layer", "ds_vertical.limits", "main"),
     "plan": Command("how to train a model on a machine: settings, predicted step, the JSON", "ds_vertical.plan", "main"),
     "doctor": Command("say what keeps a run from working here, and what mends it", "ds_vertical.doctor", "main"),
+    "clean": Command("list the folders of runs on the SSD, remove those of dead ones", "ds_vertical.clean", "main"),
     "trace": Command("a run's timeline for Perfetto, from a measured or a simulated run", "ds_vertical.export", "main"),
     "report": Command("one page about runs: timeline, stalls, bound, memory, losses", "ds_vertical.report", "main"),
     "build-ops": Command("compile the ops once for this user and machine", "ds_vertical.native", "main"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -371,6 +372,11 @@ def lock_host_bytes(num_bytes: int) -> torch.Tensor:
     if get_accelerator().is_synchronized_device():
         return _pin_handle().new_cpu_locked_tensor(num_bytes, torch.empty(0, dtype=torch.uint8))
     return get_accelerator().pin_memory(torch.empty(num_bytes, dtype=torch.uint8))
+
+
+def counts_as_locked() -> bool:
+    """Whether `lock_host_bytes` locks memory as the user's limit counts it (mlock); what CUDA gives out does not count."""
+    return is_one_memory() or os.environ.get("DS_PIN_MEMORY_BACKEND", "").strip().lower() == "native"
 
 
 def unlock_host_bytes(buffer: torch.Tensor) -> None:

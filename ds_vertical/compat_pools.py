@@ -31,13 +31,19 @@ def parameter_swappers(params: Iterable[ZeroParam]) -> list[Any]:
 
 def rest_stock_buffers(params: Iterable[ZeroParam], optimizer: Any = None) -> int:
     """Give the pages of stock's transfer buffers back that hold nothing at present: those of the parameters and, where it
-    is given, of the optimizer. Returns their bytes."""
+    is given, of the optimizer. Returns their bytes. Raises RuntimeError for a buffer that the device's driver has locked: it
+    would go on copying from and to the pages that were there."""
     swappers = parameter_swappers(params)
     free = [buffer for swapper in swappers for buffer in _free_parameter_buffers(swapper)]
     if optimizer is not None and optimizer.optimizer_swapper is not None:
         manager = optimizer.optimizer_swapper.swap_buffer_manager
         free += [manager.all_buffers[index] for index in manager.free_buffer_index]
     free = [buffer for buffer in free if buffer.device.type == "cpu"]  # with use_gds they are the device's
+    if any(buffer.is_pinned() for buffer in free):
+        raise RuntimeError(
+            "DeepSpeed's swap buffers are page-locked by the device's driver, so their pages cannot be given back;"
+            " unset DS_PIN_MEMORY_BACKEND, and use an unmodified deepspeed"
+        )
     for buffer in free:
         hostmemory.rest(buffer.data_ptr(), _num_bytes(buffer))
     return sum(map(_num_bytes, free))

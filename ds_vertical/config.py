@@ -374,8 +374,8 @@ _LATER: Mapping[str, str] = {
 def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolved:
     """Apply the fixed rule of every null.
 
-    prefetch_layers: 1 with overlap, 0 without; gradient_host_share: 1; activations.device: "device"; seed: `initial_seed`,
-    which is torch.initial_seed() at initialize; others: see `_LATER`. snake and blocks_per_layer are never chosen.
+    prefetch_layers: 1 with overlap, 0 without; gradient_host_share: 1 (less at initialize where memory is short);
+    activations.device: "device"; seed: `initial_seed`, torch.initial_seed() at initialize; others: see `_LATER`.
     """
     values: dict[str, Any] = section.model_dump()
     written = section.model_fields_set
@@ -386,7 +386,7 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolve
         reasons["prefetch_layers"] = f"null: {values['prefetch_layers']} as overlap is {show(section.overlap)}"
     if section.gradient_host_share is None:
         values["gradient_host_share"] = 1.0
-        reasons["gradient_host_share"] = "null: 1, what waits does so in host memory"
+        reasons["gradient_host_share"] = "null: 1, host memory has room for what waits"
     if section.seed is None:
         values["seed"] = initial_seed
         reasons["seed"] = "null: torch.initial_seed() at initialize"

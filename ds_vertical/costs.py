@@ -208,8 +208,9 @@ class PartSizes:
 def event_costs(events: Sequence[Event], machine: Machine, shape: ModelShape, parts: Parts | None = None) -> tuple[Cost, ...]:
     """What each event of a step costs: jobs that may overlap, each a chain of stages; () where it takes no time.
 
-    `parts`: see PartSizes. See [Note: carried work]. A FETCH reads less by what delayed steps hand over in memory: those
-    since the unit's last FETCH. The step before is taken to be one like this: what it ends with ahead of this one counts there.
+    `parts`: see PartSizes. See [Note: carried work]. A delayed step hands the whole unit over in memory, and reads what it
+    leaves as it is beside its state; the unit's next FETCH reads nothing. The step before is taken to be one like this: what
+    it ends with ahead of this one counts there.
     """
     pricer = _Pricer(events, machine, shape, parts)
     return tuple(pricer.price(event) for event in events)
@@ -224,11 +225,8 @@ class _Pricer:
         self.held = {event.layer for event in events if event.op is Op.HOLD}
         self.recalled = {event.layer for event in events if event.op is Op.RECALL}
         self.tiers = shape.placement.activation_tiers(1 + max((event.micro_batch or 0 for event in events), default=0))
-        self.handed_over: dict[Unit | None, float] = {}
-        for event in events:
-            if event.ahead:
-                whole = event.op is Op.FETCH
-                self.handed_over[event.layer] = shape.shard(event.layer) if whole else self.sizes.elements(event)
+        ahead = (event for event in events if event.ahead and (event.op is Op.FETCH or self.sizes.elements(event)))
+        self.in_memory = {event.layer for event in ahead}  # until the unit's next FETCH
 
     def price(self, event: Event) -> Cost:
         return _PRICES[event.op](self, event)
@@ -259,10 +257,13 @@ class _Pricer:
     # ---- events
 
     def fetch(self, event: Event) -> Cost:
-        num_bytes = self.shape.shard(event.layer) * self.shape.param_bytes
-        left = num_bytes - self.handed_over.pop(event.layer, 0.0) * self.shape.param_bytes
-        read = self.ssd("ssd_read", "parameters", max(0.0, left) * self.shape.placement.parameters_on_ssd)
-        return _cost(read if event.ahead else read + self.copy("copy_in", "parameters", num_bytes))
+        elements = self.shape.shard(event.layer)
+        read = () if event.layer in self.in_memory else self._read_parameters(elements)
+        self.in_memory.discard(event.layer)
+        return _cost(read if event.ahead else read + self.copy("copy_in", "parameters", elements * self.shape.param_bytes))
+
+    def _read_parameters(self, elements: float) -> Job:
+        return self.ssd("ssd_read", "parameters", elements * self.shape.param_bytes * self.shape.placement.parameters_on_ssd)
 
     def _scale(self, event: Event) -> float:
         return self.shape.elements(event.layer) / (max(self.shape.layer_elements) or 1)
@@ -335,8 +336,10 @@ class _Pricer:
         elements = self.sizes.elements(event)
         if not elements:
             return ()
+        beside: Cost = ()
         if event.step_offset or event.ahead:
-            self.handed_over[event.layer] = self.handed_over.get(event.layer, 0.0) + elements
+            self.in_memory.add(event.layer)
+            beside = _cost(self._read_parameters(max(0.0, shape.shard(event.layer) - elements)))
         placement = shape.placement
         carried = (
             event.layer not in self.recalled and placement.gradients_on_ssd > 0 and not is_early(event),
@@ -354,7 +357,7 @@ class _Pricer:
             job = self._read_state(piece) + job
         if carried[2]:
             job += self._write_state(piece)
-        return (job,) * count
+        return beside + (job,) * count
 
     def nothing(self, event: Event) -> Cost:
         return ()

@@ -18,7 +18,7 @@ _WINDOW_S = 0.25  # long against a product and a transfer, short against what ot
 _TOKENS, _WIDTH, _WEIGHTS = 8, 1024, 12  # 50 MB of weights: more than caches hold, as a layer's
 
 
-def core_s_per_byte(transfer: Callable[[], int], num_cores: int, num_pairs: int = 16) -> float:
+def core_s_per_byte(transfer: Callable[[], int], num_cores: int, num_pairs: int) -> float:
     """Seconds of a core for a byte, 0 or more. `transfer` does some transfers of both directions to their end and returns how
     many bytes these were; it is called in another thread. Windows with and without alternate, so that a drift of the machine
     hits both. Raises what `transfer` raises."""

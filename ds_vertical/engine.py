@@ -15,14 +15,15 @@ from torch import nn
 
 from ds_vertical import compat, compat_pools, compat_state, hostmemory, limits_cache, ranks, storage
 from ds_vertical.batches import LossFn
-from ds_vertical.budget import Forecast, check_memory, groups_of
-from ds_vertical.choices import choose_timing
+from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
+from ds_vertical.choices import choose_gradient_tier, choose_timing
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
 from ds_vertical.crosscheck import check
+from ds_vertical.files import make_private
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
-from ds_vertical.hostthreads import keep_cores_for_this_thread
+from ds_vertical.hostthreads import keep_cores_for_this_thread, serve_device
 from ds_vertical.layers import LayerMap, check_trainable, map_layers
 from ds_vertical.loop import Loop, StockLoop, VerticalLoop
 from ds_vertical.memory import layer_buffers
@@ -90,8 +91,12 @@ def initialize(
     section = load_section(raw)
     resolved = resolve(section, torch.initial_seed()) if section is not None else None
     if resolved is None or not resolved.enabled:
-        return _initialize_stock(raw, resolved, args=args, **kwargs)
-    return _initialize_vertical(raw, resolved, args=args, **kwargs)
+        returned = _initialize_stock(raw, resolved, args=args, **kwargs)
+    else:
+        returned = _initialize_vertical(raw, resolved, args=args, **kwargs)
+    for folder in storage.claimed():
+        make_private(folder)
+    return returned
 
 
 def _initialize_stock(config: dict[str, Any], resolved: Resolved | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -124,14 +129,18 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
         keep_cores_for_this_thread()
     ranks.start_distributed()
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
-    by_rule, report = Forecast(layers, groups, config, resolved), limits_cache.training_report(run_folder(config))
-    resolved = choose_timing(section, resolved, by_rule, model, report)
-    forecast = Forecast(layers, groups, config, resolved)
+    forecast_of = partial(Forecast, layers, groups, config)
+    room = host_room(model.parameters(), resolved.host_memory_bytes)
+    resolved = choose_gradient_tier(section, resolved, forecast_of, room)
+    report = limits_cache.training_report(run_folder(config))
+    resolved = choose_timing(section, resolved, forecast_of(resolved), model, report, room)
+    forecast = forecast_of(resolved)
     needs, host_bytes = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         compat.log(f"ds_vertical: {line}")
-    made_of = dict(vertical=resolved, layers=layers, folder=run_folder(prepared), host_bytes=host_bytes)
+    kept_bytes = forecast.shape.working_bytes if compat.is_one_memory() else 0
+    made_of = dict(vertical=resolved, layers=layers, folder=run_folder(prepared), budget=(host_bytes, kept_bytes))
     with compat.substituted_engine(partial(VerticalEngine, **made_of)):
         return compat.stock_initialize(config=prepared, **kwargs)
 
@@ -167,10 +176,10 @@ class VerticalEngine(SavingEngine):
     module: nn.Module
 
     def __init__(
-        self, *args: Any, vertical: Resolved, layers: LayerMap, folder: Path | None, host_bytes: int, **kwargs: Any
+        self, *args: Any, vertical: Resolved, layers: LayerMap, folder: Path | None, budget: tuple[int, int], **kwargs: Any
     ) -> None:
         self.vertical = vertical
-        self.host_bytes = host_bytes  # of the budget
+        self.host_bytes, self._kept_bytes = budget  # in all; of what a micro-batch's backward frees, for the next one's
         self.layers = layers
         self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
@@ -180,11 +189,13 @@ class VerticalEngine(SavingEngine):
         hostmemory.trim()  # what stock freed of the fp32 copies from which it wrote the optimizer's state
         device = torch.device(compat.device_name())
         new_queue = partial(new_disk_queue, compat.aio_config(self), self.tracer)
-        num_buffers = layer_buffers(vertical.prefetch_layers, layers.num_layers)
+        window = vertical.prefetch_layers
+        num_buffers = layer_buffers(window, layers.num_layers)
         generations = self.optimizer.regime.generations
         files = generations, self.optimizer.checksums
-        self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), *files)
-        self.optimizer.start_pipeline(new_queue, self._params, self.tracer)
+        self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), window, *files)
+        begin = partial(serve_device, device, ranks.ranks_on_these_cores())
+        self.optimizer.start_pipeline(new_queue, self._params, self.tracer, begin)
         every = [param for params in layers.units.values() for param in params]
         compat.guard_parameters(every, self.optimizer.flush, self._params.note_writing, self._params.note_write)
         self._gradients = GradientStore(
@@ -244,6 +255,8 @@ class VerticalEngine(SavingEngine):
         finally:
             compat.forget_boundary(self)
         self.micro_steps += num_micro_batches - 1
+        if self._kept_bytes:  # not before the first step has allocated what stays
+            hostmemory.keep_freed_memory(self._kept_bytes)
         rate = self.optimizer.regime.hit_rate
         if rate is not None and self.global_steps % self.steps_per_print() == 0:
             compat.log(f"ds_vertical: step {self.global_steps}: {rate:.0%} of the steps tried early came true")

@@ -86,6 +86,29 @@ def set_aside(pairs: Mapping[Path, Path]) -> None:
             raise fail(path, f"rename to {aside.name}", error, "start again from the last checkpoint") from error
 
 
+def disk_bytes(folder: Path) -> int:
+    """Bytes that deleting a folder would free: a file that has a name elsewhere too, in a checkpoint, would stay."""
+    found: dict[tuple[int, int], list[os.stat_result]] = {}
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a live run's
+                status = os.lstat(os.path.join(root, name))
+                found.setdefault((status.st_dev, status.st_ino), []).append(status)
+    return sum(here[0].st_blocks * 512 for here in found.values() if len(here) >= here[0].st_nlink)
+
+
+def make_private(folder: Path) -> None:
+    """Give every folder below a run's mode 0700: DeepSpeed makes its own as the umask says. Its files it makes 0600."""
+    for root, names, _ in os.walk(folder):
+        for path in (os.path.join(root, name) for name in names):
+            try:
+                mode = os.lstat(path).st_mode
+                if stat.S_ISDIR(mode) and mode & 0o077:
+                    os.chmod(path, 0o700)
+            except OSError as error:
+                logger.warning("%s: set mode 0700: %s", path, error.strerror)
+
+
 def remove(paths: Iterable[Path]) -> None:
     """Delete files that are there. Raises StorageError for one that cannot be."""
     for path in paths:

@@ -27,6 +27,7 @@ from ds_vertical.machine import Machine
 _BAD_INPUT = 2
 _DTYPES = ("bf16", "fp16", "fp32")
 _ALIGNMENT = 4096
+_PAIRS = 5  # of windows with and without transfers, a round
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -192,7 +193,7 @@ def ssd_rates(
             for way, piece, alone in zip(("read", "write"), pieces, list(rates.values()), strict=True):
                 rates[f"ssd_{way}_together_bytes_per_s"] = min(alone, piece.numel() / together)
             if accelerator() == "cpu":
-                rates["ssd_core_s_per_byte"] = _load(queues, pieces, files)
+                rates["ssd_core_s_per_byte"] = _load(queues, pieces, files, rounds)
             return rates | (fio.rates(Path(scratch), num_bytes, rounds, aio) if with_fio and fio.installed() else {})
     finally:
         for queue, buffer in zip(queues, buffers, strict=True):
@@ -200,7 +201,7 @@ def ssd_rates(
             compat.unlock_host_bytes(buffer)
 
 
-def _load(queues: Sequence[Any], pieces: Sequence[Any], files: Sequence[Path]) -> float:
+def _load(queues: Sequence[Any], pieces: Sequence[Any], files: Sequence[Path], rounds: int) -> float:
     """Seconds of a core that a byte takes from what computes beside it; by an eighth of the pieces at a time."""
     shares = [max(_ALIGNMENT, piece.numel() // 8 // _ALIGNMENT * _ALIGNMENT) for piece in pieces]
 
@@ -212,7 +213,7 @@ def _load(queues: Sequence[Any], pieces: Sequence[Any], files: Sequence[Path]) -
             each.wait()
         return sum(shares)
 
-    return core_s_per_byte(transfer, len(os.sched_getaffinity(0)))
+    return core_s_per_byte(transfer, len(os.sched_getaffinity(0)), _PAIRS * rounds)
 
 
 # ---- memory, host cores, layers

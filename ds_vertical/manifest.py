@@ -7,13 +7,12 @@ folder's manifest, written last, names the ranks' manifests. Imports neither tor
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_vertical.checksums import Piece, is_whole
+from ds_vertical.checksums import ALGORITHM, Piece, checksum, is_whole
 
 FORMAT = 1
 NAME = "ds_vertical.json"  # of the folder's manifest, and of each rank's
@@ -101,9 +100,10 @@ def rank_folder(tag_folder: Path, rank: int) -> Path:
 
 
 def folder_manifest(tag: str, ranks: Sequence[tuple[int, int]]) -> bytes:
-    """The folder's manifest, given size and CRC-32 of every rank's."""
-    found = {str(rank): {"num_bytes": num_bytes, "crc": crc} for rank, (num_bytes, crc) in enumerate(ranks)}
-    entry = {"format": FORMAT, "written_by": "ds_vertical", "tag": tag, "world_size": len(ranks), "ranks": found}
+    """The folder's manifest, given size and checksum of every rank's."""
+    found = {str(rank): {"num_bytes": size, "checksum": each} for rank, (size, each) in enumerate(ranks)}
+    head = {"format": FORMAT, "written_by": "ds_vertical", "checksums": ALGORITHM, "tag": tag}
+    entry = head | {"world_size": len(ranks), "ranks": found}
     return (json.dumps(entry, indent=1) + "\n").encode()
 
 
@@ -136,7 +136,7 @@ def read_rank(tag_folder: Path, rank: int) -> RankManifest:
         data = path.read_bytes()
         if str(rank) not in ranks:
             raise CheckpointError(f"{tag_folder}: saved by {len(ranks)} ranks; rank {rank} was none of them")
-        if ranks[str(rank)] != {"num_bytes": len(data), "crc": zlib.crc32(data)}:
+        if ranks[str(rank)] != {"num_bytes": len(data), "checksum": checksum(data)}:
             raise CheckpointError(f"{path}: not as it was saved (size or checksum differ)")
         return RankManifest.from_json(data)
     except OSError as error:

@@ -79,8 +79,10 @@ class VerticalStage3(StateRoutes):
         super().__init__(*args, **kwargs)
         self._stepped = {id(param) for chunk in self.fp16_groups for param in chunk}
 
-    def start_pipeline(self, new_queue: Callable[[], DiskQueue], updates: Updates, tracer: Tracer) -> None:
-        """Make the optimizer's own pipeline; `updates` takes the new parameters."""
+    def start_pipeline(
+        self, new_queue: Callable[[], DiskQueue], updates: Updates, tracer: Tracer, begin: Callable[[], None]
+    ) -> None:
+        """Make the optimizer's own pipeline; `updates` takes the new parameters, `begin` is called on its thread."""
         early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
         chunks = make_chunks(self, self._stock_groups, early_share, self.regime.generations)
         share: Share = "delayed" if self.regime.final else "all"
@@ -94,7 +96,7 @@ class VerticalStage3(StateRoutes):
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, compat.device_name() != "cpu")
         sizes = bytes_read(chunks, file.extents)
         self._slots = [compat.lock_host_bytes(max(sizes)) for _ in sizes[:_SLOTS]]
-        self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer, self.checksums)
+        self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer, begin, self.checksums)
         self._updates = updates
         self._stepper = Stepper(chunks, self._kernel(self.optimizer), self._pipeline, updates, self.checksums)
         self.powers = Powers.made_with(self.optimizer.defaults["betas"])

@@ -20,7 +20,7 @@ from ds_vertical.checksums import Checksums
 from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.layers import Unit
 from ds_vertical.shards import Piece, Range, Shard, lay_out
-from ds_vertical.transfer import BufferPool, HostBuffer, Lane, Ticket
+from ds_vertical.transfer import Backlog, BufferPool, HostBuffer, Lane, Ticket, recorder
 
 
 @dataclass
@@ -55,9 +55,10 @@ class ParamStore:
     """Parameters per unit: SSD -> host buffer -> device (and all-gather). `generations`: of each file; with one, early steps
     are written in place. `checksums`: those of the files.
 
-    `num_buffers` layers may be fetched at a time, besides `pre`. `reads`: the queue of all reads, None where no shard is on
-    SSD. A failed read raises DiskError where the unit's ticket is waited for. A parameter that is gathered already (persistent
-    ones, small enough to stay on the device) is left alone.
+    `num_buffers` layers may be fetched at a time, besides `pre`. A unit arrives once the device has computed all but the
+    last `most_behind` released before it: their memory is not free yet. `reads`: the queue of all reads, None where no shard
+    is on SSD. A failed read raises DiskError where the unit's ticket is waited for. A parameter that is gathered already
+    (persistent ones, small enough to stay on the device) is left alone.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ParamStore:
         num_buffers: int,
         device: torch.device,
         writer: DiskQueue,
+        most_behind: int,
         generations: int,
         checksums: Checksums,
     ) -> None:
@@ -78,6 +80,7 @@ class ParamStore:
         self._ahead: dict[Unit, Copy] = {}
         self._versions: Counter[Unit] = Counter()
         self._lane = Lane(device)
+        self._backlog = Backlog(recorder(device), most_behind)
         self._writer = writer
         self._updates: dict[Unit, Update] = {}  # new shards that no fetch has taken over yet
         self._unwritten: dict[Unit, Update] = {}  # new shards that are not all there yet
@@ -233,6 +236,7 @@ class ParamStore:
             resident.buffer.wait_reads()
             for shard in shards:
                 compat.bind_shard(shard.param, shard.view(resident.buffer.data))
+        self._backlog.wait()
         resident.gathered = [param for param in self._units[unit] if compat.is_partitioned(param)]
         wait_copies = self._lane.run(lambda: compat.gather(resident.gathered))
         if resident.buffer is not None:
@@ -246,6 +250,7 @@ class ParamStore:
         finally:
             if resident.buffer is not None:
                 self._pool(unit).put_back(resident.buffer)
+            self._backlog.mark()
 
     # ---- new values from the optimizer
 
@@ -369,6 +374,7 @@ class ParamStore:
     def release_all(self) -> None:
         """Release whatever is fetched or on its way, after an error: all of it, whatever another read's failure is."""
         with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._backlog.clear)  # called last
             for other in self._ahead:
                 cleanup.callback(self._drop_ahead, other)
             for unit, resident in self._resident.items():

@@ -91,7 +91,7 @@ class Slot:
 
 class StepPipeline:
     """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
-    `checksums`: told of all that is written.
+    `begin` is called on the thread, ahead of the first. `checksums`: told of all that is written.
 
     An error of a job is raised by the wait of its batch and of every later one: the state is torn from there on.
     """
@@ -102,8 +102,10 @@ class StepPipeline:
         reader: DiskQueue,
         writer: DiskQueue,
         tracer: Tracer | None = None,
+        begin: Callable[[], None] = lambda: None,
         checksums: Checksums | None = None,
     ) -> None:
+        self._begin = begin
         self._tracer = tracer or Tracer()
         self._checksums = checksums or Checksums()
         self._free = deque(Slot(data) for data in slots)
@@ -169,6 +171,10 @@ class StepPipeline:
     # ---- the thread
 
     def _run(self) -> None:
+        try:
+            self._begin()
+        except BaseException as error:  # handed to whoever waits
+            self._fail(error)
         while self._next():
             try:
                 if self._error is None:

@@ -111,7 +111,7 @@ class Candidate:
             setting.num_micro_batches,
             window=setting.window,
             delayed=leaves,
-            due=due if leaves else frozenset(),
+            due=due if setting.delay > 0 else frozenset(),
             early=setting.early,
             ahead=setting.window > 0,
             hold=hold,

@@ -57,6 +57,12 @@ def ranks_on_this_host() -> int:
     return all_gathered(socket.gethostname()).count(socket.gethostname())
 
 
+def ranks_on_these_cores() -> int:
+    """Ranks of this host that may run on some core of this one's, itself among them."""
+    host, cores = socket.gethostname(), os.sched_getaffinity(0)
+    return sum(other == host and bool(theirs & cores) for other, theirs in all_gathered((host, cores)))
+
+
 def start_distributed() -> None:
     """Initialise the distributed back end if nobody has."""
     if not dist.is_initialized():

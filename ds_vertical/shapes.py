@@ -8,7 +8,9 @@ from typing import Final
 
 from ds_vertical.config import ConfigError
 
-SHAPES: Final = Path(__file__).resolve().parent.parent / "configs" / "models"
+_HERE: Final = Path(__file__).resolve().parent
+_INSTALLED: Final = _HERE / "models"  # a wheel puts configs/models there: see pyproject.toml
+SHAPES: Final = _INSTALLED if _INSTALLED.is_dir() else _HERE.parent / "configs" / "models"
 
 
 def shape_names() -> list[str]:

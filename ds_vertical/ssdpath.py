@@ -8,7 +8,6 @@ import errno
 import mmap
 import os
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, Final, NamedTuple
 from ds_vertical import cgroup, files, opcache, storage
 from ds_vertical.config import ConfigError
 from ds_vertical.finding import Case, Finding, error, first_line, gib, ok, split_fault, warning
+from ds_vertical.tenants import Tenant, tenants
 
 _GENERATION_BYTES: Final = 14  # per parameter: fp32 master and two moments, bf16 parameter
 _LEAST_FREE_BYTES: Final = 64 << 20
@@ -246,48 +246,34 @@ def runs(case: Case) -> Iterator[Finding]:
         if there != path.absolute():
             continue
         try:
-            tenants = storage.tenants(there)
+            found = tenants(there)
         except OSError as failure:
             yield error(f"{path}: {failure.strerror}", _remedy(failure, there) or _ANOTHER)
             continue
-        for tenant in tenants:
+        for tenant in found:
             yield _told(tenant)
-        yield from _closed(there)
         bare = there / "zero_stage_3"
         if bare.is_dir():
-            held = (
-                f"{gib(_size(bare))} of a stock run without a folder of its own; the next such run deletes them, alive or not"
-            )
-            yield warning(f"{bare}: {held}", f"rm -r {bare}  # if that run is over")
-        elif not tenants:
+            held = f"{gib(files.disk_bytes(bare))} of a stock run without a folder of its own; the next such run deletes them,"
+            yield warning(f"{bare}: {held} alive or not", f"rm -r {bare}  # if that run is over")
+        elif not found:
             yield ok(f"{path}: no other run's files")
 
 
-def _closed(folder: Path) -> Iterator[Finding]:
-    """Folders with the name of a run's that this user may not enter."""
-    for entry in folder.iterdir():
-        if re.fullmatch(r"\d{8}-\d{6}-\S+", entry.name) and entry.is_dir() and not os.access(entry, os.R_OK | os.X_OK):
-            owner = entry.stat().st_uid
-            yield warning(f"{entry}: a run of user id {owner}, who alone can see whether it is alive", f"ls -ld {entry}")
-
-
-def _told(tenant: storage.Tenant) -> Finding:
-    folder, here = tenant.folder, socket.gethostname()
-    if not tenant.live:
+def _told(tenant: Tenant) -> Finding:
+    folder, who = tenant.folder, str(next(iter(tenant.owners), None) or "a process that did not write its name")
+    clean = f"ds-vertical clean --path {folder.parent} --remove"
+    if tenant.fault:
+        return warning(f"{folder}: a run {tenant.fault}", f"ls -ld {folder}")
+    if tenant.state == "stale":
         owners = ", ".join(str(owner or "a process that did not write its name") for owner in tenant.gone)
-        return warning(f"{folder}: {gib(_size(folder))} left by a run that is dead ({owners})", f"rm -r {folder}")
-    owner = tenant.live[0]
-    if owner is not None and owner.host != here:
-        return warning(f"{folder}: a run of another host ({owner}), of which nothing can be told here", f"ssh {owner.host}")
-    who = str(owner or "a process that did not write its name")
-    return warning(f"{folder}: a live run ({who}) uses the disk, which shares its rate", "wait for it, or use another disk")
+        return warning(f"{folder}: {gib(files.disk_bytes(folder))} left by a run that is dead ({owners})", clean)
+    if tenant.state == "live":
+        return warning(f"{folder}: a live run ({who}) uses the disk, which shares its rate", "wait for it, or use another disk")
+    if tenant.elsewhere:
+        return warning(f"{folder}: a run of another host ({who}), of which nothing can be told here", f"ssh {_host(tenant)}")
+    return warning(f"{folder}: the folder of a run, without a lock that says whose", f"{clean} {folder.name}  # if it is over")
 
 
-def _size(folder: Path) -> int:
-    """Bytes on the disk."""
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # a live run's
-                total += os.lstat(os.path.join(root, name)).st_blocks * 512
-    return total
+def _host(tenant: Tenant) -> str:
+    return next((owner.host for owner in tenant.elsewhere if owner is not None), "")

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class RunFolder:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise fail(root, "create the swap folder", error, "write a writable folder as nvme_path") from error
-        with _guarded(path, create=True):
+        with guarded(path, create=True):
             try:
                 folder = cls(path, rank, _take_lock(path, rank))
             except StorageError:
@@ -148,10 +148,11 @@ class RunFolder:
             return
         del _claimed[self.path]
         try:
-            with _guarded(self.path, create=False):
-                self.lock_path.unlink(missing_ok=True)
-                if not _live_locks(self.path):
-                    _remove_tree(self.path)
+            with guarded(self.path, create=False):
+                if any(lock.standing != "gone" for lock in locks(self.path) if lock.path != self.lock_path):
+                    self.lock_path.unlink(missing_ok=True)
+                else:
+                    remove_tree(self.path)
         except FileNotFoundError:
             logger.warning("%s: the run's folder was removed by someone else before its release", self.path)
         except OSError as error:
@@ -166,19 +167,24 @@ def owned(path: str | os.PathLike[str]) -> RunFolder | None:
     return next((_claimed[parent] for parent in (real, *real.parents) if parent in _claimed), None)
 
 
+def claimed() -> list[Path]:
+    """The run folders that this process holds."""
+    return list(_claimed)
+
+
 def _lock_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.lock"
 
 
-def _lock_files(folder: Path) -> list[Path]:
+def lock_files(folder: Path) -> list[Path]:
     return [lock for lock in sorted(folder.glob("rank*.lock")) if re.fullmatch(r"rank\d+\.lock", lock.name)]
 
 
 def _refuse_run_folder(root: Path) -> None:
     """A prepared configuration given to another process would nest one run's folder inside another's."""
     for parent in (root, *root.parents):
-        locks = _lock_files(parent) if parent.is_dir() and os.access(parent, os.R_OK) else []
-        owner = next((owner for lock in locks if (owner := Owner.read(lock))), None)
+        paths = lock_files(parent) if parent.is_dir() and os.access(parent, os.R_OK) else []
+        owner = next((owner for path in paths if (owner := Owner.read(path))), None)
         if owner is not None:
             raise StorageError(
                 f"{root}: claim: {parent} is the folder of a run, of {owner}; "
@@ -187,10 +193,11 @@ def _refuse_run_folder(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _guarded(path: Path, create: bool) -> Iterator[None]:
-    """Hold the folder's own flock for a moment: ranks claim and release one after another.
+def guarded(path: Path, create: bool) -> Iterator[None]:
+    """Hold the folder's own flock for a moment: ranks claim and release, and others look and delete, one after another.
 
-    A folder that its last holder deleted while we waited is not the one we opened; then start again.
+    A folder that its last holder deleted while we waited is not the one we opened; then start again. Raises
+    FileNotFoundError where there is none and none is to be made.
     """
     while True:
         fd = _open_folder(path, create)
@@ -264,7 +271,7 @@ def _open_lock(lock: Path, undo: contextlib.ExitStack) -> int:
         fd = os.open(lock, flags)
         undo.callback(os.close, fd)
         owner = Owner.read(lock)
-        if not _free(fd, owner):
+        if _standing(fd, owner) != "gone":
             raise _held(lock, owner) from None
         logger.warning("%s: left by a process that is gone (%s); taken over", lock, owner)
     return fd
@@ -273,68 +280,71 @@ def _open_lock(lock: Path, undo: contextlib.ExitStack) -> int:
 def _held(lock: Path, owner: Owner | None) -> StorageError:
     return StorageError(
         f"{lock}: claim: held by {owner or 'a process that did not write its name'}; "
-        "end that process or use a new run id (a folder of a process that is gone on another host: delete it)"
+        "end that process or use a new run id (is it gone, on another host? ds-vertical clean --path "
+        f"{lock.parent.parent} --remove {lock.parent.name})"
     )
 
 
-def _free(fd: int, owner: Owner | None) -> bool:
-    """True where the lock's owner is gone. Another host's flock may be invisible here, so it is never called free."""
-    if owner is not None:
-        if owner.host != socket.gethostname():
-            return False
-        if owner.start_ticks and _start_ticks(owner.pid) == owner.start_ticks:
-            return False
+Standing = Literal["live", "elsewhere", "gone"]
+
+
+class Lock(NamedTuple):
+    """A rank's lock file; owner None: it did not write its name. "elsewhere": on another host, alive or not."""
+
+    path: Path
+    owner: Owner | None
+    standing: Standing
+
+
+def _standing(fd: int, owner: Owner | None) -> Standing:
+    """How the owner of an open lock fares. Another host's flock may be invisible here, so that one is never called gone."""
+    here = owner is None or owner.host == socket.gethostname()
+    if owner is not None and here and owner.start_ticks and _start_ticks(owner.pid) == owner.start_ticks:
+        return "live"
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    return True
+        return "live"
+    return "gone" if here else "elsewhere"
 
 
-def _live_locks(folder: Path) -> list[Path]:
-    live = []
-    for lock in _lock_files(folder):
-        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def locks(folder: Path) -> list[Lock]:
+    """The locks in a run's folder. Only under `guarded`: while one is looked at, a rank that wants it would be refused."""
+    found = []
+    for path in lock_files(folder):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            if not _free(fd, Owner.read(lock)):
-                live.append(lock)
+            owner = Owner.read(path)
+            found.append(Lock(path, owner, _standing(fd, owner)))
         finally:
             os.close(fd)
-    return live
-
-
-class Tenant(NamedTuple):
-    """A run's folder, with the owners of its locks; None: one that did not write its name."""
-
-    folder: Path
-    live: list[Owner | None]  # those on other hosts, of whom nothing can be told here, included
-    gone: list[Owner | None]
-
-
-def tenants(nvme_path: str | os.PathLike[str]) -> list[Tenant]:
-    """The runs' folders of this user below an nvme_path. Raises OSError where it cannot be read."""
-    found = []
-    for folder in sorted(path for path in Path(nvme_path).iterdir() if path.is_dir() and not path.is_symlink()):
-        try:
-            locks, live = _lock_files(folder), _live_locks(folder)
-        except (FileNotFoundError, PermissionError):
-            continue  # released meanwhile, or somebody else's
-        if locks:
-            owners = {lock: Owner.read(lock) for lock in locks}
-            found.append(Tenant(folder, [owners[k] for k in live], [owners[k] for k in locks if k not in live]))
     return found
 
 
-def _remove_tree(folder: Path) -> None:
+def remove_tree(folder: Path) -> None:
+    """Delete a run's folder, its locks last, so that what a failure or a kill leaves of it is known for a dead run's.
+
+    Only under `guarded`. Raises StorageError, after deleting what could be deleted, naming what could not.
+    """
     failures: list[StorageError] = []
 
-    def keep(_function: Any, path: str, info: Any) -> None:
+    def keep(_function: Any, path: Any, info: Any) -> None:
         failures.append(fail(path, "delete", info[1], "delete it by hand"))
 
-    shutil.rmtree(folder, onerror=keep)
+    names = {path.name for path in lock_files(folder)}
+    for entry in list(folder.iterdir()) if folder.is_dir() else []:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, onerror=keep)
+        elif entry.name not in names:
+            try:
+                entry.unlink()
+            except OSError as error:
+                keep(None, entry, (type(error), error, None))
+    if not failures:
+        shutil.rmtree(folder, onerror=keep)
     if failures:
         shown = "\n".join(map(str, failures[:NUM_SHOWN]))
-        raise StorageError(f"{folder}: release: {len(failures)} entries could not be deleted:\n{shown}")
+        raise StorageError(f"{folder}: delete: {len(failures)} entries could not be deleted:\n{shown}")
 
 
 def _release_all() -> None:

@@ -1,5 +1,9 @@
 """The folder of a tag: written beside it, then switched, so that it is complete or absent whenever the process ends.
 
+[Note: leftovers] A save that was killed leaves its folder beside, with links to files of gone runs that hold space on the disk.
+The next save to the same place deletes it. Who writes such a folder holds a lock on it, which ends with the process; and
+nothing is deleted that may be the only copy of a checkpoint: an earlier one that could not be exchanged for the new in one step.
+
 Imports neither torch nor deepspeed.
 """
 
@@ -7,19 +11,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
+from typing import Final
 
 from ds_vertical.manifest import LATEST, CheckpointError
 from ds_vertical.storage import fail
 
 logger = logging.getLogger(__name__)
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_NOT_THERE = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY)  # a kernel or file system that cannot exchange two names
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+_BESIDE: Final = re.compile(r"\.(?P<tag>.+)\.(?P<token>[0-9a-f]{8})(?P<old>\.old)?")
+_NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY)  # a kernel or file system that cannot exchange two names
 
 
 class TagFolder:
@@ -29,12 +37,17 @@ class TagFolder:
     def __init__(self, save_dir: Path, tag: str, token: str) -> None:
         self.path = save_dir / tag
         self.beside = save_dir / f".{tag}.{token}"
+        self._lock: int | None = None
 
     def make(self) -> None:
-        """Make `beside` (mode 0700), and the folders above. Raises StorageError."""
+        """Make `beside` (mode 0700), and the folders above, and delete what killed saves left: see [Note: leftovers]. Raises
+        StorageError."""
         try:
             self.beside.parent.mkdir(parents=True, exist_ok=True)
+            for folder in leftovers(self.beside.parent):
+                _remove(folder)
             self.beside.mkdir(mode=0o700)
+            self._lock = _lock(self.beside)
         except OSError as error:
             raise fail(self.beside, "create the folder", error, "save to a writable folder") from error
 
@@ -52,6 +65,8 @@ class TagFolder:
             sync_folder(self.path.parent)
         except OSError as error:
             raise fail(self.path, "switch to the new folder", error, f"the new one is {self.beside}") from error
+        finally:
+            self._unlock()
         if old is not None:
             _remove(old)
 
@@ -67,7 +82,13 @@ class TagFolder:
 
     def discard(self) -> None:
         """Delete `beside` after a failure."""
+        self._unlock()
         _remove(self.beside)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _replace(self) -> Path:
         """Put `beside` in the place of the folder that is there; returns where that is now."""
@@ -77,6 +98,38 @@ class TagFolder:
         os.rename(self.path, old)
         os.rename(self.beside, self.path)
         return old
+
+
+def leftovers(save_dir: Path) -> list[Path]:
+    """Folders that killed saves left in `save_dir` and that nobody needs. See [Note: leftovers]."""
+    found = [(path, match) for path in sorted(save_dir.iterdir()) if (match := _BESIDE.fullmatch(path.name)) and path.is_dir()]
+    between = {match["token"] for _, match in found if match["old"] and not (save_dir / match["tag"]).exists()}
+    return [path for path, match in found if match["token"] not in between and _is_free(path)]
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether nobody writes the folder; False where that cannot be told."""
+    try:
+        lock = _lock(folder)
+    except OSError:
+        return False
+    if lock is not None:
+        os.close(lock)
+    return lock is not None
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder until its descriptor is closed, at the latest by the end of this process; None where a file system has no
+    locks. Raises OSError: somebody has it locked."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            return None
+        raise
+    return fd
 
 
 def check_tag(tag: str) -> None:

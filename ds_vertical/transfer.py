@@ -72,6 +72,46 @@ class Lane:
         return copied.synchronize
 
 
+class Backlog:
+    """What the device has been given to do and has not done: the memory that this uses is free only then.
+
+    `record`: gives the event behind what the device has been given so far; None where it does everything at once. `most`:
+    marks that the device may have ahead of it.
+    """
+
+    def __init__(self, record: Callable[[], Any] | None, most: int) -> None:
+        self._record = record
+        self._most = most
+        self._events: deque[Any] = deque()
+
+    def mark(self) -> None:
+        """Something has been released here."""
+        if self._record is not None:
+            self._events.append(self._record())
+
+    def wait(self) -> None:
+        """Return once the device has no more than `most` of the marks ahead of it."""
+        while len(self._events) > self._most:
+            self._events[0].synchronize()
+            self._events.popleft()
+
+    def clear(self) -> None:
+        self._events.clear()
+
+
+def recorder(device: torch.device) -> Callable[[], Any] | None:
+    """For a `Backlog` of the device's current stream. Whoever waits for its events leaves its core to others."""
+    if device.type != "cuda":
+        return None
+
+    def record() -> Any:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return record
+
+
 def _nothing() -> None:
     """Nothing to wait for."""
 

@@ -1,21 +1,24 @@
-"""Environment of every test: the CPU where there is no GPU, the op cache, no downloads, no gpu tests without a GPU, no browser
-tests without a browser."""
+"""Environment of every test: the CPU, the op cache, no downloads; gpu and browser tests only where there is a GPU, a browser.
+
+DeepSpeed takes the CPU on a machine with a GPU, too: the tests speak of what is true there (one memory, one rank per process
+over gloo, kernels without atomics). A gpu test that needs an engine starts a process of its own with DS_ACCELERATOR=cuda.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 
 import browser
 import pytest
+import torch
 
 from ds_vertical import opcache
 
-HAS_GPU = shutil.which("nvidia-smi") is not None
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available asks the driver, and sets CUDA up in no process
+HAS_GPU = torch.cuda.is_available()
 ABSENT = [marker for marker, present in (("gpu", HAS_GPU), ("browser", browser.find() is not None)) if not present]
-if not HAS_GPU:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_VERTICAL_LIMITS", "")  # what a null means must not depend on what was measured here

@@ -241,7 +241,7 @@ def read_grads(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
     recorded = getattr(optimizer, "recorded", None)
     held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition if recorded is None else recorded
     grads = {name: held[p.ds_id].detach() for name, p in model.named_parameters() if p.ds_id in held}
-    return {name: grad.to(torch.float32, copy=True) for name, grad in grads.items()}
+    return {name: grad.to("cpu", torch.float32, copy=True) for name, grad in grads.items()}
 
 
 def read_weights(model: nn.Module) -> dict[str, torch.Tensor]:

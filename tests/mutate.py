@@ -26,6 +26,7 @@ _TESTS_FAILED = 1  # pytest's exit code; any other above 0 says that the tests d
 _TOY = "test_executor.py::test_steps_have_the_bits_of_plain_autograd[vertical-1-True]"
 _TOY_FAULT = "test_executor.py::test_a_failure_leaves_everything_as_before_and_the_next_step_right"
 _LATE = "test_io.py::test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too"
+_BEHIND = "test_io.py::test_a_unit_arrives_where_the_device_is_no_further_behind_than_the_window"
 _TURNS = "test_threadstate.py::test_forwards_that_take_turns_see_their_own_state"
 _RECOMPUTE = "test_threadstate.py::test_a_recompute_sees_what_its_forward_saw"
 _ONCE = "test_last_layer.py::test_the_last_layer_runs_forward_once_and_every_other_one_twice"
@@ -50,6 +51,11 @@ _GOES_ON = f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-
 _GOES_BACK = f"{_RESUME}loading_into_the_run_that_saved_goes_back"
 _DOCTOR = "test_doctor.py::test_"
 _TRAPS = "test_traps.py::test_"
+_CLEAN = "test_clean.py::test_a_"
+_FREED = "test_clean.py::test_bytes_are_what_deleting_frees"
+_KILLED_REMOVAL = "test_clean.py::test_what_a_kill_leaves_of_a_removal_is_still_known_for_a_dead_runs[clean]"
+_FAR = "test_storage.py::test_a_lock_of_another_host_is_never_taken_over"
+_SHARED = "test_io.py::test_two_jobs_on_one_nvme_path_finish_as_if_alone_and_a_killed_ones_folder_goes[True]"
 _RECOMPUTE_STATE = "with applied(call.state), torch.enable_grad():"
 
 
@@ -90,12 +96,53 @@ MUTATIONS = (
         _LATE,
     ),
     Mutation(
+        "host-runs-ahead-of-the-device",
+        "params.py",
+        "        self._backlog.wait()\n",
+        "",
+        f"{_BEHIND}[2]",
+    ),
+    Mutation("releases-not-marked", "params.py", "self._backlog.mark()", "pass", f"{_BEHIND}[2]"),
+    Mutation(
         "no-overlap-does-not-wait",
         "executor.py",
         "if ticket is not None and not self.overlap:",
         "if False:",
         "test_executor.py::test_without_overlap_every_issue_is_waited_for_at_once",
     ),
+    # a shared disk
+    Mutation("another-hosts-lock-called-gone", "storage.py", 'return "gone" if here else "elsewhere"', 'return "gone"', _FAR),
+    Mutation("locks-not-deleted-last", "storage.py", "elif entry.name not in names:", "else:", _KILLED_REMOVAL),
+    Mutation(
+        "removed-as-listed",
+        "tenants.py",
+        "state = _look(folder).state",
+        'state = "stale"',
+        _CLEAN + "run_that_starts_after_the_list_keeps_its_folder",
+    ),
+    Mutation(
+        "removed-without-the-guard",
+        "tenants.py",
+        "with storage.guarded(folder, create=False):\n            state",
+        "if True:\n            state",
+        _CLEAN + "removal_waits_for_a_claim_that_is_under_way",
+    ),
+    Mutation(
+        "looked-at-without-the-guard",
+        "tenants.py",
+        "with storage.guarded(folder, create=False):\n            return",
+        "if True:\n            return",
+        _CLEAN + "look_waits_for_a_claim_that_is_under_way",
+    ),
+    Mutation(
+        "unknown-removed-unasked",
+        "tenants.py",
+        ' or (state == "unknown" and not named)',
+        "",
+        _CLEAN + "run_that_is_unknown_by_now_is_kept_unless_named",
+    ),
+    Mutation("linked-files-counted", "files.py", " if len(here) >= here[0].st_nlink", "", _FREED),
+    Mutation("deepspeeds-folders-as-the-umask-says", "engine.py", "make_private(folder)", "pass", _SHARED),
     # timelines and reports
     Mutation(
         "unchanged-counters-recorded",
@@ -620,11 +667,32 @@ MUTATIONS = (
         "test_yardstick.py::test_traced_runs_do_not_count_as_steps",
     ),
     Mutation(
+        "freed-memory-is-not-kept",
+        "hostmemory.py",
+        "max(num_bytes, least)",
+        "least",
+        "test_budget.py::test_freed_memory_is_used_again_instead_of_mapped_anew",
+    ),
+    Mutation(
         "a-team-of-its-own-for-cpu-adam",
         "adam.py",
         "torch.get_num_threads()  #",
         "#",
         "test_hostthreads.py::test_the_thread_that_trains_keeps_its_cores_and_others_take_one",
+    ),
+    Mutation(
+        "every-rank-takes-all-cores",
+        "hostthreads.py",
+        " // num_ranks)))",
+        ")))",
+        "test_hostthreads.py::test_ranks_beside_devices_share_the_cores_for_adam",
+    ),
+    Mutation(
+        "thread-begins-on-no-device",
+        "pipeline.py",
+        "            self._begin()\n",
+        "            pass\n",
+        "test_pipeline.py::test_the_thread_begins_once_ahead_of_its_first_job",
     ),
     Mutation(
         "host-cores-counted-apart",
@@ -636,8 +704,8 @@ MUTATIONS = (
     Mutation(
         "handed-over-parameters-read-again",
         "costs.py",
-        "self.handed_over.pop(event.layer, 0.0)",
-        "0.0",
+        "() if event.layer in self.in_memory else self._read_parameters(elements)",
+        "self._read_parameters(elements)",
         "test_costs.py::test_what_a_delayed_step_hands_over_is_not_read",
     ),
     Mutation(
@@ -669,6 +737,13 @@ MUTATIONS = (
         "test_budget.py::test_the_machines_own_limit_is_kept_where_none_is_written",
     ),
     Mutation(
+        "devices-memory-held-against-the-users-limit",
+        "budget.py",
+        " if compat.counts_as_locked() else None",
+        "",
+        "test_budget.py::test_memory_that_a_device_locks_is_not_held_against_the_users_limit[False-torch-False]",
+    ),
+    Mutation(
         "budget-counts-small-shards-as-files",
         "budget.py",
         "* self._param_bytes >= self._json.least_bytes",
@@ -690,11 +765,25 @@ MUTATIONS = (
         "test_budget.py::test_stocks_buffers_hold_memory_only_while_they_are_used",
     ),
     Mutation(
+        "a-drivers-pages-given-back",
+        "compat_pools.py",
+        "if any(buffer.is_pinned() for buffer in free):",
+        "if False:",
+        "test_budget.py::test_buffers_that_a_driver_has_locked_keep_their_pages",
+    ),
+    Mutation(
         "control-groups-ignored",
         "hostmemory.py",
         "if limit is not None and used is not None and limit < _UNLIMITED:",
         "if False:",
         "test_budget.py::test_a_control_groups_limit_counts_in_both_versions",
+    ),
+    Mutation(
+        "pieces-summed-on-the-host",
+        "blocktime.py",
+        ", device=device)\n        self.synchronize",
+        ")\n        self.synchronize",
+        "test_limits.py::test_gradients_of_a_models_pieces_are_summed_where_the_model_is",
     ),
     # schedule and files
     Mutation(
@@ -769,7 +858,11 @@ MUTATIONS = (
         f"{_DOCTOR}the_deepest_and_last_mount_holds_a_path",
     ),
     Mutation(
-        "dead-run-called-live", "ssdpath.py", "if not tenant.live:", "if False:", f"{_DOCTOR}live_runs_are_told_from_dead_ones"
+        "dead-run-called-live",
+        "ssdpath.py",
+        'if tenant.state == "stale":',
+        "if False:",
+        f"{_DOCTOR}live_runs_are_told_from_dead_ones",
     ),
     Mutation(
         "stale-compile-lock-called-live",

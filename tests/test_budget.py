@@ -3,6 +3,7 @@ own buffers hold no memory while nobody uses them."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from models import MixerModel, token_batches
 from test_leaks import status
 
 from ds_vertical import hostmemory
+from ds_vertical.config import load_section, resolve
 from ds_vertical.memory import MemoryBudgetError, budget
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,6 +171,46 @@ def test_the_machines_own_limit_is_kept_where_none_is_written(tmp_path: Path, mo
     assert not (tmp_path / "swap").exists()
 
 
+@pytest.mark.parametrize(
+    ("one_memory", "backend", "counts"), [(True, "", True), (False, "native", True), (False, "torch", False)]
+)
+def test_memory_that_a_device_locks_is_not_held_against_the_users_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_memory: bool, backend: str, counts: bool
+) -> None:
+    from ds_vertical import budget, compat
+    from ds_vertical.layers import map_layers
+
+    start_process_group()
+    model, config = MixerModel(3, width=1024), base_config(tmp_path)
+    section = resolve(load_section(config), 0)
+    forecast = budget.Forecast(map_layers(model, None), budget.groups_of(model, None, None), config, section)
+    monkeypatch.setattr(compat, "is_one_memory", lambda: one_memory)
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", backend)
+    monkeypatch.setattr(hostmemory, "lockable_bytes", lambda: MIB)
+    with pytest.raises(MemoryBudgetError, match="ulimit -l") if counts else contextlib.nullcontext():
+        budget.check_memory(forecast, model.parameters(), None)
+
+
+class Pinned(torch.Tensor):
+    """Host memory that a driver says to have locked."""
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return True
+
+
+def test_buffers_that_a_driver_has_locked_keep_their_pages() -> None:
+    from ds_vertical import compat_pools
+
+    buffer = torch.ones(1 << 20)
+    swapper = SimpleNamespace(
+        aligned_elements_per_buffer=1 << 18, param_buffer_count=4, available_buffer_ids=[0, 1, 2, 3], buffers=buffer
+    )
+    swapper.partitioned_swap_buffer, swapper.pending_writes = buffer.as_subclass(Pinned), 0
+    with pytest.raises(RuntimeError, match="page-locked by the device's driver"):
+        compat_pools.rest_stock_buffers([SimpleNamespace(nvme_swapper=swapper)])
+    assert bool((buffer == 1).all())
+
+
 # ------------------------------------------------------------------------------------------------------- the host's memory
 
 
@@ -243,3 +286,45 @@ def test_peak_host_memory_is_within_a_tenth_of_its_formula_and_below_stocks(tmp_
     vertical, formula = train(tmp_path / "vertical", enabled=True)
     assert formula is not None and abs(vertical - formula) <= 0.1 * formula
     assert vertical < stock
+
+
+# ---------------------------------------------------------------------------------------------------------- freed memory
+
+FAULTS = """
+import resource, sys
+import torch
+from ds_vertical import hostmemory
+
+if int(sys.argv[1]):
+    hostmemory.keep_freed_memory(int(sys.argv[1]))
+for _ in range(16):  # a layer's gradients; an aligned block fits into a larger one only, so the heap grows a few times first
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    gradients = [torch.empty(int(count) << 20, dtype=torch.uint8).fill_(1) for count in sys.argv[2:]]
+    del gradients
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+def test_freed_memory_is_used_again_instead_of_mapped_anew() -> None:
+    def faults(kept_bytes: int, *mib: int) -> int:
+        command = [sys.executable, "-c", FAULTS, *map(str, (kept_bytes, *mib))]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout)
+
+    pages = (48 << 20) // mmap.PAGESIZE
+    assert faults(128 << 20, 48, 16, 4, 12, 16) < pages // 10
+    assert faults(0, 48) >= pages  # glibc by itself maps what is larger than 32 MiB anew each time
+    assert faults(1, 24) < pages // 20  # however little was asked for, not less than glibc keeps by itself
+
+
+def test_an_engine_keeps_what_backward_frees_once_its_own_memory_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(hostmemory, "keep_freed_memory", kept.append)
+    config = small_buffers(base_config(tmp_path, dtype="fp32"))
+    with running(config, MixerModel, vertical=True) as (engine, model):
+        assert kept == []
+        engine.train_batch(iter(token_batches(1, config["gradient_accumulation_steps"])[0]))
+        layer = sum(param.ds_numel for param in model.blocks[0].parameters())  # pyright: ignore
+        assert len(kept) == 1 and kept[0] >= 4 * layer

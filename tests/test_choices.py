@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Run, assert_identical, base_config, run_arm, running, small_buffers
+from harness import Run, assert_identical, base_config, run_arm, running, small_buffers, start_process_group
 from models import MixerModel, token_batches
 from torch import nn
 
@@ -103,6 +104,58 @@ def test_a_window_that_does_not_fit_is_not_chosen(tmp_path: Path, measured: Any)
     tight = config(tmp_path, optimizer_delay=0.25, host_memory_bytes=int(1.02 * needed))
     with running(tight, model, vertical=True) as (engine, _):
         assert engine.vertical.prefetch_layers <= wide
+
+
+def long_model() -> nn.Module:
+    return MixerModel(20, 512)
+
+
+def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -> None:
+    """By the budget's own formulas: to the byte, down to what nothing fits into."""
+    from ds_vertical import memory
+    from ds_vertical.budget import Forecast, groups_of
+    from ds_vertical.choices import choose_gradient_tier
+    from ds_vertical.config import load_section, resolve
+    from ds_vertical.layers import map_layers
+
+    start_process_group()
+    made, network = config(tmp_path, clip=1.0), long_model()
+    section = load_section(made)
+    assert section is not None
+    resolved = resolve(section)
+
+    def forecast_of(resolved: Any) -> Forecast:
+        return Forecast(map_layers(network, None), groups_of(network, None, None), made, resolved)
+
+    def needed(share: float) -> int:
+        forecast = forecast_of(replace(resolved, gradient_host_share=share))
+        return memory.total_bytes(memory.budget(forecast.shape, forecast.settings, forecast.further(7)), "host")
+
+    def chosen(allowed: int, section: Any = section, resolved: Any = resolved) -> float:
+        return choose_gradient_tier(section, resolved, forecast_of, (allowed, 7)).gradient_host_share
+
+    shares = [count / 16 for count in range(17)]
+    assert chosen(needed(1.0)) == 1.0 and needed(0.0) < needed(1.0)
+    for allowed in (needed(1.0) - 1, needed(0.5), needed(0.5) - 1, needed(0.0)):
+        fitting = [share for share in shares if needed(share) <= allowed]
+        assert chosen(allowed) == max(fitting) < 1
+    assert needed(chosen(1)) == min(map(needed, shares))
+    assert chosen(1, section.model_copy(update={"gradient_host_share": 1.0})) == 1.0
+    assert chosen(1, resolved=replace(resolved, keep_gradients=True)) == 1.0
+
+
+def test_what_host_memory_does_not_hold_waits_on_ssd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The room is made small; how much a process takes beside it differs from run to run by more than these gradients."""
+    import ds_vertical.engine
+
+    monkeypatch.setattr(ds_vertical.engine, "host_room", lambda *_: (1, 7))
+    with running(config(tmp_path, clip=1.0), long_model, vertical=True) as (engine, _):
+        assert engine.vertical.gradient_host_share < 1
+        engine.train_batch(iter(token_batches(1, 4, rows=1, shortest=4)[0]))
+        assert engine.optimizer.gradients._file.num_bytes > 0
+    assert "waits on SSD)" in capfd.readouterr().out
 
 
 RANK = """

@@ -66,7 +66,7 @@ def seconds(text: str, machine: Machine = MACHINE, shape: ModelShape = SHAPE, be
         ("0READ", "0STEP", {"ssd_read": 12.0}),
         ("0WRITE", "0STEP", {"ssd_write": 28.0}),
         ("0STEP.e0", "0STEP.e1", {"ssd_read": 6.0, "adam": 5.0, "ssd_write": 14.0}),
-        ("0STEP.d0@-1", "0STEP.e0 0READ.d0@-1", {"adam": 5.0, "ssd_write": 14.0}),
+        ("0STEP.d0@-1", "0STEP.e0 0READ.d0@-1", {"ssd_read": 1.0, "adam": 5.0, "ssd_write": 14.0}),  # and the rest
         ("0HOLD", "", {}),
         ("0SAVE0", "", {}),
     ],
@@ -123,7 +123,7 @@ def test_a_step_is_cut_into_pieces_and_keeps_its_bytes() -> None:
 def test_given_sizes_of_parts() -> None:
     events = parse_events("0STEP.e0 0STEP.d0@-1")
     early, delayed = event_costs(events, MACHINE, SHAPE, {(0, "e0"): 700, (0, "d0"): 300})
-    assert [early[0][1].seconds, delayed[0][1].seconds] == [7.0, 3.0]
+    assert [early[0][1].seconds, delayed[-1][1].seconds] == [7.0, 3.0]
     with pytest.raises(CostsError, match=r"event 0STEP.d0@-1: parts has no \(0, 'd0'\)"):
         event_costs(events, MACHINE, SHAPE, {(0, "e0"): 700})
 
@@ -142,11 +142,14 @@ def test_a_step_without_part_beside_others_takes_the_rest() -> None:
 
 
 def test_what_a_delayed_step_hands_over_is_not_read() -> None:
+    """What it leaves of the unit is read with it, not by the unit's FETCH."""
     events = parse_events("0STEP.d0@-1 0STEP.e0 0FETCH 0FETCH preFETCH")
-    read = [
-        sum(s.num_bytes for job in cost for s in job if s.lane == "ssd_read") for cost in event_costs(events, MACHINE, SHAPE)
-    ]
-    assert read[2:] == [1000, 2000, 200]
+    costs = event_costs(events, MACHINE, SHAPE)
+    stages = [[stage for job in cost for stage in job if stage.lane == "ssd_read"] for cost in costs]
+    read = [sum(stage.num_bytes for stage in found if stage.purpose == "parameters") for found in stages]
+    assert read == [1000, 0, 0, 2000, 200]
+    nothing_delayed = event_costs(events, MACHINE, SHAPE, {(0, "d0"): 0.0, (0, "e0"): 1000.0})
+    assert [len(cost) for cost in nothing_delayed[:3]] == [0, 1, 1]
 
 
 def test_what_is_read_for_the_next_step_is_not_read_in_it() -> None:

@@ -68,6 +68,43 @@ def run(folder: Path, enabled: bool) -> list[Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+SHARING = """
+import ctypes, json, os, pathlib, threading
+import torch
+from ds_vertical.hostthreads import serve_device, share_cores
+
+runtime = ctypes.CDLL(str(next(pathlib.Path(torch.__file__).parent.glob("lib/libgomp*"))))
+found = []
+
+def on_a_thread(work):
+    def run():
+        work()
+        found.append([torch.get_num_threads(), runtime.omp_get_max_threads()])
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+torch.set_num_threads(8)
+os.sched_getaffinity = lambda _: set(range(8))  # whatever this machine has
+on_a_thread(lambda: serve_device(torch.device("cpu"), 4))
+os.environ["OMP_NUM_THREADS"] = "8"
+on_a_thread(lambda: share_cores(4))
+del os.environ["OMP_NUM_THREADS"]
+on_a_thread(lambda: share_cores(1))
+on_a_thread(lambda: share_cores(3))
+on_a_thread(lambda: share_cores(3))  # of the process's next engine
+on_a_thread(lambda: share_cores(16))
+print(json.dumps(found))
+"""
+
+
+def test_ranks_beside_devices_share_the_cores_for_adam() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", SHARING], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == [[8, 8], [8, 8], [8, 8], [2, 2], [2, 2], [1, 1]]
+
+
 def test_the_thread_that_trains_keeps_its_cores_and_others_take_one(tmp_path: Path) -> None:
     before, own, another, stepping = run(tmp_path, True)
     assert before == [2, 2] and own == 2 and another == stepping == 1

@@ -6,6 +6,8 @@ import ctypes
 import errno
 import os
 import re
+import signal
+import stat
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -25,15 +27,18 @@ from harness import (
     read_state,
     read_weights,
     run_arm,
+    running,
     start_process_group,
 )
 from models import MixerModel, token_batches
+from other_job import Other
 
 import ds_vertical
-from ds_vertical import compat, storage
+from ds_vertical import clean, compat, storage
 from ds_vertical.disk import DiskError
 from ds_vertical.files import StorageError
 from ds_vertical.layers import Unit
+from ds_vertical.tenants import Tenant, tenants
 from ds_vertical.transfer import Ticket
 
 NUM_LAYERS = 5
@@ -172,6 +177,34 @@ def test_gradients_go_to_ssd_once_and_come_back_once(
     )
     assert ssd.written_bytes - memory.written_bytes == pytest.approx(held * 4 * ELEMENTS, rel=0.03)
     assert ssd.read_bytes - memory.read_bytes == pytest.approx(recalled * 4 * ELEMENTS, rel=0.03)
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_a_unit_arrives_where_the_device_is_no_further_behind_than_the_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """The device's place is taken by marks: it has computed what somebody waited for, and nothing else."""
+    left: list[Mark] = []
+    behind: list[int] = []
+    gather = compat.gather
+    monkeypatch.setattr(compat, "gather", lambda params: (behind.append(len(left)), gather(params))[1])
+    with running(config(tmp_path, section={"prefetch_layers": window}), build, vertical=True) as (engine, _):
+        engine._params._backlog._record = partial(Mark, left)
+        engine.train_batch(iter(token_batches(1, 2)[0]))
+        assert max(behind) == window and len(behind) > NUM_LAYERS
+        engine._params.release_all()
+        assert not engine._params._backlog._events
+
+
+class Mark:
+    """An event in a list, as long as nobody has waited for it."""
+
+    def __init__(self, left: list[Mark]) -> None:
+        self.left = left
+        left.append(self)
+
+    def synchronize(self) -> None:
+        del self.left[: self.left.index(self) + 1]
 
 
 def test_every_layer_is_fetched_once_per_sweep_and_the_prefix_once(steps: dict[int, OneStep]) -> None:
@@ -328,6 +361,64 @@ def test_two_engines_on_one_nvme_path_do_not_touch_each_others_files(tmp_path: P
     finally:
         for engine, _ in made:
             dispose(engine)
+
+
+# gradients and activations on SSD, and a second generation of state: every kind of file there is
+EVERYWHERE = {
+    "activations": {"device": "ssd"},
+    "gradient_host_share": 0.0,
+    "optimizer_delay": 0.5,
+    "optimizer_speculation": True,
+}
+
+
+def pid_of(tenant: Tenant) -> int:
+    (owner,) = tenant.live
+    assert owner is not None
+    return owner.pid
+
+
+def private_files(folder: Path) -> str:
+    """Asserts mode 0700 of every folder, 0600 of every file; returns the files' paths below the run's folder."""
+    modes = {path: path.lstat().st_mode for path in (folder, *folder.rglob("*"))}
+    wanted = {path: 0o700 if stat.S_ISDIR(mode) else 0o600 for path, mode in modes.items()}
+    assert {path: stat.S_IMODE(mode) for path, mode in modes.items()} == wanted
+    return " ".join(str(path.relative_to(folder)) for path, mode in modes.items() if stat.S_ISREG(mode))
+
+
+@pytest.mark.parametrize("vertical", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_two_jobs_on_one_nvme_path_finish_as_if_alone_and_a_killed_ones_folder_goes(
+    tmp_path: Path, alone: list[Run], vertical: bool
+) -> None:
+    disk, out = tmp_path / "ssd", tmp_path / "out.pt"
+    theirs = dict(config=config(disk, section=EVERYWHERE), num_layers=3, seed=1, vertical=vertical, out=str(out))
+    with Other(tmp_path, **theirs) as other:
+        engine, model = build_engine(config(disk), BUILDS[1], vertical=vertical)
+        try:
+            other.heard("built")
+            losses = []
+            for step in DATA[1]:
+                other.proceed()  # both compute now
+                losses.append(engine.train_batch(iter(step)).item())
+                other.heard("stepped")
+            here = {pid_of(tenant): tenant.folder for tenant in tenants(disk)}
+            assert set(here) == {os.getpid(), other.process.pid}
+            other.proceed()
+            other.heard("finished")
+            files = private_files(here[other.process.pid])
+            kinds = ["param", "exp_avg_sq", *(["generation_1", "gradients.swp", "activations/"] if vertical else [])]
+            assert all(kind in files for kind in kinds), files
+            other.process.send_signal(signal.SIGKILL)
+            other.process.wait(timeout=200)
+            assert [tenant.state for tenant in tenants(disk) if tenant.folder == here[other.process.pid]] == ["stale"]
+            assert clean.main(["--path", str(disk), "--remove"]) == 0
+            assert list(disk.iterdir()) == [here[os.getpid()]]
+            assert_as_alone(alone[1], engine, model, losses)
+        finally:
+            dispose(engine)
+    their_losses, their_weights, their_state = torch.load(out, weights_only=True)
+    assert their_losses == alone[0].losses
+    assert differing(alone[0].weights, their_weights) == [] and differing(alone[0].state, their_state) == []
 
 
 class LateReads:

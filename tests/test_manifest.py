@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ds_vertical import manifest, tagfolder
-from ds_vertical.checksums import Checksums, Piece, read_pieces
+from ds_vertical.checksums import Checksums, Piece, checksum, read_pieces
 from ds_vertical.files import set_aside
 from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile, SavedTensor
 from ds_vertical.storage import StorageError
@@ -24,15 +25,15 @@ def test_pieces_that_were_noted_are_not_read(tmp_path: Path) -> None:
     sums, path = Checksums(), tmp_path / "state"
     sums.note(path, 0, b"abcd")
     sums.note(path, 4, b"efgh")
-    assert sums.pieces(path, 0, 8) == [Piece(0, 4, zlib.crc32(b"abcd")), Piece(4, 4, zlib.crc32(b"efgh"))]
-    assert sums.pieces(path, 4, 8) == [Piece(4, 4, zlib.crc32(b"efgh"))]
+    assert sums.pieces(path, 0, 8) == [Piece(0, 4, checksum(b"abcd")), Piece(4, 4, checksum(b"efgh"))]
+    assert sums.pieces(path, 4, 8) == [Piece(4, 4, checksum(b"efgh"))]
 
 
 def test_pieces_that_nobody_noted_are_read_once(tmp_path: Path) -> None:
     sums, path = Checksums(), tmp_path / "state"
     path.write_bytes(b"abcdefgh")
     sums.note(path, 0, b"abcd")
-    expected = [Piece(0, 8, zlib.crc32(b"abcdefgh"))]
+    expected = [Piece(0, 8, checksum(b"abcdefgh"))]
     assert sums.pieces(path, 0, 8) == expected
     path.unlink()
     assert sums.pieces(path, 0, 8) == expected
@@ -43,18 +44,18 @@ def test_a_write_replaces_what_it_overlaps(tmp_path: Path) -> None:
     path.write_bytes(b"abXYZfgh")
     for start, data in ((0, b"abcd"), (4, b"efgh"), (2, b"XYZ")):
         sums.note(path, start, data)
-    assert sums.pieces(path, 2, 5) == [Piece(2, 3, zlib.crc32(b"XYZ"))]
-    assert sums.pieces(path, 0, 8) == [Piece(0, 8, zlib.crc32(b"abXYZfgh"))]
+    assert sums.pieces(path, 2, 5) == [Piece(2, 3, checksum(b"XYZ"))]
+    assert sums.pieces(path, 0, 8) == [Piece(0, 8, checksum(b"abXYZfgh"))]
 
 
 def test_checksums_follow_a_file_and_are_forgotten(tmp_path: Path) -> None:
     sums, old, new = Checksums(), tmp_path / "old", tmp_path / "new"
     sums.note(old, 0, b"abcd")
     sums.move(old, new)
-    assert sums.pieces(new, 0, 4) == [Piece(0, 4, zlib.crc32(b"abcd"))]
+    assert sums.pieces(new, 0, 4) == [Piece(0, 4, checksum(b"abcd"))]
     new.write_bytes(b"ABCD")
     sums.forget(new)
-    assert sums.pieces(new, 0, 4) == [Piece(0, 4, zlib.crc32(b"ABCD"))]
+    assert sums.pieces(new, 0, 4) == [Piece(0, 4, checksum(b"ABCD"))]
     with pytest.raises(FileNotFoundError):
         sums.pieces(old, 0, 4)
     with pytest.raises(EOFError, match="ends at byte 4"):
@@ -101,7 +102,7 @@ def write_checkpoint(folder: Path, tag: str, rank_count: int = 1) -> RankManifes
         made = RankManifest(rank, rank_count, {"chunk.bin": saved}, tensors, {"a.b": 0.1}, {"groups": [{"lr": 1e-3}]})
         data = made.to_json()
         (place / manifest.NAME).write_bytes(data)
-        found.append((len(data), zlib.crc32(data)))
+        found.append((len(data), checksum(data)))
         first = first or made
     (folder / tag / manifest.NAME).write_bytes(manifest.folder_manifest(tag, found))
     assert first is not None
@@ -199,6 +200,38 @@ def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:
     (folder.beside / "rank0").mkdir()
     folder.discard()
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ds_vertical.tagfolder import TagFolder
+
+folder = TagFolder(Path(sys.argv[1]), "killed", "0123abcd")
+folder.make()
+(folder.beside / "state").write_text("half of it")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_save_left_is_deleted_by_the_next(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=100)
+    assert done.returncode == -9 and (tmp_path / ".killed.0123abcd" / "state").exists()
+    under_way = TagFolder(tmp_path, "other", "00000001")
+    under_way.make()
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".other.00000001"]
+    (tmp_path / ".hidden").mkdir()  # somebody else's
+    TagFolder(tmp_path, "third", "00000002").make()
+    assert under_way.beside.is_dir() and (tmp_path / ".hidden").is_dir(), "a save under way must be left alone"
+
+
+def test_the_only_copies_of_a_checkpoint_are_no_leftovers(tmp_path: Path) -> None:
+    """Killed between the two renames of a file system that cannot exchange names."""
+    for name in (".tag.00000001", ".tag.00000001.old", ".tag.00000002"):
+        (tmp_path / name).mkdir()
+    assert [each.name for each in tagfolder.leftovers(tmp_path)] == [".tag.00000002"]
+    (tmp_path / "tag").mkdir()
+    assert len(tagfolder.leftovers(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", ".hidden", "a/b", "latest"])

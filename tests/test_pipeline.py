@@ -25,11 +25,13 @@ LIMIT_S = 60  # a wait that takes longer hangs
 class Rig:
     """A pipeline with `num_slots` slots of `slot_bytes`, and what it computed, in order."""
 
-    def __init__(self, num_slots: int = 3, slot_bytes: int = 8 * BLOCK) -> None:
+    def __init__(
+        self, num_slots: int = 3, slot_bytes: int = 8 * BLOCK, begin: Callable[[], None] = lambda: None
+    ) -> None:
         self.memory = mmap.mmap(-1, num_slots * slot_bytes)
         slots = torch.frombuffer(self.memory, dtype=torch.uint8).view(num_slots, slot_bytes)
         self.reader, self.writer = (DiskQueue(native.checked_aio().Queue(BLOCK, 8, False)) for _ in range(2))
-        self.pipeline = StepPipeline(list(slots), self.reader, self.writer)
+        self.pipeline = StepPipeline(list(slots), self.reader, self.writer, begin=begin)
         self.computed: list[str] = []
 
     def add_one(self, what: str, *extents: Extent, outputs: Sequence[Extent] | None = None) -> Job:
@@ -115,6 +117,24 @@ def values(path: Path) -> list[int]:
 
 
 # ---- results
+
+
+def test_the_thread_begins_once_ahead_of_its_first_job(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
+    begun: list[threading.Thread] = []
+    rig = make_rig(3, 8 * BLOCK, lambda: begun.append(threading.current_thread()))
+    assert begun == []
+    for turn in ("first", "second"):
+        assert within_limit(rig.submit(rig.add_one(turn, blocks(zeros(tmp_path / turn, 1), 0)))) is None
+    assert begun == pipeline_threads() and rig.computed == ["first", "second"]
+
+
+def test_a_thread_that_cannot_begin_takes_no_job(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("no device")
+
+    rig = make_rig(3, 8 * BLOCK, fail)
+    error = within_limit(rig.submit(rig.add_one("job", blocks(zeros(tmp_path / "state", 1), 0))))
+    assert str(error) == "no device" and rig.computed == [] and within_limit(rig.pipeline.drain) is error
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 5])

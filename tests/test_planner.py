@@ -143,3 +143,12 @@ def test_layers_of_several_blocks_have_all_elements() -> None:
     shape = shape_of(MODEL, Seconds(1, 2, 0.1, 0.2, 0.3), sequences=2, blocks_per_layer=4)
     assert shape.num_elements == MODEL.num_elements and (shape.forward_s, shape.backward_s) == (4, 8)
     assert shape.activation_bytes == 2 * MODEL.passed_bytes
+
+
+def test_where_nothing_is_delayed_the_forward_is_read_ahead() -> None:
+    """Then no step hands a layer over, and every layer comes from its file while the one before it computes."""
+    chosen = choose(task(clip=0.0), GPU, ROOM).chosen
+    early = replace(chosen, setting=replace(chosen.setting, window=1, delay=0.0, early=True))
+    text = " ".join(str(event) for event in early.schedule(4).events)
+    assert text.index(" 2FETCH ") < text.index(" 1F0 ")
+    assert "@-1" not in text
