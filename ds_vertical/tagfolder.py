@@ -2,7 +2,7 @@
 
 [Note: leftovers] A save that was killed leaves its folder beside, with links to files of gone runs that hold space on the disk.
 The next save to the same place deletes it. Who writes such a folder holds a lock on it, which ends with the process; and
-nothing is deleted that may be the only copy of a checkpoint: an earlier one that could not be exchanged for the new in one step.
+nothing is deleted that may be the only copy of a checkpoint: an earlier one that could not be exchanged for the new at once.
 
 Imports neither torch nor deepspeed.
 """
