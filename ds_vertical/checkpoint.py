@@ -11,7 +11,7 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile
 from ds_vertical.storage import StorageError, fail
 from ds_vertical.tagfolder import TagFolder, check_tag, sync_file, sync_folder, write_synced
 
-MEMORY, LOOSE = "memory.pt", "loose.pt"  # tensors that rest in host memory; scheduler, random states, buffers, client state
+MEMORY, LOOSE = "memory.bin", "loose.pt"  # tensors that rest in host memory; scheduler, random states, buffers, client state
 POINTS = (
     "folder made",
     "memory written",
@@ -94,7 +94,8 @@ class RankSave:
         self._sources: dict[Path, str] = {}  # files of the run -> names in the checkpoint
         self._wanted: dict[Path, list[tuple[int, int]]] = {}  # [start, end) of each
         self._places: dict[int, dict[str, list[Range]]] = {}  # by id(param), by kind
-        self._memory: dict[str, torch.Tensor] = {}
+        self._memory: list[torch.Tensor] = []  # shares that rest in host memory or on the device, as they lie in MEMORY
+        self._memory_bytes = 0
         self._tensors: dict[str, SavedTensor] = {}
 
     def write(self, client_state: Mapping[str, Any]) -> bytes:
@@ -104,6 +105,7 @@ class RankSave:
         self._describe()
         try:
             self._folder.mkdir(mode=0o700)
+            self._check_room()
             saved = self._write_memory(client_state)
             reach("memory written")
             saved |= self._write_files()
@@ -135,7 +137,6 @@ class RankSave:
             if chunk.resident is not None:
                 for kind, flat in zip(KINDS, chunk.resident(), strict=True):
                     for param, share in zip(chunk.params, flat.narrow(0, 0, chunk.numel).split(list(chunk.sizes)), strict=True):
-                        self._place(param, kind, None)
                         self._remember(param, kind, share)
 
     def _find_weights(self) -> None:
@@ -143,7 +144,6 @@ class RankSave:
         for number, param in enumerate(self._engine.module.parameters()):
             shard = on_ssd.get(id(param))
             if shard is None:
-                self._place(param, "weight", None)
                 self._remember(param, "weight", compat.shard(param))
             else:
                 name = f"weight{number}.bin"
@@ -154,10 +154,8 @@ class RankSave:
         self._sources.setdefault(path, name)
         self._wanted.setdefault(path, []).append((start, end))
 
-    def _place(self, param: Any, kind: str, found: Range | None) -> None:
+    def _place(self, param: Any, kind: str, found: Range) -> None:
         ranges = self._places.setdefault(id(param), {}).setdefault(kind, [])
-        if found is None:
-            return
         last = ranges[-1] if ranges else None
         if last is not None and last.file == found.file and last.offset + last.num_bytes == found.offset:
             ranges[-1] = Range(last.file, last.offset, last.num_bytes + found.num_bytes)
@@ -165,7 +163,9 @@ class RankSave:
             ranges.append(found)
 
     def _remember(self, param: Any, kind: str, share: torch.Tensor) -> None:
-        self._memory[f"{kind}/{self._names[id(param)]}"] = share.detach().to("cpu", copy=True)
+        self._place(param, kind, Range(MEMORY, self._memory_bytes, share.nbytes))
+        self._memory.append(share.detach())
+        self._memory_bytes += share.nbytes
 
     def _describe(self) -> None:
         optimizer = self._optimizer
@@ -185,18 +185,15 @@ class RankSave:
         loose = runstate.loose_ends(self._engine)
         _check_loadable("the learning rate scheduler's state", loose["lr_scheduler"])
         loose |= {"buffers": runstate.buffers_of(self._engine), "client_state": dict(client_state)}
-        saved = {}
-        for name, content in ((MEMORY, self._memory), (LOOSE, loose)):
-            path = self._folder / name
-            torch.save(content, path)
-            os.chmod(path, 0o600)
-            sync_file(path)
-            num_bytes = path.stat().st_size
-            saved[name] = SavedFile(num_bytes, tuple(read_pieces(path, 0, num_bytes)))
-        return saved
+        path = self._folder / LOOSE
+        torch.save(loose, path)
+        os.chmod(path, 0o600)
+        sync_file(path)
+        num_bytes = path.stat().st_size
+        saved = {LOOSE: SavedFile(num_bytes, tuple(read_pieces(path, 0, num_bytes)))}
+        return saved | {MEMORY: _write_tensors(self._folder / MEMORY, self._memory)} if self._memory else saved
 
     def _write_files(self) -> dict[str, SavedFile]:
-        self._check_room()
         shared, saved = set(), {}
         for path, name in self._sources.items():
             target = self._folder / name
@@ -217,10 +214,10 @@ class RankSave:
         return self._optimizer.checksums.pieces(path, start, end)
 
     def _check_room(self) -> None:
-        """Raise StorageError where what must be copied has no room."""
+        """Raise StorageError where what must be copied or written out has no room."""
         device = self._folder.stat().st_dev
         copied = [path for path in self._sources if path.stat().st_dev != device]
-        needed = sum(end - start for path in copied for start, end in self._wanted[path])
+        needed = self._memory_bytes + sum(end - start for path in copied for start, end in self._wanted[path])
         available = files.free_bytes(self._folder)
         if needed > available:
             raise StorageError(
@@ -250,6 +247,24 @@ def _check_loadable(what: str, content: Any) -> None:
             f"save_checkpoint: {what}: holds more than tensors, numbers, strings and collections of these, and checkpoints are"
             f" never unpickled; save that by other means ({str(error).strip().splitlines()[0]})"
         ) from error
+
+
+def _write_tensors(path: Path, tensors: Sequence[torch.Tensor]) -> SavedFile:
+    """Write tensors one after another into a new file (mode 0600), with no copy of more than one of them."""
+    pieces: list[Piece] = []
+    offset = 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        for tensor in tensors:
+            data = memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            for start in range(0, len(data), LARGEST_READ):
+                piece = data[start : start + LARGEST_READ]
+                file.write(piece)
+                pieces.append(Piece(offset, len(piece), checksum(piece)))
+                offset += len(piece)
+        file.flush()
+        os.fsync(fd)
+    return SavedFile(offset, tuple(pieces))
 
 
 def _link(path: Path, target: Path) -> bool:

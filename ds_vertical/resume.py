@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ds_vertical import compat, compat_state, manifest, ranks, runstate
-from ds_vertical.checkpoint import LOOSE, MEMORY
+from ds_vertical.checkpoint import LOOSE
 from ds_vertical.generations import KINDS
 from ds_vertical.manifest import NUM_SHOWN, CheckpointError, Range, RankManifest, SavedTensor
 
@@ -154,17 +154,12 @@ class _Reader:
     def __init__(self, folder: Path, tensors: Mapping[str, SavedTensor]) -> None:
         self._folder = folder
         self._tensors = tensors
-        self._memory: dict[str, torch.Tensor] = torch.load(folder / MEMORY, weights_only=True, map_location="cpu")
 
     def read(self, name: str, kind: str, target: torch.Tensor, first: int) -> None:
         """Fill `target` (1-d, host memory, contiguous, the kind's dtype) with elements from `first` on."""
-        ranges = self._tensors[name].places[kind]
-        if not ranges:
-            target.copy_(self._memory[f"{kind}/{name}"].narrow(0, first, target.numel()))
-            return
         view = _bytes_of(target)
         start = first * target.element_size()
-        for found in ranges:
+        for found in self._tensors[name].places[kind]:
             inside = max(0, start)
             count = min(found.num_bytes - inside, len(view))
             if count > 0:

@@ -361,13 +361,13 @@ def test_what_is_damaged_or_does_not_fit_is_refused_by_name(tmp_path: Path) -> N
     for tag in ("flipped", "missing", "short"):
         shutil.copytree(folder / "one", folder / tag)
     flip(folder / "flipped" / "rank0" / "chunk1.exp_avg.0.bin", 5000)
-    (folder / "missing" / "rank0" / "memory.pt").unlink()
+    (folder / "missing" / "rank0" / "loose.pt").unlink()
     os.truncate(folder / "short" / "rank0" / "weight3.bin", 4096)
     (folder / "stock").mkdir()
     (folder / "stock" / "mp_rank_00_model_states.pt").touch()
     said = {
         "flipped": 'the last good tag is "one"(.|\n)*chunk1.exp_avg.0.bin: bytes .* another checksum',
-        "missing": "memory.pt: No such file",
+        "missing": "loose.pt: No such file",
         "short": "weight3.bin: 4096 bytes, 1048576 were saved",
         "stock": "of stock DeepSpeed",
         "absent": "no such checkpoint; complete ones",
