@@ -70,7 +70,7 @@ def preallocate(files: Mapping[Path, int]) -> None:
 def set_aside(pairs: Mapping[Path, Path]) -> None:
     """Give each file its second name, and its first to a new, preallocated file of the same size.
 
-    Raises StorageError, with nothing changed, where there is no room for the new files.
+    Raises StorageError, with every file as it was: no room for the new files, or a name that cannot be given.
     """
     fresh = {path: path.with_name(f"{path.name}.fresh") for path in pairs}
     try:
@@ -78,12 +78,18 @@ def set_aside(pairs: Mapping[Path, Path]) -> None:
     except OSError as error:
         raise fail(error.filename, "stat", error, "the file of a run must not be removed") from error
     preallocate(sizes)
-    for path, aside in pairs.items():
+    with contextlib.ExitStack() as undo:
+        undo.callback(remove, fresh.values())
         try:
-            os.rename(path, aside)
-            os.rename(fresh[path], path)
+            for path, aside in pairs.items():
+                os.link(path, aside)
+                undo.callback(remove, [aside])  # nothing happens where it has gone back to its first name
+            for path, aside in pairs.items():
+                os.replace(fresh[path], path)
+                undo.callback(os.replace, aside, path)
         except OSError as error:
-            raise fail(path, f"rename to {aside.name}", error, "start again from the last checkpoint") from error
+            raise fail(path, f"give it the name {aside.name} as well", error, "save again; the run can go on") from error
+        undo.pop_all()
 
 
 def disk_bytes(folder: Path) -> int:

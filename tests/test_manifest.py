@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -82,6 +83,27 @@ def test_set_aside_without_room_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="needs"):
         set_aside({path: tmp_path / "state.1"})
     assert [each.name for each in tmp_path.iterdir()] == ["state"] and path.stat().st_size == 1 << 43
+
+
+@pytest.mark.parametrize("failing", ["link", "replace"])
+def test_set_aside_that_fails_half_way_puts_every_file_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    paths = [tmp_path / name for name in ("first", "second")]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    real, calls = getattr(os, failing), []
+
+    def fails_once(*names: Path) -> None:
+        calls.append(names)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error", str(names[0]))
+        real(*names)
+
+    monkeypatch.setattr(os, failing, fails_once)
+    with pytest.raises(StorageError, match="second: give it the name second.1 as well: .*Input/output error"):
+        set_aside({path: path.with_name(f"{path.name}.1") for path in paths})
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"first": b"first", "second": b"second"}
 
 
 # ---- manifests
