@@ -43,7 +43,9 @@ def reach(point: str) -> None:
     assert point in POINTS
 
 
-def save(engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any], save_latest: bool) -> Path:
+def save(
+    engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool
+) -> Path:
     """Save the whole state as `<save_dir>/<tag>`; returns that. All ranks succeed or raise, and an earlier checkpoint of the
     same tag stays loadable until the new one is complete. Collective.
 
@@ -63,7 +65,8 @@ def save(engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any],
                 folder.make()
             reach("folder made")
         with ranks.agreed("save_checkpoint"):
-            data = RankSave(engine, manifest.rank_folder(folder.beside, ranks.rank())).write(client_state)
+            place = manifest.rank_folder(folder.beside, ranks.rank())
+            data = RankSave(engine, place, exclude_frozen).write(client_state)
         every = ranks.all_gathered((len(data), checksum(data)))
         with ranks.agreed("save_checkpoint"):
             if is_first:
@@ -85,7 +88,8 @@ def save(engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any],
 class RankSave:
     """One rank's share of a save, into `folder`."""
 
-    def __init__(self, engine: Any, folder: Path) -> None:
+    def __init__(self, engine: Any, folder: Path, exclude_frozen: bool) -> None:
+        self._exclude_frozen = exclude_frozen
         self._engine = engine
         self._optimizer = engine.optimizer
         self._generations = engine.optimizer._stepper.generations
@@ -142,6 +146,8 @@ class RankSave:
     def _find_weights(self) -> None:
         on_ssd = {id(shard.param): shard for shard in self._engine.param_store.shards()}
         for number, param in enumerate(self._engine.module.parameters()):
+            if self._exclude_frozen and not param.requires_grad:
+                continue
             shard = on_ssd.get(id(param))
             if shard is None:
                 self._remember(param, "weight", compat.shard(param))
@@ -175,7 +181,7 @@ class RankSave:
             group_of |= {id(param): entry for param in params}
         for name, param in self._engine.module.named_parameters():
             group, step = group_of.get(id(param), (None, 0))
-            places = {kind: tuple(ranges) for kind, ranges in self._places[id(param)].items()}
+            places = {kind: tuple(ranges) for kind, ranges in self._places.get(id(param), {}).items()}
             shape, dtype = compat.full_shape(param), str(param.dtype).removeprefix("torch.")
             self._tensors[name] = SavedTensor(shape, dtype, param.partition_numel(), group, step, places)
 

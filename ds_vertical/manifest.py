@@ -44,7 +44,7 @@ class SavedFile:
 class SavedTensor:
     """A parameter. `numel`: elements of the rank's share; `group`: of the optimizer, None where it does not have it; `step`:
     the optimizer steps it has taken. `places`: by kind ("weight", "master", "exp_avg", "exp_avg_sq"), the ranges that make up
-    the share."""
+    the share; without "weight" for a frozen parameter that the save left out."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -52,17 +52,13 @@ class SavingEngine(compat.DeepSpeedEngine):
     ) -> bool:
         """Save the whole state as `<save_dir>/<tag>`; `tag`: None for `global_step<n>`. Complete or absent, whatever happens.
 
-        With everything in host memory as DeepSpeed's, in its format. `client_state`: tensors, numbers, strings and collections
-        of these. Raises CheckpointError, StorageError, OtherRankError, TornStateError.
+        Whatever tiers the state rests in; it may be loaded into others. `client_state`: tensors, numbers, strings and
+        collections of these. `exclude_frozen_parameters`: leave out what is not trained; a load leaves it as it is.
+        Raises CheckpointError, StorageError, OtherRankError, TornStateError.
         """
         self.optimizer.check_whole()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        if not self._on_ssd():
-            super().save_checkpoint(save_dir, tag, dict(client_state), save_latest, exclude_frozen_parameters)
-        elif exclude_frozen_parameters:
-            raise CheckpointError("save_checkpoint(exclude_frozen_parameters=True): no run resumes without them")
-        else:
-            checkpoint.save(self, Path(save_dir), tag, dict(client_state), save_latest)
+        checkpoint.save(self, Path(save_dir), tag, dict(client_state), save_latest, exclude_frozen_parameters)
         self.optimizer.condition.note_good(Path(save_dir, tag))
         return True
 
@@ -79,7 +75,7 @@ class SavingEngine(compat.DeepSpeedEngine):
         """Replace the live state by a saved one; `tag`: None for the one that `latest` names. What follows has the bits of a
         run that did not stop. Returns the path of what was loaded (None: no `latest`) and the client state.
 
-        With everything in host memory DeepSpeed's own checkpoints are loaded too. Without optimizer states the weights and
+        With everything in host memory stock's checkpoints are loaded too. Without optimizer states the weights and
         fp32 masters are loaded, and moments, steps and learning rates stay as they are. Raises CheckpointError, with nothing
         touched: no checkpoint, a damaged one, one that does not fit; OtherRankError.
         """
