@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ds_vertical import checkpoint, compat, ranks, resume
+from ds_vertical import checkpoint, compat, ranks, resume, stock_format
 from ds_vertical.manifest import CheckpointError
 from ds_vertical.params import ParamStore
 
@@ -49,14 +49,20 @@ class SavingEngine(compat.DeepSpeedEngine):
         client_state: Mapping[str, Any] = MappingProxyType({}),
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        portable: bool = False,
     ) -> bool:
         """Save the whole state as `<save_dir>/<tag>`; `tag`: None for `global_step<n>`. Complete or absent, whatever happens.
 
         With everything in host memory as DeepSpeed's, in its format. `client_state`: tensors, numbers, strings and collections
-        of these. Raises CheckpointError, StorageError, OtherRankError, TornStateError.
+        of these. `portable`: for stock DeepSpeed, which loads it with parameters and optimizer in host memory; we do not.
+        Raises CheckpointError, StorageError, OtherRankError, TornStateError.
         """
         self.optimizer.check_whole()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        if portable:
+            stock_format.save(self, Path(save_dir), tag, dict(client_state), save_latest, exclude_frozen_parameters)
+            return True
         if not self._on_ssd():
             super().save_checkpoint(save_dir, tag, dict(client_state), save_latest, exclude_frozen_parameters)
         elif exclude_frozen_parameters:
