@@ -75,7 +75,11 @@ def _write(engine: Any, folder: Path, client_state: Mapping[str, Any], exclude_f
 
 
 def _save(content: Any, path: str) -> None:
-    torch.save(content, path)
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:  # what torch makes of a failed write, without the reason
+        reason = str(error).partition("\n")[0]
+        raise StorageError(f"{path}: write: {reason}; free space there or save to another folder") from error
     os.chmod(path, 0o600)
     sync_file(Path(path))
 

@@ -107,10 +107,9 @@ class _Rank:
 
     def __init__(self, folder: Path, described: Mapping[str, int]) -> None:
         self._folder = folder
-        data = _read(folder / NAME)
+        data, self.entry = _manifest(folder / NAME)
         if len(data) != described["num_bytes"] or (xxh3_64 is not None and _checksum([data]) != described["checksum"]):
             raise ExportError(f"{folder / NAME}: not as it was saved (size or checksum differ); take another tag")
-        self.entry = _object(folder / NAME, data)
         self._loaded: dict[str, Any] = {}
 
     def share(self, name: str) -> int:
@@ -150,7 +149,8 @@ class _Rank:
             try:
                 self._loaded[file] = torch.load(str(self._path(file)), map_location="cpu", mmap=True, weights_only=True)
             except Exception as error:  # of many types, where nobody has verified the file
-                raise ExportError(f"{self._folder / file}: cannot be loaded ({str(error).splitlines()[0]})") from error
+                reason = str(error).partition("\n")[0]
+                raise ExportError(f"{self._folder / file}: cannot be loaded ({reason})") from error
         return self._loaded[file]
 
     def _stored(self, name: str) -> tuple[str, torch.dtype]:
@@ -185,7 +185,7 @@ def _folder_manifest(folder: Path) -> dict[str, Any]:
                 f" python -m deepspeed.utils.zero_to_fp32 {folder.parent} OUTPUT_DIR -t {folder.name}"
             )
         raise ExportError(f"{folder}: no {NAME} in it: no checkpoint, or not a complete one; name another tag with -t")
-    found = _object(path, _read(path))
+    _, found = _manifest(path)
     if found.get("format") != FORMAT or found.get("checksums") != ALGORITHM:
         raise ExportError(
             f"{path}: format {found.get('format')!r} with checksums {found.get('checksums')!r}; this file reads format"
@@ -200,18 +200,14 @@ def _tags(folder: Path) -> str:
     return ", ".join(found) or "none"
 
 
-def _object(path: Path, data: bytes) -> dict[str, Any]:
+def _manifest(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """The bytes of a manifest, and what they say."""
     try:
-        return json.loads(data)
-    except ValueError as error:
-        raise ExportError(f"{path}: not a manifest ({error})") from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ExportError(f"{path}: {error.strerror}; take another tag") from error
+        data = path.read_bytes()
+        return data, json.loads(data)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ExportError(f"{path}: cannot be read ({reason}); take another tag") from error
 
 
 def _pieces(path: Path, start: int, num_bytes: int) -> Iterator[bytearray]:
@@ -299,8 +295,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     output.mkdir(parents=True, exist_ok=True)
     for name, members in zip(names, shards, strict=True):
         shard = {member: state[member] for member in members}
-        save(_tensors(shard, shared=not safe_serialization), str(output / f".{name}.part"))
-        os.replace(output / f".{name}.part", output / name)
+        part = output / f".{name}.part"
+        try:
+            save(_tensors(shard, shared=not safe_serialization), str(part))
+            os.replace(part, output / name)
+        finally:
+            part.unlink(missing_ok=True)
         print(f"{output / name}: {len(members)} tensors")
     if len(shards) > 1:
         files = {member: name for name, members in zip(names, shards, strict=True) for member in members}
@@ -389,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = (given.max_shard_size, given.safe_serialization, given.tag, given.exclude_frozen_parameters)
     try:
         convert_zero_checkpoint_to_fp32_state_dict(given.checkpoint_dir, given.output_dir, *options)
-    except (ExportError, OSError) as error:
+    except (RuntimeError, OSError) as error:  # torch's own, too: a disk that is full
         print(f"zero_to_fp32.py: error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -7,8 +7,11 @@ contract's N3). So stock's next steps are compared bit for bit with ours from th
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,6 +171,17 @@ class Stopped(Exception):
     """Raised in a save on purpose."""
 
 
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Within the block a write beyond that fails, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def gathered(model: nn.Module) -> list[str]:
     """Parameters that are there whole."""
     return [name for name, param in model.named_parameters() if not compat.is_partitioned(param)]
@@ -197,6 +211,8 @@ def test_it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone(
         with pytest.raises(StorageError, match="a portable checkpoint needs .* bytes for this rank until it is complete"):
             engine.save_checkpoint(str(folder), tag="two", portable=True)
         monkeypatch.undo()
+        with files_of_at_most(6_000_000), pytest.raises(StorageError, match="optim_states.pt: write: .*free space there"):
+            engine.save_checkpoint(str(folder), tag="two", portable=True)
         with pytest.raises(Exception, match="pickle"):
             engine.save_checkpoint(str(folder), tag="two", client_state={"f": lambda: None}, portable=True)
         assert gathered(model) == there
