@@ -2,7 +2,9 @@
 
 Bits: weights, masters and moments are the same after the load. What comes then differs in one thing from a run that did not
 stop: stock's CPU Adam takes its powers of beta from pow() at the first step after a load, and multiplied them before (the
-contract's N3). So stock's next steps are compared bit for bit with ours from the same powers, and within 1e-6 of our own.
+contract's N3). So stock's next steps are compared bit for bit with ours from the same powers, and with our own within what
+follows: beta2^t is off by at most 2^-24, and an update, divided by the root of 1 - beta2^t, by that over 1 - beta2^t, of which
+a parameter that starts at zero consists. In 16 bits a weight may then be rounded to the next number, and gradients follow.
 """
 
 from __future__ import annotations
@@ -65,9 +67,10 @@ def stock_from(tmp_path: Path, folder: Path, dtype: str, **options: Any) -> tupl
     return engine, model, client_state
 
 
-def assert_stock_goes_on(tmp_path: Path, dtype: str, num_steps: int, **options: Any) -> None:
+def assert_stock_goes_on(tmp_path: Path, dtype: str, num_steps: int, **options: Any) -> dict[str, Any]:
     """Our engine saves twice after `num_steps`, in stock's format and in ours, and takes two steps more: as it is, and, from
-    its own save, with the powers of beta that stock takes then. Stock loads and takes the same two steps."""
+    its own save, with the powers of beta that stock takes then. Stock loads and takes the same two steps. Returns the
+    counters saved."""
     tiers = {key: options.pop(key) for key in ("params", "optimizer") if key in options}
     config = config_in(tmp_path / "ssd", dtype, **tiers, **options)
     portable, own, more = str(tmp_path / "portable"), str(tmp_path / "own"), range(num_steps, num_steps + 2)
@@ -94,8 +97,9 @@ def assert_stock_goes_on(tmp_path: Path, dtype: str, num_steps: int, **options: 
     assert saved_counters(stock) == ends
     state = {name for name in found if name.endswith(("/master", "/exp_avg", "/exp_avg_sq"))}
     gaps = largest_relative({name: uninterrupted[name] for name in state}, found)
-    assert max(gaps.values()) < (1e-6 if dtype == "fp32" else 1e-3)
+    assert max(gaps.values()) < (2**-24 / (1 - BETAS[1] ** (num_steps + 1)) if dtype == "fp32" else 1e-2)
     dispose(stock)
+    return numbers
 
 
 def test_stock_loads_it_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -125,7 +129,8 @@ def test_a_loss_scale_that_has_moved_goes_with_it(tmp_path: Path, monkeypatch: p
     if not get_accelerator().is_fp16_supported():
         monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _: True)
     scale = {"enabled": True, "initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 1}
-    assert_stock_goes_on(tmp_path, "fp16", 5, fp16=scale)
+    numbers = assert_stock_goes_on(tmp_path, "fp16", 5, fp16=scale)
+    assert 0 < numbers["skipped_steps"] < 5
 
 
 # ---- the same weights by both scripts
@@ -200,8 +205,9 @@ def test_it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone(
     with running(made, partial(TiedModel, "fp32", False), vertical=True) as (engine, model):
         train(engine, range(1))
         engine.save_checkpoint(str(folder), tag="one")
-        before, there = contents(engine, model), gathered(model)
+        there = gathered(model)
         assert there, "no parameter stays on the device"
+        before = contents(engine, model)
         for point in ("folder made", "folder complete"):
             monkeypatch.setattr(checkpoint, "reach", partial(stop_at, point))
             with pytest.raises(Stopped):
