@@ -286,7 +286,8 @@ def _write_tensors(path: Path, tensors: Sequence[torch.Tensor]) -> SavedFile:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         for tensor in tensors:
-            data = memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            array: Any = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            data = memoryview(array)
             for start in range(0, len(data), LARGEST_READ):
                 piece = data[start : start + LARGEST_READ]
                 file.write(piece)

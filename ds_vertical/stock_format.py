@@ -133,7 +133,9 @@ def _gather(optimizer: Any, scratch: _Scratch) -> list[StockGroup]:
             for target, path in zip(targets(param, first, count), paths, strict=True):
                 _read(path, (part.start + in_part) * FP32_BYTES, target)
     for chunk in stepper.chunks:
-        for param, start in _starts(chunk.params) if chunk.resident is not None else ():
+        if chunk.resident is None:
+            continue
+        for param, start in _starts(chunk.params):
             count = param.partition_numel()
             for target, flat in zip(targets(param, 0, count), chunk.resident(), strict=True):
                 target.copy_(flat.detach().narrow(0, start, count))
