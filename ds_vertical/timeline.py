@@ -32,7 +32,7 @@ _DISK: Final = {
     **dict.fromkeys((Op.LOAD, Op.GLOAD), "LOAD"),
     **dict.fromkeys((Op.REDUCE, Op.HOLD), "HOLD"),
 }
-_PARAMETERS: Final = "_param.tensor.swp"
+_PARAMETERS: Final = re.compile(r".*_param\.tensor\.swp(\.\d+)?")  # with a number where a checkpoint shares the file
 _GRADIENTS: Final = "gradients.swp"
 _ACTIVATIONS: Final = re.compile(r"rank\d+\.bin")
 
@@ -91,7 +91,7 @@ def _event(name: str) -> Event | None:
 
 
 def _file_kind(name: str, verb: str) -> str:
-    if name.endswith(_PARAMETERS):
+    if _PARAMETERS.fullmatch(name):
         return "FETCH" if verb == "read" else "STEP write"
     if name == _GRADIENTS:
         return "STEP read" if verb == "read" else "HOLD"
@@ -172,10 +172,11 @@ def _keep(steps: Sequence[StepTrace], time: float, keep) -> None:
 
 
 def _span(step: int, span: Stage, issued_s: float) -> Span:
-    works = span.event.op in _PIPELINE
-    thread = OPTIMIZER if works else MAIN
-    lane, num_bytes = span.stage.lane, round(span.stage.num_bytes)
-    return Span(step, thread, lane, str(span.event), min(issued_s, span.start_s), span.start_s, span.end_s, num_bytes)
+    lane, num_bytes, event = span.stage.lane, round(span.stage.num_bytes), span.event
+    if event.op is Op.STEP and lane == "ssd_read" and span.stage.purpose == "parameters":
+        event = Event(Op.FETCH, event.layer)  # what a delayed step leaves as it is, read for the next forward
+    thread = OPTIMIZER if event.op in _PIPELINE else MAIN
+    return Span(step, thread, lane, str(event), min(issued_s, span.start_s), span.start_s, span.end_s, num_bytes)
 
 
 def _waits(line: Simulated) -> Iterator[Wait]:
