@@ -22,7 +22,7 @@ from ds_vertical import compat, compat_state, files, manifest, ranks, runstate
 from ds_vertical.checksums import LARGEST_READ, Piece, checksum, read_pieces
 from ds_vertical.generations import FP32_BYTES, KINDS
 from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile, SavedTensor
-from ds_vertical.storage import StorageError, fail
+from ds_vertical.storage import StorageError, fail, owned
 from ds_vertical.tagfolder import TagFolder, check_tag, sync_file, sync_folder, write_synced
 
 SCRIPT = Path(__file__).with_name("zero_to_fp32.py")  # travels with checkpoints: the way out of them without us
@@ -79,6 +79,12 @@ def new_folder(save_dir: Path, tag: str, save_latest: bool) -> Iterator[TagFolde
     asked = ranks.all_gathered((str(save_dir), tag, secrets.token_hex(4)))
     if any(other[:2] != asked[0][:2] for other in asked):
         raise CheckpointError(f"save_checkpoint: the ranks do not agree on folder and tag: {sorted({a[:2] for a in asked})}")
+    with ranks.agreed("save_checkpoint"):
+        if (run := owned(save_dir)) is not None:
+            raise CheckpointError(
+                f"save_checkpoint: {save_dir} lies in the folder of this run, {run.path}, which is deleted with all in it when"
+                f" the run ends; save beside it, for example to {run.path.parent / 'checkpoints'}"
+            )
     folder, is_first = TagFolder(save_dir, tag, asked[0][2]), ranks.rank() == 0
     try:
         with ranks.agreed("save_checkpoint"):
@@ -234,8 +240,14 @@ class RankSave:
             pieces = [piece for start, end in self._wanted[path] for piece in self._pieces(path, start, end)]
             saved[name] = SavedFile(path.stat().st_size, tuple(sorted(pieces)))
         reach("files shared")
-        self._generations.set_aside(shared)
-        self._engine.param_store.set_aside(shared)
+        try:
+            self._generations.set_aside(shared)
+            self._engine.param_store.set_aside(shared)
+        except StorageError:
+            raise  # every file is as it was
+        except BaseException as error:  # an interrupt, or files that could not be put back
+            self._optimizer.condition.tear(error)
+            raise
         reach("files set aside")
         return saved
 

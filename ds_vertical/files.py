@@ -78,18 +78,28 @@ def set_aside(pairs: Mapping[Path, Path]) -> None:
     except OSError as error:
         raise fail(error.filename, "stat", error, "the file of a run must not be removed") from error
     preallocate(sizes)
-    with contextlib.ExitStack() as undo:
-        undo.callback(remove, fresh.values())
-        try:
-            for path, aside in pairs.items():
-                os.link(path, aside)
-                undo.callback(remove, [aside])  # nothing happens where it has gone back to its first name
-            for path, aside in pairs.items():
-                os.replace(fresh[path], path)
-                undo.callback(os.replace, aside, path)
-        except OSError as error:
-            raise fail(path, f"give it the name {aside.name} as well", error, "save again; the run can go on") from error
-        undo.pop_all()
+    path, made = Path(), {}
+    try:
+        for path, aside in pairs.items():
+            os.link(path, aside)
+            made[path] = aside
+        for path in pairs:
+            os.replace(fresh[path], path)
+    except BaseException as error:
+        _put_back(made)
+        remove(fresh.values())
+        if isinstance(error, OSError):
+            raise fail(path, f"give it the name {pairs[path].name} as well", error, "save again; the run can go on") from error
+        raise
+
+
+def _put_back(made: Mapping[Path, Path]) -> None:
+    """Let files have their first name only. Raises OSError for one that cannot, which keeps its second: no byte is lost."""
+    for path, aside in made.items():
+        if aside.samefile(path):
+            aside.unlink()
+        else:
+            os.replace(aside, path)
 
 
 def disk_bytes(folder: Path) -> int:

@@ -62,7 +62,8 @@ def load(engine: Any, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, di
         saved = manifest.read_rank(folder, ranks.rank())
         _check_fits(engine, folder, saved, wanted)
         manifest.check(folder, saved)
-    loading = _Loading(engine, manifest.rank_folder(folder, saved.rank), saved, wanted)
+        loading = _Loading(engine, manifest.rank_folder(folder, saved.rank), saved, wanted)
+        _raise_for(folder, loading.buffer_differences())
     engine.optimizer.flush_state()  # what is due belongs to the state that is replaced
     compat_state.partition_all(engine.optimizer)
     try:
@@ -86,6 +87,10 @@ def _check_fits(engine: Any, folder: Path, saved: RankManifest, wanted: Wanted) 
         faults = list(_optimizer_differences(engine, saved))
     if wanted.scheduler and bool(engine.lr_scheduler) != bool(saved.numbers["has_scheduler"]):
         faults.append(f"scheduler: {bool(engine.lr_scheduler)} here, {bool(saved.numbers['has_scheduler'])} there")
+    _raise_for(folder, faults)
+
+
+def _raise_for(folder: Path, faults: Sequence[str]) -> None:
     if faults:
         more = [f"... and {len(faults) - NUM_SHOWN} more"] if len(faults) > NUM_SHOWN else []
         shown = "\n".join(faults[:NUM_SHOWN] + more)
@@ -111,6 +116,8 @@ def _tensor_differences(name: str, param: Any, there: SavedTensor) -> Iterator[s
         yield f"{name}: shape {list(shape)} here, {list(there.shape)} in the checkpoint"
     elif param.partition_numel() != there.numel:
         yield f"{name}: a share of {param.partition_numel()} elements here, {there.numel} in the checkpoint"
+    if param.requires_grad and not there.places:
+        yield f"{name}: trained here; the checkpoint was saved without it, as a frozen one"
     if dtype != there.dtype:
         yield f"{name}: dtype {dtype} here, {there.dtype} in the checkpoint"
 
@@ -190,6 +197,10 @@ class _Loading:
         self._names = {id(param): name for name, param in engine.module.named_parameters()}
         self._reader = _Reader(folder, saved.tensors)
         self._loose: dict[str, Any] = torch.load(folder / LOOSE, weights_only=True, map_location="cpu")
+
+    def buffer_differences(self) -> list[str]:
+        """Of the model's buffers, which may be of another model as parameters may."""
+        return runstate.buffer_differences(self._engine, self._loose["buffers"])
 
     def run(self) -> dict[str, Any]:
         """Returns the client state."""

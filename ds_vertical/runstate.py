@@ -109,6 +109,20 @@ def buffers_of(engine: Any) -> dict[str, torch.Tensor]:
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in _buffers(engine).items()}
 
 
+def buffer_differences(engine: Any, saved: Mapping[str, torch.Tensor]) -> list[str]:
+    """By name, what `set_buffers` could not put back."""
+    here = _buffers(engine)
+    found = [f"buffer {name}: in the checkpoint only" for name in saved if name not in here]
+    found += [f"buffer {name}: not in the checkpoint" for name in here if name not in saved]
+    both = [(name, here[name], saved[name]) for name in here if name in saved]
+    kinds = [(name, _kind(mine), _kind(theirs)) for name, mine, theirs in both]
+    return found + [f"buffer {name}: {mine} here, {theirs} in the checkpoint" for name, mine, theirs in kinds if mine != theirs]
+
+
+def _kind(buffer: torch.Tensor) -> str:
+    return f"{list(buffer.shape)} of {str(buffer.dtype).removeprefix('torch.')}"
+
+
 def set_buffers(engine: Any, saved: Mapping[str, torch.Tensor]) -> None:
     for name, buffer in _buffers(engine).items():
         with torch.no_grad():

@@ -59,7 +59,7 @@ class SavingEngine(compat.DeepSpeedEngine):
         `portable`: for stock DeepSpeed, which loads it with parameters and optimizer in host memory; we do not.
         Raises CheckpointError, StorageError, OtherRankError, TornStateError.
         """
-        self.optimizer.check_whole()
+        self._check_between_steps("save_checkpoint")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         save = stock_format.save if portable else checkpoint.save
         save(self, Path(save_dir), tag, dict(client_state), save_latest, exclude_frozen_parameters)
@@ -85,8 +85,8 @@ class SavingEngine(compat.DeepSpeedEngine):
         fp32 masters are loaded, and moments, steps and learning rates stay as they are. Raises CheckpointError, with nothing
         touched: no checkpoint, a damaged one, one that does not fit; OtherRankError.
         """
-        self.optimizer.check_whole()
-        found = resume.latest_tag(Path(load_dir)) if tag is None else str(tag)
+        self._check_between_steps("load_checkpoint")
+        found = ranks.all_gathered(resume.latest_tag(Path(load_dir)))[0] if tag is None else str(tag)
         if found is None:
             return None, None
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
@@ -102,6 +102,16 @@ class SavingEngine(compat.DeepSpeedEngine):
         if path is not None:
             self.optimizer.condition.note_good(Path(load_dir, found))
         return path, client_state
+
+    def _check_between_steps(self, call: str) -> None:
+        """Raise unless the state is whole and at rest, or may be brought there."""
+        if self.optimizer._inside:
+            raise CheckpointError(
+                f"{call}: called within a step or an evaluation (by a signal's handler, a hook or the loss), where the state"
+                " is half-way; call it between two steps: let a handler set a flag"
+            )
+        with ranks.agreed(call):
+            self.optimizer.check_whole()
 
     def _on_ssd(self) -> bool:
         return bool(self.param_store.bytes_by_tier()["ssd"] or self.optimizer.swap_optimizer)

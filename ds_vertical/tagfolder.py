@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from ds_vertical.manifest import LATEST, CheckpointError
+from ds_vertical.manifest import LATEST, NAME, CheckpointError
 from ds_vertical.storage import fail
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _BESIDE: Final = re.compile(r"\.(?P<tag>.+)\.(?P<token>[0-9a-f]{8})(?P<old>\.old)?")
+_OF_A_CHECKPOINT: Final = re.compile(rf"{re.escape(NAME)}|rank\d+|\w+_states\.pt")  # ours, and DeepSpeed's
 _NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY)  # a kernel or file system that cannot exchange two names
 
 
@@ -38,11 +39,13 @@ class TagFolder:
         self.path = save_dir / tag
         self.beside = save_dir / f".{tag}.{token}"
         self._lock: int | None = None
+        self._is_unclear = False  # which of the two folders is which
 
     def make(self) -> None:
         """Make `beside` (mode 0700), and the folders above, and delete what killed saves left: see [Note: leftovers]. Raises
-        StorageError."""
+        StorageError; CheckpointError where the tag's folder holds anything that is no checkpoint's: it would be deleted."""
         try:
+            self._refuse_others_files()
             self.beside.parent.mkdir(parents=True, exist_ok=True)
             for folder in leftovers(self.beside.parent):
                 _remove(folder)
@@ -59,10 +62,12 @@ class TagFolder:
         """
         try:
             sync_folder(self.beside)
-            old = self._replace() if self.path.exists() else None
-            if old is None:
-                os.rename(self.beside, self.path)
-            sync_folder(self.path.parent)
+            old = self._replace()
+            try:
+                sync_folder(self.path.parent)
+            except OSError:
+                self._put_back(old)
+                raise
         except OSError as error:
             raise fail(self.path, "switch to the new folder", error, f"the new one is {self.beside}") from error
         finally:
@@ -87,21 +92,47 @@ class TagFolder:
     def discard(self) -> None:
         """Delete `beside` after a failure."""
         self._unlock()
-        _remove(self.beside)
+        if not self._is_unclear:
+            _remove(self.beside)
+
+    def _refuse_others_files(self) -> None:
+        inside = sorted(self.path.iterdir()) if self.path.is_dir() else [self.path] if self.path.exists() else []
+        others = [path.name for path in inside if path == self.path or not _OF_A_CHECKPOINT.fullmatch(path.name)]
+        if others:
+            raise CheckpointError(
+                f"{self.path}: holds {others[0]}, which is no part of a checkpoint, and would be deleted with the folder that"
+                " the new one replaces; give another tag, or move that away"
+            )
 
     def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def _replace(self) -> Path:
-        """Put `beside` in the place of the folder that is there; returns where that is now."""
+    def _replace(self) -> Path | None:
+        """Put `beside` in the place of the folder that is there; returns where that is now, None where there was none."""
+        if not self.path.exists():
+            os.rename(self.beside, self.path)
+            return None
         if _exchange(self.beside, self.path):
             return self.beside
         old = self.path.with_name(f"{self.beside.name}.old")
         os.rename(self.path, old)
-        os.rename(self.beside, self.path)
+        try:
+            os.rename(self.beside, self.path)
+        except OSError:
+            os.rename(old, self.path)
+            raise
         return old
+
+    def _put_back(self, old: Path | None) -> None:
+        """Let the earlier folder be the tag's again. Where that fails, neither is deleted any more."""
+        self._is_unclear = True
+        if old != self.beside or not _exchange(self.beside, self.path):
+            os.rename(self.path, self.beside)
+            if old is not None:
+                os.rename(old, self.path)
+        self._is_unclear = False
 
 
 def leftovers(save_dir: Path) -> list[Path]:

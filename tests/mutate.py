@@ -443,6 +443,27 @@ MUTATIONS = (
         "pass",
         f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-5]",
     ),
+    Mutation(
+        "checkpoints-deleted-with-the-runs-folder",
+        "checkpoint.py",
+        "if (run := owned(save_dir)) is not None:",
+        "if (run := owned(save_dir)) is not None and False:",
+        f"{_RESUME}a_save_within_a_step_or_into_the_runs_folder_is_refused",
+    ),
+    Mutation(
+        "saves-within-a-step",
+        "saving.py",
+        "if self.optimizer._inside:",
+        "if False:",
+        f"{_RESUME}a_save_within_a_step_or_into_the_runs_folder_is_refused",
+    ),
+    Mutation(
+        "a-switch-that-failed-deletes-the-earlier-checkpoint",
+        "tagfolder.py",
+        "                self._put_back(old)\n",
+        "",
+        "test_manifest.py::test_a_switch_that_is_not_on_the_disk_is_taken_back[True-True]",
+    ),
     # ways out of checkpoints
     Mutation("script-left-to-others", "checkpoint.py", "                _place_script(folder)\n", "", f"{_EXPORT}{_ALONE}"),
     Mutation(

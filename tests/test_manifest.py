@@ -85,9 +85,10 @@ def test_set_aside_without_room_changes_nothing(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["state"] and path.stat().st_size == 1 << 43
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("failing", ["link", "replace"])
 def test_set_aside_that_fails_half_way_puts_every_file_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, interrupted: bool
 ) -> None:
     paths = [tmp_path / name for name in ("first", "second")]
     for path in paths:
@@ -96,13 +97,19 @@ def test_set_aside_that_fails_half_way_puts_every_file_back(
 
     def fails_once(*names: Path) -> None:
         calls.append(names)
-        if len(calls) == 2:
+        if len(calls) == 2 and not interrupted:
             raise OSError(errno.EIO, "Input/output error", str(names[0]))
         real(*names)
+        if len(calls) == 2 and failing == "replace":
+            raise KeyboardInterrupt
+        if len(calls) == 2:
+            raise FileExistsError
 
     monkeypatch.setattr(os, failing, fails_once)
-    with pytest.raises(StorageError, match="second: give it the name second.1 as well: .*Input/output error"):
+    said = "second: give it the name second.1 as well: .*Input/output error"
+    with pytest.raises((StorageError, KeyboardInterrupt), match=None if interrupted else said):
         set_aside({path: path.with_name(f"{path.name}.1") for path in paths})
+    (tmp_path / "second.1").unlink(missing_ok=True)  # nobody knows whether a name that was interrupted is ours
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"first": b"first", "second": b"second"}
 
 
@@ -205,15 +212,56 @@ def test_a_folder_takes_the_place_of_the_tag(tmp_path: Path, monkeypatch: pytest
     for number in range(3):
         folder = TagFolder(tmp_path / "saved", "tag", str(number))
         folder.make()
-        (folder.beside / "content").write_text(str(number))
-        assert number == 0 or (folder.path / "content").read_text() == str(number - 1)
+        (folder.beside / manifest.NAME).write_text(str(number))
+        assert number == 0 or (folder.path / manifest.NAME).read_text() == str(number - 1)
         folder.switch()
         folder.write_latest()
-        assert (folder.path / "content").read_text() == str(number)
+        assert (folder.path / manifest.NAME).read_text() == str(number)
         assert sorted(each.name for each in folder.path.parent.iterdir()) == ["latest", "tag"]
     assert (tmp_path / "saved" / "latest").read_text() == "tag"
     folder.discard()
     assert folder.path.exists() and folder.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_files_of_others_in_the_tags_folder_are_not_deleted(tmp_path: Path) -> None:
+    (tmp_path / "tag" / "rank0").mkdir(parents=True)
+    (tmp_path / "tag" / manifest.NAME).touch()
+    (tmp_path / "tag" / "tokenizer.json").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for tag, named in (("tag", "tokenizer.json"), ("file", "file")):
+        with pytest.raises(CheckpointError, match=f"{tag}: holds {named}, which is no part of a checkpoint"):
+            TagFolder(tmp_path, tag, "00000001").make()
+    (tmp_path / "tag" / "tokenizer.json").unlink()
+    TagFolder(tmp_path, "tag", "00000001").make()
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".tag.00000001", "file", "tag"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_switch_that_is_not_on_the_disk_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, earlier: bool
+) -> None:
+    """Else the earlier checkpoint would be deleted as what has failed."""
+    if not exchanges:
+        monkeypatch.setattr(tagfolder, "_exchange", lambda one, other: False)
+    folder = TagFolder(tmp_path, "tag", "00000001")
+    if earlier:
+        folder.path.mkdir()
+        (folder.path / manifest.NAME).write_text("earlier")
+    folder.make()
+    real = tagfolder.sync_folder
+
+    def fails(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        real(path)
+
+    monkeypatch.setattr(tagfolder, "sync_folder", fails)
+    with pytest.raises(StorageError, match="switch to the new folder"):
+        folder.switch()
+    folder.discard()
+    assert [each.name for each in tmp_path.iterdir()] == ["tag"] * earlier
+    assert not earlier or (folder.path / manifest.NAME).read_text() == "earlier"
 
 
 def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:

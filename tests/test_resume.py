@@ -34,7 +34,7 @@ from harness import (
 from models import MixerModel, token_batches
 from torch import nn
 
-from ds_vertical import checkpoint, manifest
+from ds_vertical import checkpoint, manifest, storage
 from ds_vertical.checkpoint import POINTS
 from ds_vertical.manifest import CheckpointError
 
@@ -390,6 +390,22 @@ def test_what_is_damaged_or_does_not_fit_is_refused_by_name(tmp_path: Path) -> N
             engine.save_checkpoint(str(folder), tag="a/b")
         assert differing(before, contents(engine, model)) == []
         train(engine, range(1))
+
+
+def test_a_save_within_a_step_or_into_the_runs_folder_is_refused(tmp_path: Path) -> None:
+    with running(config_in(tmp_path / "ssd"), model_of, vertical=True) as (engine, model):
+        train(engine, range(1))
+        expected = contents(engine, model)
+        (folder,) = [path for path in storage.claimed() if path.is_relative_to(tmp_path)]
+        for portable in (False, True):
+            with pytest.raises(CheckpointError, match="lies in the folder of this run"):
+                engine.save_checkpoint(str(folder / "checkpoints"), portable=portable)
+        hook = model.blocks[1].register_forward_pre_hook(lambda *_: engine.save_checkpoint(str(tmp_path / "saved")) and None)
+        with pytest.raises(CheckpointError, match="save_checkpoint: called within a step"):
+            train(engine, range(1, 2))
+        hook.remove()
+        assert not (tmp_path / "saved").exists() and differing(expected, contents(engine, model)) == []
+        train(engine, range(1, 2))
 
 
 def flip(path: Path, position: int) -> None:
