@@ -90,7 +90,7 @@ def _check_fits(engine: Any, folder: Path, saved: RankManifest, wanted: Wanted) 
     _raise_for(folder, faults)
 
 
-def _raise_for(folder: Path, faults: Sequence[str]) -> None:
+def _raise_for(folder: Path, faults: list[str]) -> None:
     if faults:
         more = [f"... and {len(faults) - NUM_SHOWN} more"] if len(faults) > NUM_SHOWN else []
         shown = "\n".join(faults[:NUM_SHOWN] + more)

@@ -388,6 +388,9 @@ def test_what_is_damaged_or_does_not_fit_is_refused_by_name(tmp_path: Path) -> N
             engine.save_checkpoint(str(folder), tag="bad", client_state={"path": tmp_path})
         with pytest.raises(CheckpointError, match="not usable"):
             engine.save_checkpoint(str(folder), tag="a/b")
+        model.register_buffer("extra", torch.zeros(2))
+        with pytest.raises(CheckpointError, match="buffer extra: not in the checkpoint"):
+            engine.load_checkpoint(str(folder), tag="one")
         assert differing(before, contents(engine, model)) == []
         train(engine, range(1))
 
