@@ -106,6 +106,7 @@ ROWS = (
     Row(16, tokens=32, limited=True),
     Row(16, clip=1, stock="stock_best"),
     Row(4, tokens=32),
+    Row(4, tokens=32, limited=True),
 )
 
 
