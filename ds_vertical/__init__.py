@@ -14,6 +14,7 @@ __all__ = [
     "VerticalEngine",
     "VerticalConfig",
     "ConfigError",
+    "ChecksumError",
     "NonFiniteError",
     "TornStateError",
     "__version__",
@@ -25,11 +26,13 @@ _HOMES = {
     "VerticalEngine": "ds_vertical.engine",
     "VerticalConfig": "ds_vertical.config",
     "ConfigError": "ds_vertical.config",
+    "ChecksumError": "ds_vertical.checksums",
     "NonFiniteError": "ds_vertical.torn",
     "TornStateError": "ds_vertical.torn",
 }
 
 if TYPE_CHECKING:
+    from ds_vertical.checksums import ChecksumError
     from ds_vertical.config import ConfigError, VerticalConfig
     from ds_vertical.engine import VerticalEngine, initialize, prepare
     from ds_vertical.torn import NonFiniteError, TornStateError

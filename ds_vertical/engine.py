@@ -17,7 +17,8 @@ from ds_vertical import compat, compat_pools, compat_state, hostmemory, limits_c
 from ds_vertical.batches import LossFn
 from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
 from ds_vertical.choices import choose_gradient_tier, choose_timing
-from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
+from ds_vertical.config import ConfigError, Resolved, explain, load_section, resolve
+from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
 from ds_vertical.files import make_private
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths

@@ -49,6 +49,8 @@ _TIERS = "test_gradient_tiers.py::test_bits_are_stocks_wherever_gradients_wait"
 _RESUME = "test_resume.py::test_"
 _GOES_ON = f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-2]"
 _GOES_BACK = f"{_RESUME}loading_into_the_run_that_saved_goes_back"
+_VERIFY = "test_verify.py::test_"
+_FLIPPED = f"{_VERIFY}a_bit_that_flips_on_the_disk_is_noticed_and_tears_the_state[fp32-"
 _DOCTOR = "test_doctor.py::test_"
 _TRAPS = "test_traps.py::test_"
 _CLEAN = "test_clean.py::test_a_"
@@ -439,6 +441,49 @@ MUTATIONS = (
         'engine.optimizer.powers = Powers(**numbers["powers"])',
         "pass",
         f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-5]",
+    ),
+    # verified reads
+    Mutation(
+        "state-read-unchecked",
+        "pipeline.py",
+        "self._checksums.check(extent.path, extent.offset, view.numpy())",
+        "pass",
+        f"{_FLIPPED}early state]",
+    ),
+    Mutation(
+        "parameters-read-unchecked",
+        "params.py",
+        "            resident.buffer.check_reads()\n",
+        "",
+        f"{_FLIPPED}parameters, beside]",
+    ),
+    Mutation(
+        "waiting-gradients-unchecked",
+        "gradient_file.py",
+        "self._checksums.note(extent.path, extent.offset, whole.numpy())",
+        "pass",
+        f"{_FLIPPED}gradients]",
+    ),
+    Mutation(
+        "lost-parameters-are-saved",
+        "optimizer.py",
+        " or isinstance(error, ChecksumError)",
+        "",
+        f"{_FLIPPED}parameters, whole]",
+    ),
+    Mutation(
+        "what-nobody-knows-stays-unknown",
+        "checksums.py",
+        "            self.note(name, start, view[start - offset : end - offset])",
+        "            pass",
+        f"{_VERIFY}pieces_inside_a_read_are_checked_and_bytes_that_nobody_knows_are_learned",
+    ),
+    Mutation(
+        "reads-for-nobody-are-checked",
+        "transfer.py",
+        "        buffer.forget_reads()\n",
+        "",
+        f"{_VERIFY}what_is_written_or_dropped_between_steps_is_no_damage",
     ),
     # powers of beta
     Mutation(

@@ -22,9 +22,9 @@ from ds_vertical.config import (
     VerticalConfig,
     explain,
     load_section,
-    read_config,
     resolve,
 )
+from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
 
 BASE: dict[str, Any] = {
@@ -199,6 +199,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "seed": None,
         "trace": None,
         "progress": None,
+        "verify": False,
     }
 
 
@@ -221,6 +222,7 @@ sections = st.fixed_dictionaries(
         "seed_micro_batches": st.booleans(),
         "seed": st.none() | st.integers(0, 2**64 - 1),
         "trace": st.none() | st.just("runs/trace"),
+        "verify": st.booleans(),
     },
 )
 
@@ -257,6 +259,7 @@ def test_every_key_has_a_description() -> None:
         ({"blocks_per_layer": True}, "vertical_schedule.blocks_per_layer: got true; need an integer >= 1"),
         ({"blocks_per_layer": None}, "vertical_schedule.blocks_per_layer: got null; need an integer >= 1"),
         ({"snake": None}, "vertical_schedule.snake: got null; need true or false; write e.g. false"),
+        ({"verify": 1}, "vertical_schedule.verify: got 1; need true or false; write e.g. false"),
         ({"snake": "true"}, 'vertical_schedule.snake: got "true"; need true or false'),
         ({"overlap": 1}, "vertical_schedule.overlap: got 1; need true or false"),
         ({"enabled": "auto"}, 'vertical_schedule.enabled: got "auto" ("auto" is not a value here'),
