@@ -16,6 +16,7 @@ __all__ = [
     "ConfigError",
     "ChecksumError",
     "NonFiniteError",
+    "OtherRankError",
     "TornStateError",
     "__version__",
 ]
@@ -28,6 +29,7 @@ _HOMES = {
     "ConfigError": "ds_vertical.config",
     "ChecksumError": "ds_vertical.checksums",
     "NonFiniteError": "ds_vertical.torn",
+    "OtherRankError": "ds_vertical.failures",
     "TornStateError": "ds_vertical.torn",
 }
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from ds_vertical.checksums import ChecksumError
     from ds_vertical.config import ConfigError, VerticalConfig
     from ds_vertical.engine import VerticalEngine, initialize, prepare
+    from ds_vertical.failures import OtherRankError
     from ds_vertical.torn import NonFiniteError, TornStateError
 
 

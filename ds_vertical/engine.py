@@ -94,7 +94,8 @@ def initialize(
     if resolved is None or not resolved.enabled:
         returned = _initialize_stock(raw, resolved, args=args, **kwargs)
     else:
-        returned = _initialize_vertical(raw, resolved, args=args, **kwargs)
+        with ranks.shared("initialize"):
+            returned = _initialize_vertical(raw, resolved, args=args, **kwargs)
     for folder in storage.claimed():
         make_private(folder)
     return returned
@@ -225,11 +226,13 @@ class VerticalEngine(SavingEngine):
 
     # ---- training
 
+    @ranks.together
     def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
         return self._loop.train_batch(data_iter, loss_fn)
 
     train_batch.__doc__ = Loop.train_batch.__doc__
 
+    @ranks.together
     def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
         return self._loop.eval_batch(data_iter, loss_fn)
 
@@ -267,6 +270,7 @@ class VerticalEngine(SavingEngine):
         with compat.autocast_if_enabled(self):
             return self.module(*inputs, **kwargs)
 
+    @ranks.together
     def evaluate(self, runs: list[Any]) -> list[Any]:
         """Run forwards (callables) layer-major without training; returns what each returned."""
         schedule = build_evaluation(self.layers.num_layers, len(runs), window=self.vertical.prefetch_layers)

@@ -347,7 +347,7 @@ def remove_tree(folder: Path) -> None:
         raise StorageError(f"{folder}: delete: {len(failures)} entries could not be deleted:\n{shown}")
 
 
-def _release_all() -> None:
+def release_all() -> None:
     """At exit. Registered at import, so it runs after the exit handlers of everything that was imported later."""
     for folder in list(_claimed.values()):
         try:
@@ -369,7 +369,7 @@ def leave_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-atexit.register(_release_all)
+atexit.register(release_all)
 os.register_at_fork(after_in_child=_forget_in_child)
 
 

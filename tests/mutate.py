@@ -51,6 +51,7 @@ _GOES_ON = f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-
 _GOES_BACK = f"{_RESUME}loading_into_the_run_that_saved_goes_back"
 _VERIFY = "test_verify.py::test_"
 _FLIPPED = f"{_VERIFY}a_bit_that_flips_on_the_disk_is_noticed_and_tears_the_state[fp32-"
+_FAILURES = "test_failures.py::test_"
 _DOCTOR = "test_doctor.py::test_"
 _TRAPS = "test_traps.py::test_"
 _CLEAN = "test_clean.py::test_a_"
@@ -441,6 +442,49 @@ MUTATIONS = (
         'engine.optimizer.powers = Powers(**numbers["powers"])',
         "pass",
         f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-5]",
+    ),
+    # failing ranks
+    Mutation(
+        "failures-untold",
+        "failures.py",
+        "            self.tell(what, error)\n            return None",
+        "            return None",
+        f"{_FAILURES}a_rank_that_waits_for_ever_is_ended",
+    ),
+    Mutation(
+        "nobody-looks-after-the-others",
+        "failures.py",
+        "and not process.is_alive():",
+        "and False:",
+        f"{_FAILURES}a_rank_that_is_killed_ends_the_others",
+    ),
+    Mutation(
+        "ranks-go-on-out-of-step",
+        "failures.py",
+        "if not self._inside and self._failed:",
+        "if False:",
+        f"{_FAILURES}a_rank_that_failed_alone_does_not_go_on",
+    ),
+    Mutation(
+        "shared-failures-end-ranks",
+        "failures.py",
+        "self._settled, self._failed = self._section, False",
+        "self._failed = False",
+        f"{_FAILURES}failures_that_all_share_leave_the_ranks_in_step",
+    ),
+    Mutation(
+        "no-more-data-is-a-failure",
+        "failures.py",
+        " or isinstance(error, StopIteration)",
+        "",
+        f"{_FAILURES}no_more_data_is_no_failure",
+    ),
+    Mutation(
+        "ranks-are-not-watched",
+        "ranks.py",
+        "    return _watch.section(what)",
+        "    return contextlib.nullcontext()",
+        "test_failing_ranks.py::test_one_ranks_failure_ends_the_other_and_is_named[kill-1]",
     ),
     # verified reads
     Mutation(
