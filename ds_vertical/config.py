@@ -47,6 +47,17 @@ class Activations(BaseModel):
     """With "ssd": a further share of the micro-batches that goes to host memory."""
 
 
+class OnSignal(BaseModel):
+    """The checkpoint to save when SIGTERM or SIGINT asks the run to end."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    save_dir: Annotated[StrictStr, StringConstraints(min_length=1)]
+    """The folder, as `save_checkpoint` takes it."""
+    tag: Annotated[StrictStr, StringConstraints(min_length=1)] | None = None
+    """Null: `global_step<n>`."""
+
+
 class VerticalConfig(BaseModel):
     """The section as written. `None` means "choose for me" (see `resolve`); the string "auto" is refused."""
 
@@ -96,9 +107,11 @@ class VerticalConfig(BaseModel):
     """A line below a step's output on rank 0: tokens/s, fraction of the bound, busiest resource. Null: on a terminal."""
     verify: bool = False
     """Hold each read of optimizer state, parameters and waiting gradients against the checksum taken when it was written."""
+    on_signal: OnSignal | None = None
+    """End a run that gets SIGTERM or SIGINT between two steps, with a checkpoint. Null: at once, without one."""
 
 
-_NESTED: Mapping[str, type[BaseModel]] = {"activations": Activations}
+_NESTED: Mapping[str, type[BaseModel]] = {"activations": Activations, "on_signal": OnSignal}
 
 # What each key accepts, and an example; the start of the error for a wrong value.
 _EXPECTED: Mapping[str, tuple[str, str]] = {
@@ -119,6 +132,9 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "activations.host_share": ("a number from 0 to 1", "0.25"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
+    "on_signal": ('an object with "save_dir" and "tag", or null', '{"save_dir": "checkpoints"} or null'),
+    "on_signal.save_dir": ("the path of a folder", '"checkpoints"'),
+    "on_signal.tag": ("a name, or null (global_step<n>)", '"signal" or null'),
 }
 
 
@@ -278,6 +294,7 @@ class Resolved:
     trace: str | None
     progress: bool | None
     verify: bool
+    on_signal: Mapping[str, Any] | None
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
     @property
@@ -293,6 +310,7 @@ _LATER: Mapping[str, str] = {
     "optimizer_speculation": "where it would lately have come true",
     "host_memory_bytes": "what the machine has at start",
     "progress": "where rank 0's stderr is a terminal",
+    "on_signal": "no checkpoint, the run ends at once",
 }
 
 

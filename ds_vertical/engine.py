@@ -34,6 +34,7 @@ from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.progress import Progress
 from ds_vertical.saving import SavingEngine
+from ds_vertical.stopping import Stopping, leave_on_sigterm
 from ds_vertical.stores import describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
 from ds_vertical.sweeps import Body, Sweeps
 
@@ -59,7 +60,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
         if section.enabled and compat.is_one_memory():
             keep_cores_for_this_thread()  # ahead of the first collective
     if unclaimed_paths(raw):
-        storage.leave_on_sigterm()
+        leave_on_sigterm()
         return storage.claim_config(raw, ranks.common_run_id(storage.new_run_id()), ranks.rank())
     return raw
 
@@ -210,7 +211,15 @@ class VerticalEngine(SavingEngine):
             compat.device_name(),
         )
         self._activations = open_activations(vertical, layers, folder, new_queue, device)
-        self._sweeps = Sweeps(layers, self._params, overlap=vertical.overlap, tracer=self.tracer, activations=self._activations)
+        self._stopping = Stopping(vertical.on_signal, self.optimizer.regime)
+        self._sweeps = Sweeps(
+            layers,
+            self._params,
+            overlap=vertical.overlap,
+            tracer=self.tracer,
+            activations=self._activations,
+            leave=self._stopping.leave_step,
+        )
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)
         tiers = ", ".join(f"{tier} {count}" for tier, count in self._params.bytes_by_tier().items())
         compat.log(
@@ -226,15 +235,15 @@ class VerticalEngine(SavingEngine):
 
     # ---- training
 
-    @ranks.together
     def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
-        return self._loop.train_batch(data_iter, loss_fn)
+        with self._stopping.obeyed(self), ranks.shared("train_batch"):
+            return self._loop.train_batch(data_iter, loss_fn)
 
     train_batch.__doc__ = Loop.train_batch.__doc__
 
-    @ranks.together
     def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
-        return self._loop.eval_batch(data_iter, loss_fn)
+        with self._stopping.obeyed(self), ranks.shared("eval_batch"):
+            return self._loop.eval_batch(data_iter, loss_fn)
 
     eval_batch.__doc__ = Loop.eval_batch.__doc__
 
@@ -318,6 +327,7 @@ class VerticalEngine(SavingEngine):
         """As DeepSpeed's, and give the host buffers back. Calling it twice is harmless."""
         params = getattr(self, "_params", None)  # absent where the engine's construction failed
         activations = getattr(self, "_activations", None)
+        stopping = getattr(self, "_stopping", None)
         with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
             cleanup.callback(super().destroy)
             if params is not None:
@@ -325,6 +335,8 @@ class VerticalEngine(SavingEngine):
                 cleanup.callback(self.optimizer.close)
             if activations is not None:
                 cleanup.callback(activations.close)
+            if stopping is not None:
+                cleanup.callback(stopping.close)
 
     @property
     def param_store(self) -> ParamStore:

@@ -18,10 +18,7 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -361,12 +358,6 @@ def _forget_in_child() -> None:
     for folder in _claimed.values():
         os.close(folder._lock_fd)
     _claimed.clear()
-
-
-def leave_on_sigterm() -> None:
-    """Let SIGTERM, the launcher's way to end a run, end Python so that the run's folder is removed; other handlers stay."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 atexit.register(release_all)

@@ -1,4 +1,4 @@
-"""One of two ranks of which one fails in its second step; for tests/test_failing_ranks.py.
+"""One of two ranks of which one fails, or is asked to stop, in its second step; for test_failing_ranks.py, test_stopping.py.
 
     python tests/failing_worker.py FOLDER HOW RANK
 
@@ -7,6 +7,7 @@ Nothing is caught or cleaned up but what HOW says: the error leaves the script, 
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -28,6 +29,11 @@ def kill(outputs: Any, batch: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def ask(outputs: Any, batch: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGTERM)
+    return outputs
+
+
 def cut_state(engine: Any) -> None:
     """Cut every file of state short, so that the next read of one fails."""
     engine.optimizer._pipeline.wait_idle()
@@ -43,6 +49,11 @@ def fail(engine: Any, how: str, steps: list[Any]) -> None:
             engine.train_batch(iter(step))
     elif how == "kill":
         engine.train_batch(iter(steps[0]), kill)
+    elif how == "signal":
+        engine.train_batch(iter(steps[0]), ask)
+    elif how == "loop":
+        for step in itertools.cycle(steps):
+            engine.train_batch(iter(step))
     elif how == "data":
         return
     elif how == "outside":
@@ -63,7 +74,10 @@ def main() -> int:
     torch.set_num_threads(1)
     harness.start_process_group()
     rank = int(os.environ["RANK"])
-    made = rank_worker.config(folder / "swap", "fp32", tier="nvme" if how == "disk" else "cpu")
+    asked = how in ("signal", "loop")
+    made = rank_worker.config(folder / "swap", "fp32", tier="nvme" if asked or how == "disk" else "cpu")
+    if asked:
+        made["vertical_schedule"]["on_signal"] = {"save_dir": str(folder / "saved")}
     engine, _ = harness.build_engine(made, rank_worker.OddModel, vertical=True)
     first, *others = rank_worker.batches(rank, 2)
     engine.train_batch(iter(first))
@@ -71,7 +85,7 @@ def main() -> int:
         (folder / "failing").touch()
         fail(engine, how, others)
     else:
-        for step in others:
+        for step in itertools.cycle(others) if how == "loop" else others:
             engine.train_batch(iter(step))
     return 0
 

@@ -52,6 +52,9 @@ _GOES_BACK = f"{_RESUME}loading_into_the_run_that_saved_goes_back"
 _VERIFY = "test_verify.py::test_"
 _FLIPPED = f"{_VERIFY}a_bit_that_flips_on_the_disk_is_noticed_and_tears_the_state[fp32-"
 _FAILURES = "test_failures.py::test_"
+_STOPPING = "test_stopping.py::test_"
+_ASKED = f"{_STOPPING}a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not"
+_BETWEEN_STEPS = f"{_STOPPING}between_two_steps_handlers_of_others_are_called_and_put_back"
 _DOCTOR = "test_doctor.py::test_"
 _TRAPS = "test_traps.py::test_"
 _CLEAN = "test_clean.py::test_a_"
@@ -485,6 +488,24 @@ MUTATIONS = (
         "    return _watch.section(what)",
         "    return contextlib.nullcontext()",
         "test_failing_ranks.py::test_one_ranks_failure_ends_the_other_and_is_named[kill-1]",
+    ),
+    # signals
+    Mutation(
+        "steps-in-place-are-left",
+        "regime.py",
+        "return not self.early or self.generations > 1",
+        "return True",
+        _ASKED,
+    ),
+    Mutation("seeds-of-a-step-that-was-left", "stopping.py", "torch.set_rng_state(random_state)", "pass", _ASKED),
+    Mutation("handlers-of-others-lost", "stopping.py", "before(number, frame)", "pass", _BETWEEN_STEPS),
+    Mutation("handlers-left-behind", "stopping.py", "signal.signal(number, handler)", "pass", _BETWEEN_STEPS),
+    Mutation(
+        "ranks-stop-one-by-one",
+        "stopping.py",
+        "else not ranks.is_true_on_all_ranks(self._number is None):",
+        "else self._number is not None:",
+        f"{_STOPPING}a_signal_to_one_rank_ends_all_behind_the_same_step[0]",
     ),
     # verified reads
     Mutation(
