@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ds_vertical import compat, compat_pools, compat_state, hostmemory, limits_cache, ranks, storage
+from ds_vertical import compat, compat_pools, compat_state, headroom, hostmemory, limits_cache, ranks, storage
 from ds_vertical.batches import LossFn
 from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
 from ds_vertical.choices import choose_gradient_tier, choose_timing
@@ -57,6 +57,8 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     section = load_section(raw)
     if section is not None:
         check(raw, section)
+        if unclaimed_paths(raw):
+            headroom.check_before_the_model(raw)
         if section.enabled and compat.is_one_memory():
             keep_cores_for_this_thread()  # ahead of the first collective
     if unclaimed_paths(raw):
@@ -139,6 +141,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     resolved = choose_timing(section, resolved, forecast_of(resolved), model, report, room)
     forecast = forecast_of(resolved)
     needs, host_bytes = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
+    needs += headroom.check(forecast, config, resolved)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         compat.log(f"ds_vertical: {line}")

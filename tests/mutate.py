@@ -507,6 +507,28 @@ MUTATIONS = (
         "else self._number is not None:",
         f"{_STOPPING}a_signal_to_one_rank_ends_all_behind_the_same_step[0]",
     ),
+    # headroom
+    Mutation(
+        "waiting-gradients-need-no-disk",
+        "headroom.py",
+        "return self.state + self.second + self.gradients",
+        "return self.state + self.second",
+        "test_headroom.py::test_too_little_room_is_refused_with_what_would_fit",
+    ),
+    Mutation(
+        "checkpoints-need-no-room",
+        "headroom.py",
+        "told if disk.left >= disk.frozen else",
+        "told if True else",
+        "test_headroom.py::test_room_for_a_checkpoint_is_told_and_demanded_where_one_is_sure",
+    ),
+    Mutation(
+        "open-files-uncounted",
+        "headroom.py",
+        "if hard != resource.RLIM_INFINITY and needed > hard:",
+        "if False:",
+        "test_headroom.py::test_open_files_are_counted_and_the_soft_limit_is_raised",
+    ),
     # verified reads
     Mutation(
         "state-read-unchecked",
