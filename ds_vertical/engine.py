@@ -254,7 +254,7 @@ class VerticalEngine(SavingEngine):
         """The model's outputs in evaluation mode, without gradients. In training mode raises RuntimeError."""
         if self.module.training:
             raise RuntimeError(_CALL_TRAIN_BATCH.format(name="forward"))
-        with torch.no_grad():
+        with self._stopping.obeyed(self), torch.no_grad():
             return self.evaluate([partial(self.call_module, *inputs, **kwargs)])[0]
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> NoReturn:  # override

@@ -310,9 +310,11 @@ def end_process(cause: str, before: Sequence[Callable[[], None]] = ()) -> None:
     """Say why, and end this process at once with status 1: its own thread waits where no exception reaches it."""
     sys.stderr.write(f"ds_vertical: {OtherRankError.__name__}: {cause}\n")
     sys.stderr.flush()
-    for function in before:
-        function()
-    os._exit(1)
+    try:
+        for function in before:
+            function()
+    finally:
+        os._exit(1)
 
 
 def _text(error: BaseException) -> str:

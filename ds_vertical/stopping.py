@@ -64,7 +64,9 @@ class Stopping:
         self._number: int | None = None
         self._asked_at = 0.0
         self._before: dict[int, Any] = {}
-        if on_signal is not None and _in_main_thread():
+        if on_signal is not None and not _in_main_thread():
+            compat.log("ds_vertical: warning: vertical_schedule.on_signal: signals are the main thread's; build the engine there")
+        elif on_signal is not None:
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
 
     def close(self) -> None:
@@ -108,8 +110,15 @@ class Stopping:
         except StepLeft:
             torch.set_rng_state(random_state)
             self._stop(engine, finished=False)
-        if self._number is not None if self._alone else not ranks.is_true_on_all_ranks(self._number is None):
+        if self._is_asked():
             self._stop(engine, finished=True)
+
+    def _is_asked(self) -> bool:
+        """Whether some rank is. Collective."""
+        if self._alone:
+            return self._number is not None
+        with ranks.shared("on_signal"):
+            return not ranks.is_true_on_all_ranks(self._number is None)
 
     def _stop(self, engine: Any, finished: bool) -> NoReturn:
         assert self._wanted is not None

@@ -503,8 +503,8 @@ MUTATIONS = (
     Mutation(
         "ranks-stop-one-by-one",
         "stopping.py",
-        "else not ranks.is_true_on_all_ranks(self._number is None):",
-        "else self._number is not None:",
+        "return not ranks.is_true_on_all_ranks(self._number is None)",
+        "return self._number is not None",
         f"{_STOPPING}a_signal_to_one_rank_ends_all_behind_the_same_step[0]",
     ),
     # headroom
