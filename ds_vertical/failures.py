@@ -157,12 +157,12 @@ class Watch:
             return None
         instead = OtherRankError(f"{what}: {cause.describe()}")
         instead.add_note(f"this rank's own error, which follows from it: {_text(error)}")
-        self.tell(what, instead, patience_s=POLL_S)
+        self.tell(what, instead, waits=False)
         return instead
 
-    def tell(self, what: str, error: BaseException, patience_s: float = HEARD_S) -> None:
+    def tell(self, what: str, error: BaseException, waits: bool = True) -> None:
         """Let the others know; returns once they do, or after a while."""
-        self._send(Entry(self._rank, "failed", self._section, what, _text(error)), patience_s)
+        self._send(Entry(self._rank, "failed", self._section, what, _text(error)), HEARD_S if waits else POLL_S)
 
     def close(self, error: BaseException | None) -> None:
         """This rank ends, by itself or by an error that nobody has caught. Raises nothing."""

@@ -65,7 +65,9 @@ class Stopping:
         self._asked_at = 0.0
         self._before: dict[int, Any] = {}
         if on_signal is not None and not _in_main_thread():
-            compat.log("ds_vertical: warning: vertical_schedule.on_signal: signals are the main thread's; build the engine there")
+            compat.log(
+                "ds_vertical: warning: vertical_schedule.on_signal: only an engine built in the main thread hears signals"
+            )
         elif on_signal is not None:
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
 
