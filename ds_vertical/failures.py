@@ -120,7 +120,7 @@ class Watch:
         self._num_met = 0
         self._introduced = False
         self._has_store = True
-        self._section = self._settled = 0
+        self._section, self._settled = 0, -1  # the number of the last one; up to which all failures were shared
         self._inside: list[str] = []
         self._failed = False  # in the last section, and has not gone on
         self._stuck_since: float | None = None

@@ -18,7 +18,7 @@ from models import MixerModel, token_batches
 from ds_vertical.checksums import ChecksumError, Checksums
 from ds_vertical.torn import TornStateError
 
-LAST = 1  # the layer that is spoilt: nothing of its next step is under way between two train_batch calls
+LAST = 2  # the layer that is spoilt: nothing of its next step is under way between two train_batch calls
 WIDTH = {"fp32": 512, "bf16": 1024}  # square matrices of 1 MiB and more, that a boundary can cut
 BATCHES = token_batches(8, 2, rows=1, shortest=5)
 CLIP = 0.05  # acts on every step
