@@ -109,18 +109,6 @@ def log(line: str) -> None:
         print(line, flush=True)
 
 
-@functools.cache
-def _prefixed(store: Any) -> Any:
-    return torch.distributed.PrefixStore("ds_vertical", store)
-
-
-def default_store() -> Any:
-    """A part of its own of the store through which the default process group was made, always the same object; None where
-    there is no store (MPI)."""
-    store = torch.distributed.distributed_c10d._get_default_store()
-    return None if store is None else _prefixed(store)
-
-
 # ---- the engine
 
 
@@ -360,8 +348,13 @@ def _noting(
 
 def gather(params: Sequence[ZeroParam]) -> list[torch.Tensor]:
     """Assemble the full parameters on the device from all ranks' shards; returns them."""
-    if params:
-        params[0].all_gather_coalesced(params).wait()
+    try:
+        if params:
+            params[0].all_gather_coalesced(params).wait()
+    except BaseException:  # another rank is gone: nothing is under way any more
+        for param in (param for param in params if param.ds_status == ZeroParamStatus.INFLIGHT):
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        raise
     return [param.data for param in params]
 
 

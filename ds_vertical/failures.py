@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -156,7 +156,8 @@ class Watch:
             self.tell(what, error)
             return None
         instead = OtherRankError(f"{what}: {cause.describe()}")
-        instead.add_note(f"this rank's own error, which follows from it: {_text(error)}")
+        first = next(each for each in _chain(error) if _is_of_the_group(each))
+        instead.add_note(f"this rank's own error, which follows from it: {_text(first)}")
         self.tell(what, instead, waits=False)
         return instead
 
@@ -196,9 +197,8 @@ class Watch:
             self._settled, self._failed = self._section, False
 
     def _cause_of(self, error: BaseException) -> Entry | None:
-        """What happened elsewhere, if an error speaks of nothing else."""
-        speaks = type(error).__name__.startswith("Dist") or any(sign in str(error).lower() for sign in _SIGNS)
-        if not isinstance(error, RuntimeError) or isinstance(error, OtherRankError) or not speaks:
+        """What happened elsewhere, if an error, or one that it was raised in the handling of, speaks of nothing else."""
+        if isinstance(error, OtherRankError) or not any(map(_is_of_the_group, _chain(error))):
             return None
         with self._changed:
             self._changed.wait_for(lambda: self._cause("failed", "gone") is not None, PATIENCE_S)
@@ -315,6 +315,19 @@ def end_process(cause: str, before: Sequence[Callable[[], None]] = ()) -> None:
             function()
     finally:
         os._exit(1)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those behind it, the last first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_of_the_group(error: BaseException) -> bool:
+    """Whether an error comes out of a collective."""
+    speaks = type(error).__name__.startswith("Dist") or any(sign in str(error).lower() for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and speaks
 
 
 def _text(error: BaseException) -> str:

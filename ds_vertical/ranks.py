@@ -23,6 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _watch: Watch | None = None
+_watched: Any = None  # the process group's store
 
 
 def rank() -> int:
@@ -64,15 +65,16 @@ def agreed(what: str) -> Iterator[None]:
 def shared(what: str) -> contextlib.AbstractContextManager[None]:
     """Within the block all ranks do the same, `what`: one's failure ends all. See `failures.Watch.section`; with one rank
     nothing happens."""
-    global _watch
+    global _watch, _watched
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return contextlib.nullcontext()
-    store = compat.default_store()
-    if store is None:
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if store is None:  # MPI
         return contextlib.nullcontext()
-    if _watch is None or _watch.store is not store:
+    if _watch is None or _watched is not store:
         number, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        _watch = Watch(store, number, count, lambda cause: end_process(cause, [storage.release_all]))
+        own_keys = torch.distributed.PrefixStore("ds_vertical", store)
+        _watch, _watched = Watch(own_keys, number, count, lambda cause: end_process(cause, [storage.release_all])), store
     return _watch.section(what)
 
 

@@ -154,18 +154,26 @@ class Sweeps:
         executor = Executor(handlers, overlap=self.overlap, held_bytes=held_bytes, counters=memory_bytes, tracer=tracer)
         try:
             executor.run(schedule)
-        except BaseException:
-            with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
-                if gradients is not None:
-                    cleanup.callback(gradients.drop_all)
-                cleanup.callback(self.params.release_all)
-                if optimizer is not None:
-                    cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
-                for micro_batch in micro_batches:
-                    cleanup.callback(micro_batch.close)
-                if self.activations is not None:
-                    cleanup.callback(self.activations.abandon)  # before the forwards end: see there
+        except BaseException as error:
+            try:
+                self._clean_up(micro_batches, gradients, optimizer)
+            except Exception as later:  # the first one is the cause
+                error.add_note(f"and while that was cleaned up: {type(later).__name__}: {later}")
             raise
+
+    def _clean_up(
+        self, micro_batches: Sequence[MicroBatch], gradients: GradientStore | None, optimizer: Optimizer | None
+    ) -> None:
+        with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
+            if gradients is not None:
+                cleanup.callback(gradients.drop_all)
+            cleanup.callback(self.params.release_all)
+            if optimizer is not None:
+                cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
+            for micro_batch in micro_batches:
+                cleanup.callback(micro_batch.close)
+            if self.activations is not None:
+                cleanup.callback(self.activations.abandon)  # before the forwards end: see there
 
 
 class _Pass:

@@ -67,6 +67,16 @@ def test_what_follows_from_another_ranks_failure_names_the_cause(pair: Pair) -> 
     assert GLOO in "".join(raised.value.__notes__)
 
 
+def test_what_is_raised_while_such_an_error_is_handled_follows_from_it_too(pair: Pair) -> None:
+    pair.fail(1, ValueError("no luck"))
+    with pytest.raises(OtherRankError, match="no luck") as raised, pair.ranks[0].section("train_batch"):
+        try:
+            raise RuntimeError(GLOO)
+        finally:
+            raise AssertionError("cannot partition a param in flight")
+    assert GLOO in "".join(raised.value.__notes__)
+
+
 def test_the_first_failure_is_the_cause_whatever_follows(pair: Pair) -> None:
     pair.fail(1, ValueError("the first"))
     pair.ranks[1].tell("train_batch", ValueError("the second"))

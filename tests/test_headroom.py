@@ -61,7 +61,7 @@ def test_the_files_are_as_large_as_was_said(tmp_path: Path, clip: float, section
         before = allocated(tmp_path)
         engine.save_checkpoint(str(tmp_path / "saved"))
         frozen = said.state * (2 if second else 1) + said.parameters  # of both generations, where parts of both are current
-        assert 0 <= allocated(tmp_path) - before - frozen < 4 * MIB, "besides what rests in memory"
+        assert 0.8 * frozen < allocated(tmp_path) - before < frozen + 4 * MIB, "besides what rests in memory"
 
 
 def allocated(folder: Path) -> int:
