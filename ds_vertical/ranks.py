@@ -73,7 +73,7 @@ def shared(what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     if _watch is None or _watched is not store:
         number, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        own_keys = torch.distributed.PrefixStore("ds_vertical", store)
+        own_keys = torch.distributed.distributed_c10d.PrefixStore("ds_vertical", store)
         _watch, _watched = Watch(own_keys, number, count, lambda cause: end_process(cause, [storage.release_all])), store
     return _watch.section(what)
 

@@ -186,6 +186,7 @@ def test_a_process_that_may_open_few_files_is_refused_before_one_is_made(tmp_pat
 LITTLE_LOCKED = """
 import json, os, resource, sys
 import ds_vertical.engine, ds_vertical.headroom as headroom
+headroom.check_before_the_model(json.loads(sys.argv[1]))  # whatever it imports, while all may be read
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 << 20, 4 << 20))
 if os.geteuid() == 0:
     os.setgid(65534), os.setuid(65534)  # root may lock what it likes
