@@ -348,8 +348,13 @@ def _noting(
 
 def gather(params: Sequence[ZeroParam]) -> list[torch.Tensor]:
     """Assemble the full parameters on the device from all ranks' shards; returns them."""
-    if params:
-        params[0].all_gather_coalesced(params).wait()
+    try:
+        if params:
+            params[0].all_gather_coalesced(params).wait()
+    except BaseException:  # another rank is gone: nothing is under way any more
+        for param in (param for param in params if param.ds_status == ZeroParamStatus.INFLIGHT):
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        raise
     return [param.data for param in params]
 
 

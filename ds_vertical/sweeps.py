@@ -84,7 +84,8 @@ def memory_bytes() -> dict[str, int]:
 
 
 class Sweeps:
-    """Runs schedules over one model: holds what every pass shares."""
+    """Runs schedules over one model: holds what every pass shares. `leave` is called behind each layer, ahead of the norm, and
+    may raise to end the pass there."""
 
     def __init__(
         self,
@@ -94,7 +95,9 @@ class Sweeps:
         overlap: bool,
         tracer: Tracer | None = None,
         activations: ActivationStore | None = None,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
+        self.leave = leave
         self.layers = layers
         self.params = params
         self.overlap = overlap
@@ -112,7 +115,8 @@ class Sweeps:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=True, moved=schedule.moved)
-            training = _Training(schedule, micro_batches, self.params, gradients, optimizer, scale, self.activations)
+            parts = gradients, optimizer, scale, self.activations
+            training = _Training(schedule, micro_batches, self.params, self.leave, *parts)
             self._run(schedule, training.handlers(), micro_batches, gradients, optimizer, self.tracer)
         return training.losses
 
@@ -120,7 +124,7 @@ class Sweeps:
         """One forward-only pass. Returns what each body returned."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=False)
-            evaluation = _Evaluation(schedule, micro_batches, self.params)
+            evaluation = _Evaluation(schedule, micro_batches, self.params, self.leave)
             self._run(schedule, evaluation.handlers(), micro_batches)
         return evaluation.results
 
@@ -150,27 +154,38 @@ class Sweeps:
         executor = Executor(handlers, overlap=self.overlap, held_bytes=held_bytes, counters=memory_bytes, tracer=tracer)
         try:
             executor.run(schedule)
-        except BaseException:
-            with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
-                if gradients is not None:
-                    cleanup.callback(gradients.drop_all)
-                cleanup.callback(self.params.release_all)
-                if optimizer is not None:
-                    cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
-                for micro_batch in micro_batches:
-                    cleanup.callback(micro_batch.close)
-                if self.activations is not None:
-                    cleanup.callback(self.activations.abandon)  # before the forwards end: see there
+        except BaseException as error:
+            try:
+                self._clean_up(micro_batches, gradients, optimizer)
+            except Exception as later:  # the first one is the cause
+                error.add_note(f"and while that was cleaned up: {type(later).__name__}: {later}")
             raise
+
+    def _clean_up(
+        self, micro_batches: Sequence[MicroBatch], gradients: GradientStore | None, optimizer: Optimizer | None
+    ) -> None:
+        with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
+            if gradients is not None:
+                cleanup.callback(gradients.drop_all)
+            cleanup.callback(self.params.release_all)
+            if optimizer is not None:
+                cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
+            for micro_batch in micro_batches:
+                cleanup.callback(micro_batch.close)
+            if self.activations is not None:
+                cleanup.callback(self.activations.abandon)  # before the forwards end: see there
 
 
 class _Pass:
     """Handlers that training and evaluation share."""
 
-    def __init__(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params) -> None:
+    def __init__(
+        self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params, leave: Callable[[], None]
+    ) -> None:
         self.fused = schedule.fused
         self.micro_batches = micro_batches
         self.params = params
+        self.leave = leave
 
     def handlers(self) -> dict[Op, Handler]:
         return {Op.FETCH: self.fetch, Op.RELEASE: self.release, Op.F: self.forward}
@@ -184,6 +199,7 @@ class _Pass:
 
     def release(self, event: Event) -> None:
         self.params.release(_unit(event))
+        self.leave()
 
     def forward(self, event: Event) -> None:
         if event.layer == "pre":
@@ -194,8 +210,10 @@ class _Pass:
 
 
 class _Evaluation(_Pass):
-    def __init__(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params) -> None:
-        super().__init__(schedule, micro_batches, params)
+    def __init__(
+        self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params, leave: Callable[[], None]
+    ) -> None:
+        super().__init__(schedule, micro_batches, params, leave)
         self.results: list[Any] = [None] * len(micro_batches)
 
     def forward(self, event: Event) -> None:
@@ -212,12 +230,13 @@ class _Training(_Pass):
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         params: Params,
+        leave: Callable[[], None],
         gradients: GradientStore,
         optimizer: Optimizer,
         scale: Callable[[torch.Tensor], torch.Tensor],
         activations: ActivationStore | None,
     ) -> None:
-        super().__init__(schedule, micro_batches, params)
+        super().__init__(schedule, micro_batches, params, leave)
         self.activations = activations
         self.gradients = gradients
         self.optimizer = optimizer
