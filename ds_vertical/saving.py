@@ -55,7 +55,8 @@ class SavingEngine(compat.DeepSpeedEngine):
         With everything in host memory as DeepSpeed's, in its format. `client_state`: tensors, numbers, strings and collections
         of these. Raises CheckpointError, StorageError, OtherRankError, TornStateError.
         """
-        self.optimizer.check_whole()
+        with ranks.agreed("save_checkpoint"):
+            self.optimizer.check_whole()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         if not self._on_ssd():
             super().save_checkpoint(save_dir, tag, dict(client_state), save_latest, exclude_frozen_parameters)
@@ -83,7 +84,8 @@ class SavingEngine(compat.DeepSpeedEngine):
         fp32 masters are loaded, and moments, steps and learning rates stay as they are. Raises CheckpointError, with nothing
         touched: no checkpoint, a damaged one, one that does not fit; OtherRankError.
         """
-        self.optimizer.check_whole()
+        with ranks.agreed("load_checkpoint"):
+            self.optimizer.check_whole()
         found = resume.latest_tag(Path(load_dir)) if tag is None else str(tag)
         if found is None:
             return None, None

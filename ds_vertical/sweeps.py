@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_vertical.activations import ActivationStore
+from ds_vertical.company import Company, Others
 from ds_vertical.executor import Executor, Handler
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hostmemory import resident_bytes
@@ -84,7 +85,7 @@ def memory_bytes() -> dict[str, int]:
 
 
 class Sweeps:
-    """Runs schedules over one model: holds what every pass shares."""
+    """Runs schedules over one model: holds what every pass shares. `others`: the ranks of the run, None where there is one."""
 
     def __init__(
         self,
@@ -94,12 +95,14 @@ class Sweeps:
         overlap: bool,
         tracer: Tracer | None = None,
         activations: ActivationStore | None = None,
+        others: Others | None = None,
     ) -> None:
         self.layers = layers
         self.params = params
         self.overlap = overlap
         self.tracer = tracer
         self.activations = activations
+        self.others = others
 
     def train(
         self,
@@ -112,17 +115,24 @@ class Sweeps:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=True, moved=schedule.moved)
-            training = _Training(schedule, micro_batches, self.params, gradients, optimizer, scale, self.activations)
-            self._run(schedule, training.handlers(), micro_batches, gradients, optimizer, self.tracer)
+            company = self._company()
+            stores = self.params, gradients, optimizer
+            training = _Training(schedule, micro_batches, *stores, scale, self.activations, company)
+            self._run(schedule, training.handlers(), micro_batches, company, gradients, optimizer, self.tracer)
         return training.losses
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=False)
-            evaluation = _Evaluation(schedule, micro_batches, self.params)
-            self._run(schedule, evaluation.handlers(), micro_batches)
+            evaluation, company = _Evaluation(schedule, micro_batches, self.params), self._company()
+            self._run(schedule, evaluation.handlers(), micro_batches, company)
+            if company is not None:
+                company.conclude()
         return evaluation.results
+
+    def _company(self) -> Company | None:
+        return None if self.others is None else Company(self.others)
 
     def _micro_batches(self, bodies: Sequence[Body], stubs: Stubs, keep: bool, moved: Collection[int] = ()) -> list[MicroBatch]:
         state = ThreadState.capture()
@@ -137,6 +147,7 @@ class Sweeps:
         schedule: Schedule,
         handlers: Mapping[Op, Handler],
         micro_batches: Sequence[MicroBatch],
+        company: Company | None,
         gradients: GradientStore | None = None,
         optimizer: Optimizer | None = None,
         tracer: Tracer | None = None,
@@ -150,18 +161,28 @@ class Sweeps:
         executor = Executor(handlers, overlap=self.overlap, held_bytes=held_bytes, counters=memory_bytes, tracer=tracer)
         try:
             executor.run(schedule)
-        except BaseException:
-            with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
-                if gradients is not None:
-                    cleanup.callback(gradients.drop_all)
-                cleanup.callback(self.params.release_all)
-                if optimizer is not None:
-                    cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
-                for micro_batch in micro_batches:
-                    cleanup.callback(micro_batch.close)
-                if self.activations is not None:
-                    cleanup.callback(self.activations.abandon)  # before the forwards end: see there
+        except BaseException as error:
+            try:
+                self._clean_up(micro_batches, gradients, optimizer)
+            finally:
+                if company is not None and isinstance(error, Exception):
+                    company.accompany(schedule, self.overlap, error)
             raise
+
+    def _clean_up(
+        self, micro_batches: Sequence[MicroBatch], gradients: GradientStore | None, optimizer: Optimizer | None
+    ) -> None:
+        """After an error: each is called, the last one first, whatever another one raises."""
+        with contextlib.ExitStack() as cleanup:
+            if gradients is not None:
+                cleanup.callback(gradients.drop_all)
+            cleanup.callback(self.params.release_all)
+            if optimizer is not None:
+                cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
+            for micro_batch in micro_batches:
+                cleanup.callback(micro_batch.close)
+            if self.activations is not None:
+                cleanup.callback(self.activations.abandon)  # before the forwards end: see there
 
 
 class _Pass:
@@ -216,8 +237,10 @@ class _Training(_Pass):
         optimizer: Optimizer,
         scale: Callable[[torch.Tensor], torch.Tensor],
         activations: ActivationStore | None,
+        company: Company | None,
     ) -> None:
         super().__init__(schedule, micro_batches, params)
+        self.company = company
         self.activations = activations
         self.gradients = gradients
         self.optimizer = optimizer
@@ -279,6 +302,8 @@ class _Training(_Pass):
     def reduce(self, event: Event) -> None:
         unit = _unit(event)
         sums = self.gradients.take(unit)
+        if self.company is not None:
+            self.company.num_reduced += 1
         if self.optimizer.reduce_unit(unit, sums, self.gradients.flat(unit), self.gradients.reserve.put_back):
             self.gradients.give_away(unit)
         else:
@@ -289,6 +314,8 @@ class _Training(_Pass):
 
     def norm(self, _: Event) -> None:
         self.gradients.free()
+        if self.company is not None:
+            self.company.decided = True
         self.optimizer.open_step()
 
     def step(self, event: Event) -> Ticket | None:

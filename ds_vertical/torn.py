@@ -10,6 +10,11 @@ _TORN = (
     " saved; build a new engine from the last weights or checkpoint that were saved"
 )
 
+WHOLE = (
+    "the live state is whole: nothing of what failed counts, and every step before it has been taken or is due. It may be"
+    " saved, to another disk where this one fails or is full, and trained on"
+)
+
 
 class NonFiniteError(ArithmeticError):
     """The norm of a step's gradients is not finite, and `on_nonfinite` is "stop". Raised on every rank: the norm is global.
