@@ -84,7 +84,7 @@ class VerticalStage3(ChunkedStage3):
         early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
         chunks = make_chunks(self, self._stock_groups, early_share, self.regime.generations)
         share: Share = "delayed" if self.regime.final else "all"
-        waiting = {unit: [p for i in self.chunks_of(unit) for p in chunks[i].parts(share)] for unit in self._layers.units}
+        waiting = {unit: [p for i in self.chunks_of(unit) for p in chunks[i].parts(share)] for unit in self._layer_map.units}
         beyond = beyond_host(waiting, self._vertical.gradient_host_share)
         self.holding = None if not beyond else DELAYED if self.regime.final else EVERYTHING
         numel = sum(part.numel for parts in waiting.values() for part in parts)
@@ -232,7 +232,7 @@ class VerticalStage3(ChunkedStage3):
         self._share = "delayed" if hit else "all"
         chunks = self._stepper.chunks
         self._left = dict.fromkeys(
-            u for u in self._layers.units if any(chunks[i].parts(self._share) for i in self.chunks_of(u))
+            u for u in self._layer_map.units if any(chunks[i].parts(self._share) for i in self.chunks_of(u))
         )
         self._hit = hit  # last: an interrupt before it leaves nothing committed whose rest is not due
 

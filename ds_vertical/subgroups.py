@@ -19,7 +19,7 @@ class ChunkedStage3(StateRoutes):
     """Stage 3 over the units of `layers`."""
 
     def __init__(self, *args: Any, layers: LayerMap, **kwargs: Any) -> None:
-        self._layers = layers
+        self._layer_map = layers
         self._unit_of = layers.unit_of()
         self._stock_groups: list[list[compat.ZeroParam]] = []
         super().__init__(*args, **kwargs)
@@ -29,7 +29,7 @@ class ChunkedStage3(StateRoutes):
         """Chunks: parameters of one unit, split by sub_group_size. Stock's own sub-groups are remembered for the numerics."""
         self._stock_groups += super()._create_fp16_sub_groups(params_group)
         chunks: list[list[nn.Parameter]] = []
-        for unit in self._layers.units:
+        for unit in self._layer_map.units:
             members = [param for param in params_group if self._unit_of[id(param)] == unit]
             if members:
                 chunks += super()._create_fp16_sub_groups(members)
