@@ -28,13 +28,14 @@ from ds_vertical.layers import LayerMap, check_trainable, map_layers
 from ds_vertical.loop import Loop, StockLoop, VerticalLoop
 from ds_vertical.memory import layer_buffers
 from ds_vertical.native import new_disk_queue
-from ds_vertical.optimizer import VerticalStage3, check_optimizer
+from ds_vertical.optimizer import VerticalStage3
 from ds_vertical.others import OtherRanks
 from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.progress import Progress
 from ds_vertical.saving import SavingEngine
 from ds_vertical.stores import describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
+from ds_vertical.subgroups import check_optimizer
 from ds_vertical.sweeps import Body, Sweeps
 
 _CALL_TRAIN_BATCH = (

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
 from ds_vertical import compat, compat_state, files, memory, native, ranks, together
 from ds_vertical.adam import AdamSettings, CpuAdam, Powers
 from ds_vertical.checksums import Checksums
-from ds_vertical.config import ConfigError, Resolved
+from ds_vertical.config import Resolved
 from ds_vertical.disk import DiskQueue
 from ds_vertical.gradient_file import GradientFile, beyond_host
 from ds_vertical.held import HeldGradients
@@ -38,15 +37,6 @@ from ds_vertical.transfer import Ticket
 _STOCK_BUFFERS = memory.STOCK_BUFFERS
 _SLOTS = memory.SLOTS
 _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that DeepSpeed counts up, in case they share a table
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Raise ConfigError unless `optimizer` is DeepSpeed's CPU Adam, whose rounding the chunks reproduce."""
-    if type(optimizer) is not DeepSpeedCPUAdam:
-        raise ConfigError(
-            f"optimizer: got {type(optimizer).__name__}; vertical_schedule needs DeepSpeed's CPU Adam: write"
-            ' "optimizer": {"type": "AdamW", ...} with zero_optimization.offload_optimizer set, and pass no other optimizer'
-        )
 
 
 class VerticalStage3(ChunkedStage3):
@@ -200,14 +190,11 @@ class VerticalStage3(ChunkedStage3):
 
     def open_step(self) -> None:
         """Take the global norm and decide whether the step is skipped (non-finite norm, overflow); else what is not
-        stepped early is due. Raises NonFiniteError instead of skipping where the regime stops; where an early step cannot be
-        written DiskError, and OtherRankError on the other ranks: then nothing has been decided."""
+        stepped early is due. Raises NonFiniteError instead of skipping where the regime stops; OtherRankError, with nothing
+        decided, where another rank's part of the step has failed."""
         with self.agreed("train_batch"):
             if self._left:
                 raise RuntimeError(f"units {list(self._left)} have not taken the step before this one")
-            if self._tried and self.regime.generations > 1:
-                self._pipeline.drain()  # a write that fails now fails the step as a whole
-                self._updates.close_updates()
         self._settled = False  # the persistent parameters have been partitioned, whatever comes of the norm
         guess = self._scale_guess()  # before the loss scale is updated
         norm = compat_state.open_step(self)
@@ -256,6 +243,15 @@ class VerticalStage3(ChunkedStage3):
         guess = self._scale_guess()
         due = Due(self._settings(), self.gradients, None if guess == 1.0 else 1.0 / guess)
         return self._stepper.step(unit, self.chunks_of(unit), due, "early")
+
+    def early_writes(self) -> Ticket | None:
+        """What of the early steps is on its way to the second generation; None where there is nothing."""
+
+        def wait() -> None:
+            self._pipeline.drain()
+            self._updates.close_updates()
+
+        return Ticket("early writes", wait) if self._tried and self.regime.generations > 1 else None
 
     def conclude_early(self) -> None:
         """Commit the early steps if the norm has left the factor they were taken with; else discard them. A step that

@@ -8,11 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
 from ds_vertical import compat, compat_state
+from ds_vertical.config import ConfigError
 from ds_vertical.layers import LayerMap, Unit
 from ds_vertical.routes import StateRoutes
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ConfigError unless `optimizer` is DeepSpeed's CPU Adam, whose rounding the chunks reproduce."""
+    if type(optimizer) is not DeepSpeedCPUAdam:
+        raise ConfigError(
+            f"optimizer: got {type(optimizer).__name__}; vertical_schedule needs DeepSpeed's CPU Adam: write"
+            ' "optimizer": {"type": "AdamW", ...} with zero_optimization.offload_optimizer set, and pass no other optimizer'
+        )
 
 
 class ChunkedStage3(StateRoutes):

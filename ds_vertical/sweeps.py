@@ -53,6 +53,10 @@ class Optimizer(Protocol):
 
     def step_early(self, unit: Unit) -> Ticket | None: ...
 
+    def early_writes(self) -> Ticket | None:
+        """What the norm waits for: a write of an early step that fails fails the step as a whole."""
+        ...
+
     def conclude_early(self) -> None: ...
 
     def step_unit(self, unit: Unit) -> Ticket | None: ...
@@ -158,7 +162,14 @@ class Sweeps:
                 held[tier] = held.get(tier, 0) + count
             return held
 
-        executor = Executor(handlers, overlap=self.overlap, held_bytes=held_bytes, counters=memory_bytes, tracer=tracer)
+        executor = Executor(
+            handlers,
+            before={} if optimizer is None else {Op.NORM: optimizer.early_writes},
+            overlap=self.overlap,
+            held_bytes=held_bytes,
+            counters=memory_bytes,
+            tracer=tracer,
+        )
         try:
             executor.run(schedule)
         except BaseException as error:

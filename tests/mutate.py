@@ -115,15 +115,15 @@ MUTATIONS = (
     Mutation(
         "early-writes-not-awaited-by-the-norm",
         "optimizer.py",
-        "self._pipeline.drain()  # a write that fails now",
-        "pass  # a write that fails now",
+        "            self._pipeline.drain()\n            self._updates.close_updates()\n\n        return",
+        "            self._updates.close_updates()\n\n        return",
         f"{_FAULTS}the_last_early_part_that_cannot_be_written_is_noticed_by_its_own_step[state]",
     ),
     Mutation(
         "early-parameters-not-awaited-by-the-norm",
         "optimizer.py",
-        "fails the step as a whole\n                self._updates.close_updates()",
-        "fails the step as a whole",
+        "            self._updates.close_updates()\n\n        return",
+        "\n        return",
         f"{_FAULTS}the_last_early_part_that_cannot_be_written_is_noticed_by_its_own_step[parameter]",
     ),
     Mutation(
