@@ -91,7 +91,7 @@ class Slot:
 
 class StepPipeline:
     """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
-    `begin` is called on the thread, ahead of the first. `checksums`: told of all that is written.
+    `begin` is called on the thread, ahead of the first. `checksums`: told of all that is written, asked about all that is read.
 
     An error of a job is raised by the wait of its batch and of every later one: the state is torn from there on.
     """
@@ -250,6 +250,8 @@ class StepPipeline:
                 transfer.wait()
             job.started.clear()
             views = slot.views(job.sources) if slot is not None else []
+            for extent, view in zip(job.sources, views, strict=True):
+                self._checksums.check(extent.path, extent.offset, view.numpy())
             start = now()
             job.compute(views)
             self._tracer.span("adam", job.what, start, now())

@@ -21,6 +21,7 @@ class SavingEngine(compat.DeepSpeedEngine):
     def param_store(self) -> ParamStore:
         raise NotImplementedError
 
+    @ranks.together
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
@@ -42,6 +43,7 @@ class SavingEngine(compat.DeepSpeedEngine):
 
     # ---- checkpoints
 
+    @ranks.together
     def save_checkpoint(
         self,
         save_dir: str,
@@ -62,6 +64,7 @@ class SavingEngine(compat.DeepSpeedEngine):
         self.optimizer.condition.note_good(Path(save_dir, tag))
         return True
 
+    @ranks.together
     def load_checkpoint(
         self,
         load_dir: str,

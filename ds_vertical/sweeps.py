@@ -84,7 +84,8 @@ def memory_bytes() -> dict[str, int]:
 
 
 class Sweeps:
-    """Runs schedules over one model: holds what every pass shares."""
+    """Runs schedules over one model: holds what every pass shares. `leave` is called behind each layer, ahead of the norm, and
+    may raise to end the pass there."""
 
     def __init__(
         self,
@@ -94,7 +95,9 @@ class Sweeps:
         overlap: bool,
         tracer: Tracer | None = None,
         activations: ActivationStore | None = None,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
+        self.leave = leave
         self.layers = layers
         self.params = params
         self.overlap = overlap
@@ -112,7 +115,8 @@ class Sweeps:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=True, moved=schedule.moved)
-            training = _Training(schedule, micro_batches, self.params, gradients, optimizer, scale, self.activations)
+            parts = gradients, optimizer, scale, self.activations
+            training = _Training(schedule, micro_batches, self.params, self.leave, *parts)
             self._run(schedule, training.handlers(), micro_batches, gradients, optimizer, self.tracer)
         return training.losses
 
@@ -120,7 +124,7 @@ class Sweeps:
         """One forward-only pass. Returns what each body returned."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=False)
-            evaluation = _Evaluation(schedule, micro_batches, self.params)
+            evaluation = _Evaluation(schedule, micro_batches, self.params, self.leave)
             self._run(schedule, evaluation.handlers(), micro_batches)
         return evaluation.results
 
@@ -167,10 +171,13 @@ class Sweeps:
 class _Pass:
     """Handlers that training and evaluation share."""
 
-    def __init__(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params) -> None:
+    def __init__(
+        self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params, leave: Callable[[], None]
+    ) -> None:
         self.fused = schedule.fused
         self.micro_batches = micro_batches
         self.params = params
+        self.leave = leave
 
     def handlers(self) -> dict[Op, Handler]:
         return {Op.FETCH: self.fetch, Op.RELEASE: self.release, Op.F: self.forward}
@@ -184,6 +191,7 @@ class _Pass:
 
     def release(self, event: Event) -> None:
         self.params.release(_unit(event))
+        self.leave()
 
     def forward(self, event: Event) -> None:
         if event.layer == "pre":
@@ -194,8 +202,10 @@ class _Pass:
 
 
 class _Evaluation(_Pass):
-    def __init__(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params) -> None:
-        super().__init__(schedule, micro_batches, params)
+    def __init__(
+        self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params, leave: Callable[[], None]
+    ) -> None:
+        super().__init__(schedule, micro_batches, params, leave)
         self.results: list[Any] = [None] * len(micro_batches)
 
     def forward(self, event: Event) -> None:
@@ -212,12 +222,13 @@ class _Training(_Pass):
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         params: Params,
+        leave: Callable[[], None],
         gradients: GradientStore,
         optimizer: Optimizer,
         scale: Callable[[torch.Tensor], torch.Tensor],
         activations: ActivationStore | None,
     ) -> None:
-        super().__init__(schedule, micro_batches, params)
+        super().__init__(schedule, micro_batches, params, leave)
         self.activations = activations
         self.gradients = gradients
         self.optimizer = optimizer

@@ -49,6 +49,12 @@ _TIERS = "test_gradient_tiers.py::test_bits_are_stocks_wherever_gradients_wait"
 _RESUME = "test_resume.py::test_"
 _GOES_ON = f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-2]"
 _GOES_BACK = f"{_RESUME}loading_into_the_run_that_saved_goes_back"
+_VERIFY = "test_verify.py::test_"
+_FLIPPED = f"{_VERIFY}a_bit_that_flips_on_the_disk_is_noticed_and_tears_the_state[fp32-"
+_FAILURES = "test_failures.py::test_"
+_STOPPING = "test_stopping.py::test_"
+_ASKED = f"{_STOPPING}a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not"
+_BETWEEN_STEPS = f"{_STOPPING}between_two_steps_handlers_of_others_are_called_and_put_back"
 _DOCTOR = "test_doctor.py::test_"
 _TRAPS = "test_traps.py::test_"
 _CLEAN = "test_clean.py::test_a_"
@@ -439,6 +445,132 @@ MUTATIONS = (
         'engine.optimizer.powers = Powers(**numbers["powers"])',
         "pass",
         f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-5]",
+    ),
+    # failing ranks
+    Mutation(
+        "failures-untold",
+        "failures.py",
+        "            self.tell(what, error)\n            return None",
+        "            return None",
+        f"{_FAILURES}a_rank_that_waits_for_ever_is_ended",
+    ),
+    Mutation(
+        "nobody-looks-after-the-others",
+        "failures.py",
+        "and not process.is_alive():",
+        "and False:",
+        f"{_FAILURES}a_rank_that_is_killed_ends_the_others",
+    ),
+    Mutation(
+        "ranks-go-on-out-of-step",
+        "failures.py",
+        "if not self._inside and self._failed:",
+        "if False:",
+        f"{_FAILURES}a_rank_that_failed_alone_does_not_go_on",
+    ),
+    Mutation(
+        "shared-failures-end-ranks",
+        "failures.py",
+        "self._settled, self._failed = self._section, False",
+        "self._failed = False",
+        f"{_FAILURES}failures_that_all_share_leave_the_ranks_in_step",
+    ),
+    Mutation(
+        "no-more-data-is-a-failure",
+        "failures.py",
+        " or isinstance(error, StopIteration)",
+        "",
+        f"{_FAILURES}no_more_data_is_no_failure",
+    ),
+    Mutation(
+        "ranks-are-not-watched",
+        "ranks.py",
+        "    return _watch.section(what)",
+        "    return contextlib.nullcontext()",
+        "test_failing_ranks.py::test_one_ranks_failure_ends_the_other_and_is_named[kill-1]",
+    ),
+    # signals
+    Mutation(
+        "steps-in-place-are-left",
+        "regime.py",
+        "return not self.early or self.generations > 1",
+        "return True",
+        _ASKED,
+    ),
+    Mutation("seeds-of-a-step-that-was-left", "stopping.py", "torch.set_rng_state(random_state)", "pass", _ASKED),
+    Mutation("handlers-of-others-lost", "stopping.py", "before(number, frame)", "pass", _BETWEEN_STEPS),
+    Mutation("handlers-left-behind", "stopping.py", "signal.signal(number, handler)", "pass", _BETWEEN_STEPS),
+    Mutation(
+        "ranks-stop-one-by-one",
+        "stopping.py",
+        "return not ranks.is_true_on_all_ranks(self._number is None)",
+        "return self._number is not None",
+        f"{_STOPPING}a_signal_to_one_rank_ends_all_behind_the_same_step[0]",
+    ),
+    # headroom
+    Mutation(
+        "waiting-gradients-need-no-disk",
+        "headroom.py",
+        "return self.state + self.second + self.gradients",
+        "return self.state + self.second",
+        "test_headroom.py::test_too_little_room_is_refused_with_what_would_fit",
+    ),
+    Mutation(
+        "checkpoints-need-no-room",
+        "headroom.py",
+        "told if disk.left >= disk.frozen else",
+        "told if True else",
+        "test_headroom.py::test_room_for_a_checkpoint_is_told_and_demanded_where_one_is_sure",
+    ),
+    Mutation(
+        "open-files-uncounted",
+        "headroom.py",
+        "if hard != resource.RLIM_INFINITY and needed > hard:",
+        "if False:",
+        "test_headroom.py::test_open_files_are_counted_and_the_soft_limit_is_raised",
+    ),
+    # verified reads
+    Mutation(
+        "state-read-unchecked",
+        "pipeline.py",
+        "self._checksums.check(extent.path, extent.offset, view.numpy())",
+        "pass",
+        f"{_FLIPPED}early state]",
+    ),
+    Mutation(
+        "parameters-read-unchecked",
+        "params.py",
+        "            resident.buffer.check_reads()\n",
+        "",
+        f"{_FLIPPED}parameters, beside]",
+    ),
+    Mutation(
+        "waiting-gradients-unchecked",
+        "gradient_file.py",
+        "self._checksums.note(extent.path, extent.offset, whole.numpy())",
+        "pass",
+        f"{_FLIPPED}gradients]",
+    ),
+    Mutation(
+        "lost-parameters-are-saved",
+        "optimizer.py",
+        " or isinstance(error, ChecksumError)",
+        "",
+        f"{_FLIPPED}parameters, whole]",
+    ),
+    Mutation(
+        "what-nobody-knows-stays-unknown",
+        "checksums.py",
+        "            self.note(name, start, view[start - offset : end - offset])",
+        "            pass",
+        f"{_VERIFY}pieces_inside_a_read_are_checked_and_bytes_that_nobody_knows_are_learned",
+    ),
+    Mutation(
+        "reads-for-nobody-are-checked",
+        "transfer.py",
+        "        buffer.forget_reads()\n",
+        "",
+        f"{_VERIFY}what_is_written_or_dropped_between_steps_is_no_damage",
     ),
     # powers of beta
     Mutation(
