@@ -6,6 +6,7 @@ files]), and copied where it is not. What rests in host memory is written out.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -24,6 +25,7 @@ from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile
 from ds_vertical.storage import StorageError, fail
 from ds_vertical.tagfolder import TagFolder, check_tag, sync_file, sync_folder, write_synced
 
+SCRIPT = Path(__file__).with_name("zero_to_fp32.py")  # travels with checkpoints: the way out of them without us
 MEMORY, LOOSE = "memory.bin", "loose.pt"  # tensors that rest in host memory; scheduler, random states, buffers, client state
 POINTS = (
     "folder made",
@@ -55,6 +57,25 @@ def save(
         check_tag(tag)
         _check_loadable("client_state", client_state)
     engine.optimizer.flush()
+    with new_folder(save_dir, tag, save_latest) as folder:
+        with ranks.agreed("save_checkpoint"):
+            place = manifest.rank_folder(folder.beside, ranks.rank())
+            data = RankSave(engine, place, exclude_frozen).write(client_state)
+        every = ranks.all_gathered((len(data), checksum(data)))
+        with ranks.agreed("save_checkpoint"):
+            if ranks.rank() == 0:
+                write_synced(folder.beside / manifest.NAME, manifest.folder_manifest(tag, every))
+                _place_script(folder)
+    return folder.path
+
+
+@contextlib.contextmanager
+def new_folder(save_dir: Path, tag: str, save_latest: bool) -> Iterator[TagFolder]:
+    """A folder for all ranks to write to (`beside`), which takes the tag's place at the block's end. All ranks leave the block,
+    or all raise, and then an earlier checkpoint of the tag is as it was; the block itself must agree likewise. Collective.
+
+    Raises CheckpointError, StorageError, OtherRankError.
+    """
     asked = ranks.all_gathered((str(save_dir), tag, secrets.token_hex(4)))
     if any(other[:2] != asked[0][:2] for other in asked):
         raise CheckpointError(f"save_checkpoint: the ranks do not agree on folder and tag: {sorted({a[:2] for a in asked})}")
@@ -64,13 +85,9 @@ def save(
             if is_first:
                 folder.make()
             reach("folder made")
-        with ranks.agreed("save_checkpoint"):
-            place = manifest.rank_folder(folder.beside, ranks.rank())
-            data = RankSave(engine, place, exclude_frozen).write(client_state)
-        every = ranks.all_gathered((len(data), checksum(data)))
+        yield folder
         with ranks.agreed("save_checkpoint"):
             if is_first:
-                write_synced(folder.beside / manifest.NAME, manifest.folder_manifest(tag, every))
                 reach("folder complete")
                 folder.switch()
                 reach("switched")
@@ -82,7 +99,13 @@ def save(
         if is_first and save_latest:
             folder.write_latest()
         reach("latest written")
-    return folder.path
+
+
+def _place_script(folder: TagFolder) -> None:
+    """Beside the tags, where DeepSpeed puts its own; a file that is there already is not written again."""
+    data, there = SCRIPT.read_bytes(), folder.path.with_name(SCRIPT.name)
+    if not there.is_file() or there.read_bytes() != data:
+        folder.place(SCRIPT.name, data, f"copy {SCRIPT} there by hand", mode=0o700)
 
 
 class RankSave:
@@ -238,7 +261,8 @@ class RankSave:
         except TypeError as error:
             raise CheckpointError(f"save_checkpoint: the optimizer's groups hold what is no plain number: {error}") from error
         settings = runstate.settings_of(self._engine)
-        return RankManifest(ranks.rank(), ranks.world_size(), saved, self._tensors, settings, numbers)
+        tied = runstate.tied_names(self._engine)
+        return RankManifest(ranks.rank(), ranks.world_size(), saved, self._tensors, settings, numbers, tied)
 
 
 def _check_loadable(what: str, content: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ds_vertical import checkpoint, compat, ranks, resume
+from ds_vertical import checkpoint, compat, ranks, resume, stock_format
 from ds_vertical.manifest import CheckpointError
 from ds_vertical.params import ParamStore
 
@@ -51,16 +51,22 @@ class SavingEngine(compat.DeepSpeedEngine):
         client_state: Mapping[str, Any] = MappingProxyType({}),
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        portable: bool = False,
     ) -> bool:
         """Save the whole state as `<save_dir>/<tag>`; `tag`: None for `global_step<n>`. Complete or absent, whatever happens.
 
         Whatever tiers the state rests in; it may be loaded into others. `client_state`: tensors, numbers, strings and
         collections of these. `exclude_frozen_parameters`: leave out what is not trained; a load leaves it as it is.
+        `portable`: for stock DeepSpeed, which loads it with parameters and optimizer in host memory; we do not.
         Raises CheckpointError, StorageError, OtherRankError, TornStateError.
         """
         self.optimizer.check_whole()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        checkpoint.save(self, Path(save_dir), tag, dict(client_state), save_latest, exclude_frozen_parameters)
+        save = stock_format.save if portable else checkpoint.save
+        save(self, Path(save_dir), tag, dict(client_state), save_latest, exclude_frozen_parameters)
+        if portable:
+            return True
         self.optimizer.condition.note_good(Path(save_dir, tag))
         return True
 

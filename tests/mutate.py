@@ -55,6 +55,9 @@ _FAILURES = "test_failures.py::test_"
 _STOPPING = "test_stopping.py::test_"
 _ASKED = f"{_STOPPING}a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not"
 _BETWEEN_STEPS = f"{_STOPPING}between_two_steps_handlers_of_others_are_called_and_put_back"
+_EXPORT = "test_export_fp32.py::test_"
+_ALONE = "alone_it_gives_masters_frozen_weights_buffers_and_second_names"
+_PORTABLE = "test_portable.py::test_"
 _DOCTOR = "test_doctor.py::test_"
 _TRAPS = "test_traps.py::test_"
 _CLEAN = "test_clean.py::test_a_"
@@ -571,6 +574,65 @@ MUTATIONS = (
         "        buffer.forget_reads()\n",
         "",
         f"{_VERIFY}what_is_written_or_dropped_between_steps_is_no_damage",
+    ),
+    # ways out of checkpoints
+    Mutation("script-left-to-others", "checkpoint.py", "                _place_script(folder)\n", "", f"{_EXPORT}{_ALONE}"),
+    Mutation(
+        "second-names-left-out",
+        "zero_to_fp32.py",
+        "return state | {name: state[first] for name, first in self._tied.items() if first in state}",
+        "return state",
+        f"{_EXPORT}{_ALONE}",
+    ),
+    Mutation("second-names-not-saved", "runstate.py", "tied[full] = first[id(tensor)]", "pass", f"{_EXPORT}{_ALONE}"),
+    Mutation(
+        "damage-exported",
+        "zero_to_fp32.py",
+        "if _checksum(_pieces(path, offset, num_bytes)) != checksum:",
+        "if False:",
+        f"{_EXPORT}what_is_damaged_is_refused_by_name_and_nothing_is_written[0]",
+    ),
+    Mutation(
+        "padding-exported",
+        "zero_to_fp32.py",
+        "count = min(rank.share(name), full.numel() - start)",
+        "count = rank.share(name)",
+        f"{_EXPORT}shares_of_all_ranks_are_joined_and_the_padding_is_cut",
+    ),
+    Mutation(
+        "two-files-of-weights-in-memory",
+        "zero_to_fp32.py",
+        "save(_tensors(shard, shared=not safe_serialization), str(",
+        "save(kept := _tensors(shard, shared=not safe_serialization), str(",
+        f"{_EXPORT}one_file_of_weights_is_in_memory_at_a_time",
+    ),
+    Mutation(
+        "portable-in-our-order",
+        "stock_format.py",
+        "narrow(0, start + first, count)",
+        "narrow(0, first, count)",
+        f"{_PORTABLE}stock_loads_it_and_goes_on_with_the_same_bits",
+    ),
+    Mutation(
+        "portable-without-steps",
+        "compat_state.py",
+        '{"step": g.step,',
+        '{"step": 0,',
+        f"{_PORTABLE}stock_loads_it_and_goes_on_with_the_same_bits",
+    ),
+    Mutation(
+        "portable-frozen-weights-from-stocks-buffer",
+        "compat_state.py",
+        '        "_get_param_fragment_func": share_of,\n',
+        "",
+        f"{_PORTABLE}stock_loads_it_and_goes_on_with_the_same_bits",
+    ),
+    Mutation(
+        "persistent-parameters-left-partitioned",
+        "stock_format.py",
+        "        raise\n    compat_state.gather_persistent(optimizer)",
+        "        raise",
+        f"{_PORTABLE}it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone",
     ),
     # powers of beta
     Mutation(
