@@ -14,7 +14,9 @@ __all__ = [
     "VerticalEngine",
     "VerticalConfig",
     "ConfigError",
+    "ChecksumError",
     "NonFiniteError",
+    "OtherRankError",
     "TornStateError",
     "__version__",
 ]
@@ -25,13 +27,17 @@ _HOMES = {
     "VerticalEngine": "ds_vertical.engine",
     "VerticalConfig": "ds_vertical.config",
     "ConfigError": "ds_vertical.config",
+    "ChecksumError": "ds_vertical.checksums",
     "NonFiniteError": "ds_vertical.torn",
+    "OtherRankError": "ds_vertical.failures",
     "TornStateError": "ds_vertical.torn",
 }
 
 if TYPE_CHECKING:
+    from ds_vertical.checksums import ChecksumError
     from ds_vertical.config import ConfigError, VerticalConfig
     from ds_vertical.engine import VerticalEngine, initialize, prepare
+    from ds_vertical.failures import OtherRankError
     from ds_vertical.torn import NonFiniteError, TornStateError
 
 

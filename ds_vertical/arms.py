@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_vertical.config import SECTION, ConfigError, load_section, read_config
+from ds_vertical.config import SECTION, ConfigError, load_section
+from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
 
 _ABSENT = object()

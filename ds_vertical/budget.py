@@ -43,6 +43,19 @@ class Chunk:
         return sum(self.sizes)
 
 
+@dataclass(frozen=True)
+class Files:
+    """Bytes of this rank's files: `parameters` (which the optimizer steps), one generation of optimizer state, the gradients
+    that wait on SSD, and those that would without early steps, to within half a piece. `on_ssd`: files of parameters, and of
+    chunks of state."""
+
+    parameters: int
+    state: int
+    gradients: int
+    all_gradients: int
+    on_ssd: int
+
+
 class Forecast:
     """What this rank will hold, from the model, the parameters that the optimizer steps (groups) and the JSON."""
 
@@ -69,6 +82,16 @@ class Forecast:
     def state_on_ssd(self) -> bool:
         """Whether the JSON puts the optimizer's state there."""
         return self._json.state_on_ssd
+
+    @property
+    def files(self) -> Files:
+        stepped = {id(param) for chunk in self.chunks for param in chunk.params}
+        in_files, chunks = self._in_files, [chunk for chunk in self.chunks if chunk.state_on_ssd]
+        parameters = sum(self._file_bytes(param) for param in in_files if id(param) in stepped)
+        state = sum(_MOMENTS * self._aligned(chunk.numel * FP32_BYTES) for chunk in chunks)
+        waiting = (1 - self._resolved.gradient_host_share) * sum(chunk.numel for chunk in self.chunks) * FP32_BYTES
+        on_ssd = len(in_files) + _MOMENTS * len(chunks)
+        return Files(parameters, state, round(self._held_share * waiting), round(waiting), on_ssd)
 
     # ---- in the terms of `memory`
 
@@ -145,8 +168,11 @@ class Forecast:
         return -(-compat.full_numel(param) // self._num_shards)
 
     def _file_bytes(self, param: nn.Parameter) -> int:
+        return self._aligned(self._shard(param) * self._param_bytes)
+
+    def _aligned(self, num_bytes: int) -> int:
         alignment = self._json.alignment_bytes
-        return -(-self._shard(param) * self._param_bytes // alignment) * alignment
+        return -(-num_bytes // alignment) * alignment
 
     @property
     def _in_files(self) -> list[nn.Parameter]:

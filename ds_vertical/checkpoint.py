@@ -26,6 +26,7 @@ from ds_vertical.remedies import remedy
 from ds_vertical.storage import StorageError, fail
 from ds_vertical.tagfolder import TagFolder, check_tag, sync_file, sync_folder, write_synced
 
+SCRIPT = Path(__file__).with_name("zero_to_fp32.py")  # travels with checkpoints: the way out of them without us
 MEMORY, LOOSE = "memory.bin", "loose.pt"  # tensors that rest in host memory; scheduler, random states, buffers, client state
 POINTS = (
     "folder made",
@@ -45,7 +46,9 @@ def reach(point: str) -> None:
     assert point in POINTS
 
 
-def save(engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any], save_latest: bool) -> Path:
+def save(
+    engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool
+) -> Path:
     """Save the whole state as `<save_dir>/<tag>`; returns that. All ranks succeed or raise, and an earlier checkpoint of the
     same tag stays loadable until the new one is complete. Collective.
 
@@ -56,6 +59,25 @@ def save(engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any],
         _check_loadable("client_state", client_state)
     with ranks.agreed("save_checkpoint"):
         engine.optimizer.flush()
+    with new_folder(save_dir, tag, save_latest) as folder:
+        with ranks.agreed("save_checkpoint"):
+            place = manifest.rank_folder(folder.beside, ranks.rank())
+            data = RankSave(engine, place, exclude_frozen).write(client_state)
+        every = ranks.all_gathered((len(data), checksum(data)))
+        with ranks.agreed("save_checkpoint"):
+            if ranks.rank() == 0:
+                write_synced(folder.beside / manifest.NAME, manifest.folder_manifest(tag, every))
+                _place_script(folder)
+    return folder.path
+
+
+@contextlib.contextmanager
+def new_folder(save_dir: Path, tag: str, save_latest: bool) -> Iterator[TagFolder]:
+    """A folder for all ranks to write to (`beside`), which takes the tag's place at the block's end. All ranks leave the block,
+    or all raise, and then an earlier checkpoint of the tag is as it was; the block itself must agree likewise. Collective.
+
+    Raises CheckpointError, StorageError, OtherRankError.
+    """
     asked = ranks.all_gathered((str(save_dir), tag, secrets.token_hex(4)))
     if any(other[:2] != asked[0][:2] for other in asked):
         raise CheckpointError(f"save_checkpoint: the ranks do not agree on folder and tag: {sorted({a[:2] for a in asked})}")
@@ -65,12 +87,9 @@ def save(engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any],
             if is_first:
                 folder.make()
             reach("folder made")
-        with ranks.agreed("save_checkpoint"):
-            data = RankSave(engine, manifest.rank_folder(folder.beside, ranks.rank())).write(client_state)
-        every = ranks.all_gathered((len(data), checksum(data)))
+        yield folder
         with ranks.agreed("save_checkpoint"):
             if is_first:
-                write_synced(folder.beside / manifest.NAME, manifest.folder_manifest(tag, every))
                 reach("folder complete")
                 folder.switch()
                 reach("switched")
@@ -82,13 +101,20 @@ def save(engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any],
         if is_first and save_latest:
             folder.write_latest()
         reach("latest written")
-    return folder.path
+
+
+def _place_script(folder: TagFolder) -> None:
+    """Beside the tags, where DeepSpeed puts its own; a file that is there already is not written again."""
+    data, there = SCRIPT.read_bytes(), folder.path.with_name(SCRIPT.name)
+    if not there.is_file() or there.read_bytes() != data:
+        folder.place(SCRIPT.name, data, f"copy {SCRIPT} there by hand", mode=0o700)
 
 
 class RankSave:
     """One rank's share of a save, into `folder`."""
 
-    def __init__(self, engine: Any, folder: Path) -> None:
+    def __init__(self, engine: Any, folder: Path, exclude_frozen: bool) -> None:
+        self._exclude_frozen = exclude_frozen
         self._engine = engine
         self._optimizer = engine.optimizer
         self._generations = engine.optimizer._stepper.generations
@@ -144,6 +170,8 @@ class RankSave:
     def _find_weights(self) -> None:
         on_ssd = {id(shard.param): shard for shard in self._engine.param_store.shards()}
         for number, param in enumerate(self._engine.module.parameters()):
+            if self._exclude_frozen and not param.requires_grad:
+                continue
             shard = on_ssd.get(id(param))
             if shard is None:
                 self._remember(param, "weight", compat.shard(param))
@@ -177,7 +205,7 @@ class RankSave:
             group_of |= {id(param): entry for param in params}
         for name, param in self._engine.module.named_parameters():
             group, step = group_of.get(id(param), (None, 0))
-            places = {kind: tuple(ranges) for kind, ranges in self._places[id(param)].items()}
+            places = {kind: tuple(ranges) for kind, ranges in self._places.get(id(param), {}).items()}
             shape, dtype = compat.full_shape(param), str(param.dtype).removeprefix("torch.")
             self._tensors[name] = SavedTensor(shape, dtype, param.partition_numel(), group, step, places)
 
@@ -232,7 +260,8 @@ class RankSave:
         except TypeError as error:
             raise CheckpointError(f"save_checkpoint: the optimizer's groups hold what is no plain number: {error}") from error
         settings = runstate.settings_of(self._engine)
-        return RankManifest(ranks.rank(), ranks.world_size(), saved, self._tensors, settings, numbers)
+        tied = runstate.tied_names(self._engine)
+        return RankManifest(ranks.rank(), ranks.world_size(), saved, self._tensors, settings, numbers, tied)
 
 
 def _check_loadable(what: str, content: Any) -> None:

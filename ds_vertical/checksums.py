@@ -34,10 +34,33 @@ def checksum(data: Any) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-class Checksums:
-    """What was last written to each file, piece by piece. From any thread. Writes past it must be told by `forget`."""
+class ChecksumError(RuntimeError):
+    """A piece of a file is not what was written there. `path`, `offset`, `num_bytes`: the piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str, written: Piece, found: int) -> None:
+        super().__init__(
+            f"{path}: read of {written.num_bytes} bytes at offset {written.offset}: the disk has returned other bytes than were"
+            f" written (checksum {found:016x}, of those written {written.checksum:016x}); resume from the last good checkpoint,"
+            " on another disk if it happens again"
+        )
+        self.path = path
+        self.offset = written.offset
+        self.num_bytes = written.num_bytes
+
+
+class Checksums:
+    """What was last written to each file, piece by piece. From any thread. Writes past it must be told by `forget`.
+
+    [Note: verify] With `verify` what is read is held against what was written. Reads need not have the extents of the writes:
+    checked are the pieces that lie wholly inside what was read. Bytes of which nobody knows anything (written by DeepSpeed
+    itself) are learned, and checked from their next read on. Bytes of a piece that was read in part only are neither; so it
+    goes after a load or a write by the user, until the next step has written them in its own pieces.
+    `num_checked_bytes`, `num_learned_bytes`, `num_passed_bytes`: how many of each kind there were.
+    """
+
+    def __init__(self, verify: bool = False) -> None:
+        self.verify = verify
+        self.num_checked_bytes = self.num_learned_bytes = self.num_passed_bytes = 0
         self._lock = threading.Lock()
         self._files: dict[str, dict[int, Piece]] = {}
 
@@ -45,6 +68,25 @@ class Checksums:
         """`data`, a contiguous buffer of bytes, is being written to a file from `offset` on. Other threads run meanwhile."""
         view = memoryview(data).cast("B")
         self._note(os.fspath(path), Piece(offset, len(view), checksum(view)))
+
+    def check(self, path: str | os.PathLike[str], offset: int, data: Any) -> None:
+        """`data`, a contiguous buffer of bytes, has been read from a file from `offset` on; see [Note: verify]. Other threads
+        run meanwhile. Without `verify` nothing happens. Raises ChecksumError."""
+        if not self.verify:
+            return
+        name, view = os.fspath(path), memoryview(data).cast("B")
+        known, unknown = self._within(name, offset, offset + len(view))
+        for piece in known:
+            found = checksum(view[piece.offset - offset : piece.end - offset])
+            if found != piece.checksum:
+                raise ChecksumError(name, piece, found)
+        for start, end in unknown:
+            self.note(name, start, view[start - offset : end - offset])
+        num_checked, num_learned = sum(piece.num_bytes for piece in known), sum(end - start for start, end in unknown)
+        with self._lock:
+            self.num_checked_bytes += num_checked
+            self.num_learned_bytes += num_learned
+            self.num_passed_bytes += len(view) - num_checked - num_learned
 
     def move(self, path: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
         """The file has another name now."""
@@ -78,6 +120,23 @@ class Checksums:
                 for other in [other for other in pieces.values() if other.offset < piece.end and piece.offset < other.end]:
                     del pieces[other.offset]
             pieces[piece.offset] = piece
+
+    def _within(self, path: str, start: int, end: int) -> tuple[list[Piece], list[tuple[int, int]]]:
+        """Pieces that lie wholly inside bytes [start, end) of a file, and the ranges there of which no piece has a byte."""
+        with self._lock:
+            pieces = self._files.get(path, {})
+            exact = pieces.get(start)
+            if exact is not None and exact.end == end:
+                return [exact], []
+            near = sorted(piece for piece in pieces.values() if piece.offset < end and start < piece.end)
+        gaps, position = [], start
+        for piece in near:
+            if position < piece.offset:
+                gaps.append((position, piece.offset))
+            position = piece.end
+        if position < end:
+            gaps.append((position, end))
+        return [piece for piece in near if start <= piece.offset and piece.end <= end], gaps
 
     def _tiles(self, path: str, start: int, end: int) -> list[Piece] | None:
         with self._lock:

@@ -88,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _roots(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[Path, ...]:
     """The folders to look into; exits with a usage error where that is not clear."""
-    from ds_vertical.config import ConfigError, read_config
+    from ds_vertical.config import ConfigError
+    from ds_vertical.configfile import read_config
 
     if options.path is None and options.config is None:
         parser.error("which folder? write --path /mnt/nvme, or --config ds_config.json")

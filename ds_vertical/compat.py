@@ -109,6 +109,18 @@ def log(line: str) -> None:
         print(line, flush=True)
 
 
+@functools.cache
+def _prefixed(store: Any) -> Any:
+    return torch.distributed.PrefixStore("ds_vertical", store)
+
+
+def default_store() -> Any:
+    """A part of its own of the store through which the default process group was made, always the same object; None where
+    there is no store (MPI)."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return None if store is None else _prefixed(store)
+
+
 # ---- the engine
 
 

@@ -92,6 +92,20 @@ class OffloadSettings:
         )
 
 
+def aio_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The `aio` section with DeepSpeed's defaults."""
+    return get_aio_config(config)
+
+
+def locked_by_zero_init(config: dict[str, Any]) -> int:
+    """Bytes of the buffers that zero.Init locks for parameters on SSD; 0 without."""
+    param = DeepSpeedZeroConfig(**config.get("zero_optimization", {})).offload_param
+    if param is None or param.device != OffloadDeviceEnum.nvme:
+        return 0
+    half = any((config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
+    return int(param.buffer_count) * int(param.buffer_size) * (2 if half else 4)
+
+
 def has_dynamic_scale(config: dict[str, Any]) -> bool:
     fp16 = config.get("fp16") or {}
     return bool(fp16.get("enabled")) and not fp16.get("loss_scale")

@@ -1,4 +1,4 @@
-"""The "vertical_schedule" section of a DeepSpeed JSON: reading, validating, cross-checking, resolving.
+"""The "vertical_schedule" section of a DeepSpeed JSON: validating, resolving.
 
 Imports neither torch nor deepspeed, so a JSON can be checked in milliseconds. Everything that is wrong with a
 configuration is a `ConfigError` which names the JSON path, the value found and what to write instead; all faults
@@ -7,16 +7,11 @@ found are reported at once, one per line.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import copy
 import difflib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -50,6 +45,17 @@ class Activations(BaseModel):
     """Share of the micro-batches that go there; the others stay on the device."""
     host_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """With "ssd": a further share of the micro-batches that goes to host memory."""
+
+
+class OnSignal(BaseModel):
+    """The checkpoint to save when SIGTERM or SIGINT asks the run to end."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    save_dir: Annotated[StrictStr, StringConstraints(min_length=1)]
+    """The folder, as `save_checkpoint` takes it."""
+    tag: Annotated[StrictStr, StringConstraints(min_length=1)] | None = None
+    """Null: `global_step<n>`."""
 
 
 class VerticalConfig(BaseModel):
@@ -99,12 +105,18 @@ class VerticalConfig(BaseModel):
     """Folder for one JSONL file per rank with each step's spans, waits and counters (`trace.py`). Null: off."""
     progress: bool | None = None
     """A line below a step's output on rank 0: tokens/s, fraction of the bound, busiest resource. Null: on a terminal."""
+    verify: bool = False
+    """Hold each read of optimizer state, parameters and waiting gradients against the checksum taken when it was written."""
+    on_signal: OnSignal | None = None
+    """End a run that gets SIGTERM or SIGINT between two steps, with a checkpoint. Null: at once, without one."""
 
+
+_NESTED: Mapping[str, type[BaseModel]] = {"activations": Activations, "on_signal": OnSignal}
 
 # What each key accepts, and an example; the start of the error for a wrong value.
 _EXPECTED: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("enabled", "overlap", "seed_micro_batches"), ("true or false", "true")),
-    **dict.fromkeys(("snake", "keep_gradients"), ("true or false", "false")),
+    **dict.fromkeys(("snake", "keep_gradients", "verify"), ("true or false", "false")),
     **dict.fromkeys(("optimizer_speculation", "progress"), ("true, false or null", "null")),
     "order": ('"vertical" or "horizontal"', '"vertical"'),
     "layers": ("null (discover) or a list with at least one dotted module path", '["model.layers"] or null'),
@@ -120,82 +132,10 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "activations.host_share": ("a number from 0 to 1", "0.25"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
+    "on_signal": ('an object with "save_dir" and "tag", or null', '{"save_dir": "checkpoints"} or null'),
+    "on_signal.save_dir": ("the path of a folder", '"checkpoints"'),
+    "on_signal.tag": ("a name, or null (global_step<n>)", '"signal" or null'),
 }
-
-
-# --- reading -------------------------------------------------------------------------------------------------------
-
-
-def read_config(config: dict[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """The DeepSpeed configuration as a dict of the caller's own.
-
-    Accepts what deepspeed.initialize does: a dict (deep-copied), the path of a JSON file (comments allowed, as hjson
-    reads them) or base64 of JSON (url-safe or standard alphabet). Raises ConfigError, also on duplicate keys.
-    """
-    if isinstance(config, dict):
-        return copy.deepcopy(config)
-    if not isinstance(config, (str, os.PathLike)):
-        raise ConfigError(f"config: got a {type(config).__name__}; need a dict, the path of a JSON file, or base64 of JSON")
-    if os.path.exists(config):
-        return _read_file(Path(config))
-    if not isinstance(config, str):
-        raise ConfigError(f"config: {os.fspath(config)}: no such file; write the path of a DeepSpeed JSON")
-    return _read_base64(config)
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = sorted({key for key in keys if keys.count(key) > 1})
-    if repeated:
-        raise ConfigError(f"duplicate keys {', '.join(map(show, repeated))}; keep one of each")
-    return dict(pairs)
-
-
-def _parse(text: str, source: str, comments: bool) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text, object_pairs_hook=_unique_pairs)
-    except json.JSONDecodeError as error:
-        parsed = _parse_hjson(text) if comments else None
-        if parsed is None:
-            raise ConfigError(
-                f"{source}: not valid JSON: {error.msg} at line {error.lineno} column {error.colno}; mend it there"
-            ) from error
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ConfigError(f'{source}: got {show(parsed)}; need one JSON object, e.g. {{"zero_optimization": ...}}')
-    return parsed
-
-
-def _parse_hjson(text: str) -> Any:
-    """DeepSpeed reads files with hjson, so comments and trailing commas that run under stock must run here too."""
-    import hjson  # a dependency of deepspeed
-
-    try:
-        return hjson.loads(text, object_pairs_hook=_unique_pairs)
-    except hjson.HjsonDecodeError:
-        return None  # the caller reports the position that the JSON parser found
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read it: {error}; write the path of a readable UTF-8 JSON file") from error
-    return _parse(text, str(path), comments=True)
-
-
-def _read_base64(config: str) -> dict[str, Any]:
-    shown = config if len(config) <= 60 else config[:60] + "..."
-    compact = "".join(config.split()).replace("-", "+").replace("_", "/")
-    try:
-        text = base64.b64decode(compact, validate=True).decode("utf-8")
-    except (binascii.Error, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f'config: "{shown}" is neither an existing file nor base64 of JSON ({error}); write the path of a '
-            "DeepSpeed JSON, a dict, or base64.urlsafe_b64encode of its text"
-        ) from error
-    return _parse(text, f'config: "{shown}" is no file; read as base64', comments=False)
 
 
 # --- the section ---------------------------------------------------------------------------------------------------
@@ -229,9 +169,9 @@ def _section_path(detail: Mapping[str, Any]) -> str:
     for part in detail["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part in known or len(detail["loc"]) == 1 or path == f"{SECTION}.activations":
+        elif part in known or len(detail["loc"]) == 1 or path.removeprefix(f"{SECTION}.") in _NESTED:
             path += f".{part}"
-            known = [*Activations.model_fields] if part == "activations" else []
+            known = [*_NESTED[part].model_fields] if part in _NESTED else []
     return path
 
 
@@ -239,7 +179,7 @@ def _section_fault(detail: Mapping[str, Any]) -> str:
     path = _section_path(detail)
     key = re.sub(r"\[.*", "", path.removeprefix(f"{SECTION}."))
     if detail["type"] == "extra_forbidden":
-        known = list((Activations if key.startswith("activations.") else VerticalConfig).model_fields)
+        known = list(_NESTED.get(key.partition(".")[0] if "." in key else "", VerticalConfig).model_fields)
         near = difflib.get_close_matches(key.rpartition(".")[2].lower(), known, n=1, cutoff=0.5)
         guess = f'did you mean "{near[0]}"? ' if near else ""
         return f"{path}: unknown key; {guess}known keys: {', '.join(known)}"
@@ -353,6 +293,8 @@ class Resolved:
     seed: int | None
     trace: str | None
     progress: bool | None
+    verify: bool
+    on_signal: Mapping[str, Any] | None
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
     @property
@@ -368,6 +310,7 @@ _LATER: Mapping[str, str] = {
     "optimizer_speculation": "where it would lately have come true",
     "host_memory_bytes": "what the machine has at start",
     "progress": "where rank 0's stderr is a terminal",
+    "on_signal": "no checkpoint, the run ends at once",
 }
 
 

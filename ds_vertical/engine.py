@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ds_vertical import compat, compat_pools, compat_state, hostmemory, limits_cache, ranks, storage
+from ds_vertical import compat, compat_pools, compat_state, headroom, hostmemory, limits_cache, ranks, storage
 from ds_vertical.batches import LossFn
 from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
 from ds_vertical.choices import choose_gradient_tier, choose_timing
-from ds_vertical.config import ConfigError, Resolved, explain, load_section, read_config, resolve
+from ds_vertical.config import ConfigError, Resolved, explain, load_section, resolve
+from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
 from ds_vertical.files import check_length, make_private
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
@@ -34,6 +35,7 @@ from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.progress import Progress
 from ds_vertical.saving import SavingEngine
+from ds_vertical.stopping import Stopping, leave_on_sigterm
 from ds_vertical.stores import describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
 from ds_vertical.subgroups import check_optimizer
 from ds_vertical.sweeps import Body, Sweeps
@@ -57,12 +59,14 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     section = load_section(raw)
     if section is not None:
         check(raw, section)
+        if unclaimed_paths(raw):
+            headroom.check_before_the_model(raw)
         if section.enabled and compat.is_one_memory():
             keep_cores_for_this_thread()  # ahead of the first collective
     for path in unclaimed_paths(raw):
         check_length(path)
     if unclaimed_paths(raw):
-        storage.leave_on_sigterm()
+        leave_on_sigterm()
         return storage.claim_config(raw, ranks.common_run_id(storage.new_run_id()), ranks.rank())
     return raw
 
@@ -97,7 +101,8 @@ def initialize(
     if resolved is None or not resolved.enabled:
         returned = _initialize_stock(raw, resolved, args=args, **kwargs)
     else:
-        returned = _initialize_vertical(raw, resolved, args=args, **kwargs)
+        with ranks.shared("initialize"):
+            returned = _initialize_vertical(raw, resolved, args=args, **kwargs)
     for folder in storage.claimed():
         make_private(folder)
     return returned
@@ -140,6 +145,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     resolved = choose_timing(section, resolved, forecast_of(resolved), model, report, room)
     forecast = forecast_of(resolved)
     needs, host_bytes = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
+    needs += headroom.check(forecast, config, resolved)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         compat.log(f"ds_vertical: {line}")
@@ -213,6 +219,7 @@ class VerticalEngine(SavingEngine):
         )
         self._activations = open_activations(vertical, layers, folder, new_queue, device)
         others = OtherRanks(self._params, self.optimizer) if ranks.world_size() > 1 else None
+        self._stopping = Stopping(vertical.on_signal, self.optimizer.regime)
         self._sweeps = Sweeps(
             layers,
             self._params,
@@ -220,6 +227,7 @@ class VerticalEngine(SavingEngine):
             tracer=self.tracer,
             activations=self._activations,
             others=others,
+            leave=self._stopping.leave_step,
         )
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)
         tiers = ", ".join(f"{tier} {count}" for tier, count in self._params.bytes_by_tier().items())
@@ -237,12 +245,14 @@ class VerticalEngine(SavingEngine):
     # ---- training
 
     def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
-        return self._loop.train_batch(data_iter, loss_fn)
+        with self._stopping.obeyed(self), ranks.shared("train_batch"):
+            return self._loop.train_batch(data_iter, loss_fn)
 
     train_batch.__doc__ = Loop.train_batch.__doc__
 
     def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
-        return self._loop.eval_batch(data_iter, loss_fn)
+        with self._stopping.obeyed(self), ranks.shared("eval_batch"):
+            return self._loop.eval_batch(data_iter, loss_fn)
 
     eval_batch.__doc__ = Loop.eval_batch.__doc__
 
@@ -250,7 +260,7 @@ class VerticalEngine(SavingEngine):
         """The model's outputs in evaluation mode, without gradients. In training mode raises RuntimeError."""
         if self.module.training:
             raise RuntimeError(_CALL_TRAIN_BATCH.format(name="forward"))
-        with torch.no_grad():
+        with self._stopping.obeyed(self), torch.no_grad():
             return self.evaluate([partial(self.call_module, *inputs, **kwargs)])[0]
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> NoReturn:  # override
@@ -278,6 +288,7 @@ class VerticalEngine(SavingEngine):
         with compat.autocast_if_enabled(self):
             return self.module(*inputs, **kwargs)
 
+    @ranks.together
     def evaluate(self, runs: list[Any]) -> list[Any]:
         """Run forwards (callables) layer-major without training; returns what each returned."""
         schedule = build_evaluation(self.layers.num_layers, len(runs), window=self.vertical.prefetch_layers)
@@ -328,6 +339,7 @@ class VerticalEngine(SavingEngine):
         """As DeepSpeed's, and give the host buffers back. Calling it twice is harmless."""
         params = getattr(self, "_params", None)  # absent where the engine's construction failed
         activations = getattr(self, "_activations", None)
+        stopping = getattr(self, "_stopping", None)
         with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
             cleanup.callback(super().destroy)
             if params is not None:
@@ -335,6 +347,8 @@ class VerticalEngine(SavingEngine):
                 cleanup.callback(self.optimizer.close)
             if activations is not None:
                 cleanup.callback(activations.close)
+            if stopping is not None:
+                cleanup.callback(stopping.close)
 
     @property
     def param_store(self) -> ParamStore:

@@ -63,7 +63,8 @@ class Case:
     @functools.cached_property
     def config(self) -> dict[str, Any] | None:
         """The JSON; None where there is none, or none that can be read, which is a finding of one check only."""
-        from ds_vertical.config import ConfigError, read_config
+        from ds_vertical.config import ConfigError
+        from ds_vertical.configfile import read_config
 
         try:
             return None if self.config_path is None else read_config(self.config_path)

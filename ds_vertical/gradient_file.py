@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_vertical.checksums import Checksums
 from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.parts import ALIGNMENT, Part, spread
 from ds_vertical.pipeline import Extent
@@ -26,9 +27,12 @@ def beyond_host(waiting: Mapping[Any, Sequence[Part]], host_share: float) -> lis
 
 class GradientFile:
     """`parts` in `path`, which whoever makes it preallocates (`sizes`); without parts there is no file, nor a queue for its
-    writes."""
+    writes. `checksums`: told of what is written where they verify reads; nobody else asks."""
 
-    def __init__(self, path: Path, parts: Iterable[Part], new_queue: Callable[[], DiskQueue]) -> None:
+    def __init__(
+        self, path: Path, parts: Iterable[Part], new_queue: Callable[[], DiskQueue], checksums: Checksums | None = None
+    ) -> None:
+        self._checksums = checksums if checksums is not None and checksums.verify else None
         self._extents: dict[Part, Extent] = {}
         self._writer: DiskQueue | None = None
         self.num_bytes = 0
@@ -50,7 +54,11 @@ class GradientFile:
         """Start writing a part from memory that `aligned` made."""
         extent = self._extents[part]
         assert self._writer is not None
-        return self._writer.write(data.data_ptr(), extent.num_bytes, extent.path, extent.offset)
+        transfer = self._writer.write(data.data_ptr(), extent.num_bytes, extent.path, extent.offset)
+        if self._checksums is not None:  # the padding, too: it is read back
+            whole = data.as_strided((extent.num_bytes // FP32_BYTES,), (1,))
+            self._checksums.note(extent.path, extent.offset, whole.numpy())
+        return transfer
 
     def complete(self) -> None:
         """Return when nothing is in flight, whatever came of it."""

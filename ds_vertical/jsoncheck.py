@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ds_vertical.arms import TOP_LEVEL_KEYS, check_zero
-from ds_vertical.config import SECTION, ConfigError, load_section, read_config, show
+from ds_vertical.config import SECTION, ConfigError, load_section, show
+from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
 from ds_vertical.finding import Case, Finding, error, first_line, ok, split_fault, warning
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from ds_vertical import cgroup, fio, hostmemory
 from ds_vertical.aiotune import tune
-from ds_vertical.config import ConfigError, read_config
+from ds_vertical.config import ConfigError
+from ds_vertical.configfile import read_config
 from ds_vertical.diskload import core_s_per_byte
 from ds_vertical.disktime import median_s, transfer_s
 from ds_vertical.facts import accelerator, describe_machine, versions

@@ -44,7 +44,7 @@ class SavedFile:
 class SavedTensor:
     """A parameter. `numel`: elements of the rank's share; `group`: of the optimizer, None where it does not have it; `step`:
     the optimizer steps it has taken. `places`: by kind ("weight", "master", "exp_avg", "exp_avg_sq"), the ranges that make up
-    the share."""
+    the share; without "weight" for a frozen parameter that the save left out."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -56,7 +56,8 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class RankManifest:
-    """`settings`: of the run, by JSON path; `numbers`: what else is plain numbers (`runstate`)."""
+    """`settings`: of the run, by JSON path; `numbers`: what else is plain numbers (`runstate`); `tied`: second names of
+    parameters and buffers, each with the first."""
 
     rank: int
     world_size: int
@@ -64,6 +65,7 @@ class RankManifest:
     tensors: Mapping[str, SavedTensor]
     settings: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         return (json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n").encode()
@@ -82,6 +84,7 @@ class RankManifest:
             {name: _tensor(entry) for name, entry in found["tensors"].items()},
             found["settings"],
             found["numbers"],
+            found["tied"],
         )
 
     @property

@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_vertical import compat, compat_state, files, memory, native, ranks, together
 from ds_vertical.adam import AdamSettings, CpuAdam, Powers
-from ds_vertical.checksums import Checksums
+from ds_vertical.checksums import ChecksumError, Checksums
 from ds_vertical.config import Resolved
 from ds_vertical.disk import DiskQueue
 from ds_vertical.gradient_file import GradientFile, beyond_host
@@ -52,7 +52,7 @@ class VerticalStage3(ChunkedStage3):
         self._new_regime = partial(Regime, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
         self.regime = self._new_regime(certain=False, on_ssd=False)  # another where the state turns out to be on SSD
         self.condition = Condition()
-        self.checksums = Checksums()  # of this rank's files of state and parameters
+        self.checksums = Checksums(vertical.verify)  # of this rank's files of state and parameters
         self._dynamic_scale = bool(kwargs.get("dynamic_loss_scale"))
         self._tried = False  # whether parts of this step have been taken early
         self._hit = False  # whether they count, and have not been committed yet
@@ -79,7 +79,7 @@ class VerticalStage3(ChunkedStage3):
         self.holding = None if not beyond else DELAYED if self.regime.final else EVERYTHING
         numel = sum(part.numel for parts in waiting.values() for part in parts)
         self.gradients_on_ssd = sum(part.numel for part in beyond) / (numel or 1)  # of those that wait
-        file = GradientFile(compat_state.gradient_file(self) if beyond else Path(), beyond, new_queue)
+        file = GradientFile(compat_state.gradient_file(self) if beyond else Path(), beyond, new_queue, self.checksums)
         together.require(file.sizes)
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, compat.device_name() != "cpu")
         sizes = bytes_read(chunks, file.extents)
@@ -303,7 +303,7 @@ class VerticalStage3(ChunkedStage3):
         try:
             yield
         except BaseException as error:
-            if self._stepper.torn:
+            if self._stepper.torn or isinstance(error, ChecksumError):
                 self.condition.tear(error)
             if self.failure is not None:
                 self.condition.tell(error)

@@ -94,7 +94,8 @@ class ParamStore:
     def _new_buffers(self, num_bytes: int, count: int) -> list[HostBuffer]:
         if self.reads is None or num_bytes == 0:
             return []
-        buffers = [HostBuffer(compat.lock_host_bytes(num_bytes), self.reads) for _ in range(count)]
+        check = self._checksums.check if self._checksums.verify else None
+        buffers = [HostBuffer(compat.lock_host_bytes(num_bytes), self.reads, check) for _ in range(count)]
         self._buffers += buffers
         return buffers
 
@@ -225,6 +226,7 @@ class ParamStore:
         resident = self._resident[unit]
         if resident.buffer is not None:
             resident.buffer.wait_reads()
+            resident.buffer.check_reads()
             for shard in shards:
                 compat.bind_shard(shard.param, shard.view(resident.buffer.data))
         self._backlog.wait()

@@ -5,7 +5,8 @@ one slot is computed, the next is being read and the one before is being written
 A slot takes its next read when its write is complete. Parts go through in the order in which they were submitted.
 
 [Note: failures] After the first failure nothing more is computed. A job that writes beside what is current leaves the state
-as it was, whatever becomes of it; any other one that failed, or was not run any more, has torn it.
+as it was, whatever becomes of it; any other one that failed, or was not run any more, has torn it. So has whoever finds that
+what it reads is not what was written.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from ds_vertical.checksums import Checksums
+from ds_vertical.checksums import ChecksumError, Checksums
 from ds_vertical.disk import DiskQueue, Transfer, complete
 from ds_vertical.trace import Tracer, now
 from ds_vertical.transfer import Ticket
@@ -96,7 +97,7 @@ class Slot:
 
 class StepPipeline:
     """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
-    `begin` is called on the thread, ahead of the first. `checksums`: told of all that is written.
+    `begin` is called on the thread, ahead of the first. `checksums`: told of all that is written, asked about all that is read.
 
     An error of a job is raised by the wait of its batch and of every later one, until `recover`.
     """
@@ -264,6 +265,8 @@ class StepPipeline:
                 transfer.wait()
             job.started.clear()
             views = slot.views(job.sources) if slot is not None else []
+            for extent, view in zip(job.sources, views, strict=True):
+                self._checksums.check(extent.path, extent.offset, view.numpy())
             start = now()
             job.compute(views)
             self._tracer.span("adam", job.what, start, now())
@@ -280,7 +283,7 @@ class StepPipeline:
                 batch.finish()
         except BaseException as error:
             batch.error = error
-            self._torn |= not job.beside
+            self._torn |= not job.beside or isinstance(error, ChecksumError)
             for transfer in job.started:  # into memory of ours
                 complete(transfer)
             raise

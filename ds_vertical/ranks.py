@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import importlib.util
 import os
 import socket
-from collections.abc import Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
 
-from ds_vertical import compat
+from ds_vertical import compat, storage
+from ds_vertical.failures import OtherRankError, Watch, end_process
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class OtherRankError(RuntimeError):
-    """What this rank was asked for has failed on another one; the message says how."""
+_watch: Watch | None = None
 
 
 def rank() -> int:
@@ -52,6 +57,51 @@ def agreed(what: str) -> Iterator[None]:
             raise OtherRankError(f"{what} failed on {len(others)} of {len(said)} ranks; {others[0]}")
     if error is not None:
         raise error
+
+
+# ---- failures
+
+
+def shared(what: str) -> contextlib.AbstractContextManager[None]:
+    """Within the block all ranks do the same, `what`: one's failure ends all. See `failures.Watch.section`; with one rank
+    nothing happens."""
+    global _watch
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return contextlib.nullcontext()
+    store = compat.default_store()
+    if store is None:
+        return contextlib.nullcontext()
+    if _watch is None or _watch.store is not store:
+        number, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        _watch = Watch(store, number, count, lambda cause: end_process(cause, [storage.release_all]))
+    return _watch.section(what)
+
+
+def together(method: Callable[P, R]) -> Callable[P, R]:
+    """All ranks call the method: its calls are `shared`."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with shared(method.__name__):
+            return method(*args, **kwargs)
+
+    return call
+
+
+@atexit.register
+def _leave() -> None:
+    """The others learn how this process ends: of an error that nobody has caught, too."""
+    if _watch is not None:
+        _watch.close(getattr(sys, "last_value", None))
+
+
+def _forget_in_child() -> None:
+    """A forked child has no thread that watches, and is no rank."""
+    global _watch
+    _watch = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def ranks_on_this_host() -> int:

@@ -56,6 +56,11 @@ class Regime:
         return self.possible and self.certain
 
     @property
+    def can_be_left(self) -> bool:
+        """Whether a step that is left before its norm is as if it had not been: early steps in place have changed the state."""
+        return not self.early or self.generations > 1
+
+    @property
     def leaves_steps(self) -> bool:
         """Whether part of the step is left to the next forward; otherwise all of it comes at once, after the norm."""
         return self.possible or self.delay > 0

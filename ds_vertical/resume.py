@@ -219,6 +219,8 @@ class _Loading:
         on_ssd = {id(shard.param): shard for shard in store.shards()}
         for param in self._engine.module.parameters():
             name, shard = self._names[id(param)], on_ssd.get(id(param))
+            if "weight" not in self._saved.tensors[name].places:
+                continue  # a frozen one, which the save left out
             if shard is None:
                 share = compat.shard(param)
                 found = torch.empty(share.numel(), dtype=share.dtype)

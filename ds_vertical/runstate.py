@@ -115,6 +115,21 @@ def set_buffers(engine: Any, saved: Mapping[str, torch.Tensor]) -> None:
             buffer.copy_(saved[name])
 
 
+def tied_names(engine: Any) -> dict[str, str]:
+    """Names under which a parameter or persistent buffer of the model stands a second time, each with its first one."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for path, module in engine.module.named_modules(remove_duplicate=False):
+        kept = compat.persistent_buffers(module)
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        own |= {name: buffer for name, buffer in module.named_buffers(recurse=False) if name in kept}
+        for name, tensor in own.items():
+            full = f"{path}.{name}" if path else name
+            if first.setdefault(id(tensor), full) != full:
+                tied[full] = first[id(tensor)]
+    return tied
+
+
 def _buffers(engine: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path, module in engine.module.named_modules():

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ds_vertical import checkpoint, compat, ranks, resume
+from ds_vertical import checkpoint, compat, ranks, resume, stock_format
 from ds_vertical.manifest import CheckpointError
 from ds_vertical.params import ParamStore
 
@@ -21,6 +21,7 @@ class SavingEngine(compat.DeepSpeedEngine):
     def param_store(self) -> ParamStore:
         raise NotImplementedError
 
+    @ranks.together
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
@@ -42,6 +43,7 @@ class SavingEngine(compat.DeepSpeedEngine):
 
     # ---- checkpoints
 
+    @ranks.together
     def save_checkpoint(
         self,
         save_dir: str,
@@ -49,24 +51,27 @@ class SavingEngine(compat.DeepSpeedEngine):
         client_state: Mapping[str, Any] = MappingProxyType({}),
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        portable: bool = False,
     ) -> bool:
         """Save the whole state as `<save_dir>/<tag>`; `tag`: None for `global_step<n>`. Complete or absent, whatever happens.
 
-        With everything in host memory as DeepSpeed's, in its format. `client_state`: tensors, numbers, strings and collections
-        of these. Raises CheckpointError, StorageError, OtherRankError, TornStateError.
+        Whatever tiers the state rests in; it may be loaded into others. `client_state`: tensors, numbers, strings and
+        collections of these. `exclude_frozen_parameters`: leave out what is not trained; a load leaves it as it is.
+        `portable`: for stock DeepSpeed, which loads it with parameters and optimizer in host memory; we do not.
+        Raises CheckpointError, StorageError, OtherRankError, TornStateError.
         """
         with ranks.agreed("save_checkpoint"):
             self.optimizer.check_whole()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        if not self._on_ssd():
-            super().save_checkpoint(save_dir, tag, dict(client_state), save_latest, exclude_frozen_parameters)
-        elif exclude_frozen_parameters:
-            raise CheckpointError("save_checkpoint(exclude_frozen_parameters=True): no run resumes without them")
-        else:
-            checkpoint.save(self, Path(save_dir), tag, dict(client_state), save_latest)
+        save = stock_format.save if portable else checkpoint.save
+        save(self, Path(save_dir), tag, dict(client_state), save_latest, exclude_frozen_parameters)
+        if portable:
+            return True
         self.optimizer.condition.note_good(Path(save_dir, tag))
         return True
 
+    @ranks.together
     def load_checkpoint(
         self,
         load_dir: str,
@@ -80,7 +85,7 @@ class SavingEngine(compat.DeepSpeedEngine):
         """Replace the live state by a saved one; `tag`: None for the one that `latest` names. What follows has the bits of a
         run that did not stop. Returns the path of what was loaded (None: no `latest`) and the client state.
 
-        With everything in host memory DeepSpeed's own checkpoints are loaded too. Without optimizer states the weights and
+        With everything in host memory stock's checkpoints are loaded too. Without optimizer states the weights and
         fp32 masters are loaded, and moments, steps and learning rates stay as they are. Raises CheckpointError, with nothing
         touched: no checkpoint, a damaged one, one that does not fit; OtherRankError.
         """

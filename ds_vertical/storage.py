@@ -18,10 +18,7 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -347,7 +344,7 @@ def remove_tree(folder: Path) -> None:
         raise StorageError(f"{folder}: delete: {len(failures)} entries could not be deleted:\n{shown}")
 
 
-def _release_all() -> None:
+def release_all() -> None:
     """At exit. Registered at import, so it runs after the exit handlers of everything that was imported later."""
     for folder in list(_claimed.values()):
         try:
@@ -363,13 +360,7 @@ def _forget_in_child() -> None:
     _claimed.clear()
 
 
-def leave_on_sigterm() -> None:
-    """Let SIGTERM, the launcher's way to end a run, end Python so that the run's folder is removed; other handlers stay."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-
-
-atexit.register(_release_all)
+atexit.register(release_all)
 os.register_at_fork(after_in_child=_forget_in_child)
 
 

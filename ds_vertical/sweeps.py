@@ -89,7 +89,8 @@ def memory_bytes() -> dict[str, int]:
 
 
 class Sweeps:
-    """Runs schedules over one model: holds what every pass shares. `others`: the ranks of the run, None where there is one."""
+    """Runs schedules over one model: holds what every pass shares. `others`: the ranks of the run, None where there is one.
+    `leave` is called behind each layer, ahead of the norm, and may raise to end the pass there."""
 
     def __init__(
         self,
@@ -100,7 +101,9 @@ class Sweeps:
         tracer: Tracer | None = None,
         activations: ActivationStore | None = None,
         others: Others | None = None,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
+        self.leave = leave
         self.layers = layers
         self.params = params
         self.overlap = overlap
@@ -120,8 +123,8 @@ class Sweeps:
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=True, moved=schedule.moved)
             company = self._company()
-            stores = self.params, gradients, optimizer
-            training = _Training(schedule, micro_batches, *stores, scale, self.activations, company)
+            parts = gradients, optimizer, scale, self.activations, company
+            training = _Training(schedule, micro_batches, self.params, self.leave, *parts)
             self._run(schedule, training.handlers(), micro_batches, company, gradients, optimizer, self.tracer)
         return training.losses
 
@@ -129,7 +132,7 @@ class Sweeps:
         """One forward-only pass. Returns what each body returned."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=False)
-            evaluation, company = _Evaluation(schedule, micro_batches, self.params), self._company()
+            evaluation, company = _Evaluation(schedule, micro_batches, self.params, self.leave), self._company()
             self._run(schedule, evaluation.handlers(), micro_batches, company)
             if company is not None:
                 company.conclude()
@@ -199,10 +202,13 @@ class Sweeps:
 class _Pass:
     """Handlers that training and evaluation share."""
 
-    def __init__(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params) -> None:
+    def __init__(
+        self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params, leave: Callable[[], None]
+    ) -> None:
         self.fused = schedule.fused
         self.micro_batches = micro_batches
         self.params = params
+        self.leave = leave
 
     def handlers(self) -> dict[Op, Handler]:
         return {Op.FETCH: self.fetch, Op.RELEASE: self.release, Op.F: self.forward}
@@ -216,6 +222,7 @@ class _Pass:
 
     def release(self, event: Event) -> None:
         self.params.release(_unit(event))
+        self.leave()
 
     def forward(self, event: Event) -> None:
         if event.layer == "pre":
@@ -226,8 +233,10 @@ class _Pass:
 
 
 class _Evaluation(_Pass):
-    def __init__(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params) -> None:
-        super().__init__(schedule, micro_batches, params)
+    def __init__(
+        self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params, leave: Callable[[], None]
+    ) -> None:
+        super().__init__(schedule, micro_batches, params, leave)
         self.results: list[Any] = [None] * len(micro_batches)
 
     def forward(self, event: Event) -> None:
@@ -244,13 +253,14 @@ class _Training(_Pass):
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         params: Params,
+        leave: Callable[[], None],
         gradients: GradientStore,
         optimizer: Optimizer,
         scale: Callable[[torch.Tensor], torch.Tensor],
         activations: ActivationStore | None,
         company: Company | None,
     ) -> None:
-        super().__init__(schedule, micro_batches, params)
+        super().__init__(schedule, micro_batches, params, leave)
         self.company = company
         self.activations = activations
         self.gradients = gradients

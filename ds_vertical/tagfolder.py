@@ -74,13 +74,17 @@ class TagFolder:
 
     def write_latest(self) -> None:
         """Name the tag in `latest`, in one step. Raises StorageError."""
-        path, new = self.path.with_name(LATEST), self.path.with_name(f"{self.beside.name}.{LATEST}")
+        self.place(LATEST, self.path.name.encode(), f"write {self.path.name} into it by hand")
+
+    def place(self, name: str, data: bytes, remedy: str, mode: int = 0o600) -> None:
+        """Write a file among the tags, or replace it, in one step. Raises StorageError."""
+        path, new = self.path.with_name(name), self.path.with_name(f"{self.beside.name}.{name}")
         try:
-            write_synced(new, self.path.name.encode())
+            write_synced(new, data, mode)
             os.replace(new, path)
             sync_folder(path.parent)
         except OSError as error:
-            raise fail(path, "replace", error, f"{remedy(error.errno)}; the tag {self.path.name} is complete") from error
+            raise fail(path, "replace", error, remedy) from error
 
     def discard(self) -> None:
         """Delete `beside` after a failure."""
@@ -140,10 +144,10 @@ def check_tag(tag: str) -> None:
         raise CheckpointError(f"tag {tag!r}: not usable as a folder's name; use letters, digits, - and _")
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file (mode 0600) that survives a power cut from then on. Raises StorageError."""
+def write_synced(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a new file that survives a power cut from then on. Raises StorageError."""
     with naming(path, "write"):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()

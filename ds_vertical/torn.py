@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
+from ds_vertical.checksums import ChecksumError
+
 _TORN = (
-    "the live state is torn: part of it has taken a step that the rest has not. It can be neither trained on nor read nor"
-    " saved; build a new engine from the last weights or checkpoint that were saved"
+    "the live state is torn: {why}. It can be neither trained on nor read nor saved; build a new engine from the last weights"
+    " or checkpoint that were saved"
 )
+_HALF_STEPPED = "part of it has taken a step that the rest has not"
+_SPOILT = "part of it is not on the disk any more as it was written"
 
 WHOLE = (
     "the live state is whole: nothing of what failed counts, and every step before it has been taken or is due. It may be"
@@ -25,7 +29,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class TornStateError(RuntimeError):
-    """Some of the live state has taken a step that the rest has not, and cannot. `__cause__`: what failed."""
+    """Some of the live state has taken a step that the rest has not, and cannot, or is lost. `__cause__`: what failed."""
 
 
 class Condition:
@@ -48,16 +52,16 @@ class Condition:
     def tell(self, error: BaseException) -> None:
         """`error` is about to be raised: say with it what has become of the state."""
         self._told = True
-        error.add_note(self._note())
+        error.add_note(self._note(error))
 
     def refuse(self, failure: BaseException) -> NoReturn:
         """Raise `failure` itself where nobody has been told (it came between two calls), else TornStateError."""
         if not self._told:
             self.tell(failure)
             raise failure
-        raise TornStateError(f"{self._note()}; what failed: {type(failure).__name__}: {failure}") from failure
+        raise TornStateError(f"{self._note(failure)}; what failed: {type(failure).__name__}: {failure}") from failure
 
-    def _note(self) -> str:
-        good = self._last_good
+    def _note(self, failure: BaseException) -> str:
+        good, why = self._last_good, _SPOILT if isinstance(failure, ChecksumError) else _HALF_STEPPED
         last = "no checkpoint has been saved" if good is None else f'the last good tag is "{good.name}" in {good.parent}'
-        return f"{_TORN} ({last})"
+        return f"{_TORN.format(why=why)} ({last})"

@@ -16,6 +16,8 @@ import torch
 
 from ds_vertical.disk import DiskQueue, Transfer
 
+Check = Callable[[str, int, Any], None]
+
 
 class Ticket:
     """A transfer in flight: `wait` completes it, once; later calls return at once."""
@@ -120,12 +122,14 @@ class HostBuffer:
     """One page-locked host buffer that `queue` reads into.
 
     `data`: 1-d uint8 tensor. `reads`: issued and not waited for. `wait_copies`: returns once the copies out of the buffer
-    are complete. `writes`: its contents on their way to SSD.
+    are complete. `writes`: its contents on their way to SSD. `check`: takes file, offset and bytes of what has been read.
     """
 
-    def __init__(self, data: torch.Tensor, queue: DiskQueue) -> None:
+    def __init__(self, data: torch.Tensor, queue: DiskQueue, check: Check | None = None) -> None:
         self.data = data
         self.queue = queue
+        self._check = check
+        self._unchecked: list[tuple[str, int, torch.Tensor]] = []
         self.reads: list[Transfer] = []
         self.wait_copies: Callable[[], None] = _nothing
         self.writes: list[Transfer] = []
@@ -134,6 +138,8 @@ class HostBuffer:
         """Start reading `num_bytes` of `path`, from `offset` on, into bytes [start, start + num_bytes) of the buffer."""
         place = self.data.narrow(0, start, num_bytes)
         self.reads.append(self.queue.read(place.data_ptr(), num_bytes, path, offset))
+        if self._check is not None:
+            self._unchecked.append((path, offset, place))
 
     def wait_reads(self) -> None:
         """Complete the reads issued so far, all of them. Raises the first DiskError, with a note if there are more."""
@@ -149,6 +155,16 @@ class HostBuffer:
                 errors[0].add_note(f"{len(errors) - 1} more reads into this buffer failed")
             raise errors[0]
 
+    def check_reads(self) -> None:
+        """Give what was read to `check`. Only for contents that are about to be used: others may be old by now."""
+        while self._unchecked:
+            path, offset, place = self._unchecked.pop(0)
+            assert self._check is not None
+            self._check(path, offset, place.numpy())
+
+    def forget_reads(self) -> None:
+        """Nobody uses what was read."""
+        self._unchecked.clear()
 
     def complete_reads(self) -> None:
         """Complete the reads issued so far, for nobody: what failed is not needed, and whoever needs it reads it again."""
@@ -176,6 +192,7 @@ class BufferPool:
         for write in buffer.writes:
             write.wait()
         buffer.writes = []
+        buffer.forget_reads()
         return self._free.popleft()
 
     def put_back(self, buffer: HostBuffer) -> None:

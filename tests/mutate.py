@@ -50,6 +50,15 @@ _RESUME = "test_resume.py::test_"
 _GOES_ON = f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-2]"
 _GOES_BACK = f"{_RESUME}loading_into_the_run_that_saved_goes_back"
 _FAULTS = "test_faults.py::test_"
+_VERIFY = "test_verify.py::test_"
+_FLIPPED = f"{_VERIFY}a_bit_that_flips_on_the_disk_is_noticed_and_tears_the_state[fp32-"
+_FAILURES = "test_failures.py::test_"
+_STOPPING = "test_stopping.py::test_"
+_ASKED = f"{_STOPPING}a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not"
+_BETWEEN_STEPS = f"{_STOPPING}between_two_steps_handlers_of_others_are_called_and_put_back"
+_EXPORT = "test_export_fp32.py::test_"
+_ALONE = "alone_it_gives_masters_frozen_weights_buffers_and_second_names"
+_PORTABLE = "test_portable.py::test_"
 _DOCTOR = "test_doctor.py::test_"
 _TRAPS = "test_traps.py::test_"
 _CLEAN = "test_clean.py::test_a_"
@@ -504,6 +513,191 @@ MUTATIONS = (
         'engine.optimizer.powers = Powers(**numbers["powers"])',
         "pass",
         f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-5]",
+    ),
+    # failing ranks
+    Mutation(
+        "failures-untold",
+        "failures.py",
+        "            self.tell(what, error)\n            return None",
+        "            return None",
+        f"{_FAILURES}a_rank_that_waits_for_ever_is_ended",
+    ),
+    Mutation(
+        "nobody-looks-after-the-others",
+        "failures.py",
+        "and not process.is_alive():",
+        "and False:",
+        f"{_FAILURES}a_rank_that_is_killed_ends_the_others",
+    ),
+    Mutation(
+        "ranks-go-on-out-of-step",
+        "failures.py",
+        "if not self._inside and self._failed:",
+        "if False:",
+        f"{_FAILURES}a_rank_that_failed_alone_does_not_go_on",
+    ),
+    Mutation(
+        "shared-failures-end-ranks",
+        "failures.py",
+        "self._settled, self._failed = self._section, False",
+        "self._failed = False",
+        f"{_FAILURES}failures_that_all_share_leave_the_ranks_in_step",
+    ),
+    Mutation(
+        "no-more-data-is-a-failure",
+        "failures.py",
+        " or isinstance(error, StopIteration)",
+        "",
+        f"{_FAILURES}no_more_data_is_no_failure",
+    ),
+    Mutation(
+        "ranks-are-not-watched",
+        "ranks.py",
+        "    return _watch.section(what)",
+        "    return contextlib.nullcontext()",
+        "test_failing_ranks.py::test_one_ranks_failure_ends_the_other_and_is_named[kill-1]",
+    ),
+    # signals
+    Mutation(
+        "steps-in-place-are-left",
+        "regime.py",
+        "return not self.early or self.generations > 1",
+        "return True",
+        _ASKED,
+    ),
+    Mutation("seeds-of-a-step-that-was-left", "stopping.py", "torch.set_rng_state(random_state)", "pass", _ASKED),
+    Mutation("handlers-of-others-lost", "stopping.py", "before(number, frame)", "pass", _BETWEEN_STEPS),
+    Mutation("handlers-left-behind", "stopping.py", "signal.signal(number, handler)", "pass", _BETWEEN_STEPS),
+    Mutation(
+        "ranks-stop-one-by-one",
+        "stopping.py",
+        "return not ranks.is_true_on_all_ranks(self._number is None)",
+        "return self._number is not None",
+        f"{_STOPPING}a_signal_to_one_rank_ends_all_behind_the_same_step[0]",
+    ),
+    # headroom
+    Mutation(
+        "waiting-gradients-need-no-disk",
+        "headroom.py",
+        "return self.state + self.second + self.gradients",
+        "return self.state + self.second",
+        "test_headroom.py::test_too_little_room_is_refused_with_what_would_fit",
+    ),
+    Mutation(
+        "checkpoints-need-no-room",
+        "headroom.py",
+        "told if disk.left >= disk.frozen else",
+        "told if True else",
+        "test_headroom.py::test_room_for_a_checkpoint_is_told_and_demanded_where_one_is_sure",
+    ),
+    Mutation(
+        "open-files-uncounted",
+        "headroom.py",
+        "if hard != resource.RLIM_INFINITY and needed > hard:",
+        "if False:",
+        "test_headroom.py::test_open_files_are_counted_and_the_soft_limit_is_raised",
+    ),
+    # verified reads
+    Mutation(
+        "state-read-unchecked",
+        "pipeline.py",
+        "self._checksums.check(extent.path, extent.offset, view.numpy())",
+        "pass",
+        f"{_FLIPPED}early state]",
+    ),
+    Mutation(
+        "parameters-read-unchecked",
+        "params.py",
+        "            resident.buffer.check_reads()\n",
+        "",
+        f"{_FLIPPED}parameters, beside]",
+    ),
+    Mutation(
+        "waiting-gradients-unchecked",
+        "gradient_file.py",
+        "self._checksums.note(extent.path, extent.offset, whole.numpy())",
+        "pass",
+        f"{_FLIPPED}gradients]",
+    ),
+    Mutation(
+        "lost-parameters-are-saved",
+        "optimizer.py",
+        " or isinstance(error, ChecksumError)",
+        "",
+        f"{_FLIPPED}parameters, whole]",
+    ),
+    Mutation(
+        "what-nobody-knows-stays-unknown",
+        "checksums.py",
+        "            self.note(name, start, view[start - offset : end - offset])",
+        "            pass",
+        f"{_VERIFY}pieces_inside_a_read_are_checked_and_bytes_that_nobody_knows_are_learned",
+    ),
+    Mutation(
+        "reads-for-nobody-are-checked",
+        "transfer.py",
+        "        buffer.forget_reads()\n",
+        "",
+        f"{_VERIFY}what_is_written_or_dropped_between_steps_is_no_damage",
+    ),
+    # ways out of checkpoints
+    Mutation("script-left-to-others", "checkpoint.py", "                _place_script(folder)\n", "", f"{_EXPORT}{_ALONE}"),
+    Mutation(
+        "second-names-left-out",
+        "zero_to_fp32.py",
+        "return state | {name: state[first] for name, first in self._tied.items() if first in state}",
+        "return state",
+        f"{_EXPORT}{_ALONE}",
+    ),
+    Mutation("second-names-not-saved", "runstate.py", "tied[full] = first[id(tensor)]", "pass", f"{_EXPORT}{_ALONE}"),
+    Mutation(
+        "damage-exported",
+        "zero_to_fp32.py",
+        "if _checksum(_pieces(path, offset, num_bytes)) != checksum:",
+        "if False:",
+        f"{_EXPORT}what_is_damaged_is_refused_by_name_and_nothing_is_written[0]",
+    ),
+    Mutation(
+        "padding-exported",
+        "zero_to_fp32.py",
+        "count = min(rank.share(name), full.numel() - start)",
+        "count = rank.share(name)",
+        f"{_EXPORT}shares_of_all_ranks_are_joined_and_the_padding_is_cut",
+    ),
+    Mutation(
+        "two-files-of-weights-in-memory",
+        "zero_to_fp32.py",
+        "save(_tensors(shard, shared=not safe_serialization), str(",
+        "save(kept := _tensors(shard, shared=not safe_serialization), str(",
+        f"{_EXPORT}one_file_of_weights_is_in_memory_at_a_time",
+    ),
+    Mutation(
+        "portable-in-our-order",
+        "stock_format.py",
+        "narrow(0, start + first, count)",
+        "narrow(0, first, count)",
+        f"{_PORTABLE}stock_loads_it_and_goes_on_with_the_same_bits",
+    ),
+    Mutation(
+        "portable-without-steps",
+        "compat_state.py",
+        '{"step": g.step,',
+        '{"step": 0,',
+        f"{_PORTABLE}stock_loads_it_and_goes_on_with_the_same_bits",
+    ),
+    Mutation(
+        "portable-frozen-weights-from-stocks-buffer",
+        "compat_state.py",
+        '        "_get_param_fragment_func": share_of,\n',
+        "",
+        f"{_PORTABLE}stock_loads_it_and_goes_on_with_the_same_bits",
+    ),
+    Mutation(
+        "persistent-parameters-left-partitioned",
+        "stock_format.py",
+        "        raise\n    compat_state.gather_persistent(optimizer)",
+        "        raise",
+        f"{_PORTABLE}it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone",
     ),
     # powers of beta
     Mutation(

@@ -290,6 +290,45 @@ def tear(folder: Path, rank: int) -> list[tuple[str, str, float]]:
     return told
 
 
+def exits(folder: Path, rank: int, dtype: str) -> dict[str, Any]:
+    """Two steps, saved in our format and in stock's, and one more from there: in this engine, with the powers of beta that
+    stock takes after a load, and in stock's, in host memory. The names that differ, what both scripts make of the weights, and
+    this rank's masters."""
+    from deepspeed.utils import zero_to_fp32 as stock_script
+
+    from ds_vertical import zero_to_fp32
+    from ds_vertical.adam import Powers
+
+    saved, portable, steps = folder.parent / f"{dtype} saved", folder.parent / f"{dtype} portable", batches(rank, 2)
+
+    def contents(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+        return harness.read_weights(model) | harness.read_state(engine, model)
+
+    with harness.running(config(folder, dtype), OddModel, vertical=True) as (engine, model):
+        for step in steps[:2]:
+            engine.train_batch(iter(step))
+        engine.save_checkpoint(str(saved))
+        engine.save_checkpoint(str(portable), portable=True)
+        masters, weights, before = harness.read_state(engine, model), harness.read_weights(model), contents(engine, model)
+        engine.optimizer.powers = Powers.made_with((0.9, 0.999))
+        engine.train_batch(iter(steps[2]))
+        after = contents(engine, model)
+    with harness.running(config(folder, dtype, tier="cpu"), OddModel, vertical=False) as (engine, model):
+        engine.load_checkpoint(str(portable))
+        differing = harness.differing(before, contents(engine, model))
+        engine.train_batch(iter(steps[2]))
+        gaps = harness.largest_relative(after, contents(engine, model))
+    by_stock = stock_script.get_fp32_state_dict_from_zero_checkpoint(str(portable))
+    return {
+        "differing": differing,
+        "goes on": {name: gap for name, gap in gaps.items() if gap > (1e-6 if dtype == "fp32" else 1e-2)},
+        "exported": zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(saved),
+        "by stock": {name: tensor.float() for name, tensor in by_stock.items()},
+        "masters": masters,
+        "weights": weights,
+    }
+
+
 def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
@@ -297,6 +336,10 @@ def main() -> int:
     import ds_vertical
 
     rank = int(os.environ["RANK"])
+    if "exits" in job:
+        results = {dtype: exits(Path(job["folder"]), rank, dtype) for dtype in job["exits"]}
+        torch.save(results, Path(job["out"]) / f"rank{rank}.pt")
+        return 0
     results: dict[str, Any] = {"folders": {}}
     original = config(Path(job["folder"]), "bf16")
     results["prepared twice"] = [

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from ds_vertical.config import (
     SECTION,
     ConfigError,
+    OnSignal,
     VerticalConfig,
     explain,
     load_section,
-    read_config,
     resolve,
 )
+from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
 
 BASE: dict[str, Any] = {
@@ -199,6 +200,8 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "seed": None,
         "trace": None,
         "progress": None,
+        "verify": False,
+        "on_signal": None,
     }
 
 
@@ -221,6 +224,8 @@ sections = st.fixed_dictionaries(
         "seed_micro_batches": st.booleans(),
         "seed": st.none() | st.integers(0, 2**64 - 1),
         "trace": st.none() | st.just("runs/trace"),
+        "verify": st.booleans(),
+        "on_signal": st.none() | st.just({"save_dir": "saved", "tag": None}),
     },
 )
 
@@ -231,7 +236,8 @@ def test_section_round_trips_through_json(section: dict[str, Any]) -> None:
     loaded = load_section({SECTION: section})
     assert loaded is not None
     for key, value in section.items():
-        assert getattr(loaded, key) == (tuple(value) if isinstance(value, list) else value)
+        expected = tuple(value) if isinstance(value, list) else OnSignal(**value) if isinstance(value, dict) else value
+        assert getattr(loaded, key) == expected
     assert load_section({SECTION: json.loads(loaded.model_dump_json())}) == loaded
     assert hash(loaded) == hash(load_section({SECTION: section}))
 
@@ -257,6 +263,11 @@ def test_every_key_has_a_description() -> None:
         ({"blocks_per_layer": True}, "vertical_schedule.blocks_per_layer: got true; need an integer >= 1"),
         ({"blocks_per_layer": None}, "vertical_schedule.blocks_per_layer: got null; need an integer >= 1"),
         ({"snake": None}, "vertical_schedule.snake: got null; need true or false; write e.g. false"),
+        ({"on_signal": True}, 'vertical_schedule.on_signal: got true; need an object with "save_dir" and "tag", or null;'),
+        ({"on_signal": {}}, "vertical_schedule.on_signal.save_dir: got {}; need the path of a folder; write e.g."),
+        ({"on_signal": {"save_dir": ""}}, 'vertical_schedule.on_signal.save_dir: got ""; need the path of a folder'),
+        ({"on_signal": {"save_dir": "a", "tags": "b"}}, 'vertical_schedule.on_signal.tags: unknown key; did you mean "tag"?'),
+        ({"verify": 1}, "vertical_schedule.verify: got 1; need true or false; write e.g. false"),
         ({"snake": "true"}, 'vertical_schedule.snake: got "true"; need true or false'),
         ({"overlap": 1}, "vertical_schedule.overlap: got 1; need true or false"),
         ({"enabled": "auto"}, 'vertical_schedule.enabled: got "auto" ("auto" is not a value here'),

@@ -358,12 +358,12 @@ def test_a_file_that_is_cut_or_gone_is_named_and_never_saved(
     with running(made, model_of, vertical=True) as (engine, _):
         train(engine, range(2))
         engine.save_checkpoint(str(tmp_path / "saved"), tag="good")
-        train(engine, range(2, 3))
+        train(engine, range(2, 4))
         engine.flush()
         path = current_file(engine, kind)
         lose(path, how)
         with told(number, "read of", str(path)):
-            train(engine, range(3, 4))
+            train(engine, range(4, 5))
         with told(number, str(path)):
             engine.save_checkpoint(str(tmp_path / "saved"), tag="bad")
         assert complete_tags(tmp_path / "saved") == ["good"]

@@ -37,7 +37,7 @@ def scales_of(arm: list[float]) -> Any:
     [
         (0.0, {}),
         (1.0, {}),
-        (0.0, {"optimizer_delay": 0.0}),
+        pytest.param(0.0, {"optimizer_delay": 0.0}, marks=pytest.mark.slow),
         pytest.param(1.0, {"optimizer_speculation": True, "optimizer_delay": 0.5}, marks=pytest.mark.slow),
         pytest.param(0.0, {"optimizer_speculation": False}, marks=pytest.mark.slow),
         (1.0, {"activations": {"device": "ssd", "share": 0.7}}),

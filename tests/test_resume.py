@@ -492,3 +492,26 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path: Path, dtype: str, cl
     second = in_new_process(tmp_path, "second", load=True, save=False, steps=[5, 8], **job)
     assert whole.pop("losses") == first.pop("losses") + second.pop("losses")
     assert differing(whole, second) == []
+
+
+def test_frozen_weights_can_be_left_out(tmp_path: Path) -> None:
+    """They stay as they are at a load; what is trained is the checkpoint's."""
+
+    def build() -> nn.Module:
+        model = model_of()
+        next(model.parameters()).requires_grad_(False)
+        return model
+
+    with running(config_in(tmp_path / "ssd"), build, vertical=True) as (engine, model):
+        train(engine, range(1))
+        engine.save_checkpoint(str(tmp_path / "saved"), exclude_frozen_parameters=True)
+        expected = contents(engine, model)
+        frozen = next(model.parameters())
+        with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0):
+            frozen.data.add_(1.0)
+        changed = read_weights(model)
+        train(engine, range(1, 2))
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        name = next(name for name, _ in model.named_parameters())
+        assert differing(expected, contents(engine, model)) == [name]
+        assert torch.equal(changed[name], read_weights(model)[name])

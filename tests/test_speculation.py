@@ -38,7 +38,7 @@ SLOW = pytest.mark.slow
     [
         pytest.param(0.0, None, id="0.0-both"),
         pytest.param(0.4, None, id="0.4-both", marks=SLOW),
-        pytest.param(0.0, 1.0, id="0.0-all-miss"),
+        pytest.param(0.0, 1.0, id="0.0-all-miss", marks=SLOW),
         pytest.param(0.4, 1.0, id="0.4-all-miss", marks=SLOW),
         pytest.param(0.0, 1e3, id="0.0-all-hit", marks=SLOW),
         pytest.param(0.4, 1e3, id="0.4-all-hit", marks=SLOW),

@@ -100,7 +100,7 @@ def test_a_vertical_engine_keeps_an_account_of_what_it_ran(
     assert [step.due for step in account.steps[1:]] == ["all" if clip else "delayed"] * 3
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("clip", [0.0, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_the_table_has_what_activations_and_gradients_move_on_ssd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float
 ) -> None:

@@ -1,0 +1,94 @@
+"""One of two ranks of which one fails, or is asked to stop, in its second step; for test_failing_ranks.py, test_stopping.py.
+
+    python tests/failing_worker.py FOLDER HOW RANK
+
+Nothing is caught or cleaned up but what HOW says: the error leaves the script, as users' do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# run as a script, so this folder is first on the path
+import harness
+import rank_worker
+import torch
+
+
+def raise_error(outputs: Any, batch: Any) -> Any:
+    raise ValueError("no luck here")
+
+
+def kill(outputs: Any, batch: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ask(outputs: Any, batch: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGTERM)
+    return outputs
+
+
+def cut_state(engine: Any) -> None:
+    """Cut every file of state short, so that the next read of one fails."""
+    engine.optimizer._pipeline.wait_idle()
+    for chunk in engine.optimizer._stepper.chunks:
+        for path in (path for files in chunk.files or () for path in files if path.exists()):
+            os.truncate(path, 4096)
+
+
+def fail(engine: Any, how: str, steps: list[Any]) -> None:
+    if how == "disk":
+        cut_state(engine)
+        for step in steps:
+            engine.train_batch(iter(step))
+    elif how == "kill":
+        engine.train_batch(iter(steps[0]), kill)
+    elif how == "signal":
+        engine.train_batch(iter(steps[0]), ask)
+    elif how == "loop":
+        for step in itertools.cycle(steps):
+            engine.train_batch(iter(step))
+    elif how == "data":
+        return
+    elif how == "outside":
+        raise KeyError("in the user-written code")
+    elif how in ("stay", "again"):
+        try:
+            engine.train_batch(iter(steps[0]), raise_error)
+        except ValueError:
+            if how == "stay":
+                time.sleep(200)
+            engine.train_batch(iter(steps[1]))
+    else:
+        engine.train_batch(iter(steps[0]), raise_error)
+
+
+def main() -> int:
+    folder, how, failing = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    torch.set_num_threads(1)
+    harness.start_process_group()
+    rank = int(os.environ["RANK"])
+    asked = how in ("signal", "loop")
+    made = rank_worker.config(folder / "swap", "fp32", tier="nvme" if asked or how == "disk" else "cpu")
+    if asked:
+        made["vertical_schedule"]["on_signal"] = {"save_dir": str(folder / "saved")}
+    engine, _ = harness.build_engine(made, rank_worker.OddModel, vertical=True)
+    first, *others = rank_worker.batches(rank, 2)
+    engine.train_batch(iter(first))
+    if rank == failing:
+        (folder / "failing").touch()
+        fail(engine, how, others)
+    else:
+        for step in itertools.cycle(others) if how == "loop" else others:
+            engine.train_batch(iter(step))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

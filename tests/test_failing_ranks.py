@@ -1,0 +1,79 @@
+"""One rank's failure ends all ranks in a bounded time, the first cause on top: two real processes over gloo, nobody else who
+could end them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import failing_worker
+import pytest
+from test_ranks import free_port
+
+LIMIT_S = 60.0  # from the failure to the end of the other rank; ours are 10 s and less, other work may share the cores
+slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(500)
+
+
+@dataclass
+class Outcome:
+    """Of both ranks: exit status and output. `seconds`: from one rank's failure to the end of the other."""
+
+    codes: list[int]
+    logs: list[str]
+    seconds: float
+
+
+def run(folder: Path, how: str, failing: int) -> Outcome:
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    logs, processes = [folder / f"rank{rank}.log" for rank in range(2)], []
+    command = [sys.executable, failing_worker.__file__, str(folder), how, str(failing)]
+    for rank, log in enumerate(logs):
+        env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        with log.open("w") as out:
+            processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
+    try:
+        processes[1 - failing].wait(300)
+        ended = time.time()
+        if how == "stay":
+            processes[failing].kill()
+        processes[failing].wait(100)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    texts = [log.read_text() for log in logs]
+    assert (folder / "failing").exists(), "\n".join(texts)
+    return Outcome([process.returncode for process in processes], texts, ended - (folder / "failing").stat().st_mtime)
+
+
+# how a rank fails: what the other one says, the failing one's exit status
+HOWS = {
+    "kill": ("is gone without a word (pid ", -9),
+    "raise": ("failed in train_batch: ValueError: no luck here", 1),
+    "disk": ("failed in train_batch: DiskError: ", 1),
+    "data": ("has ended without an error: do all ranks have as many batches", 0),
+    "outside": ("failed: KeyError: 'in the user-written code'", 1),
+    "stay": ("failed in train_batch: ValueError: no luck here (this rank has been waiting", -9),
+    "again": ("failed in train_batch: ValueError: no luck here", 1),
+}
+CASES = [pytest.param(how, 1, marks=[] if how == "kill" else slow) for how in HOWS]
+CASES += [pytest.param(how, 0, marks=slow) for how in ("kill", "raise")]  # with it goes the store
+
+
+@pytest.mark.parametrize(("how", "failing"), CASES)
+def test_one_ranks_failure_ends_the_other_and_is_named(tmp_path: Path, how: str, failing: int) -> None:
+    found, (said, status) = run(tmp_path, how, failing), HOWS[how]
+    other, own = found.logs[1 - failing], found.logs[failing]
+    assert f"OtherRankError: train_batch: rank {failing} {said}" in other, other
+    assert found.codes[1 - failing] == 1 and found.seconds < LIMIT_S
+    assert found.codes[failing] == status, own
+    assert "The above exception was" not in other and "During handling of" not in other, "the cause is not on top"
+    if how == "again":
+        assert f"this rank has failed in its last call, and rank {1 - failing} has not" in own
+    if how == "disk":
+        assert list((tmp_path / "swap").iterdir()) == [], "the ranks have left files"

@@ -1,0 +1,166 @@
+"""What ranks tell each other of failures: two ranks in one process over torch's store; the real ones are in
+test_failing_ranks.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch.distributed
+
+from ds_vertical import failures
+from ds_vertical.failures import OtherRankError, Process, Watch
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3021"
+GRACE_S = 1.0
+
+
+class Pair:
+    """The watches of two ranks. `ended`: the causes for which a rank's process would have been ended."""
+
+    def __init__(self) -> None:
+        store = torch.distributed.HashStore()
+        self.ended: list[list[str]] = [[], []]
+        self.done = [threading.Event(), threading.Event()]
+        self.ranks = [Watch(store, rank, 2, partial(self._end, rank)) for rank in range(2)]
+        deadline = time.monotonic() + 60
+        while any(len(watch._fellows) < 2 for watch in self.ranks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _end(self, rank: int, cause: str) -> None:
+        self.ended[rank].append(cause)
+        self.done[rank].set()
+        raise SystemExit  # the thread; a process in the real end_process
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        with pytest.raises(type(error)), self.ranks[rank].section("train_batch"):
+            raise error
+
+    def wait_for_ever(self, rank: int) -> str:
+        """As in a collective that never ends: the cause for which the rank is ended."""
+        with self.ranks[rank].section("train_batch"):
+            assert self.done[rank].wait(60), "nobody has ended this rank"
+        return self.ended[rank][0]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    for name, seconds in (("POLL_S", 0.01), ("GRACE_S", GRACE_S), ("HEARD_S", 0.3)):
+        monkeypatch.setattr(failures, name, seconds)
+    both = Pair()
+    yield both
+    for watch in both.ranks:
+        watch.close(None)
+
+
+def test_what_follows_from_another_ranks_failure_names_the_cause(pair: Pair) -> None:
+    pair.fail(1, ValueError("no luck"))
+    with pytest.raises(OtherRankError) as raised, pair.ranks[0].section("train_batch"):
+        raise RuntimeError(GLOO)
+    assert str(raised.value) == "train_batch: rank 1 failed in train_batch: ValueError: no luck"
+    assert raised.value.__suppress_context__, "the socket's error would be printed above the cause"
+    assert GLOO in "".join(raised.value.__notes__)
+
+
+def test_the_first_failure_is_the_cause_whatever_follows(pair: Pair) -> None:
+    pair.fail(1, ValueError("the first"))
+    pair.fail(1, ValueError("the second"))
+    with pytest.raises(OtherRankError, match="the first"), pair.ranks[0].section("train_batch"):
+        raise RuntimeError(GLOO)
+
+
+def test_an_error_of_this_ranks_own_stays_its_own(pair: Pair) -> None:
+    pair.fail(1, ValueError("elsewhere"))
+    with pytest.raises(RuntimeError, match="^CUDA out of memory$"), pair.ranks[0].section("train_batch"):
+        raise RuntimeError("CUDA out of memory")
+
+
+def test_a_failure_inside_is_told_once_by_the_outermost_section(pair: Pair) -> None:
+    with pytest.raises(ValueError), pair.ranks[1].section("outer"), pair.ranks[1].section("inner"):
+        raise ValueError("deep")
+    with pytest.raises(OtherRankError, match="^outer: rank 1 failed in outer: ValueError: deep$"):
+        with pair.ranks[0].section("outer"), pair.ranks[0].section("inner"):
+            raise RuntimeError(GLOO)
+
+
+def test_a_rank_that_waits_for_ever_is_ended(pair: Pair) -> None:
+    pair.fail(1, ValueError("no luck"))
+    assert pair.wait_for_ever(0).startswith("train_batch: rank 1 failed in train_batch: ValueError: no luck")
+
+
+def test_a_rank_that_is_killed_ends_the_others(pair: Pair) -> None:
+    child = subprocess.Popen(["sleep", "100"])
+    here = Process.me()
+    pair.ranks[0]._fellows[1] = Process(here.home, child.pid, failures._status(child.pid)[1])
+    with pair.ranks[0].section("save_checkpoint"):
+        time.sleep(0.2)
+    assert not pair.ranks[0]._entries, "the other one lives"
+    child.kill()
+    try:
+        assert f"rank 1 is gone without a word (pid {child.pid})" in pair.wait_for_ever(0)
+    finally:
+        child.wait()
+
+
+def test_a_killed_ranks_sockets_may_close_before_it_is_gone(pair: Pair) -> None:
+    child = subprocess.Popen(["sleep", "100"])
+    pair.ranks[0]._fellows[1] = Process(Process.me().home, child.pid, failures._status(child.pid)[1])
+    threading.Timer(0.3, child.kill).start()
+    with pytest.raises(OtherRankError, match="rank 1 is gone"), pair.ranks[0].section("train_batch"):
+        raise RuntimeError(GLOO)
+    child.wait()
+
+
+def test_failures_that_all_share_leave_the_ranks_in_step(pair: Pair) -> None:
+    for rank in (0, 1):
+        pair.fail(rank, ArithmeticError(f"not finite, says {rank}"))
+    for watch in pair.ranks:
+        with watch.section("train_batch"):
+            time.sleep(1.5 * GRACE_S)  # inside, and nobody else is to be waited for
+    assert pair.ended == [[], []]
+
+
+def test_a_rank_that_failed_alone_does_not_go_on(pair: Pair) -> None:
+    pair.fail(1, ValueError("no luck"))
+    with pytest.raises(OtherRankError, match="this rank has failed in its last call, and rank 0 has not"):
+        with pair.ranks[1].section("train_batch"):
+            raise AssertionError("it would meet the others in the wrong collective")
+
+
+def test_no_more_data_is_no_failure(pair: Pair) -> None:
+    pair.fail(1, StopIteration())
+    with pair.ranks[1].section("train_batch"):
+        pair.fail(0, ValueError("told"))
+    assert [entry.rank for entry in pair.ranks[0]._entries] == [0]
+
+
+def test_a_rank_that_ends_early_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "PATIENCE_S", 0.2)
+    pair.ranks[1].close(None)
+    with pytest.raises(OtherRankError, match="rank 1 has ended without an error: do all ranks have as many batches"):
+        with pair.ranks[0].section("train_batch"):
+            raise RuntimeError(GLOO)
+
+
+def test_an_error_that_nobody_catches_is_told_at_the_end(pair: Pair) -> None:
+    pair.ranks[1].close(KeyError("in the script"))
+    assert "rank 1 failed: KeyError: 'in the script'" in pair.wait_for_ever(0)
+
+
+def test_a_process_is_known_among_all_of_its_pid() -> None:
+    me = Process.me()
+    assert me.is_alive() and me.pid == os.getpid()
+    assert not me._replace(start_ticks="1").is_alive()
+    child = subprocess.Popen(["true"])
+    found = me._replace(pid=child.pid, start_ticks=failures._status(child.pid)[1])
+    deadline = time.monotonic() + 60
+    while found.is_alive() and time.monotonic() < deadline:  # nobody has asked after it: its pid is still taken
+        time.sleep(0.01)
+    assert not found.is_alive()
+    child.wait()
+    assert not found.is_alive()
