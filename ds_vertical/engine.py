@@ -218,7 +218,6 @@ class VerticalEngine(SavingEngine):
             compat.device_name(),
         )
         self._activations = open_activations(vertical, layers, folder, new_queue, device)
-        others = OtherRanks(self._params, self.optimizer) if ranks.world_size() > 1 else None
         self._stopping = Stopping(vertical.on_signal, self.optimizer.regime)
         self._sweeps = Sweeps(
             layers,
@@ -226,7 +225,7 @@ class VerticalEngine(SavingEngine):
             overlap=vertical.overlap,
             tracer=self.tracer,
             activations=self._activations,
-            others=others,
+            others=OtherRanks(self._params, self.optimizer) if ranks.world_size() > 1 else None,
             leave=self._stopping.leave_step,
         )
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)

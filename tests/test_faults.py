@@ -137,7 +137,7 @@ def test_a_step_whose_early_part_cannot_be_written_is_not_taken(
     assert_resumes(tmp_path / "saved", "rescued", made, expected)
 
 
-@pytest.mark.parametrize("kind", ["state", "parameter"])
+@pytest.mark.parametrize("kind", ["state", pytest.param("parameter", marks=slow)])
 def test_the_last_early_part_that_cannot_be_written_is_noticed_by_its_own_step(
     tmp_path: Path, reference: Callable[[float], Reference], kind: str
 ) -> None:
@@ -166,6 +166,7 @@ def blocked(path: Path) -> Iterator[Path]:
         aside.rename(path)
 
 
+@slow
 def test_a_disk_without_room_for_the_blocks_that_it_promised(tmp_path: Path, reference: Callable[[float], Reference]) -> None:
     """ENOSPC in the middle of a step, from a thinly provisioned disk; the run goes on when there is room."""
     expected = reference(0.0)
@@ -344,11 +345,12 @@ def lose(path: Path, how: str) -> None:
     ("kind", "how"),
     [
         ("state", "truncated"),
-        pytest.param("state", "missing", marks=slow),
-        pytest.param("parameter", "truncated", marks=slow),
-        pytest.param("parameter", "missing", marks=slow),
+        ("state", "missing"),
+        ("parameter", "truncated"),
+        ("parameter", "missing"),
     ],
 )
+@slow
 def test_a_file_that_is_cut_or_gone_is_named_and_never_saved(
     tmp_path: Path, reference: Callable[[float], Reference], kind: str, how: str
 ) -> None:
