@@ -43,6 +43,7 @@ class Starter:
             command = [sys.executable, __file__]
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment)
         self._running: int | None = None
+        self._text = ""
 
     def __enter__(self) -> Starter:
         self._heard("ready")
@@ -74,12 +75,21 @@ class Starter:
         return code
 
     def _heard(self, word: str) -> str:
-        output = self._process.stdout
-        assert output is not None
-        assert select.select([output], [], [], LIMIT_S)[0], self._errors.read_text()[-3000:]
-        said = output.readline()
-        assert said.startswith(f"{MARK}{word} "), said + self._errors.read_text()[-3000:]
-        return said.removeprefix(f"{MARK}{word} ")
+        """What the starter says next; DeepSpeed's own lines are left out."""
+        assert self._process.stdout is not None
+        output, end = self._process.stdout.fileno(), time.monotonic() + LIMIT_S
+        while True:
+            line, is_whole, rest = self._text.partition("\n")
+            if not is_whole:
+                assert select.select([output], [], [], max(0.0, end - time.monotonic()))[0], self.errors()
+                data = os.read(output, 1 << 16).decode()
+                assert data, self.errors()
+                self._text += data
+                continue
+            self._text = rest
+            if line.startswith(MARK):
+                assert line.startswith(f"{MARK}{word} "), line + self.errors()
+                return line.removeprefix(f"{MARK}{word} ")
 
     def errors(self) -> str:
         return self._errors.read_text()[-5000:]
