@@ -12,16 +12,17 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_vertical import compat, compat_state, files, manifest, ranks, runstate
-from ds_vertical.checksums import LARGEST_READ, Piece, checksum, read_pieces
+from ds_vertical.checksums import LARGEST_READ, Piece, checksum
 from ds_vertical.generations import FP32_BYTES, KINDS
 from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile, SavedTensor
+from ds_vertical.remedies import remedy
 from ds_vertical.storage import StorageError, fail, owned
 from ds_vertical.tagfolder import TagFolder, check_tag, sync_file, sync_folder, write_synced
 
@@ -56,7 +57,8 @@ def save(
     with ranks.agreed("save_checkpoint"):
         check_tag(tag)
         _check_loadable("client_state", client_state)
-    engine.optimizer.flush()
+    with ranks.agreed("save_checkpoint"):
+        engine.optimizer.flush()
     with new_folder(save_dir, tag, save_latest) as folder:
         with ranks.agreed("save_checkpoint"):
             place = manifest.rank_folder(folder.beside, ranks.rank())
@@ -146,8 +148,7 @@ class RankSave:
             write_synced(self._folder / manifest.NAME, data)
             sync_folder(self._folder)
         except OSError as error:
-            remedy = "free space there or save to another folder"
-            raise fail(error.filename or self._folder, "save", error, remedy) from error
+            raise fail(error.filename or self._folder, "save", error, remedy(error.errno)) from error
         reach("rank complete")
         return data
 
@@ -220,18 +221,16 @@ class RankSave:
         loose = runstate.loose_ends(self._engine)
         _check_loadable("the learning rate scheduler's state", loose["lr_scheduler"])
         loose |= {"buffers": runstate.buffers_of(self._engine), "client_state": dict(client_state)}
-        path = self._folder / LOOSE
-        torch.save(loose, path)
-        os.chmod(path, 0o600)
-        sync_file(path)
-        num_bytes = path.stat().st_size
-        saved = {LOOSE: SavedFile(num_bytes, tuple(read_pieces(path, 0, num_bytes)))}
+        buffer = io.BytesIO()  # what torch writes to a file itself fails without an errno
+        torch.save(loose, buffer)
+        saved = {LOOSE: _write_pieces(self._folder / LOOSE, [buffer.getbuffer()])}
         return saved | {MEMORY: _write_tensors(self._folder / MEMORY, self._memory)} if self._memory else saved
 
     def _write_files(self) -> dict[str, SavedFile]:
         shared, saved = set(), {}
         for path, name in self._sources.items():
             target = self._folder / name
+            _check_whole(path, max(end for _, end in self._wanted[path]))
             if _link(path, target):
                 shared.add(path)
             else:
@@ -292,22 +291,38 @@ def _check_loadable(what: str, content: Any) -> None:
 
 
 def _write_tensors(path: Path, tensors: Sequence[torch.Tensor]) -> SavedFile:
-    """Write tensors one after another into a new file (mode 0600), with no copy of more than one of them."""
+    """Write tensors one after another into a new file, with no copy of more than one of them."""
+    return _write_pieces(path, (memoryview(t.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for t in tensors))
+
+
+def _write_pieces(path: Path, buffers: Iterable[memoryview]) -> SavedFile:
+    """Write bytes into a new file (mode 0600) that survives a power cut."""
     pieces: list[Piece] = []
     offset = 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        for tensor in tensors:
-            array: Any = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            data = memoryview(array)
-            for start in range(0, len(data), LARGEST_READ):
-                piece = data[start : start + LARGEST_READ]
-                file.write(piece)
-                pieces.append(Piece(offset, len(piece), checksum(piece)))
-                offset += len(piece)
-        file.flush()
-        os.fsync(fd)
+    with files.naming(path, "write"):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb", buffering=0) as file:
+            for data in buffers:
+                for start in range(0, len(data), LARGEST_READ):
+                    piece = data[start : start + LARGEST_READ]
+                    _write_all(file.fileno(), piece)
+                    pieces.append(Piece(offset, len(piece), checksum(piece)))
+                    offset += len(piece)
+            os.fsync(fd)
     return SavedFile(offset, tuple(pieces))
+
+
+def _write_all(fd: int, data: memoryview | bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _check_whole(path: Path, num_bytes: int) -> None:
+    """Raise StorageError for a file that somebody has cut or removed: a link to it would be found damaged at the load."""
+    with files.naming(path, "save"):
+        found = path.stat().st_size
+        if found < num_bytes:
+            raise OSError(errno.ENODATA, f"the file ends at byte {found} of {num_bytes}")
 
 
 def _link(path: Path, target: Path) -> bool:
@@ -323,19 +338,25 @@ def _link(path: Path, target: Path) -> bool:
 
 def _copy(path: Path, target: Path, wanted: list[tuple[int, int]]) -> None:
     """Copy ranges of a file to the same places of a new one (mode 0600)."""
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with path.open("rb", buffering=0) as source, os.fdopen(fd, "wb") as file:
-        os.truncate(fd, path.stat().st_size)
-        for start, data in _pieces_of(source.fileno(), path, wanted):
-            file.seek(start)
-            file.write(data)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with contextlib.ExitStack() as stack:
+        with files.naming(path, "open"):
+            source = stack.enter_context(path.open("rb", buffering=0)).fileno()
+        with files.naming(target, "write"):
+            fd = stack.enter_context(os.fdopen(os.open(target, flags, 0o600), "wb", buffering=0)).fileno()
+            os.truncate(fd, path.stat().st_size)
+        for start, data in _pieces_of(source, path, wanted):
+            with files.naming(target, "write"):
+                os.lseek(fd, start, os.SEEK_SET)
+                _write_all(fd, data)
 
 
 def _pieces_of(fd: int, path: Path, wanted: list[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
     for start, end in wanted:
         while start < end:
-            data = os.pread(fd, min(LARGEST_READ, end - start), start)
-            if not data:
-                raise OSError(errno.EIO, f"the file ends at byte {start}", str(path))
+            with files.naming(path, "read"):
+                data = os.pread(fd, min(LARGEST_READ, end - start), start)
+                if not data:
+                    raise OSError(errno.EIO, f"nothing can be read from byte {start} on")
             yield start, data
             start += len(data)

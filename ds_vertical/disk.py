@@ -14,7 +14,10 @@ import errno
 import os
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
+
+from ds_vertical.remedies import remedy
 
 ALIGNMENT_BYTES = 512
 
@@ -66,7 +69,7 @@ class DiskError(OSError):
         name = errno.errorcode.get(self.errno or 0, str(self.errno))
         return (
             f"{self.filename}: {self.operation} of {self.num_bytes} bytes failed in {self.call} at offset {self.offset}"
-            f" after {self.num_transferred} bytes: {self.strerror} ({name})"
+            f" after {self.num_transferred} bytes: {self.strerror} ({name}); {remedy(self.errno)}"
         )
 
 
@@ -116,7 +119,7 @@ class Transfer:
             operation = "read" if self.is_read else "write"
             error = DiskError(operation, self.path, self._address, self.num_bytes, self.offset, completion)
             if not self.is_read:
-                self._queue.write_error = self._queue.write_error or error
+                self._queue.failed_writes.setdefault(self, error)
             raise error
         return completion
 
@@ -151,7 +154,7 @@ class DiskQueue:
         self._lock = threading.Lock()
         self.num_read_bytes = 0
         self.num_written_bytes = 0
-        self.write_error: DiskError | None = None  # the first, seen when the write was waited for
+        self.failed_writes: dict[Transfer, DiskError] = {}  # in the order in which they were waited for
         _OPEN.add(self)
 
     @property
@@ -159,6 +162,17 @@ class DiskQueue:
         if self._native is None:
             raise ValueError("the queue was closed")
         return self._native
+
+    @property
+    def write_error(self) -> DiskError | None:
+        """The first write that was seen to fail, and not forgotten."""
+        return next(iter(self.failed_writes.values()), None)
+
+    def give_up(self, writes: Iterable[Transfer]) -> None:
+        """Complete writes that nobody needs any more, and forget what came of them."""
+        for write in writes:
+            complete(write)
+            self.failed_writes.pop(write, None)
 
     def read(self, address: int, num_bytes: int, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
         """Start reading bytes [offset, offset + num_bytes) of `path` to `address`. Returns at once."""
@@ -180,6 +194,15 @@ class DiskQueue:
         if self._native is not None:
             self._native.wait_all()
             self._native = None
+
+
+def complete(transfer: Transfer) -> bool:
+    """Wait for a transfer whose failure the caller need not raise; returns whether it has moved all its bytes."""
+    try:
+        transfer.wait()
+    except OSError:
+        return False
+    return True
 
 
 _OPEN: weakref.WeakSet[DiskQueue] = weakref.WeakSet()

@@ -20,7 +20,7 @@ from ds_vertical.choices import choose_gradient_tier, choose_timing
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, resolve
 from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
-from ds_vertical.files import make_private
+from ds_vertical.files import check_length, make_private
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import suspended_hooks
@@ -29,13 +29,15 @@ from ds_vertical.layers import LayerMap, check_trainable, map_layers
 from ds_vertical.loop import Loop, StockLoop, VerticalLoop
 from ds_vertical.memory import layer_buffers
 from ds_vertical.native import new_disk_queue
-from ds_vertical.optimizer import VerticalStage3, check_optimizer
+from ds_vertical.optimizer import VerticalStage3
+from ds_vertical.others import OtherRanks
 from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.progress import Progress
 from ds_vertical.saving import SavingEngine
 from ds_vertical.stopping import Stopping, leave_on_sigterm
 from ds_vertical.stores import describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
+from ds_vertical.subgroups import check_optimizer
 from ds_vertical.sweeps import Body, Sweeps
 
 _CALL_TRAIN_BATCH = (
@@ -61,6 +63,8 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
             headroom.check_before_the_model(raw)
         if section.enabled and compat.is_one_memory():
             keep_cores_for_this_thread()  # ahead of the first collective
+    for path in unclaimed_paths(raw):
+        check_length(path)
     if unclaimed_paths(raw):
         leave_on_sigterm()
         return storage.claim_config(raw, ranks.common_run_id(storage.new_run_id()), ranks.rank())
@@ -221,6 +225,7 @@ class VerticalEngine(SavingEngine):
             overlap=vertical.overlap,
             tracer=self.tracer,
             activations=self._activations,
+            others=OtherRanks(self._params, self.optimizer) if ranks.world_size() > 1 else None,
             leave=self._stopping.leave_step,
         )
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)
@@ -286,15 +291,18 @@ class VerticalEngine(SavingEngine):
     def evaluate(self, runs: list[Any]) -> list[Any]:
         """Run forwards (callables) layer-major without training; returns what each returned."""
         schedule = build_evaluation(self.layers.num_layers, len(runs), window=self.vertical.prefetch_layers)
-        self.optimizer.flush()
+        with self.optimizer.agreed("evaluation"):
+            self.optimizer.flush()
         with suspended_hooks(self), self.optimizer.schedule_running():
             return self._sweeps.evaluate(schedule, [Body(run, None) for run in runs])
 
     def train_step(self, runs: list[Any], seeds: list[int]) -> list[torch.Tensor]:
         """One step over forwards that return their losses, everything up to and including the units' optimizer steps."""
         vertical = self.vertical
-        self._params.check_open()
-        self._gradients.refuse_strays()
+        with self.optimizer.agreed("train_batch"):
+            self._params.check_open()
+            self.optimizer.check_whole()
+            self._gradients.refuse_strays()
         compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
         tiers = moved_tiers(vertical, len(runs))
         if self._activations is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 
 from ds_vertical.dependencies import dependencies
 from ds_vertical.schedule import Event, Op, Schedule, format_window
@@ -26,7 +27,7 @@ class Executor:
 
     A handler that starts something asynchronous returns its Ticket; the executor waits for it just before the first
     event that depends on it (`dependencies` of the schedule), or at once with `overlap=False`, the debugging oracle. What is
-    issued for the next schedule is waited for there, by whoever gave the ticket.
+    issued for the next schedule is waited for there, by whoever gave the ticket. `before`: what an operation waits for besides.
     `held_bytes()` gives bytes held per tier for the message of a failure. `tracer` takes a span of every handler (from issue,
     when the executor came to the event, and start, when its waits were over), every wait, and what of `counters()` an event
     has changed. On a device that computes asynchronously a handler's span is the host's part only.
@@ -36,12 +37,14 @@ class Executor:
         self,
         handlers: Mapping[Op, Handler],
         *,
+        before: Mapping[Op, Callable[[], Ticket | None]] = MappingProxyType({}),
         overlap: bool = True,
         held_bytes: Callable[[], Mapping[str, int]] = dict,
         counters: Callable[[], Mapping[str, int]] = dict,
         tracer: Tracer | None = None,
     ) -> None:
         self.handlers = dict(handlers)
+        self.before = before
         self.overlap = overlap
         self.held_bytes = held_bytes
         self.counters = counters
@@ -59,6 +62,8 @@ class Executor:
                 for needed in needs[index]:
                     if needed in flying:
                         self._wait(flying.pop(needed), event)
+                if event.op in self.before and (ticket := self.before[event.op]()) is not None:
+                    self._wait(ticket, event)
                 start = now()
                 ticket = self.handlers[event.op](event)
                 self.tracer.span(_RESOURCE.get(event.op, ""), event, start, now(), issue=issue)

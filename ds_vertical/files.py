@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_vertical.remedies import remedy
 from ds_vertical.storage import NUM_SHOWN, StorageError, fail
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX") - 1
+_LONGEST_NAME = 256  # of a file below an nvme_path: run id, folders, the name itself and what is put behind it
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str], operation: str) -> Iterator[None]:
+    """An OSError of the block becomes a StorageError with the file, the operation, the errno and what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        raise fail(path, operation, error, remedy(error.errno)) from error
+
+
+def check_length(nvme_path: str | os.PathLike[str]) -> None:
+    """Raise StorageError for a folder below which a run's files would have names that the system does not take."""
+    length = len(os.path.realpath(os.fsencode(nvme_path)))
+    if length + _LONGEST_NAME > _LONGEST_PATH:
+        error = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        most = f"a folder whose path has at most {_LONGEST_PATH - _LONGEST_NAME} bytes, not {length}"
+        raise fail(nvme_path, "make the run's files below it", error, f"write {most}, as nvme_path")
 
 
 def check_files(expected: Mapping[Path, int]) -> None:

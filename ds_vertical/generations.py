@@ -62,6 +62,11 @@ class Chunk:
         return {"early": self.early, "delayed": self.delayed, "all": (*self.early, *self.delayed)}[share]
 
     @property
+    def num_generations(self) -> int:
+        """Of its files; 1 where the state is in memory."""
+        return len(self.files or (None,))
+
+    @property
     def boundary(self) -> int:
         """The first element of the delayed parts."""
         return sum(part.numel for part in self.early)
@@ -191,4 +196,4 @@ class Generations:
 
     def _other(self, index: int) -> int:
         """The generation that an early step of a chunk writes."""
-        return (self._bits[index] + 1) % len(self._chunks[index].files or (None,))
+        return (self._bits[index] + 1) % self._chunks[index].num_generations

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
-from ds_vertical import compat, compat_state, files, memory, native, together
+from ds_vertical import compat, compat_state, files, memory, native, ranks, together
 from ds_vertical.adam import AdamSettings, CpuAdam, Powers
 from ds_vertical.checksums import ChecksumError, Checksums
-from ds_vertical.config import ConfigError, Resolved
+from ds_vertical.config import Resolved
 from ds_vertical.disk import DiskQueue
 from ds_vertical.gradient_file import GradientFile, beyond_host
 from ds_vertical.held import HeldGradients
@@ -27,10 +26,11 @@ from ds_vertical.layers import LayerMap, Unit
 from ds_vertical.layout import make_chunks
 from ds_vertical.pipeline import StepPipeline
 from ds_vertical.regime import Regime
-from ds_vertical.routes import StateRoutes
 from ds_vertical.schedule import DELAYED, EVERYTHING
 from ds_vertical.stepper import Due, Share, Stepper, Updates, bytes_read
-from ds_vertical.torn import Condition, NonFiniteError
+from ds_vertical.storage import StorageError
+from ds_vertical.subgroups import ChunkedStage3
+from ds_vertical.torn import WHOLE, Condition, NonFiniteError
 from ds_vertical.trace import Tracer
 from ds_vertical.transfer import Ticket
 
@@ -39,16 +39,7 @@ _SLOTS = memory.SLOTS
 _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that DeepSpeed counts up, in case they share a table
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise ConfigError unless `optimizer` is DeepSpeed's CPU Adam, whose rounding the chunks reproduce."""
-    if type(optimizer) is not DeepSpeedCPUAdam:
-        raise ConfigError(
-            f"optimizer: got {type(optimizer).__name__}; vertical_schedule needs DeepSpeed's CPU Adam: write"
-            ' "optimizer": {"type": "AdamW", ...} with zero_optimization.offload_optimizer set, and pass no other optimizer'
-        )
-
-
-class VerticalStage3(StateRoutes):
+class VerticalStage3(ChunkedStage3):
     """Stage 3 whose sub-groups are chunks of one unit (a layer, or what lies outside the layers).
 
     A step is `open_step` (norm, overflow), then `step_unit` for each unit, at once or in the next forward. Numbers are
@@ -56,7 +47,6 @@ class VerticalStage3(StateRoutes):
     """
 
     def __init__(self, *args: Any, layers: LayerMap, vertical: Resolved, **kwargs: Any) -> None:
-        self._layers = layers
         self._vertical = vertical
         stops = vertical.on_nonfinite == "stop"
         self._new_regime = partial(Regime, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
@@ -67,17 +57,15 @@ class VerticalStage3(StateRoutes):
         self._tried = False  # whether parts of this step have been taken early
         self._hit = False  # whether they count, and have not been committed yet
         self._share: Share = "delayed"  # of every unit that is due
-        self._unit_of = layers.unit_of()
-        self._stock_groups: list[list[compat.ZeroParam]] = []
         self._opened = False
         self._inside = 0
+        self._apart = False  # the ranks have not agreed that all is well since one of them failed
         self._settled = True  # nothing due, nothing in flight
         self._due: Due | None = None
         self._left: dict[Unit, None] = {}  # units whose step is due, in the order of their next use
         self._ahead: dict[Unit, Ticket] = {}  # steps issued for the next forward, which has not taken them over yet
         self._norm_memory = compat_state.NormMemory()
-        super().__init__(*args, **kwargs)
-        self._stepped = {id(param) for chunk in self.fp16_groups for param in chunk}
+        super().__init__(*args, layers=layers, **kwargs)
 
     def start_pipeline(
         self, new_queue: Callable[[], DiskQueue], updates: Updates, tracer: Tracer, begin: Callable[[], None]
@@ -86,7 +74,7 @@ class VerticalStage3(StateRoutes):
         early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
         chunks = make_chunks(self, self._stock_groups, early_share, self.regime.generations)
         share: Share = "delayed" if self.regime.final else "all"
-        waiting = {unit: [p for i in self.chunks_of(unit) for p in chunks[i].parts(share)] for unit in self._layers.units}
+        waiting = {unit: [p for i in self.chunks_of(unit) for p in chunks[i].parts(share)] for unit in self._layer_map.units}
         beyond = beyond_host(waiting, self._vertical.gradient_host_share)
         self.holding = None if not beyond else DELAYED if self.regime.final else EVERYTHING
         numel = sum(part.numel for parts in waiting.values() for part in parts)
@@ -118,30 +106,6 @@ class VerticalStage3(StateRoutes):
     def host_bytes(self) -> int:
         """Bytes of the pipeline's slots and of held gradients."""
         return sum(slot.numel() for slot in self._slots) + self.gradients.num_bytes
-
-    # ---- chunks
-
-    def _create_fp16_sub_groups(self, params_group: list[nn.Parameter]) -> list[list[nn.Parameter]]:  # override
-        """Chunks: parameters of one unit, split by sub_group_size. Stock's own sub-groups are remembered for the numerics."""
-        self._stock_groups += super()._create_fp16_sub_groups(params_group)
-        chunks: list[list[nn.Parameter]] = []
-        for unit in self._layers.units:
-            members = [param for param in params_group if self._unit_of[id(param)] == unit]
-            if members:
-                chunks += super()._create_fp16_sub_groups(members)
-        return chunks
-
-    def steps(self, param: nn.Parameter) -> bool:
-        """Whether the parameter belongs to the optimizer."""
-        return id(param) in self._stepped
-
-    def chunks_of(self, unit: Unit) -> list[int]:
-        """Sub-group numbers of a unit's chunks, ascending."""
-        return [index for index, chunk in enumerate(self.fp16_groups) if self._unit_of[id(chunk[0])] == unit]
-
-    def in_chunk_order(self, unit: Unit) -> list[nn.Parameter]:
-        """The unit's parameters that the optimizer has, chunk by chunk: so a chunk's gradient sums are neighbours."""
-        return [param for index in self.chunks_of(unit) for param in self.fp16_groups[index]]
 
     # ---- set-up
 
@@ -226,9 +190,11 @@ class VerticalStage3(StateRoutes):
 
     def open_step(self) -> None:
         """Take the global norm and decide whether the step is skipped (non-finite norm, overflow); else what is not
-        stepped early is due. Raises NonFiniteError instead of skipping where the regime stops."""
-        if self._left:
-            raise RuntimeError(f"units {list(self._left)} have not taken the step before this one")
+        stepped early is due. Raises NonFiniteError instead of skipping where the regime stops; OtherRankError, with nothing
+        decided, where another rank's part of the step has failed."""
+        with self.agreed("train_batch"):
+            if self._left:
+                raise RuntimeError(f"units {list(self._left)} have not taken the step before this one")
         self._settled = False  # the persistent parameters have been partitioned, whatever comes of the norm
         guess = self._scale_guess()  # before the loss scale is updated
         norm = compat_state.open_step(self)
@@ -253,7 +219,7 @@ class VerticalStage3(StateRoutes):
         self._share = "delayed" if hit else "all"
         chunks = self._stepper.chunks
         self._left = dict.fromkeys(
-            u for u in self._layers.units if any(chunks[i].parts(self._share) for i in self.chunks_of(u))
+            u for u in self._layer_map.units if any(chunks[i].parts(self._share) for i in self.chunks_of(u))
         )
         self._hit = hit  # last: an interrupt before it leaves nothing committed whose rest is not due
 
@@ -277,6 +243,15 @@ class VerticalStage3(StateRoutes):
         guess = self._scale_guess()
         due = Due(self._settings(), self.gradients, None if guess == 1.0 else 1.0 / guess)
         return self._stepper.step(unit, self.chunks_of(unit), due, "early")
+
+    def early_writes(self) -> Ticket | None:
+        """What of the early steps is on its way to the second generation; None where there is nothing."""
+
+        def wait() -> None:
+            self._pipeline.drain()
+            self._updates.close_updates()
+
+        return Ticket("early writes", wait) if self._tried and self.regime.generations > 1 else None
 
     def conclude_early(self) -> None:
         """Commit the early steps if the norm has left the factor they were taken with; else discard them. A step that
@@ -332,9 +307,19 @@ class VerticalStage3(StateRoutes):
                 self.condition.tear(error)
             if self.failure is not None:
                 self.condition.tell(error)
+            elif isinstance(error, (OSError, StorageError)):
+                error.add_note(WHOLE)
             raise
         finally:
             self._inside -= 1
+
+    @contextlib.contextmanager
+    def agreed(self, what: str) -> Iterator[None]:
+        """As `ranks.agreed`. After another rank's failure nothing is done with it that it may not be there for."""
+        self._apart = ranks.world_size() > 1
+        with ranks.agreed(what):
+            yield
+        self._apart = False
 
     @property
     def failure(self) -> BaseException | None:
@@ -348,34 +333,44 @@ class VerticalStage3(StateRoutes):
 
     def abandon(self) -> None:
         """After an error in a schedule: complete what is in flight and let early steps not have been (taken in place, they
-        have torn the state), unless the norm has been taken and made them count: the rest of that step is due. Raises
-        nothing."""
+        have torn the state), unless the norm has been taken and made them count: the rest of that step is due. What failed
+        beside the current state is forgotten with the early steps. Raises nothing."""
         self._pipeline.wait_idle()
         self.gradients.abandon(self._left)
         if self._hit and self.failure is None:
             self.conclude_early()
         else:
             self._stepper.discard()
+            self._pipeline.recover()
         self._ahead.clear()  # complete, or torn
         self._tried = self._hit = False
 
     def flush(self) -> None:
         """Take what is left of the last step and bring all state to where it rests. Every use of the weights, gradients
         or state outside a schedule calls this first."""
-        if not self._inside:
-            self.check_whole()
-        if self._inside or self._settled:
+        if self._inside:
             return
-        with self.schedule_running():
-            for unit in tuple(self._left):
-                if ticket := self.step_ahead(unit):  # the next forward waits for it where an interrupt ends this wait
-                    ticket.wait()
+        if self._settled:
+            self.check_whole()
+            return
+        with contextlib.ExitStack() as finally_:
+            finally_.callback(self._gather_persistent)  # all ranks are in it, whatever has failed on this one
+            with self.schedule_running():
+                for unit in tuple(self._left):
+                    if ticket := self.step_ahead(unit):  # the next forward waits for it where an interrupt ends this wait
+                        ticket.wait()
+                    self._updates.close_updates()
+                self._pipeline.drain()
                 self._updates.close_updates()
-            self._pipeline.drain()
-            self._updates.close_updates()
-            compat_state.gather_persistent(self)
         self._ahead.clear()
         self._settled = True
+
+    def _gather_persistent(self) -> None:
+        self._inside += 1  # gathering flushes
+        try:
+            compat_state.gather_persistent(self)
+        finally:
+            self._inside -= 1
 
     def flush_state(self) -> None:
         """`flush`, and all optimizer state in the files in which DeepSpeed looks for it."""
@@ -388,7 +383,7 @@ class VerticalStage3(StateRoutes):
         if not hasattr(self, "_pipeline"):
             return
         try:
-            if self.failure is None:
+            if self.failure is None and not self._apart:
                 self.flush_state()
         finally:
             self._pipeline.close()

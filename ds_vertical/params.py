@@ -21,6 +21,7 @@ from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.layers import Unit
 from ds_vertical.shards import Piece, Range, Shard, lay_out
 from ds_vertical.transfer import Backlog, BufferPool, HostBuffer, Lane, Ticket, recorder
+from ds_vertical.updates import Update
 
 
 @dataclass
@@ -38,17 +39,6 @@ class Copy:
 
     buffer: HostBuffer
     version: int
-
-
-@dataclass(eq=False)
-class Update:
-    """New values of a unit in a host buffer, on their way to SSD and, unless `early`, to the unit's next fetch."""
-
-    buffer: HostBuffer
-    pieces: Sequence[Piece]
-    early: bool
-    finished: bool = False  # all values are there and their writes issued
-    returned: bool = False  # the buffer is in its pool again
 
 
 class ParamStore:
@@ -93,6 +83,7 @@ class ParamStore:
         count = min(num_buffers, sum(1 for unit, size in sizes.items() if unit != "pre" and size))
         self.host_bytes = largest * count + sizes["pre"]
         self.reads: DiskQueue | None = new_queue() if self.host_bytes else None
+        self.num_gathers = 0  # begun so far, by this rank
         self._closed = False
         self._num_moves = 0
         self._unused: list[Path] = []  # files aside that nobody needs any more, perhaps in use until the next checkpoint
@@ -239,10 +230,20 @@ class ParamStore:
             for shard in shards:
                 compat.bind_shard(shard.param, shard.view(resident.buffer.data))
         self._backlog.wait()
+        self.num_gathers += 1
         resident.gathered = [param for param in self._units[unit] if compat.is_partitioned(param)]
         wait_copies = self._lane.run(lambda: compat.gather(resident.gathered))
         if resident.buffer is not None:
             resident.buffer.wait_copies = wait_copies
+
+    def gather_for_others(self, unit: Unit) -> None:
+        """Take part in the gather of a unit with values that nobody will use: this rank's part of the pass has failed."""
+        for shard in self._shards[unit]:
+            if compat.needs_read(shard.param):
+                compat.bind_shard(shard.param, torch.zeros(shard.numel, dtype=shard.param.dtype))
+        gathered = [param for param in self._units[unit] if compat.is_partitioned(param)]
+        self._lane.run(lambda: compat.gather(gathered))
+        compat.partition(param for param in gathered if not compat.is_persistent(param))
 
     def release(self, unit: Unit) -> None:
         """Give up the full parameters of a unit; its shards on SSD are unchanged."""
@@ -303,14 +304,7 @@ class ParamStore:
         update = self._unwritten.pop(unit, None)
         if update is None:
             return
-        writes: list[Transfer] = []
-        for piece in update.pieces:
-            path = piece.shard.target(update.early)
-            data = update.buffer.data.narrow(0, piece.shard.start + piece.start, piece.end - piece.start)
-            writes.append(self._writer.write(data.data_ptr(), data.numel(), path, piece.start))
-            self._checksums.note(path, piece.start, data.numpy())
-        update.buffer.writes += writes
-        self._writes.setdefault(unit, []).extend(writes)
+        self._writes.setdefault(unit, []).extend(update.write(self._writer, self._checksums))
         update.finished = True
 
     def commit(self) -> None:
@@ -323,10 +317,17 @@ class ParamStore:
                 self._leave(shard)
         for param, copy, (first, count) in self._copies:
             compat.shard(param).narrow(0, first, count).copy_(copy.narrow(0, first, count))
-        self.discard()
+        self._close_early()
 
     def discard(self) -> None:
-        """Forget the values of early updates."""
+        """Forget the values of early updates, and what came of their writes."""
+        for unit, updates in self._drained.items():
+            for update in updates:
+                update.give_up(self._writer)
+                self._writes[unit] = [write for write in self._writes.get(unit, ()) if write not in update.writes]
+        self._close_early()
+
+    def _close_early(self) -> None:
         self._copies.clear()
         for unit, updates in self._drained.items():
             for update in updates:

@@ -3,6 +3,10 @@
 [Note: slots] A slot is page-locked host memory for one part's state, and for its gradient where that waits on SSD. While
 one slot is computed, the next is being read and the one before is being written: with three slots every resource has work.
 A slot takes its next read when its write is complete. Parts go through in the order in which they were submitted.
+
+[Note: failures] After the first failure nothing more is computed. A job that writes beside what is current leaves the state
+as it was, whatever becomes of it; any other one that failed, or was not run any more, has torn it. So has whoever finds that
+what it reads is not what was written.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from ds_vertical.checksums import Checksums
-from ds_vertical.disk import DiskQueue, Transfer
+from ds_vertical.checksums import ChecksumError, Checksums
+from ds_vertical.disk import DiskQueue, Transfer, complete
 from ds_vertical.trace import Tracer, now
 from ds_vertical.transfer import Ticket
 
@@ -40,7 +44,7 @@ class Extent:
 @dataclass
 class Job:
     """One part's step. `extents`: its state on SSD (master, moments), none where the state is in memory. `inputs`: what else
-    it reads (its gradient).
+    it reads (its gradient). `beside`: it writes beside what is current; see [Note: failures].
 
     `compute` gets one uint8 tensor per extent, then per input, filled from its file, and changes the state in place.
     """
@@ -50,6 +54,7 @@ class Job:
     compute: Callable[[Sequence[torch.Tensor]], None]
     outputs: Sequence[Extent] | None = None  # where the state is written; None: where it was read
     inputs: Sequence[Extent] = ()
+    beside: bool = False
     started: list[Transfer] = field(default_factory=list)
 
     @property
@@ -76,6 +81,7 @@ class Slot:
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         self.writes: list[Transfer] = []
+        self.beside = True  # the job whose writes these are
 
     def views(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
         views, start = [], 0
@@ -93,7 +99,7 @@ class StepPipeline:
     """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
     `begin` is called on the thread, ahead of the first. `checksums`: told of all that is written, asked about all that is read.
 
-    An error of a job is raised by the wait of its batch and of every later one: the state is torn from there on.
+    An error of a job is raised by the wait of its batch and of every later one, until `recover`.
     """
 
     def __init__(
@@ -108,7 +114,8 @@ class StepPipeline:
         self._begin = begin
         self._tracer = tracer or Tracer()
         self._checksums = checksums or Checksums()
-        self._free = deque(Slot(data) for data in slots)
+        self._slots = tuple(Slot(data) for data in slots)
+        self._free = deque(self._slots)
         self._reader = reader
         self._writer = writer
         self._submitted: deque[tuple[Job, Batch]] = deque()
@@ -118,6 +125,7 @@ class StepPipeline:
         self._idle = True
         self._closed = False
         self._error: BaseException | None = None
+        self._torn = False
         self._thread: threading.Thread | None = None
         _OPEN.add(self)
 
@@ -151,6 +159,13 @@ class StepPipeline:
         self.wait_idle()
         if self._error is not None:
             raise self._error
+
+    def recover(self) -> None:
+        """Be as before a failure, if it has left the state whole: see [Note: failures]. Nothing may be in flight."""
+        with self._changed:
+            if self._error is not None and not self._torn:
+                self._error = None
+                self._free = deque(self._slots)
 
     def close(self) -> None:
         """Finish what was submitted and end the thread. Harmless when called twice; raises nothing."""
@@ -259,6 +274,7 @@ class StepPipeline:
                 for extent, view in zip(job.targets, views[: len(job.extents)], strict=True):
                     self._await_writes(extent)
                     write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
+                    slot.beside = job.beside
                     slot.writes.append(write)
                     self._writes.setdefault(extent.path, []).append((extent, write))
                 for extent, view in zip(job.targets, views, strict=False):  # beside the writes
@@ -267,8 +283,9 @@ class StepPipeline:
                 batch.finish()
         except BaseException as error:
             batch.error = error
+            self._torn |= not job.beside or isinstance(error, ChecksumError)
             for transfer in job.started:  # into memory of ours
-                _complete(transfer)
+                complete(transfer)
             raise
         finally:
             if slot is not None:
@@ -287,18 +304,21 @@ class StepPipeline:
         """Give the error to everything submitted; complete transfers in flight, whose memory is ours."""
         with self._changed:
             self._error = error
-            batches = [batch for _, batch in self._submitted] + [batch for _, batch, _ in self._reading]
-            flying = [transfer for job, _ in self._submitted for transfer in job.started]
+            dropped = [*self._submitted, *((job, batch) for job, batch, _ in self._reading)]
+            self._torn |= any(not job.beside for job, _ in dropped)
             self._submitted.clear()
-            for batch in batches:
+            for _, batch in dropped:
                 batch.error = batch.error or error
             self._changed.notify_all()
-        flying += [transfer for job, _, _ in self._reading for transfer in job.started]
-        flying += [write for entries in self._writes.values() for _, write in entries]
+        for job, _ in dropped:
+            for transfer in job.started:
+                complete(transfer)
         self._reading.clear()
         self._writes.clear()
-        for transfer in flying:
-            _complete(transfer)
+        for slot in self._slots:  # all writes in flight are those of slots
+            written = [complete(write) for write in slot.writes]
+            self._torn |= not (slot.beside or all(written))
+            slot.writes = []
 
 
 _OPEN: weakref.WeakSet[StepPipeline] = weakref.WeakSet()
@@ -310,11 +330,3 @@ def _complete_all() -> None:
     """A process may end without closing its pipelines: their thread finishes while there is an interpreter."""
     for pipeline in list(_OPEN):
         pipeline.close()
-
-
-def _complete(transfer: Transfer) -> None:
-    """Wait for a transfer whose failure no longer matters: an earlier one has been reported."""
-    try:
-        transfer.wait()
-    except OSError:
-        return

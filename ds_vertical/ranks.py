@@ -51,12 +51,13 @@ def agreed(what: str) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    said = all_gathered(None if error is None else f"{type(error).__name__}: {error}")
+    if world_size() > 1 and not is_true_on_all_ranks(error is None):
+        said = all_gathered(None if error is None else f"{type(error).__name__}: {error}")
+        others = [f"rank {number}: {text}" for number, text in enumerate(said) if text is not None]
+        if error is None:
+            raise OtherRankError(f"{what} failed on {len(others)} of {len(said)} ranks; {others[0]}")
     if error is not None:
         raise error
-    others = [f"rank {number}: {text}" for number, text in enumerate(said) if text is not None]
-    if others:
-        raise OtherRankError(f"{what} failed on {len(others)} of {len(said)} ranks; {others[0]}")
 
 
 # ---- failures

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_vertical import compat, compat_state, manifest, ranks, runstate
+from ds_vertical import compat, compat_state, files, manifest, ranks, runstate
 from ds_vertical.checkpoint import LOOSE
 from ds_vertical.generations import KINDS
 from ds_vertical.manifest import NUM_SHOWN, CheckpointError, Range, RankManifest, SavedTensor
@@ -64,7 +64,8 @@ def load(engine: Any, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, di
         manifest.check(folder, saved)
         loading = _Loading(engine, manifest.rank_folder(folder, saved.rank), saved, wanted)
         _raise_for(folder, loading.buffer_differences())
-    engine.optimizer.flush_state()  # what is due belongs to the state that is replaced
+    with ranks.agreed("load_checkpoint"):
+        engine.optimizer.flush_state()  # what is due belongs to the state that is replaced
     compat_state.partition_all(engine.optimizer)
     try:
         with ranks.agreed("load_checkpoint"):
@@ -178,7 +179,7 @@ class _Reader:
 
     def _read_range(self, found: Range, inside: int, view: memoryview) -> None:
         path, position = self._folder / found.file, found.offset + inside
-        with path.open("rb", buffering=0) as file:
+        with files.naming(path, "read"), path.open("rb", buffering=0) as file:
             while view:
                 count = os.preadv(file.fileno(), [view], position)
                 if not count:
@@ -285,20 +286,23 @@ class _Writer:
         self._fd = -1
 
     def __enter__(self) -> _Writer:
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with files.naming(self._path, "open"):
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         return self
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         view = _bytes_of(data)
         self._checksums.note(self._path, offset, view)
-        while view:
-            count = os.pwrite(self._fd, view, offset)
-            view, offset = view[count:], offset + count
+        with files.naming(self._path, "write"):
+            while view:
+                count = os.pwrite(self._fd, view, offset)
+                view, offset = view[count:], offset + count
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         try:
             if kind is None:
-                os.fsync(self._fd)
+                with files.naming(self._path, "sync"):
+                    os.fsync(self._fd)
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(self._fd)

@@ -102,10 +102,17 @@ class Stepper:
     def gather_state(self) -> None:
         """Bring all state into generation 0, where DeepSpeed looks for it. Nothing may be in flight."""
         parts = self.generations.away()
-        jobs = [Job("copy state", self.generations.source(p), _leave, self.chunks[p.chunk].extents(p)) for p in parts]
+        jobs = [
+            Job("copy state", self.generations.source(p), _leave, self.chunks[p.chunk].extents(p), beside=True) for p in parts
+        ]
         if jobs:
-            self._pipeline.submit("gather state", jobs, lambda: None).wait()
-            self._pipeline.drain()
+            try:
+                self._pipeline.submit("gather state", jobs, lambda: None).wait()
+                self._pipeline.drain()
+            except BaseException:  # all state is where it was
+                self._pipeline.wait_idle()
+                self._pipeline.recover()
+                raise
             self.generations.gathered()
 
     def _ranges(self, parts: Sequence[Part]) -> dict[nn.Parameter, tuple[int, int]]:
@@ -127,8 +134,8 @@ class Stepper:
             due.gradients.finish(part, "early step" if early else "step")
 
         what = f"step {unit}, chunk {part.chunk} from {part.start}"
-        source = self.generations.source(part)
-        return Job(what, source, compute, self.generations.target(part, early), inputs)
+        source, beside = self.generations.source(part), early and self.chunks[part.chunk].num_generations > 1
+        return Job(what, source, compute, self.generations.target(part, early), inputs, beside)
 
     def _compute(
         self,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_vertical.activations import ActivationStore
+from ds_vertical.company import Company, Others
 from ds_vertical.executor import Executor, Handler
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hostmemory import resident_bytes
@@ -52,6 +53,10 @@ class Optimizer(Protocol):
 
     def step_early(self, unit: Unit) -> Ticket | None: ...
 
+    def early_writes(self) -> Ticket | None:
+        """What the norm waits for: a write of an early step that fails fails the step as a whole."""
+        ...
+
     def conclude_early(self) -> None: ...
 
     def step_unit(self, unit: Unit) -> Ticket | None: ...
@@ -84,8 +89,8 @@ def memory_bytes() -> dict[str, int]:
 
 
 class Sweeps:
-    """Runs schedules over one model: holds what every pass shares. `leave` is called behind each layer, ahead of the norm, and
-    may raise to end the pass there."""
+    """Runs schedules over one model: holds what every pass shares. `others`: the ranks of the run, None where there is one.
+    `leave` is called behind each layer, ahead of the norm, and may raise to end the pass there."""
 
     def __init__(
         self,
@@ -95,6 +100,7 @@ class Sweeps:
         overlap: bool,
         tracer: Tracer | None = None,
         activations: ActivationStore | None = None,
+        others: Others | None = None,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         self.leave = leave
@@ -103,6 +109,7 @@ class Sweeps:
         self.overlap = overlap
         self.tracer = tracer
         self.activations = activations
+        self.others = others
 
     def train(
         self,
@@ -115,18 +122,24 @@ class Sweeps:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=True, moved=schedule.moved)
-            parts = gradients, optimizer, scale, self.activations
+            company = self._company()
+            parts = gradients, optimizer, scale, self.activations, company
             training = _Training(schedule, micro_batches, self.params, self.leave, *parts)
-            self._run(schedule, training.handlers(), micro_batches, gradients, optimizer, self.tracer)
+            self._run(schedule, training.handlers(), micro_batches, company, gradients, optimizer, self.tracer)
         return training.losses
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=False)
-            evaluation = _Evaluation(schedule, micro_batches, self.params, self.leave)
-            self._run(schedule, evaluation.handlers(), micro_batches)
+            evaluation, company = _Evaluation(schedule, micro_batches, self.params, self.leave), self._company()
+            self._run(schedule, evaluation.handlers(), micro_batches, company)
+            if company is not None:
+                company.conclude()
         return evaluation.results
+
+    def _company(self) -> Company | None:
+        return None if self.others is None else Company(self.others)
 
     def _micro_batches(self, bodies: Sequence[Body], stubs: Stubs, keep: bool, moved: Collection[int] = ()) -> list[MicroBatch]:
         state = ThreadState.capture()
@@ -141,6 +154,7 @@ class Sweeps:
         schedule: Schedule,
         handlers: Mapping[Op, Handler],
         micro_batches: Sequence[MicroBatch],
+        company: Company | None,
         gradients: GradientStore | None = None,
         optimizer: Optimizer | None = None,
         tracer: Tracer | None = None,
@@ -151,7 +165,14 @@ class Sweeps:
                 held[tier] = held.get(tier, 0) + count
             return held
 
-        executor = Executor(handlers, overlap=self.overlap, held_bytes=held_bytes, counters=memory_bytes, tracer=tracer)
+        executor = Executor(
+            handlers,
+            before={} if optimizer is None else {Op.NORM: optimizer.early_writes},
+            overlap=self.overlap,
+            held_bytes=held_bytes,
+            counters=memory_bytes,
+            tracer=tracer,
+        )
         try:
             executor.run(schedule)
         except BaseException as error:
@@ -159,12 +180,16 @@ class Sweeps:
                 self._clean_up(micro_batches, gradients, optimizer)
             except Exception as later:  # the first one is the cause
                 error.add_note(f"and while that was cleaned up: {type(later).__name__}: {later}")
+            finally:
+                if company is not None and isinstance(error, Exception):
+                    company.accompany(schedule, self.overlap, error)
             raise
 
     def _clean_up(
         self, micro_batches: Sequence[MicroBatch], gradients: GradientStore | None, optimizer: Optimizer | None
     ) -> None:
-        with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
+        """After an error: each is called, the last one first, whatever another one raises."""
+        with contextlib.ExitStack() as cleanup:
             if gradients is not None:
                 cleanup.callback(gradients.drop_all)
             cleanup.callback(self.params.release_all)
@@ -235,8 +260,10 @@ class _Training(_Pass):
         optimizer: Optimizer,
         scale: Callable[[torch.Tensor], torch.Tensor],
         activations: ActivationStore | None,
+        company: Company | None,
     ) -> None:
         super().__init__(schedule, micro_batches, params, leave)
+        self.company = company
         self.activations = activations
         self.gradients = gradients
         self.optimizer = optimizer
@@ -298,6 +325,8 @@ class _Training(_Pass):
     def reduce(self, event: Event) -> None:
         unit = _unit(event)
         sums = self.gradients.take(unit)
+        if self.company is not None:
+            self.company.num_reduced += 1
         if self.optimizer.reduce_unit(unit, sums, self.gradients.flat(unit), self.gradients.reserve.put_back):
             self.gradients.give_away(unit)
         else:
@@ -308,6 +337,8 @@ class _Training(_Pass):
 
     def norm(self, _: Event) -> None:
         self.gradients.free()
+        if self.company is not None:
+            self.company.decided = True
         self.optimizer.open_step()
 
     def step(self, event: Event) -> Ticket | None:

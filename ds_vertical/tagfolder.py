@@ -19,7 +19,9 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from ds_vertical.files import naming
 from ds_vertical.manifest import LATEST, NAME, CheckpointError
+from ds_vertical.remedies import remedy
 from ds_vertical.storage import fail
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class TagFolder:
             self.beside.mkdir(mode=0o700)
             self._lock = _lock(self.beside)
         except OSError as error:
-            raise fail(self.beside, "create the folder", error, "save to a writable folder") from error
+            raise fail(self.beside, "create the folder", error, f"{remedy(error.errno)}; or save elsewhere") from error
 
     def switch(self) -> None:
         """Let the complete `beside` be the tag's folder; the earlier one is loadable until then. Raises StorageError.
@@ -69,7 +71,7 @@ class TagFolder:
                 self._put_back(old)
                 raise
         except OSError as error:
-            raise fail(self.path, "switch to the new folder", error, f"the new one is {self.beside}") from error
+            raise fail(self.path, "switch to the new folder", error, remedy(error.errno)) from error
         finally:
             self._unlock()
         if old is not None:
@@ -174,30 +176,32 @@ def check_tag(tag: str) -> None:
 
 
 def write_synced(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a new file that survives a power cut from then on. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(fd)
+    """Write a new file that survives a power cut from then on. Raises StorageError."""
+    with naming(path, "write"):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
 
 
 def sync_file(path: Path) -> None:
-    """Let what was written to a file survive a power cut. Raises OSError."""
+    """Let what was written to a file survive a power cut. Raises StorageError."""
     _sync(path, os.O_RDONLY)
 
 
 def sync_folder(path: Path) -> None:
-    """Let the names in a folder survive a power cut. Raises OSError."""
+    """Let the names in a folder survive a power cut. Raises StorageError."""
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _sync(path: Path, flags: int) -> None:
-    fd = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with naming(path, "sync"):
+        fd = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def _exchange(one: Path, other: Path) -> bool:

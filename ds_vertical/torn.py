@@ -14,6 +14,11 @@ _TORN = (
 _HALF_STEPPED = "part of it has taken a step that the rest has not"
 _SPOILT = "part of it is not on the disk any more as it was written"
 
+WHOLE = (
+    "the live state is whole: nothing of what failed counts, and every step before it has been taken or is due. It may be"
+    " saved, to another disk where this one fails or is full, and trained on"
+)
+
 
 class NonFiniteError(ArithmeticError):
     """The norm of a step's gradients is not finite, and `on_nonfinite` is "stop". Raised on every rank: the norm is global.

@@ -52,6 +52,7 @@ _GOES_BACK = f"{_RESUME}loading_into_the_run_that_saved_goes_back"
 _EXPORT = "test_export_fp32.py::test_"
 _ALONE = "alone_it_gives_masters_frozen_weights_buffers_and_second_names"
 _PORTABLE = "test_portable.py::test_"
+_FAULTS = "test_faults.py::test_"
 _VERIFY = "test_verify.py::test_"
 _FLIPPED = f"{_VERIFY}a_bit_that_flips_on_the_disk_is_noticed_and_tears_the_state[fp32-"
 _FAILURES = "test_failures.py::test_"
@@ -118,6 +119,70 @@ MUTATIONS = (
         "if ticket is not None and not self.overlap:",
         "if False:",
         "test_executor.py::test_without_overlap_every_issue_is_waited_for_at_once",
+    ),
+    # disks that fail
+    Mutation(
+        "early-writes-not-awaited-by-the-norm",
+        "optimizer.py",
+        "            self._pipeline.drain()\n            self._updates.close_updates()\n\n        return",
+        "            self._updates.close_updates()\n\n        return",
+        f"{_FAULTS}the_last_early_part_that_cannot_be_written_is_noticed_by_its_own_step[state]",
+    ),
+    Mutation(
+        "early-parameters-not-awaited-by-the-norm",
+        "optimizer.py",
+        "            self._updates.close_updates()\n\n        return",
+        "\n        return",
+        f"{_FAULTS}the_last_early_part_that_cannot_be_written_is_noticed_by_its_own_step[parameter]",
+    ),
+    Mutation(
+        "failed-early-writes-kept",
+        "params.py",
+        "update.give_up(self._writer)",
+        "pass",
+        f"{_FAULTS}the_last_early_part_that_cannot_be_written_is_noticed_by_its_own_step[parameter]",
+    ),
+    Mutation(
+        "torn-state-recovered",
+        "pipeline.py",
+        "if self._error is not None and not self._torn:",
+        "if self._error is not None:",
+        "test_pipeline.py::test_what_fails_in_place_cannot_be_recovered_from[not written]",
+    ),
+    Mutation(
+        "dropped-steps-in-place-forgotten",
+        "pipeline.py",
+        "self._torn |= any(not job.beside for job, _ in dropped)",
+        "pass",
+        "test_pipeline.py::test_what_fails_in_place_cannot_be_recovered_from[dropped]",
+    ),
+    Mutation(
+        "slots-lost-by-a-failure",
+        "pipeline.py",
+        "                self._free = deque(self._slots)\n",
+        "",
+        "test_pipeline.py::test_what_fails_beside_the_state_can_be_recovered_from[read]",
+    ),
+    Mutation(
+        "cut-files-linked",
+        "checkpoint.py",
+        "if found < num_bytes:",
+        "if False:",
+        f"{_FAULTS}a_file_that_is_cut_or_gone_is_named_and_never_saved[state-truncated]",
+    ),
+    Mutation(
+        "gathers-done-twice",
+        "company.py",
+        "if gathers_left < 0:",
+        "if True:",
+        "test_company.py::test_a_step_that_fails_anywhere_leaves_nobody_alone[vertical-True]",
+    ),
+    Mutation(
+        "evaluations-not-decided-together",
+        "sweeps.py",
+        "company.conclude()",
+        "pass",
+        "test_company.py::test_an_evaluation_is_decided_at_its_end",
     ),
     # a shared disk
     Mutation("another-hosts-lock-called-gone", "storage.py", 'return "gone" if here else "elsewhere"', 'return "gone"', _FAR),
@@ -368,7 +433,7 @@ MUTATIONS = (
     Mutation(
         "commit-without-discard",
         "params.py",
-        "        self.discard()\n\n    def discard",
+        "        self._close_early()\n\n    def discard",
         "\n    def discard",
         f"{_DELAY}[fp32-False-0.0]",
     ),
@@ -771,9 +836,7 @@ MUTATIONS = (
         "if hook_id not in ids[key])",
         "test_engine_api.py::test_evaluation_and_generation_between_steps",
     ),
-    Mutation(
-        "stubs-left-on", "stubs.py", 'block.module.__dict__.pop("forward", None)', "pass", f"{_TOY_FAULT}[layer]"
-    ),
+    Mutation("stubs-left-on", "stubs.py", 'block.module.__dict__.pop("forward", None)', "pass", f"{_TOY_FAULT}[layer]"),
     # what a run says of its steps
     Mutation(
         "line-without-a-terminal",
@@ -1019,7 +1082,7 @@ MUTATIONS = (
         "gradient-file-alone",
         "optimizer.py",
         "together.require(file.sizes)",
-        "__import__(\"ds_vertical.files\").files.preallocate(file.sizes)",
+        '__import__("ds_vertical.files").files.preallocate(file.sizes)',
         "test_ranks.py::test_room_for_gradients_that_one_rank_lacks_ends_both",
     ),
     Mutation(

@@ -8,10 +8,13 @@ the options those of `config`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +23,7 @@ from unittest import mock
 import harness
 import numpy as np
 import torch
+from faults import small_files
 from torch import nn
 
 NUM_STEPS = 3
@@ -240,6 +244,52 @@ def resume(folder: Path, rank: int) -> dict[str, Any]:
     return {"told": told, "left": left, "differing": harness.differing(*ends)}
 
 
+def hear(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """The error's name and text, and how long it took to come."""
+    start = time.monotonic()
+    try:
+        call()
+    except (OSError, RuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "nothing", "", time.monotonic() - start
+
+
+def suffer(folder: Path, rank: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Rank 1 cannot write what it steps early, then not read a parameter; each step is taken when that is over. What this rank
+    was told, and the names that differ from those of a run without faults."""
+    made, steps, saved = config(folder, "fp32", clip=0.0, delay=0.3), batches(rank, 2), folder.parent / "rescued"
+    told = []
+    with harness.running(made, OddModel, vertical=True) as (engine, model):
+        engine.train_batch(iter(steps[0]))
+        engine.flush()
+        with small_files(1 << 18) if rank == 1 else contextlib.nullcontext():
+            told.append(hear(lambda: engine.train_batch(iter(steps[1]))))
+        engine.save_checkpoint(str(saved))
+        engine.train_batch(iter(steps[1]))
+        engine.flush()
+        path = Path(engine.param_store._shards[2][0].path)  # not among those that are read ahead
+        content = path.read_bytes()
+        for call in (lambda: engine.train_batch(iter(steps[2])), lambda: engine.eval_batch(iter(steps[2]))):
+            os.truncate(path, len(content) if rank == 0 else 4096)
+            told.append(hear(call))
+            path.write_bytes(content)
+        engine.train_batch(iter(steps[2]))
+        found = harness.read_weights(model) | harness.read_state(engine, model)
+    return {"told": told, "differing": harness.differing(expected, found)}
+
+
+def tear(folder: Path, rank: int) -> list[tuple[str, str, float]]:
+    """Rank 1 cannot write what it steps in place: what this rank is told by the next steps and by a save."""
+    made, steps = config(folder, "fp32", clip=0.0, delay=1.0), batches(rank, 2)
+    with harness.running(made, OddModel, vertical=True) as (engine, _):
+        engine.train_batch(iter(steps[0]))
+        engine.flush()
+        with small_files(1 << 18) if rank == 1 else contextlib.nullcontext():
+            told = [hear(lambda step=step: engine.train_batch(iter(step))) for step in (*steps[1:], steps[0])]
+        told.append(hear(lambda: engine.save_checkpoint(str(folder.parent / "torn"))))
+    return told
+
+
 def exits(folder: Path, rank: int, dtype: str) -> dict[str, Any]:
     """Two steps, saved in our format and in stock's, and one more from there: in this engine, with the powers of beta that
     stock takes after a load, and in stock's, in host memory. The names that differ, what both scripts make of the weights, and
@@ -305,6 +355,9 @@ def main() -> int:
     results["watched"] = watch(Path(job["folder"]), rank)
     results["gradient room"] = lack_gradient_room(Path(job["folder"]), rank)
     results["resumed"] = resume(Path(job["folder"]), rank)
+    whole = results["fp32 delay 0.3"]
+    results["suffered"] = suffer(Path(job["folder"]), rank, whole["weights"] | whole["state"])
+    results["torn"] = tear(Path(job["folder"]), rank)
     torch.save(results, Path(job["out"]) / f"rank{rank}.pt")
     return 0
 

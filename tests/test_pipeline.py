@@ -25,16 +25,14 @@ LIMIT_S = 60  # a wait that takes longer hangs
 class Rig:
     """A pipeline with `num_slots` slots of `slot_bytes`, and what it computed, in order."""
 
-    def __init__(
-        self, num_slots: int = 3, slot_bytes: int = 8 * BLOCK, begin: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, num_slots: int = 3, slot_bytes: int = 8 * BLOCK, begin: Callable[[], None] = lambda: None) -> None:
         self.memory = mmap.mmap(-1, num_slots * slot_bytes)
         slots = torch.frombuffer(self.memory, dtype=torch.uint8).view(num_slots, slot_bytes)
         self.reader, self.writer = (DiskQueue(native.checked_aio().Queue(BLOCK, 8, False)) for _ in range(2))
         self.pipeline = StepPipeline(list(slots), self.reader, self.writer, begin=begin)
         self.computed: list[str] = []
 
-    def add_one(self, what: str, *extents: Extent, outputs: Sequence[Extent] | None = None) -> Job:
+    def add_one(self, what: str, *extents: Extent, outputs: Sequence[Extent] | None = None, beside: bool = False) -> Job:
         """A job that adds one to every byte of its state."""
 
         def compute(views: Sequence[torch.Tensor]) -> None:
@@ -42,7 +40,7 @@ class Rig:
             for view in views:
                 view.add_(1)
 
-        return Job(what, extents, compute, outputs)
+        return Job(what, extents, compute, outputs, beside=beside)
 
     def failing(self, what: str, *extents: Extent) -> Job:
         def compute(views: Sequence[torch.Tensor]) -> None:
@@ -236,14 +234,54 @@ def test_a_full_disk_fails(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyP
     with small_disk(disk, 8 * BLOCK, monkeypatch), small_files(8 * BLOCK + 64 * BLOCK * os.path.ismount(disk)):
         full = disk / "full"
         # 8 blocks fit: of what is written beyond them nothing does
-        waits = [
-            rig.submit(rig.add_one(f"{i}", blocks(source, 4 * i, 4), outputs=[blocks(full, 4 * i, 4)])) for i in range(8)
-        ]
+        waits = [rig.submit(rig.add_one(f"{i}", blocks(source, 4 * i, 4), outputs=[blocks(full, 4 * i, 4)])) for i in range(8)]
         errors = [within_limit(wait) for wait in waits]
         error = assert_dead(rig, rig.pipeline.drain, DiskError)
         assert isinstance(error, DiskError) and error.operation == "write" and error.filename == str(full)
         assert error.errno == (errno.ENOSPC if os.path.ismount(disk) else errno.EFBIG)
         assert errors[0] is None or isinstance(errors[0], DiskError)
+
+
+@pytest.mark.parametrize("fault", ["read", "write", "last write"])
+def test_what_fails_beside_the_state_can_be_recovered_from(rig: Rig, tmp_path: Path, fault: str) -> None:
+    """Jobs that write elsewhere: with the fault gone they run again, in every slot."""
+    old, new = zeros(tmp_path / "old", 12), [zeros(tmp_path / f"new{i}", 1) for i in range(12)]
+    victims = {"read": [], "write": new[2:], "last write": new[11:]}[fault]
+
+    def run() -> BaseException | None:
+        jobs = [rig.add_one(f"{i}", blocks(old, i), outputs=[blocks(new[i], 0)], beside=True) for i in range(12)]
+        return within_limit(rig.submit(*jobs)) or within_limit(rig.pipeline.drain)
+
+    for _ in range(3):
+        if fault == "read":
+            os.truncate(old, 2 * BLOCK)
+        for path in victims:
+            path.unlink()
+            path.mkdir()
+        assert isinstance(run(), DiskError)
+        assert within_limit(rig.pipeline.wait_idle) is None
+        rig.pipeline.recover()
+        zeros(old, 12)
+        for path in victims:
+            path.rmdir()
+            zeros(path, 1)
+        assert run() is None and [values(path) for path in new] == [[1]] * 12 and values(old) == [0] * 12
+
+
+@pytest.mark.parametrize("other", ["failed", "dropped", "not written"])
+def test_what_fails_in_place_cannot_be_recovered_from(rig: Rig, tmp_path: Path, other: str) -> None:
+    file, short = zeros(tmp_path / "file", 8), zeros(tmp_path / "short", 1)
+    lost = rig.add_one("beside", blocks(short, 4), beside=True)
+    jobs = {
+        "failed": [rig.add_one("in place", blocks(short, 4))],
+        "dropped": [lost, rig.add_one("in place", blocks(file, 0))],
+        "not written": [rig.add_one("in place", blocks(file, 0), outputs=[blocks(tmp_path / "none" / "file", 0)]), lost],
+    }[other]
+    wait = rig.submit(*jobs)
+    assert isinstance(within_limit(wait) or within_limit(rig.pipeline.drain), DiskError)
+    within_limit(rig.pipeline.wait_idle)
+    rig.pipeline.recover()
+    assert isinstance(rig.pipeline.error, DiskError)
 
 
 def test_an_error_of_a_computation_fails_its_batch_and_all_later_ones(rig: Rig, tmp_path: Path) -> None:

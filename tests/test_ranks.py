@@ -247,3 +247,33 @@ def test_prepare_gives_both_ranks_the_same_folder_and_each_call_another(fp32: Tw
 def test_nothing_is_left_on_ssd_after_the_ranks_have_gone(fp32: TwoRanks) -> None:
     assert fp32.swap.is_dir()
     assert list(fp32.swap.iterdir()) == []
+
+
+# ---- one rank's disk
+
+
+def assert_told(rank: int, told: tuple[str, str, float], own: tuple[str, ...] = ("DiskError",)) -> None:
+    """In the training thread of both, the first cause and its file on top, in time."""
+    kind, text, seconds = told
+    assert kind in (own if rank == 1 else ("OtherRankError",)), told
+    assert seconds < 10
+    if rank == 0:
+        assert any(f"failed on 1 of 2 ranks; rank 1: {name}: " in text for name in own), text
+    assert "rank1" in text, text  # the folder of its files
+
+
+def test_a_disk_fault_of_one_rank_is_told_on_both_and_the_step_is_taken_when_it_is_over(
+    job: tuple[list[dict[str, Any]], Path],
+) -> None:
+    for rank, results in enumerate(job[0]):
+        for told in results["suffered"]["told"]:
+            assert_told(rank, told)
+        assert results["suffered"]["differing"] == []
+
+
+def test_a_state_that_one_rank_has_torn_is_neither_trained_on_nor_saved_by_any(job: tuple[list[dict[str, Any]], Path]) -> None:
+    for rank, results in enumerate(job[0]):
+        *steps, saved = results["torn"]
+        assert_told(rank, next(told for told in steps if told[0] != "nothing"), ("DiskError", "TornStateError"))
+        assert_told(rank, saved, ("TornStateError",))
+    assert not (job[1].parent / "torn").exists()

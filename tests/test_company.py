@@ -1,0 +1,122 @@
+"""A rank whose part of a pass fails takes part in every gather and reduction that the others will do, once, in their order, and
+raises its error where they decide."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from toy import ToyTraining, toy_inputs, toy_model
+
+from ds_vertical.passes import build_evaluation, build_training
+from ds_vertical.schedule import Schedule
+from ds_vertical.sweeps import Body
+
+NUM_LAYERS = 3
+
+
+class Fault(Exception):
+    """Raised on purpose."""
+
+
+class Ranks:
+    """Writes down what a rank does together with others, whether by its own part of the pass or for their sake. `fails_at`:
+    which of the arrivals of parameters, or of the reductions, fails ahead of it."""
+
+    def __init__(self, training: ToyTraining, fails_at: tuple[str, int] = ("", 0)) -> None:
+        self.done: list[str] = []
+        self.num_gathers = 7  # of earlier passes
+        self.fails_at = fails_at
+        self.agreed: list[BaseException | None] = []
+        params: Any = training.params
+        optimizer: Any = training.optimizer
+        fetch, reduce_unit, open_step = params.fetch, optimizer.reduce_unit, optimizer.open_step
+
+        def arriving(unit: Any) -> Any:
+            ticket = fetch(unit)
+            arrive = ticket._wait
+
+            def wait() -> None:
+                self.fail_if_due("gather")
+                self.num_gathers += 1
+                self.done.append(f"gather {unit}")
+                arrive()
+
+            ticket._wait = wait
+            return ticket
+
+        def reducing(unit: Any, *args: Any) -> bool:
+            self.done.append(f"reduce {unit}")
+            self.fail_if_due("reduce")
+            return reduce_unit(unit, *args)
+
+        def deciding() -> None:
+            self.agreed.append(None)
+            open_step()
+
+        params.fetch, optimizer.reduce_unit, optimizer.open_step = arriving, reducing, deciding
+        training.sweeps.others = self
+
+    def fail_if_due(self, what: str) -> None:
+        if what == self.fails_at[0]:
+            self.fails_at = what, self.fails_at[1] - 1
+            if self.fails_at[1] < 0:
+                raise Fault(what)
+
+    def gather(self, unit: Any) -> None:
+        self.done.append(f"gather {unit}")
+
+    def reduce(self, unit: Any) -> None:
+        self.done.append(f"reduce {unit}")
+
+    def agree(self, error: Exception | None) -> None:
+        self.agreed.append(error)
+        if error is not None:
+            raise error
+
+
+def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 0)) -> Ranks:
+    training = ToyTraining(toy_model(NUM_LAYERS), overlap)
+    ranks = Ranks(training, fails_at)
+    bodies = [partial(training.model, each) for each in toy_inputs(2)]
+    if not fails_at[0]:
+        training.step(schedule, bodies, 1)
+    else:
+        with pytest.raises(Fault) as raised:
+            training.step(schedule, bodies, 1)
+        assert ranks.agreed == [raised.value]
+        assert not any("may not know" in note for note in raised.value.__notes__)
+        assert training.params.fetched == []
+    return ranks
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("order", ["vertical", "horizontal"])
+def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: str) -> None:
+    schedule = build_training(NUM_LAYERS, 2, order=order)
+    expected = trained(schedule, overlap)
+    assert expected.agreed == [None]
+    for what in ("gather", "reduce"):
+        number = sum(word.startswith(what) for word in expected.done)
+        assert number > NUM_LAYERS
+        for at in range(number):
+            assert trained(schedule, overlap, (what, at)).done == expected.done
+
+
+def test_an_evaluation_is_decided_at_its_end() -> None:
+    schedule = build_evaluation(NUM_LAYERS, 2)
+    done = []
+    for fails_at in (("", 0), ("gather", 0), ("gather", 2)):
+        training = ToyTraining(toy_model(NUM_LAYERS))
+        ranks = Ranks(training, fails_at)
+        bodies = [Body(partial(training.model, each), None) for each in toy_inputs(2)]
+        if not fails_at[0]:
+            training.sweeps.evaluate(schedule, bodies)
+            assert ranks.agreed == [None]
+        else:
+            with pytest.raises(Fault) as raised:
+                training.sweeps.evaluate(schedule, bodies)
+            assert ranks.agreed == [raised.value]
+        done.append(ranks.done)
+    assert done[0] == done[1] == done[2] != []
