@@ -63,15 +63,18 @@ def fit_line(seconds: Mapping[int, float]) -> dict[str, float]:
     return {"slope_s": slope, "at_0_s": start, "r_squared": 1 - left / total if total else 1.0, "max_deviation": deviation}
 
 
-def markdown(found: Sequence[Result], gains: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The whole of benchmarks/README.md; `gains` as `gains.measure` gives them."""
+def markdown(
+    found: Sequence[Result], gains: Sequence[Mapping[str, Any]] = (), saves: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """The whole of benchmarks/README.md; `gains` as `gains.measure` gives them, `saves` as `saves.main` writes them."""
     tables = [result for result in found if result.content.get("kind") != "straight"]
     columns = ("M", "tokens", "dtype", "clip", "disk", "stock arm", "stock s", "vertical s", "ratio")
     columns += ("bound s", "step/bound", "sim s", "read", "written", "outside", "peak/formula", "peak/stock", "date, processor")
     lines = [_row(columns), _row(["---"] * len(columns)), *(_row(_cells(result)) for result in tables)]
     straight = [_straight(result) for result in found if result.content.get("kind") == "straight"]
     commands = [f"- `{result.file}`: `{' '.join(result.content['command'])}`" for result in found]
-    parts = [_HEAD, "\n".join(lines), *straight, *map(_gains, gains), "## Commands\n\n" + "\n".join(commands)]
+    parts = [_HEAD, "\n".join(lines), *straight, *map(_gains, gains), *map(saves_table, saves)]
+    parts.append("## Commands\n\n" + "\n".join(commands))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
@@ -129,6 +132,28 @@ def _gains(content: Mapping[str, Any]) -> str:
         taken = _median(row["step_s"]), row["simulated_s"]
         cells = (name, *map(_number, taken), *(_number(a / b) for a, b in zip(taken, default, strict=True)))
         lines.append(_row(cells))
+    return title + "\n\n" + "\n".join(lines)
+
+
+def saves_table(content: Mapping[str, Any]) -> str:
+    """What a checkpoint costs in both arms."""
+    arms = content["arms"]
+    machine, count = arms["vertical"]["machine"], arms["vertical"]["parameters"]
+    usual = {arm: _median(found["steps_s"][1:]) for arm, found in arms.items()}
+    title = (
+        f"## What a checkpoint costs\n\n`{content['model']}`, {content['dtype']}, {count / 1e6:.1f} M parameters, everything on"
+        f" SSD, saved to the same disk (`saves.py`), {content['date'][:10]}, {machine['num_cores']} cores {machine['cpu']}."
+        " Seconds until the call returns, and until the files are on the disk; bytes per parameter; the step after the save"
+        f" over the median before ({', '.join(f'{arm} {seconds:.2f} s' for arm, seconds in usual.items())})."
+    )
+    columns = ("arm", "call", "returns s", "on disk s", "read B", "written B", "next step")
+    lines = [_row(columns), _row(["---"] * len(columns))]
+    for arm, found in arms.items():
+        for each in (*found["saves"], *found["loads"]):
+            call = f"save {each['tag']}" if "tag" in each else "load"
+            moved = (_number(each[name] / count) for name in ("read_bytes", "write_bytes"))
+            after = _number(each["step_after_s"] / usual[arm]) if "tag" in each else _NONE
+            lines.append(_row((arm, call, _number(each["returned_s"]), _number(each["synced_s"]), *moved, after)))
     return title + "\n\n" + "\n".join(lines)
 
 

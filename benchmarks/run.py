@@ -137,9 +137,10 @@ def run_straight(row: Row, out: Path, steps: int, repeat: int) -> dict[str, Any]
 
 
 def write_table(folder: Path) -> None:
-    """benchmarks/README.md from the results in `folder`, and the gains beside it."""
-    gains = [json.loads(path.read_text()) for path in sorted((folder.parent / "gains").glob("*.json"))]
-    (folder.parent / "README.md").write_text(report.markdown(report.results(folder), gains))
+    """benchmarks/README.md from the results in `folder`, and the gains and costs of checkpoints beside it."""
+    kinds = ("gains", "saves")
+    gains, saves = ([json.loads(path.read_text()) for path in sorted((folder.parent / kind).glob("*.json"))] for kind in kinds)
+    (folder.parent / "README.md").write_text(report.markdown(report.results(folder), gains, saves))
 
 
 def here(command: Sequence[str]) -> list[str]:

@@ -292,7 +292,8 @@ def _check_loadable(what: str, content: Any) -> None:
 
 def _write_tensors(path: Path, tensors: Sequence[torch.Tensor]) -> SavedFile:
     """Write tensors one after another into a new file, with no copy of more than one of them."""
-    return _write_pieces(path, (memoryview(t.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for t in tensors))
+    arrays: Iterable[Any] = (tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors)
+    return _write_pieces(path, map(memoryview, arrays))
 
 
 def _write_pieces(path: Path, buffers: Iterable[memoryview]) -> SavedFile:

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +90,14 @@ def preallocate(files: Mapping[Path, int]) -> None:
         undo.pop_all()
 
 
-def set_aside(pairs: Mapping[Path, Path]) -> None:
-    """Give each file its second name, and its first to a new, preallocated file of the same size.
+def set_aside(pairs: Mapping[Path, Path], vacated: Collection[Path] = ()) -> None:
+    """Give each file its second name, and its first to a new, preallocated file of the same size; to none if it is `vacated`.
 
     Raises StorageError, with every file as it was: no room for the new files, or a name that cannot be given.
     """
-    fresh = {path: path.with_name(f"{path.name}.fresh") for path in pairs}
+    fresh = {path: path.with_name(f"{path.name}.fresh") for path in pairs if path not in vacated}
     try:
-        sizes = {fresh[path]: path.stat().st_size for path in pairs}
+        sizes = {new: path.stat().st_size for path, new in fresh.items()}
     except OSError as error:
         raise fail(error.filename, "stat", error, "the file of a run must not be removed") from error
     preallocate(sizes)
@@ -107,7 +107,7 @@ def set_aside(pairs: Mapping[Path, Path]) -> None:
             os.link(path, aside)
             made[path] = aside
         for path in pairs:
-            os.replace(fresh[path], path)
+            path.unlink() if path in vacated else os.replace(fresh[path], path)
     except BaseException as error:
         _put_back(made)
         remove(fresh.values())
@@ -119,7 +119,7 @@ def set_aside(pairs: Mapping[Path, Path]) -> None:
 def _put_back(made: Mapping[Path, Path]) -> None:
     """Let files have their first name only. Raises OSError for one that cannot, which keeps its second: no byte is lost."""
     for path, aside in made.items():
-        if aside.samefile(path):
+        if path.exists() and aside.samefile(path):
             aside.unlink()
         else:
             os.replace(aside, path)

@@ -170,16 +170,15 @@ class ParamStore:
             yield from shards
 
     def set_aside(self, shared: Collection[Path]) -> None:
-        """Files of `shared` that hold current values are read only from now on. No write may be in flight.
-
-        Raises StorageError, with nothing changed, where there is no room for those that take their place.
-        """
+        """Files of `shared` that hold current values are read only from now on. No write may be in flight. Raises
+        StorageError, with nothing changed, where there is no room for those that take their place."""
         files.remove(self._unused)
         self._unused.clear()
         self._num_moves += 1
         found = [shard for shard in self.shards() if shard.aside is None and Path(shard.path) in shared]
         moves = {shard: Path(f"{shard.path}.{self._num_moves}") for shard in found}
-        files.set_aside({Path(shard.path): aside for shard, aside in moves.items()})
+        idle = {Path(shard.path) for shard in found if shard.is_idle}
+        files.set_aside({Path(shard.path): aside for shard, aside in moves.items()}, vacated=idle)
         for shard, aside in moves.items():
             self._checksums.move(shard.path, aside)
             self._versions[self._unit_of[id(shard.param)]] += 1  # a read ahead may open the new file by the old name
@@ -187,10 +186,11 @@ class ParamStore:
 
     def _leave(self, shard: Shard) -> None:
         """The current values of a shard are, or will be, in the file of its generation."""
-        if shard.aside is not None:
-            self._unused.append(Path(shard.aside))
-            self._checksums.forget(shard.aside)
+        aside = shard.aside
         shard.leave()
+        if aside is not None:
+            self._unused.append(Path(aside))
+            self._checksums.forget(aside)
 
     def check_open(self) -> None:
         """Raise RuntimeError after `close`: stock's buffers are gone then as well."""

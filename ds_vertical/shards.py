@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ds_vertical import compat
+from ds_vertical import compat, files
 
 Range = tuple[int, int]  # first element in a shard, and how many
 
@@ -17,7 +17,8 @@ Range = tuple[int, int]  # first element in a shard, and how many
 @dataclass(eq=False)
 class Shard:
     """A shard's place in its unit's host buffer, in bytes, and its files: one per generation (one or two), the current one's
-    number. `aside`: the file with the current values where a checkpoint shares it (`generations`, [Note: frozen files])."""
+    number. `aside`: the file with the current values where a checkpoint shares it (`generations`, [Note: frozen files]);
+    `is_vacant`: meanwhile there is none in its place."""
 
     param: nn.Parameter
     paths: tuple[str, ...]
@@ -26,11 +27,17 @@ class Shard:
     numel: int
     generation: int = 0
     aside: str | None = None
+    is_vacant: bool = False
 
     @property
     def other(self) -> int:
         """The generation that an early step writes."""
         return (self.generation + 1) % len(self.paths)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step writes it: then a file in its place, while a checkpoint shares it, is a waste of the disk."""
+        return not self.param.requires_grad
 
     @property
     def path(self) -> str:
@@ -42,13 +49,15 @@ class Shard:
         return self.paths[self.other if early else self.generation]
 
     def leave(self) -> None:
-        """The file aside holds the current values no more."""
-        self.aside = None
+        """The file aside holds the current values no more. Raises StorageError, with nothing changed: no room for another."""
+        if self.is_vacant:
+            files.preallocate({Path(self.paths[self.generation]): self.num_bytes})
+        self.aside, self.is_vacant = None, False
         compat.set_swap_path(self.param, self.path)
 
     def set_aside(self, path: Path) -> None:
         """The current values are in another file, which is not to be written."""
-        self.aside = str(path)
+        self.aside, self.is_vacant = str(path), self.is_idle
         compat.set_swap_path(self.param, self.path)
 
     def view(self, data: torch.Tensor) -> torch.Tensor:

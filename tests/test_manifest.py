@@ -76,6 +76,15 @@ def test_set_aside_puts_new_files_in_the_places(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["state", "state.1"]
 
 
+def test_set_aside_can_leave_a_place_free(tmp_path: Path) -> None:
+    path, other = tmp_path / "state", tmp_path / "other"
+    path.write_bytes(b"x" * 5000)
+    other.write_bytes(b"y")
+    set_aside({path: tmp_path / "state.1", other: tmp_path / "other.1"}, vacated={path})
+    left = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    assert left == {"state.1": b"x" * 5000, "other.1": b"y", "other": bytes(1)}
+
+
 def test_set_aside_without_room_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "state"
     path.touch()
@@ -86,10 +95,12 @@ def test_set_aside_without_room_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("vacates", [False, True])
 @pytest.mark.parametrize("failing", ["link", "replace"])
 def test_set_aside_that_fails_half_way_puts_every_file_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, interrupted: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, interrupted: bool, vacates: bool
 ) -> None:
+    """`vacates`: the place of the first file is to stay free."""
     paths = [tmp_path / name for name in ("first", "second")]
     for path in paths:
         path.write_bytes(path.name.encode())
@@ -97,18 +108,19 @@ def test_set_aside_that_fails_half_way_puts_every_file_back(
 
     def fails_once(*names: Path) -> None:
         calls.append(names)
-        if len(calls) == 2 and not interrupted:
+        now = len(calls) == (1 if vacates and failing == "replace" else 2)
+        if now and not interrupted:
             raise OSError(errno.EIO, "Input/output error", str(names[0]))
         real(*names)
-        if len(calls) == 2 and failing == "replace":
+        if now and failing == "replace":
             raise KeyboardInterrupt
-        if len(calls) == 2:
+        if now:
             raise FileExistsError
 
     monkeypatch.setattr(os, failing, fails_once)
     said = "second: give it the name second.1 as well: .*Input/output error"
     with pytest.raises((StorageError, KeyboardInterrupt), match=None if interrupted else said):
-        set_aside({path: path.with_name(f"{path.name}.1") for path in paths})
+        set_aside({path: path.with_name(f"{path.name}.1") for path in paths}, vacated=paths[:vacates])
     (tmp_path / "second.1").unlink(missing_ok=True)  # nobody knows whether a name that was interrupted is ours
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"first": b"first", "second": b"second"}
 

@@ -34,7 +34,7 @@ from harness import (
 from models import MixerModel, token_batches
 from torch import nn
 
-from ds_vertical import checkpoint, manifest, storage
+from ds_vertical import checkpoint, files, manifest, storage
 from ds_vertical.checkpoint import POINTS
 from ds_vertical.manifest import CheckpointError
 
@@ -538,3 +538,41 @@ def test_frozen_weights_can_be_left_out(tmp_path: Path) -> None:
         name = next(name for name, _ in model.named_parameters())
         assert differing(expected, contents(engine, model)) == [name]
         assert torch.equal(changed[name], read_weights(model)[name])
+
+
+def test_frozen_weights_that_a_checkpoint_shares_take_no_more_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the place of the shared one is made when somebody writes them, and nothing is lost where there is no room."""
+
+    def build() -> nn.Module:
+        model = model_of()
+        model.blocks[0].up.weight.requires_grad_(False)
+        return model
+
+    with running(config_in(tmp_path / "ssd"), build, vertical=True) as (engine, model):
+        train(engine, range(1))
+        frozen = model.blocks[0].up.weight
+        shard = next(shard for shard in engine.param_store.shards() if shard.param is frozen)
+        own = Path(shard.path)
+        for tag in ("one", "two"):
+            engine.save_checkpoint(str(tmp_path / "saved"), tag=tag)
+            assert not own.exists() and Path(shard.path).stat().st_nlink == 2 + (tag == "two")
+        losses = train(engine, range(1, 2))
+        expected, before = contents(engine, model), digests(tmp_path / "saved")
+
+        def write() -> None:
+            with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0):
+                frozen.data.fill_(0.25)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "free_bytes", lambda path: 1000)
+            with pytest.raises(storage.StorageError, match="needs 1048576"):
+                write()
+        assert digests(tmp_path / "saved") == before and not own.exists()
+        write()
+        assert own.stat().st_blocks * 512 >= own.stat().st_size == 1 << 20 and shard.path == str(own)
+        assert torch.equal(read_weights(model)["blocks.0.up.weight"], torch.full((512, 512), 0.25))
+        assert digests(tmp_path / "saved") == before
+        engine.load_checkpoint(str(tmp_path / "saved"), tag="one")
+        assert train(engine, range(1, 2)) == losses
+        assert differing(expected, contents(engine, model)) == []
+        assert_whole(tmp_path / "saved", "one", "two")
