@@ -108,10 +108,9 @@ def sample_batch(tokens: Tokens, batch_size: int, seq_len: int, key: Sequence[in
 
 
 def train_batches(
-    tokens: Tokens, batch_size: int, seq_len: int, num_micro_batches: int, seed: int, rank: int
+    tokens: Tokens, batch_size: int, seq_len: int, num_micro_batches: int, seed: int, rank: int, step: int = 0
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """The endless stream of micro-batches, step after step; batch (step, m) is the same whatever came before it."""
-    step = 0
+    """The endless stream of micro-batches, from `step` on; batch (step, m) is the same whatever came before it."""
     while True:
         for micro_batch in range(num_micro_batches):
             yield sample_batch(tokens, batch_size, seq_len, (seed, step, micro_batch, rank))

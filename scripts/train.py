@@ -54,11 +54,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=10, metavar="K", help="a line each K steps without a terminal")
     parser.add_argument("--seed", type=int, default=0, help="initial weights, batches")
     parser.add_argument("--out", type=Path, help="folder for metrics.jsonl (default runs/train-<date>)")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="go on from the last checkpoint there, if any, and save one at the end"
+    )
+    parser.add_argument("--checkpoint-every", type=int, default=0, metavar="K", help="and one each K steps (0: none)")
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the 16-bit model there at the end")
     args = parser.parse_args()
-    for name, least in (("seq", 2), ("steps", 1), ("eval_every", 0), ("eval_batches", 1), ("log_every", 1)):
+    least_of = {"seq": 2, "steps": 1, "eval_every": 0, "eval_batches": 1, "log_every": 1, "checkpoint_every": 0}
+    for name, least in least_of.items():
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: write {least} or more")
+    if args.checkpoint_every and args.checkpoint is None:
+        parser.error("--checkpoint-every: write --checkpoint DIR as well")
     return args
 
 
@@ -107,11 +114,12 @@ class Trainer:
     data: text_data.TextData
 
     def train(self, log: Log) -> None:
-        """Steps until --steps are done or the engine's budget of steps is spent."""
-        batches = self._train_batches()
+        """Steps until --steps are done, those of an earlier process among them, or the engine's budget of steps is spent."""
+        done = log.num_steps
+        batches = self._train_batches(done)
         if self.args.eval_every:
-            log.held_out(0, self.held_out_loss())
-        for step in range(1, self.args.steps + 1):
+            log.held_out(done, self.held_out_loss())
+        for step in range(done + 1, self.args.steps + 1):
             start = time.perf_counter()
             try:
                 loss = mean_over_ranks(self.engine.train_batch(batches))
@@ -120,8 +128,15 @@ class Trainer:
             log.step(step, loss, time.perf_counter() - start, self._facts())
             if self.args.eval_every and (step % self.args.eval_every == 0 or step == self.args.steps):
                 log.held_out(step, self.held_out_loss())
+            if self.args.checkpoint_every and step % self.args.checkpoint_every == 0 and step < self.args.steps:
+                self.save_checkpoint()
+        if self.args.checkpoint is not None and log.num_steps > done:
+            self.save_checkpoint()
         if self.args.eval_every and log.last_held_out_step != log.num_steps:
             log.held_out(log.num_steps, self.held_out_loss())
+
+    def save_checkpoint(self) -> None:
+        self.engine.save_checkpoint(str(self.args.checkpoint))
 
     def held_out_loss(self) -> float:
         """Mean loss over the fixed held-out batches of all ranks."""
@@ -142,7 +157,7 @@ class Trainer:
     def tokens_per_step(self) -> int:
         return self.engine.train_batch_size() * self.args.seq
 
-    def _train_batches(self) -> Iterator[Batch]:
+    def _train_batches(self, step: int) -> Iterator[Batch]:
         token_ids = text_data.train_batches(
             self.data.train,
             self.engine.train_micro_batch_size_per_gpu(),
@@ -150,6 +165,7 @@ class Trainer:
             self.engine.gradient_accumulation_steps(),
             self.args.seed,
             dist.get_rank(),
+            step,
         )
         return (to_batch(ids, self.engine.device) for ids in token_ids)
 
@@ -159,10 +175,11 @@ class Trainer:
 
 
 class Log:
-    """Rank 0's view of the run: metrics.jsonl, and a progress bar on a terminal or a line now and then without one."""
+    """Rank 0's view of the run: metrics.jsonl, and a progress bar on a terminal or a line now and then without one. `done`:
+    steps of the processes before, whose metrics stay."""
 
-    def __init__(self, path: Path | None, num_steps: int, tokens_per_step: int, every: int) -> None:
-        self.num_steps, self.last_held_out_step = 0, -1
+    def __init__(self, path: Path | None, num_steps: int, tokens_per_step: int, every: int, done: int) -> None:
+        self.num_steps, self.last_held_out_step = done, -1
         self.losses: list[float] = []
         self.held_out_losses: list[float] = []
         self.seconds: list[float] = []
@@ -170,8 +187,8 @@ class Log:
         self._file: TextIO | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="ascii", buffering=1)
-        self._bar = tqdm(total=num_steps, unit="step", disable=path is None or not sys.stderr.isatty())
+            self._file = path.open("a" if done else "w", encoding="ascii", buffering=1)
+        self._bar = tqdm(total=num_steps, initial=done, unit="step", disable=path is None or not sys.stderr.isatty())
 
     def step(self, step: int, loss: float, step_s: float, facts: dict[str, Any]) -> None:
         """Records one training step."""
@@ -209,7 +226,7 @@ class Log:
         losses = f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}"
         if self.held_out_losses:
             losses += f", held-out {self.held_out_losses[0]:.4f} -> {self.held_out_losses[-1]:.4f}"
-        return f"trained {self.num_steps} steps: {losses}, {rate:.0f} tokens/s{where}"
+        return f"trained {len(self.losses)} steps: {losses}, {rate:.0f} tokens/s{where}"
 
     def _write(self, fields: dict[str, Any]) -> None:
         if self._file is not None:
@@ -241,7 +258,9 @@ def main() -> None:
     engine, *_ = ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     trainer = Trainer(args, engine, build_data(args))
     path = metrics_path(args.out) if dist.get_rank() == 0 else None
-    log = Log(path, args.steps, trainer.tokens_per_step(), args.log_every)
+    if args.checkpoint is not None and (args.checkpoint / "latest").exists():
+        engine.load_checkpoint(str(args.checkpoint))
+    log = Log(path, args.steps, trainer.tokens_per_step(), args.log_every, engine.global_steps)
     trainer.train(log)
     if args.save is not None:
         engine.save_16bit_model(str(args.save))

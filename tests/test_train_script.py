@@ -288,3 +288,20 @@ def test_saved_model_is_read_back_and_predicts_as_trained(tmp_path: Path) -> Non
         losses = [model(input_ids=ids, labels=ids).loss.item() for ids in map(torch.from_numpy, batches)]
     assert sum(losses) / len(losses) == pytest.approx(held_out[-1], rel=1e-4)
     assert not list((tmp_path / "swap").rglob("*.swp"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_checkpoint_with_the_same_numbers(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--num_accelerators", "1"]
+    command += ["--master_port", "29618", *train_arguments(tmp_path), "--deepspeed_config", str(config)]
+    run([*command, "--steps", "6", "--out", str(tmp_path / "whole")])
+    parts = ["--out", str(tmp_path / "parts"), "--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2"]
+    run([*command, "--steps", "3", *parts])
+    assert {path.name for path in (tmp_path / "saved").glob("global_step*")} == {"global_step2", "global_step3"}
+    assert "trained 3 steps" in run([*command, "--steps", "6", *parts]).stdout
+    told = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    whole, found = ([(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line] for lines in told)
+    assert found == whole and [step for step, *_ in whole] == [1, 2, 3, 4, 5, 6]
+    refused = subprocess.run([*command, "--checkpoint-every", "2"], capture_output=True, text=True, timeout=280, cwd=ROOT)
+    assert refused.returncode != 0 and "--checkpoint DIR" in refused.stderr + refused.stdout
