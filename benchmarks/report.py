@@ -72,7 +72,7 @@ def markdown(
     columns += ("bound s", "step/bound", "sim s", "read", "written", "outside", "peak/formula", "peak/stock", "date, processor")
     lines = [_row(columns), _row(["---"] * len(columns)), *(_row(_cells(result)) for result in tables)]
     straight = [_straight(result) for result in found if result.content.get("kind") == "straight"]
-    commands = [f"- `{result.file}`: `{' '.join(result.content['command'])}`" for result in found]
+    commands = [f"- `{result.file}`{_commit(result)}: `{' '.join(result.content['command'])}`" for result in found]
     parts = [_HEAD, "\n".join(lines), *straight, *map(_gains, gains), *map(saves_table, saves)]
     parts.append("## Commands\n\n" + "\n".join(commands))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
@@ -105,6 +105,11 @@ def _cells(result: Result) -> list[str]:
         _number(peak),
         f"{result.date}, {content['machine']['num_cores']} cores {content['machine']['cpu']} {result.isa}",
     ]
+
+
+def _commit(result: Result) -> str:
+    known = result.content.get("versions", {}).get("commit")
+    return f" ({known})" if known else ""
 
 
 def _straight(result: Result) -> str:

@@ -190,8 +190,8 @@ def _hold(walk: _Walk, event: Event) -> list[int]:
 
 
 def _norm(walk: _Walk, event: Event) -> list[int]:
-    """A step is decided once all its gradients are where they wait: one that cannot be written fails the step as a whole."""
-    return [*(walk.need(Op.REDUCE, unit) for unit in (PRE, *range(walk.num_layers))), *walk.holds]
+    """A step is decided once what it has made is where it waits: a transfer that fails then fails the step as a whole."""
+    return [*(walk.need(Op.REDUCE, unit) for unit in (PRE, *range(walk.num_layers))), *walk.holds, *walk.early]
 
 
 def _step(walk: _Walk, event: Event) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,18 @@ def describe_machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of the packages that decide a measurement; None where one is not installed."""
+    """Of what decides a measurement; None for a package that is not installed. `commit`: ours, where this is a checkout."""
     packages = ("torch", "deepspeed", "transformers", "ds-vertical")
-    return {name: _version(name) for name in packages} | {"python": platform.python_version()}
+    found = {name: _version(name) for name in packages}
+    return found | {"commit": _commit(Path(__file__).parents[1]), "python": platform.python_version()}
+
+
+def _commit(checkout: Path) -> str | None:
+    """With `-dirty` where files differ from it."""
+    if not (checkout / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 def _lines(path: str) -> list[str]:
