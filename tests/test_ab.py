@@ -464,7 +464,8 @@ def test_equal_arms_give_a_table_and_a_report(tmp_path: Path) -> None:
         written = json.loads((tmp_path / "out" / f"{arm}.json").read_text())
         assert written == report["configs"][arm] == BASE | {"vertical_schedule": {"enabled": enabled}}
     assert report["command"][:2] == ["ds-vertical", "ab"] and report["versions"]["deepspeed"] == "0.19.8"
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    head = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     assert head.startswith(report["versions"]["commit"].removesuffix("-dirty"))
 
 
