@@ -207,8 +207,8 @@ def _step(walk: _Walk, event: Event) -> list[int]:
 def _early_step(walk: _Walk, event: Event) -> list[int]:
     """Before the norm: the unit's gradient is complete and nobody uses its parameters until the next step."""
     unit = event.layer
-    if (Op.COMMIT, None, None) in walk.done:
-        raise ScheduleError("COMMIT came before it, so that it would never count")
+    if (Op.NORM, None, None) in walk.done:
+        raise ScheduleError("NORM came before it, by which an early step must be over")
     if unit in walk.fetched:
         raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before its step")
     needs = [walk.need(Op.REDUCE, unit), walk.need(Op.RELEASE, unit), *walk.take_turn()]

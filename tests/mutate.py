@@ -817,9 +817,16 @@ MUTATIONS = (
     Mutation(
         "norm-ahead-of-gradients-on-their-way",
         "dependencies.py",
+        "for unit in (PRE, *range(walk.num_layers))), *walk.holds, *walk.early]",
+        "for unit in (PRE, *range(walk.num_layers))), *walk.early]",
+        "test_step_rules.py::test_a_step_is_decided_when_what_it_made_is_where_it_waits",
+    ),
+    Mutation(
+        "norm-ahead-of-early-steps-on-their-way",
+        "dependencies.py",
+        "for unit in (PRE, *range(walk.num_layers))), *walk.holds, *walk.early]",
         "for unit in (PRE, *range(walk.num_layers))), *walk.holds]",
-        "for unit in (PRE, *range(walk.num_layers)))]",
-        "test_step_rules.py::test_a_step_is_decided_when_its_gradients_are_where_they_wait",
+        "test_step_rules.py::test_a_step_is_decided_when_what_it_made_is_where_it_waits",
     ),
     # what a step leaves behind
     Mutation(
