@@ -148,8 +148,9 @@ def saves_table(content: Mapping[str, Any]) -> str:
     title = (
         f"## What a checkpoint costs\n\n`{content['model']}`, {content['dtype']}, {count / 1e6:.1f} M parameters, everything on"
         f" SSD, saved to the same disk (`saves.py`), {content['date'][:10]}, {machine['num_cores']} cores {machine['cpu']}."
-        " Seconds until the call returns, and until the files are on the disk; bytes per parameter; the step after the save"
-        f" over the median before ({', '.join(f'{arm} {seconds:.2f} s' for arm, seconds in usual.items())})."
+        " Seconds until the call returns, and until the files are on the disk; bytes per parameter, in the vertical arm with"
+        " the delayed part of the last step, which the save brings to rest and the next step leaves out; the step after the"
+        f" save over the median before ({', '.join(f'{arm} {seconds:.2f} s' for arm, seconds in usual.items())})."
     )
     columns = ("arm", "call", "returns s", "on disk s", "read B", "written B", "next step")
     lines = [_row(columns), _row(["---"] * len(columns))]

@@ -1,9 +1,9 @@
-"""Buffers of modules while a forward runs for the second time."""
+"""Buffers of modules while a forward runs for the second time, and in a step that does not count."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -31,3 +31,19 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
                 f"a buffer of {buffer.numel()} elements in {type(module).__name__} is written in every forward; layer-major"
                 " training runs each forward twice: keep such state out of the blocks"
             )
+
+
+@contextlib.contextmanager
+def buffers_of_whole_steps(module: nn.Module, num_decided: Callable[[], int]) -> Iterator[None]:
+    """Undo what a step that is left, or fails, has written to small buffers of the model (running statistics), unless it
+    counts: unless `num_decided`, of the steps that do, has grown by then."""
+    before = num_decided()
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers() if buffer.numel() <= _SMALL_BUFFER]
+    try:
+        yield
+    except BaseException:
+        if num_decided() == before:
+            with torch.no_grad():
+                for buffer, copy in kept:
+                    buffer.copy_(copy)
+        raise

@@ -176,7 +176,7 @@ class RankSave:
     def _find_weights(self) -> None:
         on_ssd = {id(shard.param): shard for shard in self._engine.param_store.shards()}
         for number, param in enumerate(self._engine.module.parameters()):
-            if self._exclude_frozen and not param.requires_grad:
+            if self._exclude_frozen and not (param.requires_grad or self._optimizer.steps(param)):
                 continue
             shard = on_ssd.get(id(param))
             if shard is None:

@@ -21,7 +21,12 @@ class Others(Protocol):
 
     @property
     def num_gathers(self) -> int:
-        """Gathers of units that this rank has begun."""
+        """Gathers of units that this rank has taken part in, or was about to when all were."""
+        ...
+
+    @property
+    def num_reductions(self) -> int:
+        """Of units' gradients, likewise."""
         ...
 
     def gather(self, unit: Unit) -> None:
@@ -42,12 +47,11 @@ class _Reached(Exception):
 
 
 class Company:
-    """Of one pass. `num_reduced`: the reductions begun; `decided`: the ranks have decided, or are about to."""
+    """Of one pass. `decided`: the ranks have decided, or are about to."""
 
     def __init__(self, others: Others) -> None:
         self._others = others
-        self._before = others.num_gathers
-        self.num_reduced = 0
+        self._before = others.num_gathers, others.num_reductions
         self.decided = False
 
     def conclude(self) -> None:
@@ -68,7 +72,8 @@ class Company:
                 error.add_note(f"the other ranks may not know of it: {type(further).__name__}: {further}")
 
     def _go(self, schedule: Schedule, overlap: bool) -> None:
-        gathers_left, reductions_left = self._others.num_gathers - self._before, self.num_reduced  # done, to be left out
+        now = self._others.num_gathers, self._others.num_reductions
+        gathers_left, reductions_left = (count - before for count, before in zip(now, self._before, strict=True))  # done
 
         def gather(unit: Unit) -> None:
             nonlocal gathers_left

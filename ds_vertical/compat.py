@@ -317,7 +317,8 @@ def guard_parameters(
         for name in ("swap_in", "swap_into_buffer"):
             setattr(swapper, name, _after(before, getattr(swapper, name)))
         for name in ("swap_out_and_release", "swap_out_partitioned_params"):
-            setattr(swapper, name, _after(before, _noting(writing, written, getattr(swapper, name))))
+            refused = swapper.remove_partition_and_release_buffers
+            setattr(swapper, name, _after(before, _noting(writing, refused, written, getattr(swapper, name))))
 
 
 def _after(before: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
@@ -330,14 +331,20 @@ def _after(before: Callable[[], None], then: Callable[..., Any]) -> Callable[...
 
 def _noting(
     writing: Callable[[Iterable[ZeroParam]], None],
+    refused: Callable[[Iterable[ZeroParam]], None],
     written: Callable[[Iterable[ZeroParam]], None],
     write: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """`write`, whose first argument is the parameters written, by position or name; noted after a failure too."""
+    """`write`, whose first argument is the parameters written, by position or name; noted after a failure too. Where `writing`
+    raises, `refused` forgets the new values, and the parameters are what their files say."""
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         params = list(args[0] if args else kwargs.get("params", kwargs.get("dst_fp16_params", ())))
-        writing(params)
+        try:
+            writing(params)
+        except BaseException:
+            refused(params)
+            raise
         try:
             return write(*args, **kwargs)
         finally:

@@ -16,6 +16,7 @@ from torch import nn
 from ds_vertical import compat, compat_pools, compat_state, headroom, hostmemory, limits_cache, ranks, storage
 from ds_vertical.batches import LossFn
 from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
+from ds_vertical.buffers import buffers_of_whole_steps
 from ds_vertical.choices import choose_gradient_tier, choose_timing
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, resolve
 from ds_vertical.configfile import read_config
@@ -326,7 +327,12 @@ class VerticalEngine(SavingEngine):
 
         bodies = [Body(run, seed) for run, seed in zip(runs, seeds, strict=True)]
         noted = self._activations is not None
-        with suspended_hooks(self, joints=True, noted=noted), torch.enable_grad(), self.optimizer.schedule_running():
+        with (
+            buffers_of_whole_steps(self.module, lambda: self.optimizer.num_decided),
+            suspended_hooks(self, joints=True, noted=noted),
+            torch.enable_grad(),
+            self.optimizer.schedule_running(),
+        ):
             return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, scale)
 
     def flush(self) -> None:

@@ -65,6 +65,7 @@ class VerticalStage3(ChunkedStage3):
         self._left: dict[Unit, None] = {}  # units whose step is due, in the order of their next use
         self._ahead: dict[Unit, Ticket] = {}  # steps issued for the next forward, which has not taken them over yet
         self._norm_memory = compat_state.NormMemory()
+        self.num_reductions = self.num_decided = 0  # units reduced, and steps that count, so far
         super().__init__(*args, layers=layers, **kwargs)
 
     def start_pipeline(
@@ -150,9 +151,10 @@ class VerticalStage3(ChunkedStage3):
         neighbours in `flat`. Returns whether `flat` itself is held now: then it goes to `give_back`, from any thread.
         """
         params = self.in_chunk_order(unit)
+        shares = compat_state.reduce(self, params, sums) if params else []
+        self.num_reductions += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
         if not params:
             return False
-        shares = compat_state.reduce(self, params, sums)
         for param, share in zip(params, shares, strict=True):
             compat_state.note_gradient(self, param, share, self._norm_memory)
         early = self.regime.early
@@ -208,20 +210,22 @@ class VerticalStage3(ChunkedStage3):
                 self.gradients.conclude((), hit=False)
             return
         scale = compat_state.combined_scale(self, norm)
-        settings = self._settings()
+        came_true = float(scale) == guess
+        self.regime.note(self._tried, came_true)
+        with self.condition.torn_if_interrupted():
+            self._decide(self._settings(), scale, hit=came_true and self._tried)
+
+    def _decide(self, settings: list[AdamSettings], scale: Any, hit: bool) -> None:
+        """The step counts: all chunks are one step further, and what has not been stepped early is due."""
         for index, setting in enumerate(settings):
             compat_state.moments(self, index)["step"] = setting.step
         self.powers = settings[-1].powers
-        came_true = float(scale) == guess
-        self.regime.note(self._tried, came_true)
         self._due = Due(settings, self.gradients, None if float(scale) == 1.0 else 1.0 / scale)
-        hit = came_true and self._tried
         self._share = "delayed" if hit else "all"
-        chunks = self._stepper.chunks
-        self._left = dict.fromkeys(
-            u for u in self._layer_map.units if any(chunks[i].parts(self._share) for i in self.chunks_of(u))
-        )
-        self._hit = hit  # last: an interrupt before it leaves nothing committed whose rest is not due
+        share, chunks = self._share, self._stepper.chunks
+        self._left = dict.fromkeys(u for u in self._layer_map.units if any(chunks[i].parts(share) for i in self.chunks_of(u)))
+        self._hit = hit
+        self.num_decided += 1
 
     def _settings(self) -> list[AdamSettings]:
         """Per chunk the hyper-parameters of the step that is being taken, with the powers of beta that stock has then: it goes
@@ -256,11 +260,13 @@ class VerticalStage3(ChunkedStage3):
     def conclude_early(self) -> None:
         """Commit the early steps if the norm has left the factor they were taken with; else discard them. A step that
         counts is then due whole."""
-        hit, self._hit = self._hit, False
+        hit = self._hit
         if hit:
-            self._stepper.commit()
+            with self.condition.torn_if_interrupted():  # masters that count and parameters that do not
+                self._stepper.commit()
         else:
             self._stepper.discard()
+        self._hit = False
         self.gradients.conclude(self._left, hit)
         if self._left and self._stepper.torn:
             raise RuntimeError("steps taken in place have not come true: clipping or the loss scale were changed in mid-step")

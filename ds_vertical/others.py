@@ -18,6 +18,10 @@ class OtherRanks:
     def num_gathers(self) -> int:
         return self._params.num_gathers
 
+    @property
+    def num_reductions(self) -> int:
+        return self._optimizer.num_reductions
+
     def gather(self, unit: Unit) -> None:
         self._params.gather_for_others(unit)
 

@@ -83,7 +83,7 @@ class ParamStore:
         count = min(num_buffers, sum(1 for unit, size in sizes.items() if unit != "pre" and size))
         self.host_bytes = largest * count + sizes["pre"]
         self.reads: DiskQueue | None = new_queue() if self.host_bytes else None
-        self.num_gathers = 0  # begun so far, by this rank
+        self.num_gathers = 0  # so far, by this rank
         self._closed = False
         self._num_moves = 0
         self._unused: list[Path] = []  # files aside that nobody needs any more, perhaps in use until the next checkpoint
@@ -230,9 +230,9 @@ class ParamStore:
             for shard in shards:
                 compat.bind_shard(shard.param, shard.view(resident.buffer.data))
         self._backlog.wait()
-        self.num_gathers += 1
         resident.gathered = [param for param in self._units[unit] if compat.is_partitioned(param)]
         wait_copies = self._lane.run(lambda: compat.gather(resident.gathered))
+        self.num_gathers += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
         if resident.buffer is not None:
             resident.buffer.wait_copies = wait_copies
 

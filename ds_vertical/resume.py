@@ -64,6 +64,7 @@ def load(engine: Any, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, di
         manifest.check(folder, saved)
         loading = _Loading(engine, manifest.rank_folder(folder, saved.rank), saved, wanted)
         _raise_for(folder, loading.buffer_differences())
+        loading.make_room()
     with ranks.agreed("load_checkpoint"):
         engine.optimizer.flush_state()  # what is due belongs to the state that is replaced
     compat_state.partition_all(engine.optimizer)
@@ -202,6 +203,11 @@ class _Loading:
     def buffer_differences(self) -> list[str]:
         """Of the model's buffers, which may be of another model as parameters may."""
         return runstate.buffer_differences(self._engine, self._loose["buffers"])
+
+    def make_room(self) -> None:
+        """Have a file to write for every weight. Raises StorageError."""
+        for shard in self._engine.param_store.shards():
+            shard.make_room()
 
     def run(self) -> dict[str, Any]:
         """Returns the client state."""

@@ -89,12 +89,15 @@ class SavingEngine(compat.DeepSpeedEngine):
         touched: no checkpoint, a damaged one, one that does not fit; OtherRankError.
         """
         self._check_between_steps("load_checkpoint")
-        found = ranks.all_gathered(resume.latest_tag(Path(load_dir)))[0] if tag is None else str(tag)
+        with ranks.agreed("load_checkpoint"):
+            own = resume.latest_tag(Path(load_dir)) if tag is None else str(tag)
+        found = ranks.all_gathered(own)[0]
         if found is None:
             return None, None
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
         if not self._on_ssd() and not resume.is_ours(Path(load_dir, found)):
-            self.optimizer.flush_state()  # what is due belongs to the state that is replaced
+            with ranks.agreed("load_checkpoint"):
+                self.optimizer.flush_state()  # what is due belongs to the state that is replaced
             path, client_state = super().load_checkpoint(load_dir, found, *flags)
         elif not load_module_strict or custom_load_fn is not None:
             raise CheckpointError("load_checkpoint: load_module_strict=False and custom_load_fn are not available here")

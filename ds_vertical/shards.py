@@ -18,13 +18,14 @@ Range = tuple[int, int]  # first element in a shard, and how many
 class Shard:
     """A shard's place in its unit's host buffer, in bytes, and its files: one per generation (one or two), the current one's
     number. `aside`: the file with the current values where a checkpoint shares it (`generations`, [Note: frozen files]);
-    `is_vacant`: meanwhile there is none in its place."""
+    `is_idle`: the optimizer never steps it; then there is no file in its place meanwhile (`is_vacant`)."""
 
     param: nn.Parameter
     paths: tuple[str, ...]
     start: int
     num_bytes: int
     numel: int
+    is_idle: bool
     generation: int = 0
     aside: str | None = None
     is_vacant: bool = False
@@ -33,11 +34,6 @@ class Shard:
     def other(self) -> int:
         """The generation that an early step writes."""
         return (self.generation + 1) % len(self.paths)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no step writes it: then a file in its place, while a checkpoint shares it, is a waste of the disk."""
-        return not self.param.requires_grad
 
     @property
     def path(self) -> str:
@@ -50,10 +46,15 @@ class Shard:
 
     def leave(self) -> None:
         """The file aside holds the current values no more. Raises StorageError, with nothing changed: no room for another."""
+        self.make_room()
+        self.aside = None
+        compat.set_swap_path(self.param, self.path)
+
+    def make_room(self) -> None:
+        """Have a file to write. Raises StorageError."""
         if self.is_vacant:
             files.preallocate({Path(self.paths[self.generation]): self.num_bytes})
-        self.aside, self.is_vacant = None, False
-        compat.set_swap_path(self.param, self.path)
+        self.is_vacant = False
 
     def set_aside(self, path: Path) -> None:
         """The current values are in another file, which is not to be written."""
@@ -93,6 +94,6 @@ def lay_out(params: Sequence[nn.Parameter], generations: int) -> list[Shard]:
         if compat.is_on_ssd(param):
             file = compat.swap_file(param)
             paths = (str(file.path), str(compat.second_generation(file.path)))[:generations]
-            shards.append(Shard(param, paths, start, file.num_bytes, file.numel))
+            shards.append(Shard(param, paths, start, file.num_bytes, file.numel, not param.requires_grad))
             start += file.num_bytes
     return shards

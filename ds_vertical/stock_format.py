@@ -35,7 +35,8 @@ def save(
     """
     with ranks.agreed("save_checkpoint"):
         check_tag(tag)
-    engine.optimizer.flush()
+    with ranks.agreed("save_checkpoint"):
+        engine.optimizer.flush()
     with new_folder(save_dir, tag, save_latest) as folder:
         with _partitioned(engine.optimizer), ranks.agreed("save_checkpoint"):
             _write(engine, folder.beside, client_state, exclude_frozen)

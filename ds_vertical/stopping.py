@@ -64,6 +64,7 @@ class Stopping:
         self._number: int | None = None
         self._asked_at = 0.0
         self._before: dict[int, Any] = {}
+        self._closed = False
         if on_signal is not None and not _in_main_thread():
             compat.log(
                 "ds_vertical: warning: vertical_schedule.on_signal: only an engine built in the main thread hears signals"
@@ -72,14 +73,18 @@ class Stopping:
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
 
     def close(self) -> None:
-        """Put back the handlers that were there. Twice is harmless."""
+        """Put back the handlers that were there; where somebody has set another one since, which may put this one back, hand
+        on to them. Twice is harmless."""
         for number, handler in self._before.items():
             if _in_main_thread() and signal.getsignal(number) == self._note:
                 signal.signal(number, handler)
-        self._before.clear()
+        self._closed = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """The handler. In a forked child, and when asked again, the process ends at once."""
+        if self._closed:
+            self._hand_on(number, frame)
+            return
         now = time.monotonic()
         if os.getpid() != self._pid or (self._number is not None and now - self._asked_at >= AGAIN_S):
             _leave_at_once(number, frame)
@@ -91,6 +96,13 @@ class Stopping:
         before = self._before.get(number)
         if callable(before) and before not in (_leave_at_once, signal.default_int_handler):
             before(number, frame)
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        before = self._before[number]
+        if callable(before):
+            before(number, frame)
+        elif before != signal.SIG_IGN:
+            _leave_at_once(number, frame)
 
     def leave_step(self) -> None:
         """A place at which a step, or an evaluation, can be left. Raises StepLeft."""
@@ -112,6 +124,10 @@ class Stopping:
         except StepLeft:
             torch.set_rng_state(random_state)
             self._stop(engine, finished=False)
+        except StopIteration:  # there was no batch for another step
+            if self._number is not None and self._alone:
+                self._stop(engine, finished=False)
+            raise
         if self._is_asked():
             self._stop(engine, finished=True)
 

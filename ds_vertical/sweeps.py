@@ -325,8 +325,6 @@ class _Training(_Pass):
     def reduce(self, event: Event) -> None:
         unit = _unit(event)
         sums = self.gradients.take(unit)
-        if self.company is not None:
-            self.company.num_reduced += 1
         if self.optimizer.reduce_unit(unit, sums, self.gradients.flat(unit), self.gradients.reserve.put_back):
             self.gradients.give_away(unit)
         else:

@@ -119,11 +119,12 @@ class TagFolder:
         if _exchange(self.beside, self.path):
             return self.beside
         old = self.path.with_name(f"{self.beside.name}.old")
-        os.rename(self.path, old)
         try:
+            os.rename(self.path, old)
             os.rename(self.beside, self.path)
-        except OSError:
-            os.rename(old, self.path)
+        except BaseException:
+            if not self.path.exists():
+                os.rename(old, self.path)
             raise
         return old
 

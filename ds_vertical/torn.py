@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,6 +50,15 @@ class Condition:
     def tear(self, failure: BaseException) -> None:
         """The state is torn; the first reason counts."""
         self.failure = self.failure or failure
+
+    @contextlib.contextmanager
+    def torn_if_interrupted(self) -> Iterator[None]:
+        """What the block does to the live state it does whole, or not at all as far as anybody may go on from it."""
+        try:
+            yield
+        except BaseException as error:
+            self.tear(error)
+            raise
 
     def tell(self, error: BaseException) -> None:
         """`error` is about to be raised: say with it what has become of the state."""

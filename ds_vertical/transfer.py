@@ -196,4 +196,6 @@ class BufferPool:
         return self._free.popleft()
 
     def put_back(self, buffer: HostBuffer) -> None:
-        self._free.append(buffer)
+        """Twice is harmless: an interrupted clean-up is done again."""
+        if all(free is not buffer for free in self._free):
+            self._free.append(buffer)

@@ -828,6 +828,56 @@ MUTATIONS = (
         "for unit in (PRE, *range(walk.num_layers))), *walk.holds]",
         "test_step_rules.py::test_a_step_is_decided_when_what_it_made_is_where_it_waits",
     ),
+    # steps that do not count
+    Mutation(
+        "running-statistics-of-a-step-that-was-left",
+        "buffers.py",
+        "        if num_decided() == before:\n",
+        "        if False:\n",
+        f"{_STOPPING}a_step_that_is_left_has_moved_no_running_statistics",
+    ),
+    Mutation(
+        "half-a-commit-is-whole",
+        "optimizer.py",
+        "            with self.condition.torn_if_interrupted():  # masters that count and parameters that do not\n",
+        "            if True:\n",
+        "test_interrupts.py::test_an_interrupt_while_a_step_is_made_to_count_tears_the_state_loudly[parameters]",
+    ),
+    Mutation(
+        "reductions-uncounted",
+        "optimizer.py",
+        "        self.num_reductions += 1  # not before: an error ahead of the collective leaves the other ranks alone in it\n",
+        "",
+        "test_ranks.py::test_a_disk_fault_of_one_rank_is_told_on_both_and_the_step_is_taken_when_it_is_over",
+    ),
+    Mutation(
+        "no-batches-no-checkpoint",
+        "stopping.py",
+        "            if self._number is not None and self._alone:\n                self._stop(engine, finished=False)\n            raise",
+        "            raise",
+        f"{_STOPPING}a_signal_before_the_batches_end_is_obeyed_at_their_end",
+    ),
+    Mutation(
+        "frozen-weights-preallocated-again",
+        "params.py",
+        "idle = {Path(shard.path) for shard in found if shard.is_idle}",
+        "idle: set[Path] = set()",
+        f"{_RESUME}frozen_weights_that_a_checkpoint_shares_take_no_more_room",
+    ),
+    Mutation(
+        "room-for-frozen-weights-not-looked-for-before-a-load",
+        "resume.py",
+        "        loading.make_room()\n",
+        "",
+        f"{_RESUME}frozen_weights_that_a_checkpoint_shares_take_no_more_room",
+    ),
+    Mutation(
+        "refused-weights-live-on-in-memory",
+        "compat.py",
+        "            refused(params)\n",
+        "",
+        f"{_RESUME}frozen_weights_that_a_checkpoint_shares_take_no_more_room",
+    ),
     # what a step leaves behind
     Mutation(
         "hooks-left-on",

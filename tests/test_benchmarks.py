@@ -127,13 +127,13 @@ def test_gains_are_runs_of_the_vertical_arm_and_a_table(tmp_path: Path, monkeypa
 @pytest.mark.slow
 def test_saves_are_measured_in_both_arms(tmp_path: Path) -> None:
     """The real arms, a small model: ours links its files, stock copies all of its optimizer's state."""
-    words = [sys.executable, str(ROOT / "benchmarks" / "saves.py"), "--model", "gpt_13m", "--dtype", "fp32", "--saves", "2"]
+    words = [sys.executable, str(ROOT / "benchmarks" / "saves.py"), "--model", "gpt_13m", "--dtype", "fp32", "--saves", "3"]
     subprocess.run([*words, "--runs", str(tmp_path / "runs"), "--benchmarks", str(tmp_path)], check=True, timeout=400)
     (found,) = (tmp_path / "saves").glob("gpt_13m_fp32_*.json")
     content = json.loads(found.read_text())
     arms, count = content["arms"], content["arms"]["vertical"]["parameters"]
     ours, theirs = (arms[arm]["saves"][1]["write_bytes"] / count for arm in ("vertical", "stock"))
-    assert ours < 2 and theirs > 8
-    assert arms["vertical"]["saves"][1]["read_bytes"] / count < 1
+    assert ours < 6 < 24 < theirs  # ours: the delayed part of the last step, and what rests in host memory
+    assert "failed" not in arms["vertical"]["saves"][2]  # stock cannot save to a tag that is there
     text = (tmp_path / "README.md").read_text()
     assert "| vertical | save tag0 |" in text and "| stock | load |" in text

@@ -22,11 +22,11 @@ class Fault(Exception):
 
 class Ranks:
     """Writes down what a rank does together with others, whether by its own part of the pass or for their sake. `fails_at`:
-    which of the arrivals of parameters, or of the reductions, fails ahead of it."""
+    which of the arrivals of parameters, or of the reductions, fails ahead of the collective, or behind it ("hold")."""
 
     def __init__(self, training: ToyTraining, fails_at: tuple[str, int] = ("", 0)) -> None:
         self.done: list[str] = []
-        self.num_gathers = 7  # of earlier passes
+        self.num_gathers, self.num_reductions = 7, 5  # of earlier passes
         self.fails_at = fails_at
         self.agreed: list[BaseException | None] = []
         params: Any = training.params
@@ -47,8 +47,10 @@ class Ranks:
             return ticket
 
         def reducing(unit: Any, *args: Any) -> bool:
-            self.done.append(f"reduce {unit}")
             self.fail_if_due("reduce")
+            self.num_reductions += 1
+            self.done.append(f"reduce {unit}")
+            self.fail_if_due("hold")
             return reduce_unit(unit, *args)
 
         def deciding() -> None:
@@ -97,8 +99,8 @@ def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: st
     schedule = build_training(NUM_LAYERS, 2, order=order)
     expected = trained(schedule, overlap)
     assert expected.agreed == [None]
-    for what in ("gather", "reduce"):
-        number = sum(word.startswith(what) for word in expected.done)
+    for what in ("gather", "reduce", "hold"):
+        number = sum(word.startswith("gather" if what == "gather" else "reduce") for word in expected.done)
         assert number > NUM_LAYERS
         for at in range(number):
             assert trained(schedule, overlap, (what, at)).done == expected.done

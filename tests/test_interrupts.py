@@ -13,6 +13,7 @@ from harness import base_config, differing, read_state, read_weights, running, s
 from late import LateSteps
 from models import MixerModel, token_batches
 
+from ds_vertical import compat_state
 from ds_vertical.stepper import Stepper
 from ds_vertical.transfer import Ticket
 
@@ -44,25 +45,52 @@ def test_a_checkpoint_loaded_while_a_step_is_due_is_the_checkpoint(tmp_path: Pat
 
 
 def test_a_step_interrupted_after_its_norm_counts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The early parts are under way when the wait ahead of COMMIT is interrupted: the norm has made them count."""
+    """The interrupt comes ahead of COMMIT: the norm has made the early parts count."""
     with running(on_ssd(tmp_path / "a", 0.0), BUILD, vertical=True) as (engine, model):
         for step in STEPS[:2]:
             engine.train_batch(iter(step))
         expected = outcome(engine, model)
     with running(on_ssd(tmp_path / "b", 0.0), BUILD, vertical=True) as (engine, model):
         engine.train_batch(iter(STEPS[0]))
-        wait = Ticket.wait
+        conclude = engine.optimizer.conclude_early
 
-        def interrupted(ticket: Ticket) -> None:
-            if engine.optimizer._hit and ticket.what == "step pre":
-                monkeypatch.setattr(Ticket, "wait", wait)
-                raise KeyboardInterrupt
-            wait(ticket)
+        def interrupted() -> None:
+            assert engine.optimizer._hit
+            monkeypatch.setattr(engine.optimizer, "conclude_early", conclude)
+            raise KeyboardInterrupt
 
-        monkeypatch.setattr(Ticket, "wait", interrupted)
+        monkeypatch.setattr(engine.optimizer, "conclude_early", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.train_batch(iter(STEPS[1]))
         assert not differing(expected, outcome(engine, model))
+
+
+@pytest.mark.parametrize("place", ["counting", "parameters"])
+def test_an_interrupt_while_a_step_is_made_to_count_tears_the_state_loudly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Some chunks have been counted, or the masters count already and the parameters do not yet."""
+    with running(on_ssd(tmp_path, 0.0), BUILD, vertical=True) as (engine, _):
+        engine.train_batch(iter(STEPS[0]))
+        moments, asked = compat_state.moments, []
+
+        def interrupted(*arguments: Any) -> Any:
+            asked.append(arguments)
+            if place == "parameters" or (engine.optimizer._opened and len(asked) % 3 == 0):
+                raise KeyboardInterrupt
+            return moments(*arguments)
+
+        with monkeypatch.context() as patch:
+            if place == "parameters":
+                patch.setattr(engine.param_store, "commit", interrupted)
+            else:
+                patch.setattr(compat_state, "moments", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.train_batch(iter(STEPS[1]))
+        for use in (lambda: engine.train_batch(iter(STEPS[1])), lambda: engine.save_checkpoint(str(tmp_path / "out"))):
+            with pytest.raises(Exception, match="the live state is torn"):
+                use()
+        assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupt_while_a_step_is_issued_tears_the_state_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

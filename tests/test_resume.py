@@ -568,6 +568,12 @@ def test_frozen_weights_that_a_checkpoint_shares_take_no_more_room(tmp_path: Pat
             with pytest.raises(storage.StorageError, match="needs 1048576"):
                 write()
         assert digests(tmp_path / "saved") == before and not own.exists()
+        assert differing(expected, contents(engine, model)) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "free_bytes", lambda path: 1000)
+            with pytest.raises(storage.StorageError, match="needs 1048576"):
+                engine.load_checkpoint(str(tmp_path / "saved"), tag="one")
+        assert differing(expected, contents(engine, model)) == []
         write()
         assert own.stat().st_blocks * 512 >= own.stat().st_size == 1 << 20 and shard.path == str(own)
         assert torch.equal(read_weights(model)["blocks.0.up.weight"], torch.full((512, 512), 0.25))

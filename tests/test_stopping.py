@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import failing_worker
 import pytest
+import torch
 from harness import differing, running, start_process_group
+from models import MixerModel
 from test_failing_ranks import run
 from test_ranks import free_port
 from test_resume import BATCHES, config_in, contents, loaded, model_of, train
@@ -94,13 +96,80 @@ def test_between_two_steps_handlers_of_others_are_called_and_put_back(tmp_path: 
         signal.signal(signal.SIGTERM, before)
 
 
+class NormedModel(MixerModel):
+    """Running statistics ahead of the blocks, and among the tensors that are saved."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 512)
+        self.statistics = torch.nn.BatchNorm1d(512, affine=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.statistics(self.embed(input_ids).detach().flatten(0, 1))
+        return super().forward(input_ids, labels)
+
+
+def test_a_step_that_is_left_has_moved_no_running_statistics(tmp_path: Path) -> None:
+    made = config_in(tmp_path / "ssd", section={"on_signal": {"save_dir": str(tmp_path / "saved")}})
+    with running(made, NormedModel, vertical=True) as (engine, model):
+        train(engine, range(1))
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with pytest.raises(SystemExit):
+            engine.train_batch(iter(BATCHES[1]), signalling(signal.SIGTERM))
+        assert buffers["statistics.num_batches_tracked"] == 2
+        assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
+        engine._stopping._number = None  # asked by nobody
+        train(engine, range(1, 2))
+        assert not any(torch.equal(buffers[name], buffer) for name, buffer in model.statistics.named_buffers("statistics"))
+
+
+def test_a_signal_before_the_batches_end_is_obeyed_at_their_end(tmp_path: Path) -> None:
+    made = config_in(tmp_path / "ssd", section={"on_signal": {"save_dir": str(tmp_path / "saved")}})
+
+    def batches() -> Iterator[Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield BATCHES[1][0]
+
+    with running(made, model_of, vertical=True) as (engine, _):
+        train(engine, range(1))
+        with pytest.raises(SystemExit) as ended:
+            engine.train_batch(batches())
+        assert ended.value.code == 143
+    assert manifest.complete_tags(tmp_path / "saved") == ["global_step1"]
+
+
+def stopping_in(folder: str) -> Stopping:
+    start_process_group()
+    return Stopping({"save_dir": folder, "tag": None}, Regime(None, None, certain=True, on_ssd=True))
+
+
 @pytest.fixture
 def asked() -> Any:
     """What a signal does beside a step."""
-    start_process_group()
-    made = Stopping({"save_dir": "/nowhere", "tag": None}, Regime(None, None, certain=True, on_ssd=True))
+    made = stopping_in("/nowhere")
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_of_two_that_hear_the_first_may_be_closed_first(own: bool) -> None:
+    """Its handler is put back by the second, and then stands for what was there before both."""
+    heard: list[int] = []
+    handler = (lambda number, frame: heard.append(number)) if own else signal.SIG_DFL
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        first, second = stopping_in("/first"), stopping_in("/second")
+        first.close()
+        second.close()
+        if own:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard == [signal.SIGTERM]
+        else:
+            with pytest.raises(SystemExit) as ended:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert ended.value.code == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_who_asks_again_is_obeyed_at_once(asked: Stopping, monkeypatch: pytest.MonkeyPatch) -> None:
