@@ -426,8 +426,8 @@ MUTATIONS = (
     Mutation(
         "skipped-step-committed",
         "optimizer.py",
-        "hit, self._hit = self._hit, False",
-        "hit, self._hit = True, False",
+        "hit = self._hit\n",
+        "hit = True\n",
         f"{_SKIPPED}[False-None]",
     ),
     Mutation(
@@ -646,7 +646,13 @@ MUTATIONS = (
         _ASKED,
     ),
     Mutation("seeds-of-a-step-that-was-left", "stopping.py", "torch.set_rng_state(random_state)", "pass", _ASKED),
-    Mutation("handlers-of-others-lost", "stopping.py", "before(number, frame)", "pass", _BETWEEN_STEPS),
+    Mutation(
+        "handlers-of-others-lost",
+        "stopping.py",
+        "if callable(before) and before not in (_leave_at_once, signal.default_int_handler):",
+        "if False:",
+        _BETWEEN_STEPS,
+    ),
     Mutation("handlers-left-behind", "stopping.py", "signal.signal(number, handler)", "pass", _BETWEEN_STEPS),
     Mutation(
         "ranks-stop-one-by-one",
@@ -853,8 +859,8 @@ MUTATIONS = (
     Mutation(
         "no-batches-no-checkpoint",
         "stopping.py",
-        "            if self._number is not None and self._alone:\n                self._stop(engine, finished=False)\n            raise",
-        "            raise",
+        "            if self._number is not None and self._alone:\n                self._stop(engine, finished=False)\n",
+        "",
         f"{_STOPPING}a_signal_before_the_batches_end_is_obeyed_at_their_end",
     ),
     Mutation(
