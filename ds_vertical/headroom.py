@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,13 @@ _AIO: Final = Path("/proc/sys/fs")
 class Disk:
     """Bytes of this rank's files in one folder's file system, beside those of its parameters, which are there.
 
-    `second`: a second generation of files for early steps. `frozen`: what the step after a checkpoint on that file system
-    writes anew, because the checkpoint shares the files of before; at most.
+    `free`: for this rank; `sharing` ranks of this host have as much each, beside one another. `second`: a second generation of
+    files for early steps. `frozen`: what the step after a checkpoint on that file system writes anew, because the
+    checkpoint shares the files of before; at most.
     """
 
     folder: Path
+    sharing: int
     free: int
     state: int
     second: int
@@ -46,6 +49,11 @@ class Disk:
     @property
     def left(self) -> int:
         return self.free - self.needed
+
+    @property
+    def told(self) -> str:
+        """What is free, in words."""
+        return f"{self.free} free" + (f" for each of {self.sharing} ranks" if self.sharing > 1 else "")
 
     @property
     def parts(self) -> str:
@@ -86,20 +94,22 @@ def check_before_the_model(config: dict[str, Any]) -> None:
 
 
 def _disk(forecast: Forecast, config: dict[str, Any]) -> Disk | None:
-    """None where no state of the optimizer goes there."""
+    """None where no state of the optimizer goes there. Collective."""
     wanted = forecast.files
-    if not wanted.state:
-        return None
     zero = config["zero_optimization"]
-    folder = Path(zero["offload_optimizer"]["nvme_path"])
+    folder = Path((zero.get("offload_optimizer") or {}).get("nvme_path") or "/")
+    place = (socket.gethostname(), _device(folder)) if wanted.state else None
+    sharing = ranks.all_gathered(place).count(place)
+    if place is None:
+        return None
     params = (zero.get("offload_param") or {}).get("nvme_path")
     beside = wanted.parameters if params and _device(Path(params)) == _device(folder) else 0
-    free = files.free_bytes(folder)
+    free = files.free_bytes(folder) // sharing
     second = wanted.state + beside
     takes_second = forecast.regime.generations == 2 and (forecast.regime.demanded or wanted.state + second <= free)
     held = wanted.gradients if takes_second or forecast.regime.generations == 1 else wanted.all_gradients
     frozen = wanted.state * (2 if takes_second else 1) + beside
-    return Disk(folder, free, wanted.state, second if takes_second else 0, held, frozen)
+    return Disk(folder, sharing, free, wanted.state, second if takes_second else 0, held, frozen)
 
 
 def _disk_faults(disk: Disk, forecast: Forecast, resolved: Resolved) -> Iterator[str]:
@@ -108,14 +118,14 @@ def _disk_faults(disk: Disk, forecast: Forecast, resolved: Resolved) -> Iterator
         settings = [f'"{SECTION}.{key}": 1' for key, saved in savings.items() if saved and disk.left + saved >= 0]
         yield (
             f"{disk.folder}: this rank needs {disk.needed} more bytes beside its parameters ({disk.parts}), the file system has"
-            f" {disk.free} free; free {-disk.left} bytes or {' or '.join([*settings, 'use another nvme_path'])}"
+            f" {disk.told}; free {-disk.left * disk.sharing} bytes or {' or '.join([*settings, 'use another nvme_path'])}"
         )
     saved = Path(resolved.on_signal["save_dir"]) if resolved.on_signal else None
     if saved is not None and 0 <= disk.left < disk.frozen and _device(saved) == _device(disk.folder):
         yield (
             f"{SECTION}.on_signal.save_dir: {saved} is on the file system of nvme_path, where a checkpoint needs up to"
             f" {disk.frozen} bytes more, and {disk.left} are left; write a folder on another one, or free"
-            f" {disk.frozen - disk.left} bytes"
+            f" {(disk.frozen - disk.left) * disk.sharing} bytes"
         )
 
 

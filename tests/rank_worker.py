@@ -178,9 +178,15 @@ def lack_room(folder: Path, rank: int, delay: float | None) -> Any:
 
     made = config(folder, "fp32", clip=0.0, delay=delay)
     one = 12 * (2 * VOCAB * WIDTH + 6 * INNER * WIDTH) // 2  # bytes of this rank's state, about
-    free_bytes = files.free_bytes if rank == 0 else lambda path: one * 3 // 2
+    asked: list[Path] = []
+
+    def free_bytes_here(path: Path) -> int:
+        """At first for both ranks; then the other one has taken its half."""
+        asked.append(path)
+        return one * 3 if len(asked) == 1 else one * 3 // 2
+
     try:
-        with mock.patch.object(files, "free_bytes", free_bytes):
+        with mock.patch.object(files, "free_bytes", files.free_bytes if rank == 0 else free_bytes_here):
             engine, _ = harness.build_engine(made, OddModel, vertical=True)
     except StorageError as error:
         return type(error).__name__
