@@ -160,6 +160,7 @@ def run(
     `point`: be killed there in the first save, to `tag`. `soak`: seed of what else is done between two steps.
     """
     from harness import build_engine, dispose
+    from test_leaks import status
     from test_resume import config_in, contents, model_of
 
     engine, model = build_engine(config_in(Path(ssd), delay=DELAY), model_of, vertical=True)
@@ -174,6 +175,7 @@ def run(
         train(engine, told)
         if draw is not None:
             wander(engine, told, folder, draw)
+            told.add("held", open_elsewhere(ssd), status("Threads"), status("VmLck"), status("VmRSS"))
         elif engine.global_steps % EVERY == 0:
             save(engine, told, folder, tag or f"tag{engine.global_steps // EVERY % NUM_TAGS}")
     if out is not None:
@@ -200,7 +202,6 @@ def save(engine: Any, told: Log, folder: Path, tag: str) -> None:
 
 def wander(engine: Any, told: Log, folder: Path, draw: random.Random) -> None:
     """Something that users do between two steps, or nothing."""
-    from test_leaks import status
     from test_resume import BATCHES
 
     chance = draw.random()
@@ -211,7 +212,15 @@ def wander(engine: Any, told: Log, folder: Path, draw: random.Random) -> None:
     elif chance < 0.3 and (folder / "latest").exists():
         engine.load_checkpoint(str(folder))
         told.add("loaded", engine.global_steps)
-    told.add("held", len(os.listdir("/proc/self/fd")), status("Threads"), status("VmLck"), status("VmRSS"))
+
+
+def open_elsewhere(ssd: str) -> int:
+    """Descriptors but those of the run's files, which are open as long as transfers are in flight."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found += not os.readlink(f"/proc/self/fd/{name}").startswith(ssd)
+    return found
 
 
 def be_killed_at(point: str) -> None:
