@@ -53,13 +53,13 @@ def run(folder: Path, how: str, failing: int) -> Outcome:
 
 # how a rank fails: what the other one says, the failing one's exit status
 HOWS = {
-    "kill": ("is gone without a word (pid ", -9),
-    "raise": ("failed in train_batch: ValueError: no luck here", 1),
-    "disk": ("failed in train_batch: DiskError: ", 1),
-    "data": ("has ended without an error: do all ranks have as many batches", 0),
-    "outside": ("failed: KeyError: 'in the user-written code'", 1),
-    "stay": ("failed in train_batch: ValueError: no luck here (this rank has been waiting", -9),
-    "again": ("failed in train_batch: ValueError: no luck here", 1),
+    "kill": ("train_batch: rank {} is gone without a word (pid ", -9),
+    "raise": ("train_batch failed on 1 of 2 ranks; rank {}: ValueError: no luck here", 1),
+    "disk": ("train_batch failed on 1 of 2 ranks; rank {}: DiskError: ", 1),
+    "data": ("train_batch: rank {} has ended without an error: do all ranks have as many batches", 0),
+    "outside": ("train_batch: rank {} failed: KeyError: 'in the user-written code'", 1),
+    "stay": ("train_batch failed on 1 of 2 ranks; rank {}: ValueError: no luck here", -9),
+    "again": ("train_batch failed on 1 of 2 ranks; rank {}: ValueError: no luck here", 1),
 }
 CASES = [pytest.param(how, 1, marks=[] if how == "kill" else slow) for how in HOWS]
 CASES += [pytest.param(how, 0, marks=slow) for how in ("kill", "raise")]  # with it goes the store
@@ -69,11 +69,11 @@ CASES += [pytest.param(how, 0, marks=slow) for how in ("kill", "raise")]  # with
 def test_one_ranks_failure_ends_the_other_and_is_named(tmp_path: Path, how: str, failing: int) -> None:
     found, (said, status) = run(tmp_path, how, failing), HOWS[how]
     other, own = found.logs[1 - failing], found.logs[failing]
-    assert f"OtherRankError: train_batch: rank {failing} {said}" in other, other
+    assert f"OtherRankError: {said.format(failing)}" in other, other
     assert found.codes[1 - failing] == 1 and found.seconds < LIMIT_S
     assert found.codes[failing] == status, own
     assert "The above exception was" not in other and "During handling of" not in other, "the cause is not on top"
-    if how == "again":
-        assert f"this rank has failed in its last call, and rank {1 - failing} has not" in own
+    if how == "again":  # they were in step, but the other one has ended
+        assert f"OtherRankError: train_batch: rank {1 - failing} " in own, own
     if how == "disk":
         assert list((tmp_path / "swap").iterdir()) == [], "the ranks have left files"
