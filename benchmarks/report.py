@@ -157,6 +157,9 @@ def saves_table(content: Mapping[str, Any]) -> str:
     for arm, found in arms.items():
         for each in (*found["saves"], *found["loads"]):
             call = f"save {each['tag']}" if "tag" in each else "load"
+            if "failed" in each:
+                lines.append(_row((arm, call, each["failed"], *[_NONE] * 4)))
+                continue
             moved = (_number(each[name] / count) for name in ("read_bytes", "write_bytes"))
             after = _number(each["step_after_s"] / usual[arm]) if "tag" in each else _NONE
             lines.append(_row((arm, call, _number(each["returned_s"]), _number(each["synced_s"]), *moved, after)))
