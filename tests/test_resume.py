@@ -160,6 +160,9 @@ OTHERS: list[dict[str, Any]] = [
     {"params": "cpu", "optimizer": "cpu"},
     {"section": {"activations": {"device": "ssd"}, "keep_gradients": True}},
     {"optimizer": "cpu", "persistence": None},
+    {"section": {"on_nonfinite": "stop"}},  # steps in place, one generation of files
+    {"clip": 1e6, "section": {"optimizer_speculation": True}},  # clips nothing
+    {"section": {"verify": True}},
 ]
 
 
@@ -453,11 +456,12 @@ def test_other_parameter_groups_are_refused_by_name(tmp_path: Path) -> None:
 @slow
 def test_other_order_is_taken_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved_checkpoint(tmp_path)
-    made = config_in(tmp_path / "ssd", section={"blocks_per_layer": 2, "snake": True})
+    made = config_in(tmp_path / "ssd", section={"blocks_per_layer": 2, "snake": True}) | {"gradient_accumulation_steps": 3}
     with loaded(made, folder) as (engine, _):
         said = capsys.readouterr().out
         assert "vertical_schedule.blocks_per_layer is 2, and was 1" in said and "vertical_schedule.snake is True" in said
-        train(engine, range(1, 2))
+        assert "gradient_accumulation_steps is 3, and was 2" in said
+        engine.train_batch(iter([*BATCHES[1], *BATCHES[2]]))
         assert engine.global_steps == 2
 
 
