@@ -58,6 +58,20 @@ def reads_by_unit(engine: Any, issued: list[str]) -> dict[Any, float]:
 # ---- order and bytes
 
 
+def test_where_host_and_device_are_one_memory_a_block_computes_on_the_bytes_that_were_read(tmp_path: Path) -> None:
+    seen: list[bool] = []
+    with running(config_in(tmp_path, EARLY), BUILD, vertical=True) as (engine, model):
+        places = [(buffer.data.data_ptr(), buffer.data.data_ptr() + buffer.data.numel()) for buffer in engine._params._buffers]
+
+        def look(module: Any, _: Any) -> None:
+            seen.append(any(start <= module.weight.data_ptr() < stop for start, stop in places))
+
+        for block in model.blocks:
+            block.up.register_forward_pre_hook(look)
+        step(engine, 0)
+    assert len(seen) >= 2 * NUM_LAYERS and all(seen), "copied"
+
+
 @pytest.mark.parametrize(("window", "kept"), [(1, [3, 2]), pytest.param(3, [3, 2, 1], marks=slow)])
 def test_reads_for_the_next_step_are_issued_before_train_batch_returns_and_once(
     tmp_path: Path, window: int, kept: list[int]

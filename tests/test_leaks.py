@@ -7,6 +7,7 @@ import os
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import base_config, read_weights, running, small_buffers
@@ -56,10 +57,11 @@ def watch(
     warm_up: int,
     every: int,
     most: int = MAX_GROWTH,
+    **section: Any,
 ) -> None:
     """Train, evaluate and read the weights each `every` steps; from step `warm_up` on nothing may grow, the resident set by
     less than `most` bytes."""
-    section = {"optimizer_delay": delay, "gradient_host_share": share}
+    section |= {"optimizer_delay": delay, "gradient_host_share": share}
     config = base_config(folder, num_micro_batches=2, dtype="fp32", clip=clip, section=section)
     seen: list[Held] = []
     resident: list[int] = []
@@ -87,7 +89,17 @@ def test_a_few_steps_leave_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("clip", "delay", "share"), [(0.05, 1.0, None), (0.05, 0.0, None), (0.0, 0.5, None), (0.05, 0.5, 0.5)]
+    ("clip", "delay", "share", "section"),
+    [
+        (0.05, 1.0, None, {}),
+        (0.05, 0.0, None, {}),
+        (0.0, 0.5, None, {}),
+        (0.05, 0.5, 0.5, {}),
+        (0.0, 0.25, None, {"activations": {"device": "ssd"}, "verify": True}),
+    ],
+    ids=str,
 )
-def test_two_hundred_steps_leave_nothing_behind(tmp_path: Path, clip: float, delay: float, share: float | None) -> None:
-    watch(tmp_path, clip, delay, share, num_steps=200, warm_up=40, every=20)
+def test_two_hundred_steps_leave_nothing_behind(
+    tmp_path: Path, clip: float, delay: float, share: float | None, section: dict[str, Any]
+) -> None:
+    watch(tmp_path, clip, delay, share, num_steps=200, warm_up=40, every=20, **section)
