@@ -127,7 +127,7 @@ def test_a_signal_before_the_batches_end_is_obeyed_at_their_end(tmp_path: Path) 
 
     def batches() -> Iterator[Any]:
         os.kill(os.getpid(), signal.SIGTERM)
-        yield BATCHES[1][0]
+        yield from ()
 
     with running(made, model_of, vertical=True) as (engine, _):
         train(engine, range(1))
