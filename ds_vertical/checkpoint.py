@@ -292,8 +292,12 @@ def _check_loadable(what: str, content: Any) -> None:
 
 def _write_tensors(path: Path, tensors: Sequence[torch.Tensor]) -> SavedFile:
     """Write tensors one after another into a new file, with no copy of more than one of them."""
-    arrays: Iterable[Any] = (tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors)
-    return _write_pieces(path, map(memoryview, arrays))
+    return _write_pieces(path, map(_bytes_of, tensors))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _write_pieces(path: Path, buffers: Iterable[memoryview]) -> SavedFile:
