@@ -197,6 +197,20 @@ def lack_room(folder: Path, rank: int, delay: float | None) -> Any:
     return {"possible": possible, "second": second, "losses": losses}
 
 
+def lack_shared_room(folder: Path) -> str:
+    """The disk that both ranks share has room for one and a half of them: the error's name and text."""
+    from ds_vertical import files
+    from ds_vertical.storage import StorageError
+
+    one = 12 * (2 * VOCAB * WIDTH + 6 * INNER * WIDTH) // 2
+    with mock.patch.object(files, "free_bytes", lambda path: one * 3 // 2):
+        try:
+            harness.build_engine(config(folder, "fp32", clip=0.0), OddModel, vertical=True)
+        except StorageError as error:
+            return str(error)
+    return "nothing"
+
+
 def lack_gradient_room(folder: Path, rank: int) -> tuple[str, list[str]]:
     """The gradients' file does not fit on rank 1: the error's name, and what is left of such a file."""
     from ds_vertical import files
@@ -362,6 +376,7 @@ def main() -> int:
         results[run["name"]] = vars(made)
     results["stop"] = [stop(Path(job["folder"]), rank, clip) for clip in (0.0, 0.5)]
     results["room"] = [lack_room(Path(job["folder"]), rank, delay) for delay in (None, 0.3)]
+    results["shared room"] = lack_shared_room(Path(job["folder"]))
     results["watched"] = watch(Path(job["folder"]), rank)
     results["gradient room"] = lack_gradient_room(Path(job["folder"]), rank)
     results["resumed"] = resume(Path(job["folder"]), rank)

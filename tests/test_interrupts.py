@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,13 @@ def on_ssd(folder: Path, clip: float) -> dict[str, Any]:
 
 def outcome(engine: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return read_weights(model) | read_state(engine, model)
+
+
+def assert_torn(engine: Any, save: Callable[[], Any]) -> None:
+    """It can be neither trained on nor saved, and says so."""
+    for use in (lambda: engine.train_batch(iter(STEPS[1])), save):
+        with pytest.raises(Exception, match="the live state is torn"):
+            use()
 
 
 @pytest.mark.parametrize("persistence", [0, None])
@@ -87,9 +95,7 @@ def test_an_interrupt_while_a_step_is_made_to_count_tears_the_state_loudly(
                 patch.setattr(compat_state, "moments", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.train_batch(iter(STEPS[1]))
-        for use in (lambda: engine.train_batch(iter(STEPS[1])), lambda: engine.save_checkpoint(str(tmp_path / "out"))):
-            with pytest.raises(Exception, match="the live state is torn"):
-                use()
+        assert_torn(engine, lambda: engine.save_checkpoint(str(tmp_path / "out")))
         assert not (tmp_path / "out").exists()
 
 
@@ -104,9 +110,7 @@ def test_an_interrupt_while_a_step_is_issued_tears_the_state_loudly(tmp_path: Pa
             patch.setattr(Stepper, "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.train_batch(iter(STEPS[1]))
-        for use in (lambda: engine.train_batch(iter(STEPS[1])), lambda: engine.save_16bit_model(str(tmp_path / "out"))):
-            with pytest.raises(Exception, match="the live state is torn"):
-                use()
+        assert_torn(engine, lambda: engine.save_16bit_model(str(tmp_path / "out")))
 
 
 def test_a_flush_interrupted_in_its_wait_leaves_the_step_to_the_next_forward(

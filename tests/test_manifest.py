@@ -276,6 +276,29 @@ def test_a_switch_that_is_not_on_the_disk_is_taken_back(
     assert not earlier or (folder.path / manifest.NAME).read_text() == "earlier"
 
 
+def test_a_switch_without_exchange_that_is_interrupted_leaves_the_earlier_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two renames, when the tag is absent."""
+    monkeypatch.setattr(tagfolder, "_exchange", lambda one, other: False)
+    folder = TagFolder(tmp_path, "tag", "00000001")
+    folder.path.mkdir()
+    (folder.path / manifest.NAME).write_text("earlier")
+    folder.make()
+    real = os.rename
+
+    def interrupted(one: Path, other: Path) -> None:
+        if one == folder.beside:
+            raise KeyboardInterrupt
+        real(one, other)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        folder.switch()
+    folder.discard()
+    assert [each.name for each in tmp_path.iterdir()] == ["tag"] and (folder.path / manifest.NAME).read_text() == "earlier"
+
+
 def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:
     folder = TagFolder(tmp_path, "tag", "1")
     folder.make()

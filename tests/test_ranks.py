@@ -225,6 +225,10 @@ def test_room_that_one_rank_lacks_no_rank_uses(fp32: TwoRanks) -> None:
         assert rank["room"] == [{"possible": False, "second": [], "losses": expected}, "StorageError"]
 
 
+def test_room_that_the_ranks_of_a_host_share_is_counted_once(fp32: TwoRanks) -> None:
+    assert all("free for each of 2 ranks; free " in rank["shared room"] for rank in fp32.ranks)
+
+
 def test_room_for_gradients_that_one_rank_lacks_ends_both(fp32: TwoRanks) -> None:
     assert [rank["gradient room"] for rank in fp32.ranks] == [("StorageError", [])] * 2
 

@@ -556,9 +556,13 @@ def test_frozen_weights_that_a_checkpoint_shares_take_no_more_room(tmp_path: Pat
         train(engine, range(1))
         frozen = model.blocks[0].up.weight
         shard = next(shard for shard in engine.param_store.shards() if shard.param is frozen)
-        own = Path(shard.path)
+        own, trained = Path(shard.path), model.blocks[1].up.weight
         for tag in ("one", "two"):
+            trained.requires_grad_(False)  # for now: the optimizer will step it
             engine.save_checkpoint(str(tmp_path / "saved"), tag=tag)
+            trained.requires_grad_(True)
+            stepped = next(shard for shard in engine.param_store.shards() if shard.param is trained)
+            assert Path(stepped.paths[stepped.generation]).exists()
             assert not own.exists() and Path(shard.path).stat().st_nlink == 2 + (tag == "two")
         losses = train(engine, range(1, 2))
         expected, before = contents(engine, model), digests(tmp_path / "saved")
