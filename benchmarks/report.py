@@ -16,7 +16,8 @@ _HEAD = """# Benchmarks
 Made by `python benchmarks/run.py --table` from the files in `ab/`, each of which holds machine, date, command, both JSONs
 and every step. `gpt_101m`: 8 layers x 1024, 101.3 M parameters, all state on SSD. Ratios are within one run, medians
 without the first step of each repeat. "bound": the least time of the vertical step at the rates measured in the same run
-under the same limit; "sim": the simulated makespan, which stands beside it. Bytes are SSD bytes over the closed table's.
+under the same limit, from 2026-11-22 16:00 on ahead of and after each vertical run (a "~" where these differ by more than
+15 % in every repeat); "sim": the simulated makespan, which stands beside it. Bytes are SSD bytes over the closed table's.
 "outside": the share of the step in which no resource was busy. "peak": host memory over its closed formula, and over stock's.
 `stock_best.md` says how the best stock settings were found.
 """
@@ -96,7 +97,7 @@ def _cells(result: Result) -> list[str]:
         _number(vertical["step_s"]),
         _number(content.get("speedup")),
         bound,
-        _number(yard.get("step_over_bound")),
+        _number(yard.get("step_over_bound")) + " ~" * (not yard.get("steady", True)),
         _number(yard.get("simulated_s")),
         _number(moved.get("read_over_table"), 3),
         _number(moved.get("written_over_table"), 3),

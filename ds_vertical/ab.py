@@ -54,7 +54,7 @@ class Plan:
     ssd_limit: cgroup.Limit | None
     with_stock: bool = True
     with_trace: bool = False
-    machine: dict[str, Any] | None = None  # None: measured after each run of the vertical arm
+    machine: dict[str, Any] | None = None  # None: measured ahead of and after each run of the vertical arm
     with_bound: bool = True
 
 
@@ -209,13 +209,14 @@ def _execute(plan: Plan, group: cgroup.LimitedGroup | None, command: Sequence[st
     return 0
 
 
-def _runs(plan: Plan, group: cgroup.LimitedGroup | None) -> tuple[list[Run], dict[int, _Measured]]:
+def _runs(plan: Plan, group: cgroup.LimitedGroup | None) -> tuple[list[Run], dict[int, list[_Measured]]]:
     """All runs, the arms in turn; alternating the order spreads a drift of the machine (heat, other load) over them. Beside
-    them the machine as it was after each run of the vertical arm, by repeat."""
+    them the machine as it was ahead of and after each run of the vertical arm, by repeat: ahead of it once there is an account
+    of an earlier one, which says what to measure; so the traced run comes first."""
     script = Script(plan.script, plan.script_arguments, plan.num_steps, plan.num_ranks, group)
-    kinds = [arm for arm, wanted in (*zip(ARMS, (plan.with_stock, True), strict=True), (TRACED, plan.with_trace)) if wanted]
+    kinds = [arm for arm, wanted in ((ARMS[0], plan.with_stock), (TRACED, plan.with_trace), (ARMS[1], True)) if wanted]
     runs: list[Run] = []
-    reports: dict[int, _Measured] = {}
+    reports: dict[int, list[_Measured]] = {}
     for repeat in range(plan.num_repeats):
         for kind in kinds if repeat % 2 == 0 else reversed(kinds):
             config = plan.arms.stock if kind == ARMS[0] else plan.arms.vertical
@@ -224,18 +225,22 @@ def _runs(plan: Plan, group: cgroup.LimitedGroup | None) -> tuple[list[Run], dic
                 config = config | {SECTION: section}
             path = plan.out / f"{kind}.json"
             path.write_text(json.dumps(config, indent=2) + "\n")
+            measured = kind == ARMS[1] and plan.with_bound
+            earlier = [run for run in runs if run.arm == ARMS[1]]
+            if measured and earlier and plan.machine is None:
+                reports[repeat] = [_machine_now(plan, group, earlier[-1])]
             records = script.run(path, plan.out, f"{kind}.{repeat}", f"{kind} {repeat + 1}/{plan.num_repeats}")
             runs.append(Run(ARMS[1] if kind == TRACED else kind, repeat, records, traced=kind == TRACED))
-            if kind == ARMS[1] and plan.with_bound:
-                reports[repeat] = _machine_after(plan, group, runs[-1])
+            if measured:
+                reports.setdefault(repeat, []).append(_machine_now(plan, group, runs[-1]))
     return runs, reports
 
 
 _Measured = dict[str, Any] | str  # a report of `ds-vertical limits`, or why there is none
 
 
-def _machine_after(plan: Plan, group: cgroup.LimitedGroup | None, run: Run) -> _Measured:
-    """The machine's rates for the run that has just ended; those that were given, where they were."""
+def _machine_now(plan: Plan, group: cgroup.LimitedGroup | None, run: Run) -> _Measured:
+    """The machine's rates for a run's model and settings; those that were given, where they were."""
     if plan.machine is not None:
         return plan.machine
     folder = Path(next(iter(nvme_paths(plan.arms.vertical)), plan.out))
@@ -250,17 +255,18 @@ _NO_ACCOUNT = "the vertical arm kept no account of its steps"
 
 
 def _yardstick(
-    plan: Plan, measured: Mapping[int, _Measured], runs: Sequence[Run], stock: ArmSummary | None
+    plan: Plan, measured: Mapping[int, Sequence[_Measured]], runs: Sequence[Run], stock: ArmSummary | None
 ) -> dict[str, Any]:
     """The bound and what else the vertical step is measured against; {"missing": why} where it cannot be had."""
-    reports = {repeat: report for repeat, report in measured.items() if not isinstance(report, str)}
-    if len(reports) < len(measured):
-        return {"missing": next(why for why in measured.values() if isinstance(why, str))}
+    faults = [found for reports in measured.values() for found in reports if isinstance(found, str)]
+    if faults:
+        return {"missing": faults[0]}
+    reports = {repeat: [each for each in found if not isinstance(each, str)] for repeat, found in measured.items()}
     ran = yardstick.accounts(runs, plan.out)
     if not ran:
         return {"missing": _NO_ACCOUNT}
     try:
-        return yardstick.figures(ran, reports, stock, plan.out) | {"limits": reports[max(reports)]}
+        return yardstick.figures(ran, reports, stock, plan.out) | {"limits": reports[max(reports)][-1]}
     except (OSError, ValueError) as error:  # faults of rates, schedules, traces: the comparison of the arms stands without
         return {"missing": str(error)}
 

@@ -1,7 +1,9 @@
 """What a vertical step could be: its bound, the bytes of the table, the memory formula, beside what was measured.
 
-The machine's rates are measured right after each run of the vertical arm, under the same disk limit, with its model,
-micro-batch, dtype and threads, and are that run's: a shared machine is another one minutes later. Or they come from a file.
+The machine's rates are measured right ahead of and after each run of the vertical arm, under the same disk limit, with its
+model, micro-batch, dtype and threads, and their mean is that run's: a shared machine is another one minutes later. Where both
+tell machines apart that differ by more than _STEADY, the run's bound says little, and it is left out of the ratio if another
+run is steadier. Or the rates come from a file.
 Everything is computed for the schedules that really ran (`account`). The simulated makespan stands beside the bound: it knows
 queues and order, but it is a model's opinion, no limit.
 """
@@ -15,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean, mean, median
 from typing import Any
 
 from ds_vertical.account import Account, RanStep, read_account
@@ -31,6 +33,7 @@ from ds_vertical.trace import StepTrace, cost_share, optimizer_overlap, read_tra
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _STEADY_STEPS = 3
+_STEADY = 0.15  # by which seconds of a layer may differ ahead of a run and after it
 
 
 @dataclass(frozen=True)
@@ -92,31 +95,36 @@ def read_machine(path: Path) -> dict[str, Any]:
 # ---- figures
 
 
-Reports = Mapping[int, Mapping[str, Any]]  # of `ds-vertical limits`, by the repeat of the vertical run that they belong to
+Report = Mapping[str, Any]  # of `ds-vertical limits`
+Reports = Mapping[int, Sequence[Report]]  # ahead of and after the vertical run, by its repeat
 
 
 def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, out: Path) -> dict[str, Any]:
     """All figures, for ab.json. Raises CostsError for rates that are none."""
-    machines = {repeat: (Machine.from_dict(report), report.get("rates", {})) for repeat, report in reports.items()}
+    machines = {repeat: _between(found) for repeat, found in reports.items()}
+    drifts = {repeat: _drift(found) for repeat, found in reports.items()}
     ran, traced = [each for each in every if not each.run.traced], [each for each in every if each.run.traced]
     measured = median(seconds for each in ran for *_, seconds in each.counted())
     bounds = {each.run.repeat: _bounds(each, *machines[each.run.repeat]) for each in ran}
     every_bound = sorted((bound for found in bounds.values() for bound in found), key=lambda bound: bound.seconds)
     middle = every_bound[len(every_bound) // 2]
-    ratios = [ratio for each in ran if (ratio := _over_bound(each, bounds[each.run.repeat])) is not None]
+    ratios = {each.run.repeat: ratio for each in ran if (ratio := _over_bound(each, bounds[each.run.repeat])) is not None}
+    steady = [ratio for repeat, ratio in ratios.items() if drifts[repeat] <= _STEADY]
     found: dict[str, Any] = {
         "step_s": measured,
         "bound_s": middle.seconds,
         "resource": middle.resource,
-        "step_over_bound": median(ratios) if ratios else None,
-        "step_over_bound_by_repeat": ratios,
+        "step_over_bound": median(steady or ratios.values()) if ratios else None,
+        "step_over_bound_by_repeat": list(ratios.values()),
+        "machine_drift_by_repeat": [drifts[repeat] for repeat in ratios],
+        "steady": bool(steady),
         "resources": {
             name: {"busy_s": middle.busy_s[name], "fill_s": middle.fill_s[name], "drain_s": middle.drain_s[name]}
             for name in middle.busy_s
         },
         "without_compute": any("layer_forward_s" not in rates for _, rates in machines.values()),
         "simulated_s": median(_simulated(each, *machines[each.run.repeat]) for each in ran),
-        "rates_by_repeat": [rates for _, rates in machines.values()],
+        "rates_by_repeat": [[report.get("rates", {}) for report in found] for found in reports.values()],
     }
     rates = machines[ran[-1].run.repeat][1]
     return (
@@ -124,6 +132,31 @@ def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, ou
         | {"bytes": _bytes(ran, rates), "host_memory": _memory(ran, stock)}
         | _traced(traced, measured, machines, out)
     )
+
+
+def _between(reports: Sequence[Report]) -> tuple[Machine, dict[str, float]]:
+    """The machine and the rates halfway between the reports. Raises CostsError for rates that are none."""
+    checked = [report["machine"] for report in reports if Machine.from_dict(report)]
+    return Machine.from_dict(_means(checked)), _means([report.get("rates", {}) for report in reports])
+
+
+def _means(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """By key, the mean of the seconds: of a rate's reciprocals, since it is work over them. What is no float is the first's."""
+    found: dict[str, Any] = {}
+    for key, first in every[0].items():
+        values = [each.get(key) for each in every]
+        if isinstance(first, float) and all(isinstance(value, float) and value for value in values):
+            found[key] = harmonic_mean(values) if key.endswith("_per_s") else mean(values)
+        else:
+            found[key] = first
+    return found
+
+
+def _drift(reports: Sequence[Report]) -> float:
+    """By how much the slowest of the reports' layers is slower than the fastest; 0 where none was measured, or one only."""
+    seconds = [report.get("rates", {}).get("layer_forward_s", 0.0) for report in reports]
+    seconds = [s + report.get("rates", {}).get("layer_backward_s", 0.0) for s, report in zip(seconds, reports, strict=True)]
+    return max(seconds) / min(seconds) - 1 if min(seconds) > 0 else 0.0
 
 
 def _bounds(ran: Ran, machine: Machine, rates: Mapping[str, float]) -> list[Bound]:
@@ -237,6 +270,9 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         without = ", computation not measured" if found["without_compute"] else ""
         by_repeat = found["step_over_bound_by_repeat"]
         each = f" ({', '.join(f'{one:.2f}' for one in by_repeat)})" if len(by_repeat) > 1 else ""
+        if not found["steady"]:
+            drifts = ", ".join(f"{drift:.0%}" for drift in found["machine_drift_by_repeat"])
+            each += f"; the machine's speed changed meanwhile, by {drifts}"
         bound = f"{found['bound_s']:.3f} s ({found['resource']}{without})"
         shown.append(f"bound of the vertical step: {bound}; step / bound {ratio:.2f}{each}")
         shown.append(f"simulated makespan, beside the bound: {found['simulated_s']:.3f} s")

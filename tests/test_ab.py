@@ -498,6 +498,8 @@ def test_a_real_run_is_measured_against_its_bound(tmp_path: Path) -> None:
     assert found["bytes"]["over_table"] == pytest.approx(1.0, abs=0.1)
     assert 0 <= found["outside_share"] < 1 and found["trace_cost_share"] > 0
     assert found["limits"]["settings"]["tokens"] == 8 * config["train_micro_batch_size_per_gpu"]
+    ahead, after = found["rates_by_repeat"][0]
+    assert ahead["layer_forward_s"] > 0 and ahead != after
     assert "bound of the vertical step" in done.stdout and "simulated makespan" in done.stdout
 
 

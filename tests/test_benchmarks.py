@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,9 @@ CONTENT = {
 }
 
 
+UNSTEADY = CONTENT | {"yardstick": CONTENT["yardstick"] | {"steady": False}}
+
+
 def test_the_table_has_every_result(tmp_path: Path) -> None:
     found = report.results(ROOT / "benchmarks" / "ab")
     text = report.markdown(found)
@@ -106,6 +110,7 @@ def test_the_table_has_every_result(tmp_path: Path) -> None:
         "| 16 | 8 | bf16 | 0 | 300/500 MB/s | stock_best | 29.45 | 5.32 | 5.54 | 5.00 ssd_read | 1.06 | 5.10 | 1.001 | 0.990 |"
         " 1.1% | 1.05 | 0.92 | 2026-11-22, 2 cores AMD EPYC avx512 |"
     )
+    assert "| 1.06 ~ |" in report.markdown([replace(report.results(tmp_path)[0], content=UNSTEADY)])
     assert cells in text and "1.00 s at M = 4, 2.00 s at M = 8" in text and "R^2 1.0000" in text
 
 

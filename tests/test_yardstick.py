@@ -176,7 +176,7 @@ def test_figures_of_a_run() -> None:
     steps = (RanStep(1, FIRST, "delayed"), RanStep(2, STEADY, "delayed"), RanStep(3, STEADY, "delayed"))
     each = ran(*steps)
     stock = summarize([make_run("stock", 0, [(3.0, 2.0)] * 3, step_s=20.0)])
-    found = yardstick.figures([each], {0: REPORT}, stock, Path("unused"))
+    found = yardstick.figures([each], {0: [REPORT]}, stock, Path("unused"))
     account = each.account
     shape = account.shape(steps[-1], RATES)
     assert (shape.forward_s, shape.backward_s, shape.recompute_last) == (1.0, 2.0, False)  # two blocks a layer
@@ -184,7 +184,7 @@ def test_figures_of_a_run() -> None:
     assert found["bound_s"] == pytest.approx(bound.seconds) and found["resource"] == "host_cores"
     assert found["step_over_bound"] == pytest.approx(8.0 / bound.seconds)
     assert found["simulated_s"] >= bound.busy_s["host_cores"] - 1e-9
-    one_by_one = yardstick.figures([ran(*steps, overlap=False)], {0: REPORT}, stock, Path("unused"))
+    one_by_one = yardstick.figures([ran(*steps, overlap=False)], {0: [REPORT]}, stock, Path("unused"))
     assert one_by_one["simulated_s"] > found["simulated_s"] and one_by_one["bound_s"] == found["bound_s"]
     table = account.table(steps[-1], RATES)
     assert table is not None
@@ -197,7 +197,7 @@ def test_figures_of_a_run() -> None:
     assert text.index("bound of the") < text.index("simulated makespan, beside the bound") and "outside" not in text
 
 
-def test_each_run_has_the_machine_that_was_measured_after_it() -> None:
+def test_each_run_has_the_machine_that_was_measured_beside_it() -> None:
     steps = [RanStep(1, AFTER_NORM, "delayed")] * 3
     fast = ran(*steps)
     slow = yardstick.Ran(make_run("vertical", 1, [(3.0, 2.0)] * 3, step_s=16.0), fast.account)
@@ -205,17 +205,43 @@ def test_each_run_has_the_machine_that_was_measured_after_it() -> None:
     half["rates"] = {**RATES, "layer_forward_s": 1.0, "layer_backward_s": 2.0, "head_s": 0.5}
     for rate in ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s", "adam_elements_per_s"):
         half["machine"][rate] /= 2
-    found = yardstick.figures([fast, slow], {0: REPORT, 1: half}, None, Path("unused"))
+    found = yardstick.figures([fast, slow], {0: [REPORT], 1: [half]}, None, Path("unused"))
     first, second = found["step_over_bound_by_repeat"]
     assert first == pytest.approx(second) == pytest.approx(found["step_over_bound"])
-    alone = yardstick.figures([fast], {0: REPORT}, None, Path("unused"))
+    alone = yardstick.figures([fast], {0: [REPORT]}, None, Path("unused"))
     assert first == alone["step_over_bound"] and found["simulated_s"] == pytest.approx(1.5 * alone["simulated_s"])
     assert f"({first:.2f}, {first:.2f})" in "\n".join(yardstick.lines(found))
 
 
+def _at_speed(share: float) -> dict[str, Any]:
+    """The report of a machine whose work takes 1 / `share` of REPORT's seconds."""
+    machine = {k: v * share if k.endswith("_per_s") and isinstance(v, float) else v for k, v in REPORT["machine"].items()}
+    return {"machine": machine, "rates": {k: v / share if k.endswith("_s") else v for k, v in RATES.items()}}
+
+
+def test_a_run_has_the_machine_halfway_between_ahead_of_it_and_after() -> None:
+    each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
+    alone = yardstick.figures([each], {0: [REPORT]}, None, Path("unused"))
+    found = yardstick.figures([each], {0: [REPORT, _at_speed(1 / 1.1)]}, None, Path("unused"))
+    assert found["bound_s"] == pytest.approx(1.05 * alone["bound_s"]) and found["steady"]
+    assert found["machine_drift_by_repeat"] == [pytest.approx(0.1)]
+
+
+def test_a_run_during_which_the_machine_changed_counts_only_where_there_is_no_other() -> None:
+    each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
+    other = yardstick.Ran(make_run("vertical", 1, [(3.0, 2.0)] * 3, step_s=8.0), each.account)
+    changed = [REPORT, _at_speed(0.5)]
+    both = yardstick.figures([each, other], {0: changed, 1: [REPORT]}, None, Path("unused"))
+    first, second = both["step_over_bound_by_repeat"]
+    assert first == pytest.approx(second / 1.5) and both["step_over_bound"] == second and both["steady"]
+    alone = yardstick.figures([each], {0: changed}, None, Path("unused"))
+    assert alone["step_over_bound"] == first and not alone["steady"]
+    assert "the machine's speed changed meanwhile, by 100%" in "\n".join(yardstick.lines(alone))
+
+
 def test_without_layer_seconds_the_bound_says_so() -> None:
     each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 2)
-    found = yardstick.figures([each], {0: {"machine": REPORT["machine"]}}, None, Path("x"))
+    found = yardstick.figures([each], {0: [{"machine": REPORT["machine"]}]}, None, Path("x"))
     assert found["without_compute"] and "computation not measured" in "\n".join(yardstick.lines(found))
     assert yardstick.lines({"missing": "why"}) == ["no bound: why"] and yardstick.lines({}) == []
 
@@ -231,7 +257,7 @@ def test_a_trace_gives_time_outside_and_its_own_cost(tmp_path: Path) -> None:
                 pass
             tracer.span("compute", "0F0", begin, begin + 0.005)
             tracer.span("adam", "0STEP", begin, begin + 0.0025)
-    found = yardstick.figures([each, traced], {0: REPORT}, None, tmp_path)
+    found = yardstick.figures([each, traced], {0: [REPORT]}, None, tmp_path)
     assert 0 < found["outside_share"] < 1 and found["optimizer_overlap"] == pytest.approx(1.0)
     taken, priced = found["operations_s"]["F"]
     # pre's apart; two layers forward and the last one, two micro-batches, 2 blocks of 0.5 s each
@@ -249,7 +275,7 @@ def test_traced_runs_do_not_count_as_steps(tmp_path: Path) -> None:
     for _ in range(2):
         with tracer.step():
             tracer.span("compute", "0F0", now(), now())
-    found = yardstick.figures([each, traced], {0: REPORT}, None, tmp_path)
+    found = yardstick.figures([each, traced], {0: [REPORT]}, None, tmp_path)
     assert (found["step_s"], found["traced_over_untraced"]) == (8.0, 10.0)
 
 
