@@ -8,12 +8,12 @@ import datetime
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_vertical import cgroup, yardstick
+from ds_vertical import cgroup, gauge, yardstick
 from ds_vertical.arms import Arms, build_arms, nvme_paths
 from ds_vertical.comparison import (
     ARMS,
@@ -185,11 +185,24 @@ def _disk_limit(plan: Plan) -> contextlib.AbstractContextManager[cgroup.LimitedG
     return cgroup.limited(plan.ssd_limit, nvme_paths(plan.arms.vertical))
 
 
+def _gauge(plan: Plan) -> contextlib.AbstractContextManager[dict[str, str]]:
+    """Variables for the runs."""
+
+    @contextlib.contextmanager
+    def serving() -> Iterator[dict[str, str]]:
+        with gauge.serving() as path:
+            yield {gauge.VARIABLE: path}
+
+    wanted = plan.with_bound and plan.machine is None and plan.num_ranks == 1
+    return serving() if wanted else contextlib.nullcontext({})
+
+
 def _execute(plan: Plan, group: cgroup.LimitedGroup | None, command: Sequence[str]) -> int:
     started = datetime.datetime.now().astimezone()
     for warning in plan.arms.warnings:
         print(f"warning: {warning}")
-    runs, reports = _runs(plan, group)
+    with _gauge(plan) as environment:
+        runs, reports = _runs(plan, group, environment)
     check_runs(runs, plan.num_steps, plan.num_ranks)
     verdict = compare_losses(runs, contract_of(plan.arms.vertical, plan.num_ranks, _tied(runs)))
     arms = ARMS if plan.with_stock else ARMS[1:]
@@ -209,11 +222,13 @@ def _execute(plan: Plan, group: cgroup.LimitedGroup | None, command: Sequence[st
     return 0
 
 
-def _runs(plan: Plan, group: cgroup.LimitedGroup | None) -> tuple[list[Run], dict[int, list[_Measured]]]:
+def _runs(
+    plan: Plan, group: cgroup.LimitedGroup | None, environment: Mapping[str, str]
+) -> tuple[list[Run], dict[int, list[_Measured]]]:
     """All runs, the arms in turn; alternating the order spreads a drift of the machine (heat, other load) over them. Beside
     them the machine as it was ahead of and after each run of the vertical arm, by repeat: ahead of it once there is an account
     of an earlier one, which says what to measure; so the traced run comes first."""
-    script = Script(plan.script, plan.script_arguments, plan.num_steps, plan.num_ranks, group)
+    script = Script(plan.script, plan.script_arguments, plan.num_steps, plan.num_ranks, group, environment)
     kinds = [arm for arm, wanted in ((ARMS[0], plan.with_stock), (TRACED, plan.with_trace), (ARMS[1], True)) if wanted]
     runs: list[Run] = []
     reports: dict[int, list[_Measured]] = {}

@@ -92,11 +92,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class RanStep:
-    """One step: its schedule, and which share of the step before was due in it."""
+    """One step: its schedule, and which share of the step before was due in it. `gauge_s`: how fast the host was behind it, see
+    `gauge`; None where that was not measured."""
 
     step: int
     schedule: Schedule
     due: Share
+    gauge_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -151,11 +153,12 @@ class AccountWriter:
         self._last: Schedule | None = None
         self._num_steps = 0
 
-    def step(self, schedule: Schedule, due: Share) -> None:
+    def step(self, schedule: Schedule, due: Share, gauge_s: float | None = None) -> None:
         self._num_steps += 1
         text = None if schedule == self._last else schedule.to_text()
         self._last = schedule
-        self._file.write(json.dumps({"step": self._num_steps, "due": due, "schedule": text}) + "\n")
+        line = {"step": self._num_steps, "due": due, "schedule": text, "gauge_s": gauge_s}
+        self._file.write(json.dumps(line) + "\n")
 
 
 def read_account(folder: Path) -> Account | None:
@@ -179,7 +182,7 @@ def _steps(lines: Sequence[str]) -> list[RanStep]:
         fields = json.loads(line)
         text = fields["schedule"]
         schedule = steps[-1].schedule if text is None else Schedule.from_text(text)
-        steps.append(RanStep(fields["step"], schedule, fields["due"]))
+        steps.append(RanStep(fields["step"], schedule, fields["due"], fields.get("gauge_s")))
     return steps
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -39,15 +38,6 @@ class Powers:
     def made_with(cls, betas: tuple[float, float]) -> Powers:
         """Those of a new object."""
         return cls(0, betas[0], betas[1], 0)
-
-    @classmethod
-    def of_run(cls, first: tuple[float, float], betas: Sequence[tuple[float, float]], num_steps: int) -> Powers:
-        """Those of an object made with the betas `first` after so many steps, each over parameters with these betas in turn."""
-        powers, turns = cls.made_with(first), [pair for pair, _ in groupby(betas)]
-        for step in range(1, num_steps + 1):
-            for pair in turns:
-                powers = powers.after(step, *pair)
-        return powers
 
 
 def _float32(value: float) -> float:

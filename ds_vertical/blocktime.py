@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_vertical.gauge import Gauge
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hostmemory import keep_freed_memory
 from ds_vertical.layers import LayerMap, map_layers
@@ -71,11 +72,12 @@ class BlockTimer:
         self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
         numel, rounding = nn.Parameter.numel, lambda param: param.dtype
         self.sums = GradientStore(self.layers.units, torch.float32, numel, rounding, device=device)
+        self.gauge = Gauge(batch.tokens, str(dtype).removeprefix("torch.")) if device == "cpu" else None
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def rates(self, rounds: int) -> dict[str, float]:
         """Seconds: the median of `rounds` times a few calls, of more where they are short; `activation_bytes` of what passes
-        between layers."""
+        between layers; where the device is the host `gauge_s`, see [Note: gauge], of the time in which the layer was timed."""
         once = self._run()
         layer = self._layer(once, rounds)
         pre, head, embed = zip(*(self._outside() for _ in _rounds(max(3, rounds))), strict=True)
@@ -129,7 +131,7 @@ class BlockTimer:
     def _layer(self, seen: _Capture, rounds: int) -> dict[str, float]:
         block, unit = self.layers.blocks[0].module, 0
         args, kwargs = _leaves(seen.args), dict(zip(seen.kwargs or {}, _leaves((seen.kwargs or {}).values()), strict=True))
-        forward, backward = [], []
+        forward, backward, gauged = [], [], []
         for _ in _rounds(rounds):
             for call in range(_CALLS):
                 start = perf_counter()
@@ -145,7 +147,9 @@ class BlockTimer:
                     forward.append(middle - start)
                     backward.append(end - middle)
             self.sums.drop(unit)  # the next round copies its first gradient, as each step does
-        return {"layer_forward_s": median(forward), "layer_backward_s": median(backward)}
+            gauged += [] if self.gauge is None else [self.gauge.sample()]
+        found = {"layer_forward_s": median(forward), "layer_backward_s": median(backward)}
+        return found | ({"gauge_s": median(gauged)} if gauged else {})
 
 
 def _rounds(least: int) -> Iterator[int]:

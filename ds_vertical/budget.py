@@ -258,9 +258,9 @@ def host_room(params: Iterable[nn.Parameter], limit: int | None) -> tuple[int, i
     return allowed, max(0, resident - compat_pools.bytes_in_memory(held))
 
 
-def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int | None) -> tuple[list[str], int]:
-    """The budget as lines for the log, and its bytes of host memory. `limit`: bytes of it that all ranks of this host may use;
-    None: what it has.
+def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int | None) -> tuple[list[str], int, int]:
+    """The budget as lines for the log, its bytes of host memory, and those that it leaves for activations. `limit`: bytes of
+    host memory that all ranks of this host may use; None: what it has.
 
     Gives the pages of zero.Init's buffers back first. Raises MemoryBudgetError, on every rank, where one rank's budget does
     not fit.
@@ -279,7 +279,8 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"
     title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
     items = memory.budget(shape, settings, further)
-    return [title, *memory.budget_lines(items)], memory.total_bytes(items, "host")
+    needed = memory.total_bytes(items, "host")
+    return [title, *memory.budget_lines(items)], needed, max(0, allowed - needed)
 
 
 def _fault(

@@ -1,13 +1,14 @@
 """What a rank does whose part of a pass has failed: the rest of what all ranks do together, so that none is left alone in it.
 
-Gathers and reductions come in the order of the schedule's events, the same on all ranks, and end where the ranks decide
-together whether the pass counts: a step at its NORM, an evaluation at its end. A rank that fails before goes through the
-schedule once more, takes part in those that it has not begun, with values that nobody will use, and raises its error where
-the others raise that there was one. That takes no longer than the rest of the pass.
+Gathers, reductions and votes come in the order of the schedule's events, the same on all ranks, and end where the ranks decide
+together whether the pass counts: a step at its NORM, an evaluation at its end, either where a vote has all leave it. A rank
+that fails before goes through the schedule once more, takes part in those that it has not begun, with values that nobody will
+use, and raises its error where the others raise that there was one. That takes no longer than the rest of the pass.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol
 
 from ds_vertical.executor import Executor
@@ -29,12 +30,21 @@ class Others(Protocol):
         """Of units' gradients, likewise."""
         ...
 
+    @property
+    def num_votes(self) -> int:
+        """On whether the pass is left, behind each layer, likewise."""
+        ...
+
     def gather(self, unit: Unit) -> None:
         """Take part in a gather with values that nobody will use."""
         ...
 
     def reduce(self, unit: Unit) -> None:
         """Take part in a reduction with zeros."""
+        ...
+
+    def vote(self) -> bool:
+        """Take part in a vote: whether all leave the pass."""
         ...
 
     def agree(self, error: Exception | None) -> None:
@@ -46,12 +56,16 @@ class _Reached(Exception):
     """The event at which the ranks decide."""
 
 
+class _Left(Exception):
+    """A vote has all leave the pass."""
+
+
 class Company:
     """Of one pass. `decided`: the ranks have decided, or are about to."""
 
     def __init__(self, others: Others) -> None:
         self._others = others
-        self._before = others.num_gathers, others.num_reductions
+        self._before = self._counts()
         self.decided = False
 
     def conclude(self) -> None:
@@ -64,21 +78,29 @@ class Company:
         if self.decided:
             return
         try:
-            self._go(schedule, overlap)
+            left = self._go(schedule, overlap)
             self.decided = True
-            self._others.agree(error)
+            if not left:
+                self._others.agree(error)
         except Exception as further:
             if further is not error:
                 error.add_note(f"the other ranks may not know of it: {type(further).__name__}: {further}")
 
-    def _go(self, schedule: Schedule, overlap: bool) -> None:
-        now = self._others.num_gathers, self._others.num_reductions
-        gathers_left, reductions_left = (count - before for count, before in zip(now, self._before, strict=True))  # done
+    def _counts(self) -> Counter[str]:
+        others = self._others
+        return Counter(gathers=others.num_gathers, reductions=others.num_reductions, votes=others.num_votes)
+
+    def _go(self, schedule: Schedule, overlap: bool) -> bool:
+        """Whether the others have left the pass."""
+        done = self._counts()
+        done.subtract(self._before)
+
+        def is_done(kind: str) -> bool:
+            done[kind] -= 1
+            return done[kind] >= 0
 
         def gather(unit: Unit) -> None:
-            nonlocal gathers_left
-            gathers_left -= 1
-            if gathers_left < 0:
+            if not is_done("gathers"):
                 self._others.gather(unit)
 
         def fetch(event: Event) -> Ticket | None:
@@ -86,19 +108,24 @@ class Company:
             return None if event.ahead else Ticket(f"fetch {unit}", lambda: gather(unit))
 
         def reduce(event: Event) -> None:
-            nonlocal reductions_left
-            reductions_left -= 1
-            if reductions_left < 0:
+            if not is_done("reductions"):
                 self._others.reduce(_unit(event))
+
+        def vote(_: Event) -> None:
+            if not is_done("votes") and self._others.vote():
+                raise _Left
 
         def reach(_: Event) -> None:
             raise _Reached
 
-        handlers = dict.fromkeys(Op, lambda _: None) | {Op.FETCH: fetch, Op.REDUCE: reduce, Op.NORM: reach}
+        handlers = dict.fromkeys(Op, lambda _: None) | {Op.FETCH: fetch, Op.REDUCE: reduce, Op.RELEASE: vote, Op.NORM: reach}
         try:
             Executor(handlers, overlap=overlap).run(schedule)
+        except _Left:
+            return True
         except _Reached:
-            return
+            return False
+        return False
 
 
 def _unit(event: Event) -> Unit:

@@ -145,13 +145,13 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     report = limits_cache.training_report(run_folder(config))
     resolved = choose_timing(section, resolved, forecast_of(resolved), model, report, room)
     forecast = forecast_of(resolved)
-    needs, host_bytes = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
+    needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     needs += headroom.check(forecast, config, resolved)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         compat.log(f"ds_vertical: {line}")
     kept_bytes = forecast.shape.working_bytes if compat.is_one_memory() else 0
-    made_of = dict(vertical=resolved, layers=layers, folder=run_folder(prepared), budget=(host_bytes, kept_bytes))
+    made_of = dict(vertical=resolved, layers=layers, folder=run_folder(prepared), budget=(host_bytes, kept_bytes, left))
     with compat.substituted_engine(partial(VerticalEngine, **made_of)):
         return compat.stock_initialize(config=prepared, **kwargs)
 
@@ -187,10 +187,10 @@ class VerticalEngine(SavingEngine):
     module: nn.Module
 
     def __init__(
-        self, *args: Any, vertical: Resolved, layers: LayerMap, folder: Path | None, budget: tuple[int, int], **kwargs: Any
+        self, *args: Any, vertical: Resolved, layers: LayerMap, folder: Path | None, budget: tuple[int, int, int], **kwargs: Any
     ) -> None:
         self.vertical = vertical
-        self.host_bytes, self._kept_bytes = budget  # in all; of what a micro-batch's backward frees, for the next one's
+        self.host_bytes, self._kept_bytes, left = budget  # in all; of what a backward frees, for the next; for activations
         self.layers = layers
         self.tracer = open_tracer(vertical.trace)
         super().__init__(*args, **kwargs)
@@ -218,7 +218,7 @@ class VerticalEngine(SavingEngine):
             self.optimizer.gradients.drop,
             compat.device_name(),
         )
-        self._activations = open_activations(vertical, layers, folder, new_queue, device)
+        self._activations = open_activations(vertical, layers, folder, new_queue, device, left)
         self._stopping = Stopping(vertical.on_signal, self.optimizer.regime)
         self._sweeps = Sweeps(
             layers,
@@ -226,7 +226,7 @@ class VerticalEngine(SavingEngine):
             overlap=vertical.overlap,
             tracer=self.tracer,
             activations=self._activations,
-            others=OtherRanks(self._params, self.optimizer) if ranks.world_size() > 1 else None,
+            others=OtherRanks(self._params, self.optimizer, self._stopping) if ranks.world_size() > 1 else None,
             leave=self._stopping.leave_step,
         )
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)

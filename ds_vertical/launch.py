@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -30,18 +30,21 @@ class RunError(Exception):
 
 @dataclass(frozen=True)
 class Script:
-    """What is run, and how: `num_steps` steps on `num_ranks` local processes, under a disk limit if there is a `group`."""
+    """What is run, and how: `num_steps` steps on `num_ranks` local processes, under a disk limit if there is a `group`, with
+    the variables `environment` besides this process's."""
 
     path: Path
     arguments: tuple[str, ...]
     num_steps: int
     num_ranks: int = 1
     group: LimitedGroup | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, config: Path, out: Path, name: str, title: str) -> dict[int, list[StepRecord]]:
         """Train with the JSON `config`; {rank: records}. Writes `out/<name>.log` and `.metrics`. Raises RunError."""
         log, metrics = out / f"{name}.log", out / f"{name}.metrics"
-        environment = dict(os.environ) | {METRICS_VARIABLE: str(metrics), STEPS_VARIABLE: str(self.num_steps)}
+        environment = dict(os.environ) | self.environment
+        environment |= {METRICS_VARIABLE: str(metrics), STEPS_VARIABLE: str(self.num_steps)}
         environment["DS_ACCELERATOR"] = accelerator()
         # The launcher's children find this interpreter's tools (ninja, for ops) before the system's.
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])

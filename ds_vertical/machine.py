@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Self
 
 _MOST_LOAD = 0.9  # a computation beside transfers goes on
@@ -108,6 +108,12 @@ class Machine:
         if missing:
             raise CostsError(f"machine.{missing[0]}: missing; run `ds-vertical limits` again, or write its value")
         return cls(**inner)
+
+    def slowed(self, factor: float) -> Self:
+        """This machine, when its host's cores take `factor` as long."""
+        names = ("adam_elements_per_s", "cast_elements_per_s", "norm_elements_per_s")
+        rates = {name: rate / factor for name in names if (rate := getattr(self, name)) is not None}
+        return replace(self, **rates)
 
     @property
     def adam_share(self) -> float:

@@ -5,6 +5,9 @@ there; the device's memory may be given up as soon as `put` returns. On its way 
 memory that the owner provides then. Copies run on a stream of their own: a write is issued once its copy is complete, a
 copy back once its read is, whichever later call finds that out. Where device and host are one memory a copy is complete
 at once.
+
+What is locked counts against `host_limit`, which the memory budget leaves: beyond it, memory of sizes that nothing uses any
+more is given back, then MemoryBudgetError is raised, before anything is taken.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.extents import Extents
 from ds_vertical.files import preallocate
+from ds_vertical.memory import MemoryBudgetError
 from ds_vertical.transfer import BufferPool, HostBuffer
 
 AwayTier = Literal["host", "ssd"]
@@ -55,6 +59,7 @@ class Parcel:
 
 class Parcels:
     """`most_loads`: parcels that may be on their way back at a time. `path`: the file of the SSD tier, None without one.
+    `host_limit`: bytes of host memory that may be locked at a time; None: any number.
 
     A failed read or write raises DiskError in `arrive` or `wait_written`, or in a later `put` that needs the buffer; a file
     that cannot grow raises StorageError in `put`.
@@ -67,9 +72,11 @@ class Parcels:
         memory: HostMemory,
         device: torch.device,
         most_loads: int,
+        host_limit: int | None = None,
     ) -> None:
         self._path = path
         self._memory = memory
+        self._host_limit = host_limit
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._extents = Extents()
         self._file_bytes = 0
@@ -99,11 +106,12 @@ class Parcels:
         """Take the bytes of 1-d uint8 tensors, whose memory may be given up afterwards."""
         self._advance()
         parcel = Parcel(tier, _round_up(sum(_round_up(tensor.numel(), 64) for tensor in tensors)))
-        self._kept.add(parcel)
         if tier == "host":
             sizes = self._free_host.get(parcel.num_bytes)
-            target = parcel.host = sizes.pop() if sizes else self._memory.lock(parcel.num_bytes)
+            target = parcel.host = sizes.pop() if sizes else self._lock(parcel.num_bytes)
+            self._kept.add(parcel)
         else:
+            self._kept.add(parcel)
             self._grow_file(parcel)
             buffer = parcel.buffer = self._take(self._saves, parcel.num_bytes)
             target = buffer.data
@@ -234,11 +242,10 @@ class Parcels:
         self.abandon()
         for queue in self._queues:
             queue.close()
-        resting = [buffer for buffers in self._free_host.values() for buffer in buffers]
-        buffers = (*self._load_buffers, *self._save_buffers)
-        for data in (*resting, *(buffer.data for buffer in buffers if buffer.data.numel())):
-            self._memory.unlock(data)
-        self._free_host.clear()
+        self._unlock_free()
+        for buffer in (*self._load_buffers, *self._save_buffers):
+            if buffer.data.numel():
+                self._memory.unlock(buffer.data)
         self._load_buffers, self._save_buffers = [], []
         self._loads, self._saves = BufferPool([]), BufferPool([])
 
@@ -251,6 +258,25 @@ class Parcels:
             self._extents.give_back(parcel.offset, parcel.num_bytes)
             parcel.offset = -1
 
+    def _lock(self, num_bytes: int) -> torch.Tensor:
+        """Raises MemoryBudgetError."""
+        if self._host_limit is not None and self.host_bytes + num_bytes > self._host_limit:
+            self._unlock_free()
+            held = self.host_bytes
+            if held + num_bytes > self._host_limit:
+                raise MemoryBudgetError(
+                    f"vertical_schedule.activations: {held} bytes of host memory hold what passes between layers, {num_bytes}"
+                    f" more are needed, and the memory budget (see the start) leaves {self._host_limit}; write fewer"
+                    ' gradient_accumulation_steps, a smaller "share" (or "host_share"), "device": "ssd", or, where it is set,'
+                    ' a larger "vertical_schedule.host_memory_bytes"'
+                )
+        return self._memory.lock(num_bytes)
+
+    def _unlock_free(self) -> None:
+        for data in [data for sizes in self._free_host.values() for data in sizes]:
+            self._memory.unlock(data)
+        self._free_host.clear()
+
     def _take(self, pool: BufferPool, num_bytes: int) -> HostBuffer:
         """A free buffer of at least that size, once its earlier transfers are complete."""
         if pool is self._saves and not pool.num_free:
@@ -259,7 +285,7 @@ class Parcels:
         buffer = pool.take()
         if buffer.data.numel() < num_bytes:
             try:
-                data = self._memory.lock(num_bytes)
+                data = self._lock(num_bytes)
             except BaseException:
                 pool.put_back(buffer)
                 raise

@@ -140,6 +140,13 @@ def is_true_on_all_ranks(flag: bool) -> bool:
     return bool(votes.item())
 
 
+def largest_of_all_ranks(number: int) -> int:
+    """The largest that a rank gives. Collective."""
+    votes = torch.tensor([number], device=compat.device_name())
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return int(votes.item())
+
+
 def _refuse_bare_python() -> None:
     """Without a launcher's variables DeepSpeed would look for MPI, and end in a missing module."""
     launchers = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "AZUREML_EXPERIMENT_ID")

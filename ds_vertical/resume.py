@@ -47,10 +47,6 @@ def latest_tag(load_dir: Path) -> str | None:
         return None
 
 
-def is_ours(tag_folder: Path) -> bool:
-    return (tag_folder / manifest.NAME).is_file()
-
-
 def load(engine: Any, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, dict[str, Any]]:
     """Replace the live state by that of `<load_dir>/<tag>`. Returns the path of its manifest and the client state. Collective.
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any, NoReturn
 
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_vertical import compat, compat_state
-from ds_vertical.adam import Powers
 from ds_vertical.checksums import Checksums
 from ds_vertical.held import GradientGoneError
 
-_POWERS = "ds_vertical_adam_powers"  # key in checkpoints
 _TOO_LATE = (
     "{call}: train_batch has decided the step of these gradients already, and nothing would come of the new ones;"
     " to change gradients between backward and step set vertical_schedule.enabled to false"
+)
+_NO_POWERS = (
+    "optimizer.load_state_dict: a state dictionary of DeepSpeed's lacks CPU Adam's powers of beta and what is on SSD; save with"
+    " engine.save_checkpoint, load with engine.load_checkpoint"
 )
 _GONE = (
     "the last step's gradient of this parameter is not in host memory any more: it was given up once its optimizer step was"
@@ -28,10 +29,9 @@ _GONE = (
 class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
     """Stage 3 whose public methods on state see every step taken. The subclass says how to flush and what it holds.
 
-    `powers`: CPU Adam's powers of beta after the last step decided. `checksums`: of the files of state.
+    `checksums`: of the files of state.
     """
 
-    powers: Powers
     checksums: Checksums
 
     def flush_state(self) -> None:
@@ -97,18 +97,9 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
             self.checksums.clear()
 
     def state_dict(self) -> Any:
-        """As DeepSpeed's, and where CPU Adam's powers of beta come from: what they are cannot be told from the step alone."""
         self.flush_state()
-        return super().state_dict() | {_POWERS: astuple(self.powers)}
+        return super().state_dict()
 
-    def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
-        """As DeepSpeed's; then the next step has the bits that it would have had without a stop. After a checkpoint of
-        another arm: those of a run whose betas have never changed."""
-        super().load_state_dict(state_dict_list, *args, **kwargs)
-        step = int(compat_state.moments(self, 0)["step"])
-        saved = [Powers(*state[_POWERS]) for state in state_dict_list if state and _POWERS in state]
-        if saved and saved[0].step == step:
-            self.powers = saved[0]
-        elif self.powers.step != step:
-            betas = [tuple(compat_state.parameter_group(self, index)["betas"]) for index in range(len(self.fp16_groups))]
-            self.powers = Powers.of_run(self.optimizer.defaults["betas"], betas, step)
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises RuntimeError: which bits CPU Adam goes on with is in no such dictionary."""
+        raise RuntimeError(_NO_POWERS)

@@ -84,9 +84,9 @@ class SavingEngine(compat.DeepSpeedEngine):
         """Replace the live state by a saved one; `tag`: None for the one that `latest` names. What follows has the bits of a
         run that did not stop. Returns the path of what was loaded (None: no `latest`) and the client state.
 
-        With everything in host memory stock's checkpoints are loaded too. Without optimizer states the weights and
-        fp32 masters are loaded, and moments, steps and learning rates stay as they are. Raises CheckpointError, with nothing
-        touched: no checkpoint, a damaged one, one that does not fit; OtherRankError.
+        Without optimizer states the weights and fp32 masters are loaded, and moments, steps and learning rates stay as they
+        are. Raises CheckpointError, with nothing touched: no checkpoint, a damaged one, one that does not fit, one of stock
+        DeepSpeed; OtherRankError.
         """
         self._check_between_steps("load_checkpoint")
         with ranks.agreed("load_checkpoint"):
@@ -94,19 +94,12 @@ class SavingEngine(compat.DeepSpeedEngine):
         found = ranks.all_gathered(own)[0]
         if found is None:
             return None, None
-        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
-        if not self._on_ssd() and not resume.is_ours(Path(load_dir, found)):
-            with ranks.agreed("load_checkpoint"):
-                self.optimizer.flush_state()  # what is due belongs to the state that is replaced
-            path, client_state = super().load_checkpoint(load_dir, found, *flags)
-        elif not load_module_strict or custom_load_fn is not None:
+        if not load_module_strict or custom_load_fn is not None:
             raise CheckpointError("load_checkpoint: load_module_strict=False and custom_load_fn are not available here")
-        else:
-            states, scheduler = (each and not load_module_only for each in (load_optimizer_states, load_lr_scheduler_states))
-            wanted = resume.Wanted(optimizer=states, scheduler=scheduler, run=not load_module_only)
-            path, client_state = resume.load(self, Path(load_dir), found, wanted)
-        if path is not None:
-            self.optimizer.condition.note_good(Path(load_dir, found))
+        states, scheduler = (each and not load_module_only for each in (load_optimizer_states, load_lr_scheduler_states))
+        wanted = resume.Wanted(optimizer=states, scheduler=scheduler, run=not load_module_only)
+        path, client_state = resume.load(self, Path(load_dir), found, wanted)
+        self.optimizer.condition.note_good(Path(load_dir, found))
         return path, client_state
 
     def _check_between_steps(self, call: str) -> None:
@@ -118,6 +111,3 @@ class SavingEngine(compat.DeepSpeedEngine):
             )
         with ranks.agreed(call):
             self.optimizer.check_whole()
-
-    def _on_ssd(self) -> bool:
-        return bool(self.param_store.bytes_by_tier()["ssd"] or self.optimizer.swap_optimizer)

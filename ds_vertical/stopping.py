@@ -2,8 +2,8 @@
 
 [Note: leaving a step] The signal itself interrupts nothing: it is obeyed where all is in order. A step before its norm is left
 behind the layer that computes, as if it had not been, since its early steps are in a second generation of files or not taken at
-all. Steps taken in place are finished, and so is every step of several ranks: some of them wait in a collective for the others,
-and not all need have got the signal.
+all. Steps taken in place are finished. Of several ranks any may have got the signal, and some wait in a collective for the
+others: they vote behind every layer, and all leave there or none.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Stopping:
         self._alone, self._tells = ranks.world_size() == 1, ranks.rank() == 0
         self._pid = os.getpid()
         self._number: int | None = None
+        self._told: int | None = None  # another rank's
+        self.num_votes = 0  # that this rank has taken part in, or was about to when all were
         self._asked_at = 0.0
         self._before: dict[int, Any] = {}
         self._closed = False
@@ -105,9 +107,16 @@ class Stopping:
             _leave_at_once(number, frame)
 
     def leave_step(self) -> None:
-        """A place at which a step, or an evaluation, can be left. Raises StepLeft."""
-        if self._number is not None and self._alone and self._regime.can_be_left:
+        """A place at which a step, or an evaluation, can be left by all ranks. Raises StepLeft. Collective."""
+        if self.vote():
             raise StepLeft
+
+    def vote(self) -> bool:
+        """Whether all ranks leave what is under way: one was asked to stop, and it can be left. Collective, where it can."""
+        if self._wanted is None or not self._regime.can_be_left:
+            return False
+        self.num_votes += 1
+        return self._is_asked()
 
     @contextlib.contextmanager
     def obeyed(self, engine: Any) -> Iterator[None]:
@@ -128,22 +137,25 @@ class Stopping:
             if self._number is not None and self._alone:
                 self._stop(engine, finished=False)
             raise
-        if self._is_asked():
+        with ranks.shared("on_signal"):
+            asked = self._is_asked()
+        if asked:
             self._stop(engine, finished=True)
 
     def _is_asked(self) -> bool:
         """Whether some rank is. Collective."""
         if self._alone:
             return self._number is not None
-        with ranks.shared("on_signal"):
-            return not ranks.is_true_on_all_ranks(self._number is None)
+        self._told = ranks.largest_of_all_ranks(self._number or 0) or None
+        return self._told is not None
 
     def _stop(self, engine: Any, finished: bool) -> NoReturn:
         assert self._wanted is not None
         start = time.monotonic()
         tag = self._wanted["tag"] or f"global_step{engine.global_steps}"
         engine.save_checkpoint(self._wanted["save_dir"], tag)
-        status = FINISHED if finished or self._number is None else 128 + self._number
+        number = self._number or self._told
+        status = FINISHED if finished or number is None else 128 + number
         compat.log(
             f"ds_vertical: the step under way was {'finished' if finished else 'left, or there was none'}; checkpoint"
             f" {Path(self._wanted['save_dir'], tag)} saved in {time.monotonic() - start:.1f} s; exit status {status}"

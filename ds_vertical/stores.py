@@ -41,16 +41,22 @@ def in_chunk_order(layers: LayerMap, optimizer: VerticalStage3) -> dict[Unit, li
 
 
 def open_activations(
-    vertical: Resolved, layers: LayerMap, folder: Path | None, new_queue: Callable[[], DiskQueue], device: torch.device
+    vertical: Resolved,
+    layers: LayerMap,
+    folder: Path | None,
+    new_queue: Callable[[], DiskQueue],
+    device: torch.device,
+    host_limit: int,
 ) -> ActivationStore | None:
-    """The store of what passes between layers, below the run's folder; None where nothing moves."""
+    """The store of what passes between layers, below the run's folder; None where nothing moves. `host_limit`: bytes of host
+    memory that the budget leaves for it."""
     on_ssd = vertical.moved_shares[1] > 0
     if not on_ssd and (not vertical.moved_shares[0] or compat.is_one_memory()):
         return None
     path = folder / "activations" / f"rank{ranks.rank()}.bin" if on_ssd and folder is not None else None
     memory = HostMemory(compat.lock_host_bytes, compat.unlock_host_bytes)
     most_loads = (LOOK_AHEAD + 1) * (2 if max(map(len, layers.layers)) == 1 else 3)  # inputs, blocks' inputs, gradients
-    return ActivationStore(Parcels(path, new_queue, memory, device, most_loads))
+    return ActivationStore(Parcels(path, new_queue, memory, device, most_loads, host_limit))
 
 
 def moved_tiers(vertical: Resolved, num_micro_batches: int) -> dict[int, AwayTier]:

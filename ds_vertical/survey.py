@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_vertical import compat, ranks
+from ds_vertical import compat, gauge, ranks
 from ds_vertical.account import AccountWriter, Facts, RanStep, Share
 
 
@@ -33,12 +33,15 @@ class Surveyor:
 
     def __init__(self, engine: Any, folder: Path, tokens: int) -> None:
         self._follower = Follower(engine)
-        self._writer = AccountWriter(folder, facts_of(engine, tokens))
+        self._facts = facts_of(engine, tokens)
+        self._writer = AccountWriter(folder, self._facts)
 
     def step(self) -> None:
-        """Note the step that has just ended."""
-        ran = self._follower.step()
-        self._writer.step(ran.schedule, ran.due)
+        """Note the step that has just ended, and how fast the host is now where that is asked."""
+        ran, facts = self._follower.step(), self._facts
+        alone = facts.one_memory and ranks.world_size() == 1
+        gauge_s = gauge.measure_between_steps(facts.tokens, facts.dtype, facts.threads) if alone else None
+        self._writer.step(ran.schedule, ran.due, gauge_s)
 
 
 def facts_of(engine: Any, tokens: int) -> Facts:

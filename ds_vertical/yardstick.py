@@ -1,9 +1,9 @@
 """What a vertical step could be: its bound, the bytes of the table, the memory formula, beside what was measured.
 
 The machine's rates are measured right ahead of and after each run of the vertical arm, under the same disk limit, with its
-model, micro-batch, dtype and threads, and their mean is that run's: a shared machine is another one minutes later. Where both
-tell machines apart that differ by more than _STEADY, the run's bound says little, and it is left out of the ratio if another
-run is steadier. Or the rates come from a file.
+model, micro-batch, dtype and threads, and their mean is that run's, corrected step by step by how fast the host was (`gauge`):
+a shared machine is another one minutes later. Where both tell machines apart that differ by more than _STEADY, the run's bound
+says little, and it is left out of the ratio if another run is steadier. Or the rates come from a file.
 Everything is computed for the schedules that really ran (`account`). The simulated makespan stands beside the bound: it knows
 queues and order, but it is a model's opinion, no limit.
 """
@@ -17,13 +17,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import harmonic_mean, mean, median
+from statistics import median
 from typing import Any
 
 from ds_vertical.account import Account, RanStep, read_account
 from ds_vertical.bound import Bound, step_bound
 from ds_vertical.cgroup import LimitedGroup
 from ds_vertical.comparison import ARMS, ArmSummary, Run
+from ds_vertical.conditions import Conditions, Report
 from ds_vertical.config import ConfigError
 from ds_vertical.costs import event_costs
 from ds_vertical.machine import Machine
@@ -95,20 +96,19 @@ def read_machine(path: Path) -> dict[str, Any]:
 # ---- figures
 
 
-Report = Mapping[str, Any]  # of `ds-vertical limits`
 Reports = Mapping[int, Sequence[Report]]  # ahead of and after the vertical run, by its repeat
 
 
 def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, out: Path) -> dict[str, Any]:
     """All figures, for ab.json. Raises CostsError for rates that are none."""
-    machines = {repeat: _between(found) for repeat, found in reports.items()}
-    drifts = {repeat: _drift(found) for repeat, found in reports.items()}
+    conditions = {repeat: Conditions(found) for repeat, found in reports.items()}
     ran, traced = [each for each in every if not each.run.traced], [each for each in every if each.run.traced]
     measured = median(seconds for each in ran for *_, seconds in each.counted())
-    bounds = {each.run.repeat: _bounds(each, *machines[each.run.repeat]) for each in ran}
+    bounds = {each.run.repeat: _bounds(each, conditions[each.run.repeat]) for each in ran}
     every_bound = sorted((bound for found in bounds.values() for bound in found), key=lambda bound: bound.seconds)
     middle = every_bound[len(every_bound) // 2]
     ratios = {each.run.repeat: ratio for each in ran if (ratio := _over_bound(each, bounds[each.run.repeat])) is not None}
+    drifts = {repeat: conditions[repeat].drift for repeat in ratios}
     steady = [ratio for repeat, ratio in ratios.items() if drifts[repeat] <= _STEADY]
     found: dict[str, Any] = {
         "step_s": measured,
@@ -116,66 +116,51 @@ def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, ou
         "resource": middle.resource,
         "step_over_bound": median(steady or ratios.values()) if ratios else None,
         "step_over_bound_by_repeat": list(ratios.values()),
-        "machine_drift_by_repeat": [drifts[repeat] for repeat in ratios],
+        "machine_drift_by_repeat": list(drifts.values()),
+        "host_slowdown_by_repeat": [_slowdowns(each, conditions[each.run.repeat]) for each in ran],
         "steady": bool(steady),
         "resources": {
             name: {"busy_s": middle.busy_s[name], "fill_s": middle.fill_s[name], "drain_s": middle.drain_s[name]}
             for name in middle.busy_s
         },
-        "without_compute": any("layer_forward_s" not in rates for _, rates in machines.values()),
-        "simulated_s": median(_simulated(each, *machines[each.run.repeat]) for each in ran),
+        "without_compute": any("layer_forward_s" not in each.rates for each in conditions.values()),
+        "simulated_s": median(_simulated(each, conditions[each.run.repeat]) for each in ran),
         "rates_by_repeat": [[report.get("rates", {}) for report in found] for found in reports.values()],
     }
-    rates = machines[ran[-1].run.repeat][1]
+    rates = conditions[ran[-1].run.repeat].rates
     return (
         found
         | {"bytes": _bytes(ran, rates), "host_memory": _memory(ran, stock)}
-        | _traced(traced, measured, machines, out)
+        | _traced(traced, measured, conditions, out)
     )
 
 
-def _between(reports: Sequence[Report]) -> tuple[Machine, dict[str, float]]:
-    """The machine and the rates halfway between the reports. Raises CostsError for rates that are none."""
-    checked = [report["machine"] for report in reports if Machine.from_dict(report)]
-    return Machine.from_dict(_means(checked)), _means([report.get("rates", {}) for report in reports])
+def _slowdowns(ran: Ran, conditions: Conditions) -> list[float]:
+    """Of each counted step."""
+    return [conditions.slowdown(ran.account.steps, index) for index in range(1, ran.run.num_steps)]
 
 
-def _means(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By key, the mean of the seconds: of a rate's reciprocals, since it is work over them. What is no float is the first's."""
-    found: dict[str, Any] = {}
-    for key, first in every[0].items():
-        values = [each.get(key) for each in every]
-        if isinstance(first, float) and all(isinstance(value, float) and value for value in values):
-            found[key] = harmonic_mean(values) if key.endswith("_per_s") else mean(values)
-        else:
-            found[key] = first
+def _bounds(ran: Ran, conditions: Conditions) -> list[Bound]:
+    """Of each counted step."""
+    account, found = ran.account, []
+    for index, (step, *_) in enumerate(ran.counted(), start=1):
+        machine, rates = conditions.during(account.steps, index)
+        found.append(step_bound(step.schedule, machine, account.shape(step, rates), parts=account.parts(step)))
     return found
 
 
-def _drift(reports: Sequence[Report]) -> float:
-    """By how much the slowest of the reports' layers is slower than the fastest; 0 where none was measured, or one only."""
-    seconds = [report.get("rates", {}).get("layer_forward_s", 0.0) for report in reports]
-    seconds = [s + report.get("rates", {}).get("layer_backward_s", 0.0) for s, report in zip(seconds, reports, strict=True)]
-    return max(seconds) / min(seconds) - 1 if min(seconds) > 0 else 0.0
-
-
-def _bounds(ran: Ran, machine: Machine, rates: Mapping[str, float]) -> list[Bound]:
-    """Of each counted step."""
-    account = ran.account
-    return [
-        step_bound(step.schedule, machine, account.shape(step, rates), parts=account.parts(step)) for step, *_ in ran.counted()
-    ]
-
-
 def _over_bound(ran: Ran, bounds: Sequence[Bound]) -> float | None:
-    """A run's steps over their bounds at the rates measured beside it."""
-    bound_s = median(bound.seconds for bound in bounds)
-    return median(seconds for *_, seconds in ran.counted()) / bound_s if bound_s else None
+    """A run's steps over their bounds, each at the rates of its time."""
+    pairs = zip(ran.counted(), bounds, strict=True)
+    ratios = [seconds / bound.seconds for (*_, seconds), bound in pairs if bound.seconds]
+    return median(ratios) if ratios else None
 
 
-def _simulated(ran: Ran, machine: Machine, rates: Mapping[str, float]) -> float:
+def _simulated(ran: Ran, conditions: Conditions) -> float:
     """Seconds of a step in the steady state."""
-    account, step = ran.account, ran.counted()[-1][0]
+    account, index = ran.account, ran.run.num_steps - 1
+    machine, rates = conditions.during(account.steps, index)
+    step = account.steps[index]
     shape, slots = account.shape(step, rates), max(1, account.facts.slots)
     overlap, parts = account.facts.overlap, account.parts(step)
     return simulate(step.schedule, machine, shape, steps=_STEADY_STEPS, slots=slots, overlap=overlap, parts=parts).step_s
@@ -208,21 +193,21 @@ def _memory(ran: Sequence[Ran], stock: ArmSummary | None) -> dict[str, Any]:
 
 
 def _traced(
-    traced: Sequence[Ran], measured: float, machines: Mapping[int, tuple[Machine, Mapping[str, float]]], out: Path
+    traced: Sequence[Ran], measured: float, conditions: Mapping[int, Conditions], out: Path
 ) -> dict[str, Any]:
     """What needs a trace: time outside all resources, the optimizer's overlap, what tracing costs, and where the computation
     takes longer than it did by itself."""
-    steps: list[tuple[Ran, RanStep, StepTrace]] = []
+    steps: list[tuple[Ran, int, StepTrace]] = []
     for each in traced:
         traces = read_trace(out / f"{each.run.name}.trace" / "rank0.jsonl")
-        steps += [(each, *pair) for pair in zip(each.account.steps[1:], traces[1:], strict=True)]
+        steps += [(each, index, trace) for index, trace in enumerate(traces[1:], start=1)]
     if not steps:
         return {}
     overlaps = [share for *_, step in steps if (share := optimizer_overlap(step)) is not None]
     summaries = [summarize(step) for *_, step in steps]
     each_s = record_s(out / "trace.cost")
     seconds = median(s for each in traced for *_, s in each.counted())
-    operations = [_operations(each.account, ran, step, *machines[each.run.repeat]) for each, ran, step in steps]
+    operations = [_operations(each.account, index, step, conditions[each.run.repeat]) for each, index, step in steps]
     return {
         "outside_share": median(summary.outside_s / summary.step_s for summary in summaries),
         "optimizer_overlap": median(overlaps) if overlaps else None,
@@ -234,9 +219,7 @@ def _traced(
     }
 
 
-def _operations(
-    account: Account, ran: RanStep, trace: StepTrace, machine: Machine, rates: Mapping[str, float]
-) -> dict[str, tuple[float, float]]:
+def _operations(account: Account, index: int, trace: StepTrace, conditions: Conditions) -> dict[str, tuple[float, float]]:
     """Per kind of computing event ("F", "B", "HEAD", "preF", "preB") and for "STEP" its seconds in the step: as traced, and at
     the machine's rates."""
     taken: dict[str, float] = defaultdict(float)
@@ -246,6 +229,8 @@ def _operations(
             taken[_kind(parse_event(span.name))] += span.end - span.start
         elif span.resource == "adam":
             taken["STEP"] += span.end - span.start
+    machine, rates = conditions.during(account.steps, index)
+    ran = account.steps[index]
     events = ran.schedule.events
     for event, cost in zip(events, event_costs(events, machine, account.shape(ran, rates), account.parts(ran)), strict=True):
         lane_s = sum(stage.seconds for job in cost for stage in job if stage.lane in ("compute", "adam"))

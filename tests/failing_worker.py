@@ -49,7 +49,7 @@ def fail(engine: Any, how: str, steps: list[Any]) -> None:
             engine.train_batch(iter(step))
     elif how == "kill":
         engine.train_batch(iter(steps[0]), kill)
-    elif how == "signal":
+    elif how in ("signal", "finish"):
         engine.train_batch(iter(steps[0]), ask)
     elif how == "loop":
         for step in itertools.cycle(steps):
@@ -74,12 +74,23 @@ def main() -> int:
     torch.set_num_threads(1)
     harness.start_process_group()
     rank = int(os.environ["RANK"])
-    asked = how in ("signal", "loop")
-    made = rank_worker.config(folder / "swap", "fp32", tier="nvme" if asked or how == "disk" else "cpu")
+    asked = how in ("signal", "finish", "loop", "resume", "whole")
+    in_place = {"clip": 0.0} if how == "finish" else {}
+    made = rank_worker.config(folder / "swap", "fp32", tier="nvme" if asked or how == "disk" else "cpu", **in_place)
     if asked:
         made["vertical_schedule"]["on_signal"] = {"save_dir": str(folder / "saved")}
-    engine, _ = harness.build_engine(made, rank_worker.OddModel, vertical=True)
+    if in_place:
+        made["vertical_schedule"]["on_nonfinite"] = "stop"
+    engine, model = harness.build_engine(made, rank_worker.OddModel, vertical=True)
     first, *others = rank_worker.batches(rank, 2)
+    if how in ("resume", "whole"):
+        if how == "resume":
+            engine.load_checkpoint(str(folder / "saved"))
+        for step in (first, *others)[engine.global_steps :]:
+            engine.train_batch(iter(step))
+        print("digest", harness.digest(harness.read_weights(model) | harness.read_state(engine, model)))
+        (folder / "failing").touch()
+        return 0
     engine.train_batch(iter(first))
     if rank == failing:
         (folder / "failing").touch()

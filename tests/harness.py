@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import gc
+import hashlib
 import itertools
 import os
 import shutil
@@ -334,6 +335,14 @@ def running(
         yield engine, model
     finally:
         dispose(engine)
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Of names and bits."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def counters(engine: Any) -> dict[str, Any]:

@@ -657,9 +657,23 @@ MUTATIONS = (
     Mutation(
         "ranks-stop-one-by-one",
         "stopping.py",
-        "return not ranks.is_true_on_all_ranks(self._number is None)",
-        "return self._number is not None",
-        f"{_STOPPING}a_signal_to_one_rank_ends_all_behind_the_same_step[0]",
+        "        self._told = ranks.largest_of_all_ranks(self._number or 0) or None\n        return self._told is not None",
+        "        return self._number is not None",
+        f"{_STOPPING}steps_in_place_are_finished_by_all_ranks[0]",
+    ),
+    Mutation(
+        "votes-forgotten-by-a-rank-that-failed",
+        "company.py",
+        "Op.RELEASE: vote, ",
+        "",
+        "test_company.py::test_a_step_that_fails_anywhere_leaves_nobody_alone[vertical-True]",
+    ),
+    Mutation(
+        "a-rank-that-failed-decides-alone",
+        "company.py",
+        "        except _Left:\n            return True\n",
+        "        except _Left:\n            return False\n",
+        "test_company.py::test_where_the_others_leave_a_step_the_one_that_failed_leaves_it_too[True]",
     ),
     # headroom
     Mutation(

@@ -11,6 +11,7 @@ from toy import ToyTraining, toy_inputs, toy_model
 
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.schedule import Schedule
+from ds_vertical.stopping import StepLeft
 from ds_vertical.sweeps import Body
 
 NUM_LAYERS = 3
@@ -26,8 +27,9 @@ class Ranks:
 
     def __init__(self, training: ToyTraining, fails_at: tuple[str, int] = ("", 0)) -> None:
         self.done: list[str] = []
-        self.num_gathers, self.num_reductions = 7, 5  # of earlier passes
+        self.num_gathers, self.num_reductions, self.num_votes = 7, 5, 3  # of earlier passes
         self.fails_at = fails_at
+        self.leaves_at = -1  # the vote, counted, at which all leave
         self.agreed: list[BaseException | None] = []
         params: Any = training.params
         optimizer: Any = training.optimizer
@@ -53,12 +55,18 @@ class Ranks:
             self.fail_if_due("hold")
             return reduce_unit(unit, *args)
 
+        def voting() -> None:
+            self.fail_if_due("release")
+            self.num_votes += 1
+            if self.vote():
+                raise StepLeft
+
         def deciding() -> None:
             self.agreed.append(None)
             open_step()
 
         params.fetch, optimizer.reduce_unit, optimizer.open_step = arriving, reducing, deciding
-        training.sweeps.others = self
+        training.sweeps.others, training.sweeps.leave = self, voting
 
     def fail_if_due(self, what: str) -> None:
         if what == self.fails_at[0]:
@@ -71,6 +79,10 @@ class Ranks:
 
     def reduce(self, unit: Any) -> None:
         self.done.append(f"reduce {unit}")
+
+    def vote(self) -> bool:
+        self.done.append("vote")
+        return self.done.count("vote") - 1 == self.leaves_at
 
     def agree(self, error: Exception | None) -> None:
         self.agreed.append(error)
@@ -99,11 +111,31 @@ def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: st
     schedule = build_training(NUM_LAYERS, 2, order=order)
     expected = trained(schedule, overlap)
     assert expected.agreed == [None]
-    for what in ("gather", "reduce", "hold"):
-        number = sum(word.startswith("gather" if what == "gather" else "reduce") for word in expected.done)
+    for what, word in {"gather": "gather", "reduce": "reduce", "hold": "reduce", "release": "vote"}.items():
+        number = sum(each.startswith(word) for each in expected.done)
         assert number > NUM_LAYERS
         for at in range(number):
             assert trained(schedule, overlap, (what, at)).done == expected.done
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_where_the_others_leave_a_step_the_one_that_failed_leaves_it_too(overlap: bool) -> None:
+    """It has raised its own error by then: there is nothing left to decide together."""
+    schedule = build_training(NUM_LAYERS, 2)
+
+    def left(fails_at: tuple[str, int]) -> list[str]:
+        training = ToyTraining(toy_model(NUM_LAYERS), overlap)
+        ranks = Ranks(training, fails_at)
+        ranks.leaves_at = 3
+        with pytest.raises(Fault if fails_at[0] else StepLeft):
+            training.step(schedule, [partial(training.model, each) for each in toy_inputs(2)], 1)
+        assert ranks.agreed == [] and training.params.fetched == []
+        return ranks.done
+
+    expected = left(("", 0))
+    assert expected.count("vote") == 4 and expected[-1] == "vote"
+    for at in range(3):
+        assert left(("gather", at)) == left(("release", at)) == expected
 
 
 def test_an_evaluation_is_decided_at_its_end() -> None:

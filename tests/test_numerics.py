@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from harness import (
     assert_identical,
     base_config,
     differing,
+    digest,
     largest_relative,
     read_state,
     read_weights,
@@ -214,13 +214,6 @@ def test_tensors_made_of_one_another_wait_in_glue(tmp_path: Path) -> None:
 
 
 # ---- N4: skipped steps
-
-
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    total = hashlib.sha256()
-    for name in sorted(tensors):
-        total.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,13 @@ def test_updates_in_any_order_have_the_bits_of_those_in_stocks(turns: Sequence[t
 def test_a_new_kernel_goes_on_as_the_old_one_would_have(turns: Sequence[tuple[float, float]], steps_before: int) -> None:
     stock, ours = new_adam(), new_adam()
     states = [tensors(index) for index in range(len(turns))]
+    powers = Powers.made_with(A)
     for step in range(1, steps_before + 1):
         for betas, state in zip(turns, states, strict=True):
             stock.ds_opt_adam.adam_update(stock.opt_id, step, 1e-2, *betas, 1e-8, 0.0, True, *state)
+            powers = powers.after(step, *betas)
     resumed = [[tensor.clone() for tensor in state] for state in states]
-    kernel, powers = CpuAdam(ours.ds_opt_adam, ours.opt_id, A), Powers.of_run(A, turns, steps_before)
+    kernel = CpuAdam(ours.ds_opt_adam, ours.opt_id, A)
     for step in range(steps_before + 1, steps_before + 20):
         for betas, state, again in zip(turns, states, resumed, strict=True):
             stock.ds_opt_adam.adam_update(stock.opt_id, step, 1e-2, *betas, 1e-8, 0.0, True, *state)

@@ -362,6 +362,29 @@ def saved_checkpoint(tmp_path: Path, **options: Any) -> Path:
     return tmp_path / "saved"
 
 
+def test_a_folder_of_stocks_is_refused_and_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With everything in host memory, where stock itself would load it."""
+    given = base_config(tmp_path, num_micro_batches=2, dtype="fp32", params="cpu", optimizer="cpu")
+    with running(given, model_of, vertical=False) as (engine, _):
+        train(engine, range(1))
+        engine.save_checkpoint(str(tmp_path / "saved"), tag="stock")
+    with running(given, model_of, vertical=True) as (engine, model):
+        before = contents(engine, model)
+
+        def load(*_: Any, **options: Any) -> Any:
+            raise AssertionError("torch.load was called")
+
+        monkeypatch.setattr(torch, "load", load)
+        for options in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
+            with pytest.raises(CheckpointError, match=r"saved/stock: a checkpoint of stock DeepSpeed .*save_16bit_model"):
+                engine.load_checkpoint(str(tmp_path / "saved"), **options)
+        with pytest.raises(RuntimeError, match=r"load with engine\.load_checkpoint"):
+            engine.optimizer.load_state_dict([engine.optimizer.state_dict()])
+        monkeypatch.undo()
+        assert differing(before, contents(engine, model)) == []
+        train(engine, range(1))
+
+
 def test_what_is_damaged_or_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     """With the live state as it was."""
     folder = saved_checkpoint(tmp_path)

@@ -197,10 +197,28 @@ def test_a_forked_child_ends_at_once(asked: Stopping) -> None:
 # ---- several ranks
 
 
+def digests(folder: Path, how: str) -> list[str]:
+    found = run(folder, how, 1)
+    assert found.codes == [0, 0], found.logs
+    return [line for log in found.logs for line in log.splitlines() if line.startswith("digest ")]
+
+
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_ends_all_behind_the_same_step(tmp_path: Path, rank: int) -> None:
+def test_a_signal_to_one_rank_has_all_leave_the_step(tmp_path: Path, rank: int) -> None:
+    """And go on with the bits of a run that was not asked."""
     found = run(tmp_path, "signal", rank)
+    assert found.codes == [128 + signal.SIGTERM] * 2, found.logs
+    assert manifest.complete_tags(tmp_path / "saved") == ["global_step1"]
+    assert list((tmp_path / "swap").iterdir()) == []
+    expected = digests(tmp_path, "whole")
+    assert len(expected) == 2 and digests(tmp_path, "resume") == expected
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_steps_in_place_are_finished_by_all_ranks(tmp_path: Path, rank: int) -> None:
+    found = run(tmp_path, "finish", rank)
     assert found.codes == [FINISHED, FINISHED], found.logs
     assert manifest.complete_tags(tmp_path / "saved") == ["global_step2"]
     assert list((tmp_path / "swap").iterdir()) == []
@@ -225,5 +243,5 @@ def test_deepspeeds_launcher_ends_a_run_with_its_checkpoint(tmp_path: Path) -> N
         launcher.wait()
     text = (tmp_path / "log").read_text()
     assert len(manifest.complete_tags(tmp_path / "saved")) == 1, text
-    assert f"exit status {FINISHED}" in text
+    assert f"exit status {128 + signal.SIGTERM}" in text
     assert list((tmp_path / "swap").iterdir()) == [], "a rank was killed"

@@ -18,6 +18,7 @@ from ds_vertical import yardstick
 from ds_vertical.account import FILE_NAME, Account, AccountWriter, Facts, RanStep, read_account
 from ds_vertical.bound import step_bound
 from ds_vertical.comparison import Run, summarize
+from ds_vertical.conditions import Conditions
 from ds_vertical.config import ConfigError
 from ds_vertical.costs import event_costs
 from ds_vertical.machine import Machine
@@ -237,6 +238,38 @@ def test_a_run_during_which_the_machine_changed_counts_only_where_there_is_no_ot
     alone = yardstick.figures([each], {0: changed}, None, Path("unused"))
     assert alone["step_over_bound"] == first and not alone["steady"]
     assert "the machine's speed changed meanwhile, by 100%" in "\n".join(yardstick.lines(alone))
+
+
+def test_a_step_has_the_speed_that_the_host_had_around_it() -> None:
+    """A gauge twice as slow behind the second step: the third begins there, and ends where it is three times as slow."""
+    schedule = [RanStep(n, AFTER_NORM, "delayed", gauge_s=g) for n, g in ((1, 0.5), (2, 1.0), (3, 1.5))]
+    report = {"machine": REPORT["machine"], "rates": RATES | {"gauge_s": 0.5}}
+    found = Conditions([report])
+    assert [found.slowdown(schedule, index) for index in range(3)] == pytest.approx([1.0, 1.5, 2.5])
+    machine, rates = found.during(schedule, 2)
+    assert machine.adam_elements_per_s == pytest.approx(4e3) and machine.ssd_read_bytes_per_s == 1e4
+    assert rates["layer_forward_s"] == 1.25 and rates["activation_bytes"] == 64.0
+    each, usual = ran(*schedule), ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
+    first, second = (yardstick.figures([one], {0: [report]}, None, Path("unused")) for one in (each, usual))
+    assert first["host_slowdown_by_repeat"] == [pytest.approx([1.5, 2.5])] and first["bound_s"] > second["bound_s"]
+    assert first["step_over_bound"] < second["step_over_bound"]
+
+
+def test_a_host_that_was_slower_ahead_of_the_run_than_after_it_is_no_drift_where_the_gauge_says_so() -> None:
+    slow = {key: value * 2 if key.endswith("_s") else value for key, value in RATES.items()}
+    reports = [{"machine": REPORT["machine"], "rates": rates} for rates in (RATES, slow)]
+    assert Conditions(reports).drift == 1.0
+    for report, gauge_s in zip(reports, (0.5, 1.0), strict=True):
+        report["rates"] = report["rates"] | {"gauge_s": gauge_s}
+    assert Conditions(reports).drift == 0.0
+
+
+def test_the_account_keeps_what_the_gauge_said(tmp_path: Path) -> None:
+    writer = AccountWriter(tmp_path, FACTS)
+    writer.step(FIRST, "delayed", 0.25)
+    writer.step(STEADY, "delayed")
+    account = read_account(tmp_path)
+    assert account is not None and [step.gauge_s for step in account.steps] == [0.25, None]
 
 
 def test_without_layer_seconds_the_bound_says_so() -> None:

@@ -1,0 +1,192 @@
+"""Bytes that leave the device for a while: back with the same bits from host memory and from a file, within what the memory
+budget leaves, and nothing lost by a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+from harness import assert_identical, base_config, run_arm, running
+from models import MixerModel, token_batches
+
+import ds_vertical.stores
+from ds_vertical import compat, native
+from ds_vertical.memory import MemoryBudgetError
+from ds_vertical.parcels import AwayTier, HostMemory, Parcel, Parcels
+
+PAGE = 4096
+NEW_QUEUE = partial(native.new_disk_queue, get_aio_config({}))
+
+
+class Counting(HostMemory):
+    """Host memory that counts how often, and how much of it is locked."""
+
+    def __init__(self) -> None:
+        super().__init__(self._lock, self._unlock)
+        object.__setattr__(self, "sizes", [])
+
+    def _lock(self, num_bytes: int) -> torch.Tensor:
+        data = compat.lock_host_bytes(num_bytes)
+        self.sizes.append(num_bytes)
+        return data
+
+    def _unlock(self, data: torch.Tensor) -> None:
+        self.sizes.remove(data.numel())
+        compat.unlock_host_bytes(data)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., tuple[Parcels, Counting]]]:
+    every: list[tuple[Parcels, Counting]] = []
+
+    def open_parcels(host_limit: int | None = None) -> tuple[Parcels, Counting]:
+        memory = Counting()
+        every.append((Parcels(tmp_path / "away.bin", NEW_QUEUE, memory, torch.device("cpu"), 3, host_limit), memory))
+        return every[-1]
+
+    yield open_parcels
+    for parcels, memory in every:
+        parcels.close()
+        parcels.close()
+        assert memory.sizes == []
+
+
+def some_bytes(*sizes: int) -> list[torch.Tensor]:
+    return [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+
+
+def bring_back(parcels: Parcels, parcel: Parcel, sizes: list[int]) -> list[torch.Tensor]:
+    landed = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    parcels.fetch(parcel, lambda: landed)
+    parcels.arrive(parcel)
+    return landed
+
+
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_what_went_away_comes_back_as_often_as_it_is_asked_for(opened: Any, tier: AwayTier) -> None:
+    parcels, _ = opened()
+    sizes = [[5000], [1, 63, 64, 65], [PAGE], [3 * PAGE + 1, 7], [100_000]]
+    sent = [some_bytes(*each) for each in sizes]
+    copies = [[tensor.clone() for tensor in each] for each in sent]
+    away = [parcels.put(each, tier) for each in sent]
+    for each in sent:
+        for tensor in each:
+            tensor.zero_()  # given up
+    for _ in range(2):
+        for number in (3, 0, 4, 1, 2):
+            found = bring_back(parcels, away[number], sizes[number])
+            assert all(map(torch.equal, found, copies[number]))
+    for parcel in away:
+        parcels.drop(parcel)
+    assert parcels.ssd_bytes == 0
+
+
+def test_host_memory_is_used_again(opened: Any) -> None:
+    parcels, memory = opened()
+    for _ in range(3):
+        for parcel in [parcels.put(some_bytes(PAGE), "host"), parcels.put(some_bytes(2 * PAGE), "host")]:
+            parcels.drop(parcel)
+    assert sorted(memory.sizes) == [PAGE, 2 * PAGE] and parcels.host_bytes == 3 * PAGE
+
+
+def test_beyond_the_limit_nothing_is_taken_and_what_is_there_comes_back(opened: Any) -> None:
+    parcels, memory = opened(host_limit=3 * PAGE)
+    (kept,) = some_bytes(2 * PAGE)
+    parcel = parcels.put([kept], "host")
+    with pytest.raises(MemoryBudgetError) as caught:
+        parcels.put(some_bytes(2 * PAGE), "host")
+    told = str(caught.value)
+    assert told.startswith("vertical_schedule.activations: 8192 bytes of host memory") and "8192 more" in told
+    assert "leaves 12288" in told and "gradient_accumulation_steps" in told and "host_memory_bytes" in told
+    assert memory.sizes == [2 * PAGE] and parcels.host_bytes == 2 * PAGE
+    second = parcels.put(some_bytes(PAGE), "host")  # what fits goes on
+    assert torch.equal(bring_back(parcels, parcel, [2 * PAGE])[0], kept)
+    parcels.drop(second)
+
+
+def test_memory_of_a_size_that_nothing_uses_any_more_makes_room(opened: Any) -> None:
+    parcels, memory = opened(host_limit=4 * PAGE)
+    parcels.drop(parcels.put(some_bytes(3 * PAGE), "host"))
+    parcels.put(some_bytes(2 * PAGE), "host")
+    assert memory.sizes == [2 * PAGE]
+
+
+def test_a_refused_buffer_of_the_file_goes_back_to_its_pool(opened: Any) -> None:
+    parcels, _ = opened(host_limit=PAGE)
+    for _ in range(5):  # more often than there are buffers
+        with pytest.raises(MemoryBudgetError):
+            parcels.put(some_bytes(2 * PAGE), "ssd")
+        parcels.abandon()
+    (sent,) = some_bytes(PAGE)
+    parcel = parcels.put([sent], "ssd")
+    with pytest.raises(MemoryBudgetError):
+        bring_back(parcels, parcel, [PAGE])
+    parcels.abandon()
+    assert parcels.ssd_bytes == 0
+
+
+# ---- in an engine, with host memory as if it were not the device's
+
+
+class _Apart:
+    """`compat`, where host and device are two memories."""
+
+    @staticmethod
+    def is_one_memory() -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(compat, name)
+
+
+MIXER = partial(MixerModel, 3, 512, dropout=0.1)
+
+
+def config_in(folder: Path, **section: Any) -> dict[str, Any]:
+    return base_config(folder, num_micro_batches=4, dtype="fp32", params="cpu", section={"seed": 7} | section)
+
+
+HALVES = {"device": "ssd", "share": 0.5, "host_share": 0.5}
+
+
+@pytest.mark.parametrize("given", [{"device": "host"}, HALVES], ids=["host", "both"])
+def test_the_same_bits_from_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    batches = token_batches(3, 4, rows=1, shortest=5)
+    expected = run_arm(config_in(tmp_path), MIXER, batches, vertical=True)
+    monkeypatch.setattr(ds_vertical.stores, "compat", _Apart())
+    most = 0
+    put = Parcels.put
+
+    def watched(self: Parcels, tensors: Any, tier: AwayTier) -> Parcel:
+        nonlocal most
+        parcel = put(self, tensors, tier)
+        most = max(most, sum(parcel.tier == "host" for parcel in self._kept))
+        return parcel
+
+    monkeypatch.setattr(Parcels, "put", watched)
+    assert_identical(expected, run_arm(config_in(tmp_path, activations=given), MIXER, batches, vertical=True))
+    assert most >= 4  # at least two layers' inputs of two micro-batches
+
+
+def test_too_many_micro_batches_for_the_budget_are_refused_in_the_first_step_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = token_batches(2, 4, rows=1, shortest=5)
+    monkeypatch.setattr(ds_vertical.stores, "compat", _Apart())
+    given = config_in(tmp_path, activations={"device": "host"})
+    expected = run_arm(given, MIXER, batches, vertical=True)
+    with running(given, MIXER, vertical=True) as (engine, _):
+        parcels = engine._activations._parcels
+        left, parcels._host_limit = parcels._host_limit, 3 * PAGE
+        assert left > 1 << 20
+        with pytest.raises(MemoryBudgetError, match=r"vertical_schedule\.activations: .* leaves 12288; write fewer"):
+            engine.train_batch(iter(batches[0]))
+        assert not parcels._kept and engine.global_steps == 0
+        parcels._host_limit = left
+        losses = [engine.train_batch(iter(micro_batches)).item() for micro_batches in batches]
+    assert losses == expected.losses
