@@ -35,9 +35,9 @@ def choose_fastest(seconds: list[tuple[dict[str, Any], float]]) -> dict[str, Any
 
 def tune(folder: Path, num_bytes: int, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(the JSON's "aio" section, what was measured). Raises DiskError, OSError."""
-    from ds_vertical import compat, native
+    from ds_vertical import locked, native
 
-    buffer = compat.lock_host_bytes(num_bytes)
+    buffer = locked.lock_host_bytes(num_bytes)
     buffer.fill_(1)
     measured: list[tuple[dict[str, Any], float]] = []
     table: list[dict[str, Any]] = []
@@ -55,5 +55,5 @@ def tune(folder: Path, num_bytes: int, rounds: int) -> tuple[dict[str, Any], lis
                 rates = {"read_bytes_per_s": num_bytes / read_s, "write_bytes_per_s": num_bytes / write_s}
                 table.append(settings | rates)
     finally:
-        compat.unlock_host_bytes(buffer)
+        locked.unlock_host_bytes(buffer)
     return choose_fastest(measured), table

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ds_vertical import compat, compat_pools, hostmemory, memory, ranks
+from ds_vertical import compat, compat_pools, hostmemory, locked, memory, ranks
 from ds_vertical.config import SECTION, Resolved
 from ds_vertical.costs import ModelShape, Placement
 from ds_vertical.layers import LayerMap, Unit
@@ -294,11 +294,11 @@ def _fault(
         needed = ranks * memory.total_bytes(memory.budget(shape, settings, further), "host")
         first, *others = str(error).splitlines()
         return "\n".join((f'{first} or "{_LIMIT}": {round(_HEADROOM * needed)} (now {limit})', *others))
-    locked = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))
-    lockable = hostmemory.lockable_bytes() if compat.counts_as_locked() else None
-    if lockable is not None and locked > lockable:
+    needed = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))
+    lockable = hostmemory.lockable_bytes() if locked.counts_as_locked() else None
+    if lockable is not None and needed > lockable:
         return (
-            f"locked memory: needs {locked} bytes, {lockable} are allowed; raise the limit (ulimit -l {-(-locked // 1024)}),"
+            f"locked memory: needs {needed} bytes, {lockable} are allowed; raise the limit (ulimit -l {-(-needed // 1024)}),"
             " or run as a user who may lock any amount (CAP_IPC_LOCK)"
         )
     return None

@@ -7,9 +7,7 @@ parameters they had when the override was written; `check_deepspeed` compares th
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,6 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402,F401  (zero.Init patches tensor constructors, under which its first import fails)
 from deepspeed import comm as dist  # noqa: E402
 from deepspeed.accelerator import get_accelerator as _get_accelerator  # noqa: E402
-from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled  # noqa: E402,F401
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: E402,F401  (subclasses stage 3 at its import)
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus  # noqa: E402
@@ -368,30 +365,3 @@ def gather(params: Sequence[ZeroParam]) -> list[torch.Tensor]:
 def partition(params: Iterable[ZeroParam]) -> None:
     for param in params:
         param.partition()
-
-
-# ---- host memory
-
-
-@functools.cache
-def _pin_handle() -> Any:
-    module: Any = PinMemoryBuilder().load(verbose=False)
-    return module.pin_handle()
-
-
-def lock_host_bytes(num_bytes: int) -> torch.Tensor:
-    """`num_bytes` of page-locked host memory, page-aligned, as a 1-d uint8 tensor."""
-    if get_accelerator().is_synchronized_device():
-        return _pin_handle().new_cpu_locked_tensor(num_bytes, torch.empty(0, dtype=torch.uint8))
-    return get_accelerator().pin_memory(torch.empty(num_bytes, dtype=torch.uint8))
-
-
-def counts_as_locked() -> bool:
-    """Whether `lock_host_bytes` locks memory as the user's limit counts it (mlock); what CUDA gives out does not count."""
-    return is_one_memory() or os.environ.get("DS_PIN_MEMORY_BACKEND", "").strip().lower() == "native"
-
-
-def unlock_host_bytes(buffer: torch.Tensor) -> None:
-    """Give back what `lock_host_bytes` took; the tensor must not be used afterwards."""
-    if get_accelerator().is_synchronized_device():
-        _pin_handle().free_cpu_locked_tensor(buffer)

@@ -52,8 +52,8 @@ def _means(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """By key, the mean of the seconds: of a rate's reciprocals, since it is work over them. What is no float is the first's."""
     found: dict[str, Any] = {}
     for key, first in every[0].items():
-        values = [each.get(key) for each in every]
-        if isinstance(first, float) and all(isinstance(value, float) and value for value in values):
+        values = [each[key] for each in every if isinstance(each.get(key), float) and each[key]]
+        if isinstance(first, float) and len(values) == len(every):
             found[key] = harmonic_mean(values) if key.endswith("_per_s") else mean(values)
         else:
             found[key] = first

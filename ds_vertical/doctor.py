@@ -46,6 +46,7 @@ CHECKS: Final = (
     Check("precision", "ds_vertical.jsoncheck.precision"),
     Check("ops", "ds_vertical.installation.ops", "ds-vertical build-ops --force"),
     Check("page-locked", "ds_vertical.hardware.page_locked", "ulimit -l unlimited"),
+    Check("huge pages", "ds_vertical.hardware.huge_pages"),
     Check("direct I/O", "ds_vertical.ssdpath.round_trip", "mount | grep nvme  # is the disk still there, and its server?"),
 )
 

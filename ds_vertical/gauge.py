@@ -44,8 +44,8 @@ class Gauge:
         start = 0.0
         for call in range(_CALLS):
             start = perf_counter() if call == 1 else start
-            self._input @ self._weight.t()
-            self._gradient @ self._weight
+            self._input.matmul(self._weight.t())
+            self._gradient.matmul(self._weight)
             self._sum += self._gradient.t() @ self._input
         return (perf_counter() - start) / (_CALLS - 1)
 

@@ -20,6 +20,7 @@ _BF16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _LEAST_HOST_BYTES: Final = 1 << 30  # the interpreter with torch and deepspeed takes half of it
 _LOCKED_BYTES: Final = 16 << 20
 _LEAST_AIO_EVENTS: Final = 1024
+_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _BUILD: Final = "ds-vertical build-ops"
 
 
@@ -75,19 +76,33 @@ def aio_events(case: Case) -> Iterator[Finding]:
 
 def page_locked(case: Case) -> Iterator[Finding]:
     """Page-locked memory can really be had, by the call that runs make."""
-    from ds_vertical import compat
+    from ds_vertical import compat, locked
 
     if compat.is_one_memory() and opcache.ready_library("pin_memory") is None:
         yield warning("page-locked memory: not tried, the op pin_memory is not compiled", _BUILD)
         return
-    buffer = compat.lock_host_bytes(_LOCKED_BYTES)
+    buffer = locked.lock_host_bytes(_LOCKED_BYTES)
     buffer.fill_(1)
-    locked = buffer.numel() == _LOCKED_BYTES and (compat.is_one_memory() or buffer.is_pinned())
-    compat.unlock_host_bytes(buffer)
-    if locked:
+    good = buffer.numel() == _LOCKED_BYTES and (compat.is_one_memory() or buffer.is_pinned())
+    locked.unlock_host_bytes(buffer)
+    if good:
         yield ok(f"page-locked memory: {gib(_LOCKED_BYTES)} locked and given back")
     else:
         yield error("page-locked memory: the device does not call it pinned; copies would block", "ulimit -l unlimited")
+
+
+def huge_pages(case: Case) -> Iterator[Finding]:
+    """Buffers of direct I/O are in huge pages where the kernel grants them on request; see `hostmemory`."""
+    from ds_vertical import compat
+
+    mode = _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "absent"
+    if "[never]" in mode or mode == "absent":
+        cost = "direct I/O goes page by page, at half the rate on some machines"
+        yield warning(f"huge pages: {mode}; {cost}", f"echo madvise > {_HUGE_PAGES}  # as root")
+    elif compat.is_one_memory():
+        yield ok(f"huge pages: granted on request ({mode})")
+    else:
+        yield ok(f"huge pages: {mode}; memory that a device locks is its driver's")
 
 
 def processor(case: Case) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ds_vertical import compat, compat_pools, files, hostmemory, memory, ranks
+from ds_vertical import compat_pools, files, hostmemory, locked, memory, ranks
 from ds_vertical.budget import Forecast
 from ds_vertical.config import SECTION, Resolved
 from ds_vertical.memory import MemoryBudgetError
@@ -81,7 +81,7 @@ def check(forecast: Forecast, config: dict[str, Any], resolved: Resolved) -> lis
 def check_before_the_model(config: dict[str, Any]) -> None:
     """Raise MemoryBudgetError where zero.Init could not lock its buffers, on which DeepSpeed dies in an assertion."""
     needed = compat_pools.locked_by_zero_init(config)
-    lockable = hostmemory.lockable_bytes() if compat.counts_as_locked() else None
+    lockable = hostmemory.lockable_bytes() if locked.counts_as_locked() else None
     if lockable is not None and needed > lockable:
         raise MemoryBudgetError(
             f"locked memory: zero_optimization.offload_param's buffer_count x buffer_size need {needed} bytes, {lockable} are"

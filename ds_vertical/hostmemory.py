@@ -4,6 +4,10 @@
 pages are given back to the kernel, while its addresses stay valid: whoever writes to it next gets fresh pages, zeroed.
 Direct I/O needs aligned memory, not locked memory, so such a buffer works as before.
 
+[Note: huge pages] Direct I/O hands the device a list of the pages that hold a buffer: 256 of 4 KiB for one MiB, which are
+pinned, mapped and, in a virtual machine, translated one by one, and may be more than a request takes. A buffer in huge pages
+(2 MiB, where the kernel grants them on request: transparent_hugepage "madvise" or "always") is one piece.
+
 [Note: freed memory] Where the device is the host, every micro-batch's gradients are allocated and freed. glibc gives memory
 that large back to the kernel, or not, as the heap happens to lie; the kernel then maps it anew, page by page and zeroed, on
 one core while the others wait: up to a fifth of a step. Kept memory has its price: an aligned block fits only into a larger
@@ -23,7 +27,8 @@ from typing import Any, Final
 
 _CAP_IPC_LOCK: Final = 14
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
-_DONTNEED: Final = 4
+_DONTNEED, _HUGEPAGE = 4, 14  # madvise's
+HUGE_BYTES: Final = 2 << 20
 # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, with the most that it takes for each by itself
 _THRESHOLDS: Final = ((-1, 64 << 20), (-3, 32 << 20))
 
@@ -32,8 +37,22 @@ _THRESHOLDS: Final = ((-1, 64 << 20), (-3, 32 << 20))
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
+
+
+def lock_huge(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Page-locked memory in huge pages, as far as the kernel has them: a mapping, and where the `num_bytes` begin in it. They
+    are the process's until the last reference to the mapping goes. Raises OSError. See [Note: huge pages]."""
+    region = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    start = -base % HUGE_BYTES
+    _libc().madvise(base + start, num_bytes, _HUGEPAGE)  # a kernel without them gives plain pages
+    if _libc().mlock(base + start, num_bytes) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"locking {num_bytes} bytes of host memory: {os.strerror(error)}; raise the limit (ulimit -l)")
+    return region, start
 
 
 def rest(address: int, num_bytes: int) -> None:

@@ -43,7 +43,7 @@ class Script:
     def run(self, config: Path, out: Path, name: str, title: str) -> dict[int, list[StepRecord]]:
         """Train with the JSON `config`; {rank: records}. Writes `out/<name>.log` and `.metrics`. Raises RunError."""
         log, metrics = out / f"{name}.log", out / f"{name}.metrics"
-        environment = dict(os.environ) | self.environment
+        environment = dict(os.environ) | dict(self.environment)
         environment |= {METRICS_VARIABLE: str(metrics), STEPS_VARIABLE: str(self.num_steps)}
         environment["DS_ACCELERATOR"] = accelerator()
         # The launcher's children find this interpreter's tools (ninja, for ops) before the system's.

@@ -167,11 +167,11 @@ def ssd_rates(
     take from computation on the host; beside them what fio finds, where it is installed and asked."""
     from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 
-    from ds_vertical import compat, native
+    from ds_vertical import locked, native
 
     aio = get_aio_config(config)
     queues = [native.new_disk_queue(aio) for _ in range(2)]
-    buffers = [compat.lock_host_bytes(num_bytes) for _ in queues]
+    buffers = [locked.lock_host_bytes(num_bytes) for _ in queues]
     try:
         with tempfile.TemporaryDirectory(prefix="ds_vertical.limits.", dir=folder) as scratch:
             for buffer in buffers:
@@ -199,7 +199,7 @@ def ssd_rates(
     finally:
         for queue, buffer in zip(queues, buffers, strict=True):
             queue.close()
-            compat.unlock_host_bytes(buffer)
+            locked.unlock_host_bytes(buffer)
 
 
 def _load(queues: Sequence[Any], pieces: Sequence[Any], files: Sequence[Path], rounds: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vertical import compat, compat_state, files, memory, native, ranks, together
+from ds_vertical import compat, compat_state, files, locked, memory, native, ranks, together
 from ds_vertical.adam import AdamSettings, CpuAdam, Powers
 from ds_vertical.checksums import ChecksumError, Checksums
 from ds_vertical.config import Resolved
@@ -84,7 +84,7 @@ class VerticalStage3(ChunkedStage3):
         together.require(file.sizes)
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, compat.device_name() != "cpu")
         sizes = bytes_read(chunks, file.extents)
-        self._slots = [compat.lock_host_bytes(max(sizes)) for _ in sizes[:_SLOTS]]
+        self._slots = [locked.lock_host_bytes(max(sizes)) for _ in sizes[:_SLOTS]]
         self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer, begin, self.checksums)
         self._updates = updates
         self._stepper = Stepper(chunks, self._kernel(self.optimizer), self._pipeline, updates, self.checksums)
@@ -397,4 +397,4 @@ class VerticalStage3(ChunkedStage3):
             self._destroy_kernel()
             self._destroy_kernel = lambda: None
             while self._slots:
-                compat.unlock_host_bytes(self._slots.pop())
+                locked.unlock_host_bytes(self._slots.pop())

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ds_vertical import compat, files
+from ds_vertical import compat, files, locked
 from ds_vertical.checksums import Checksums
 from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.layers import Unit
@@ -95,7 +95,7 @@ class ParamStore:
         if self.reads is None or num_bytes == 0:
             return []
         check = self._checksums.check if self._checksums.verify else None
-        buffers = [HostBuffer(compat.lock_host_bytes(num_bytes), self.reads, check) for _ in range(count)]
+        buffers = [HostBuffer(locked.lock_host_bytes(num_bytes), self.reads, check) for _ in range(count)]
         self._buffers += buffers
         return buffers
 
@@ -394,7 +394,7 @@ class ParamStore:
             self.reads.close()
         self._writer.close()  # completes what it is writing from the buffers
         while self._buffers:
-            compat.unlock_host_bytes(self._buffers.pop().data)
+            locked.unlock_host_bytes(self._buffers.pop().data)
 
     def _pool(self, unit: Unit) -> BufferPool:
         return self._pre_buffers if unit == "pre" else self._layer_buffers

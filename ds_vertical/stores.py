@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ds_vertical import compat, ranks
+from ds_vertical import compat, locked, ranks
 from ds_vertical.activations import ActivationStore
 from ds_vertical.config import ConfigError, Resolved
 from ds_vertical.disk import DiskQueue
@@ -54,7 +54,7 @@ def open_activations(
     if not on_ssd and (not vertical.moved_shares[0] or compat.is_one_memory()):
         return None
     path = folder / "activations" / f"rank{ranks.rank()}.bin" if on_ssd and folder is not None else None
-    memory = HostMemory(compat.lock_host_bytes, compat.unlock_host_bytes)
+    memory = HostMemory(locked.lock_host_bytes, locked.unlock_host_bytes)
     most_loads = (LOOK_AHEAD + 1) * (2 if max(map(len, layers.layers)) == 1 else 3)  # inputs, blocks' inputs, gradients
     return ActivationStore(Parcels(path, new_queue, memory, device, most_loads, host_limit))
 

@@ -173,8 +173,8 @@ MUTATIONS = (
     Mutation(
         "gathers-done-twice",
         "company.py",
-        "if gathers_left < 0:",
-        "if True:",
+        "return done[kind] >= 0",
+        "return False",
         "test_company.py::test_a_step_that_fails_anywhere_leaves_nobody_alone[vertical-True]",
     ),
     Mutation(
@@ -748,13 +748,6 @@ MUTATIONS = (
         "        for cut",
         "test_powers.py::test_updates_in_any_order_have_the_bits_of_those_in_stocks[[(0.9, 0.999), (0.8, 0.95)]]",
     ),
-    Mutation(
-        "powers-of-a-load-forgotten",
-        "routes.py",
-        "self.powers = saved[0]",
-        "pass",
-        "test_powers.py::test_a_resumed_run_has_the_bits_of_one_that_never_stopped[cpu-False]",
-    ),
     # a run that stops
     Mutation(
         "stop-skips",
@@ -1087,14 +1080,14 @@ MUTATIONS = (
     Mutation(
         "lockable-memory-not-checked",
         "budget.py",
-        "if lockable is not None and locked > lockable:",
+        "if lockable is not None and needed > lockable:",
         "if False:",
         "test_budget.py::test_the_machines_own_limit_is_kept_where_none_is_written",
     ),
     Mutation(
         "devices-memory-held-against-the-users-limit",
         "budget.py",
-        " if compat.counts_as_locked() else None",
+        " if locked.counts_as_locked() else None",
         "",
         "test_budget.py::test_memory_that_a_device_locks_is_not_held_against_the_users_limit[False-torch-False]",
     ),
@@ -1136,9 +1129,52 @@ MUTATIONS = (
     Mutation(
         "pieces-summed-on-the-host",
         "blocktime.py",
-        ", device=device)\n        self.synchronize",
-        ")\n        self.synchronize",
+        ", device=device)\n        self.gauge",
+        ")\n        self.gauge",
         "test_limits.py::test_gradients_of_a_models_pieces_are_summed_where_the_model_is",
+    ),
+    # the machine as a run found it, and what its tiers hold
+    Mutation(
+        "speed-of-the-host-forgotten",
+        "conditions.py",
+        "return mean(known) / usual if known and usual else 1.0",
+        "return 1.0",
+        "test_yardstick.py::test_a_step_has_the_speed_that_the_host_had_around_it",
+    ),
+    Mutation(
+        "run-goes-on-while-it-is-gauged",
+        "gauge.py",
+        'os.kill(asked["pid"], signal.SIGSTOP)',
+        "pass",
+        "test_gauge.py::test_the_process_that_asks_stands_still_meanwhile",
+    ),
+    Mutation(
+        "activations-beyond-their-budget",
+        "parcels.py",
+        "            if held + num_bytes > self._host_limit:",
+        "            if False:",
+        "test_parcels.py::test_beyond_the_limit_nothing_is_taken_and_what_is_there_comes_back",
+    ),
+    Mutation(
+        "budget-leaves-activations-everything",
+        "budget.py",
+        "max(0, allowed - needed)",
+        "allowed",
+        "test_budget.py::test_activations_may_take_what_the_budget_leaves",
+    ),
+    Mutation(
+        "small-pages",
+        "hostmemory.py",
+        "    _libc().madvise(base + start, num_bytes, _HUGEPAGE)  # a kernel without them gives plain pages\n",
+        "",
+        "test_locked.py::test_a_large_buffer_is_in_huge_pages_and_its_memory_goes_with_it",
+    ),
+    Mutation(
+        "stocks-folder-loaded-in-host-memory",
+        "manifest.py",
+        "        if stock is not None:",
+        "        if False:",
+        f"{_RESUME}a_folder_of_stocks_is_refused_and_nothing_is_unpickled",
     ),
     # schedule and files
     Mutation(

@@ -191,6 +191,19 @@ def test_memory_that_a_device_locks_is_not_held_against_the_users_limit(
         budget.check_memory(forecast, model.parameters(), None)
 
 
+def test_activations_may_take_what_the_budget_leaves(tmp_path: Path) -> None:
+    from ds_vertical import budget
+    from ds_vertical.layers import map_layers
+
+    start_process_group()
+    model, config = MixerModel(3, width=1024), base_config(tmp_path)
+    section = resolve(load_section(config), 0)
+    forecast = budget.Forecast(map_layers(model, None), budget.groups_of(model, None, None), config, section)
+    limit = 8 << 30
+    _, needed, left = budget.check_memory(forecast, model.parameters(), limit)
+    assert needed > 0 and needed + left == limit
+
+
 class Pinned(torch.Tensor):
     """Host memory that a driver says to have locked."""
 

@@ -590,3 +590,24 @@ def test_paths_are_the_jsons_unless_one_is_named(tmp_path: Path) -> None:
     assert Case(file).nvme_paths == (Path("/ssd/b"),)
     file.write_text(json.dumps({"zero_optimization": {"offload_param": "nvme"}}))
     assert Case(file).nvme_paths == ()
+
+
+@pytest.mark.parametrize(
+    ("mode", "level"),
+    [
+        ("always [madvise] never", "ok"),
+        ("[always] madvise never", "ok"),
+        ("always madvise [never]", "warning"),
+        (None, "warning"),
+    ],
+)
+def test_huge_pages_that_the_kernel_does_not_grant_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str | None, level: str
+) -> None:
+    file = tmp_path / "enabled"
+    if mode is not None:
+        file.write_text(mode + "\n")
+    monkeypatch.setattr(hardware, "_HUGE_PAGES", file)
+    (found,) = hardware.huge_pages(Case())
+    assert found.severity == level and (mode or "absent") in found.found
+    assert level == "ok" or found.remedy == f"echo madvise > {file}  # as root"

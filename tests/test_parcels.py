@@ -15,7 +15,7 @@ from harness import assert_identical, base_config, run_arm, running
 from models import MixerModel, token_batches
 
 import ds_vertical.stores
-from ds_vertical import compat, native
+from ds_vertical import compat, locked, native
 from ds_vertical.memory import MemoryBudgetError
 from ds_vertical.parcels import AwayTier, HostMemory, Parcel, Parcels
 
@@ -31,13 +31,13 @@ class Counting(HostMemory):
         object.__setattr__(self, "sizes", [])
 
     def _lock(self, num_bytes: int) -> torch.Tensor:
-        data = compat.lock_host_bytes(num_bytes)
+        data = locked.lock_host_bytes(num_bytes)
         self.sizes.append(num_bytes)
         return data
 
     def _unlock(self, data: torch.Tensor) -> None:
         self.sizes.remove(data.numel())
-        compat.unlock_host_bytes(data)
+        locked.unlock_host_bytes(data)
 
 
 @pytest.fixture

@@ -369,6 +369,7 @@ def test_a_folder_of_stocks_is_refused_and_nothing_is_unpickled(tmp_path: Path, 
         train(engine, range(1))
         engine.save_checkpoint(str(tmp_path / "saved"), tag="stock")
     with running(given, model_of, vertical=True) as (engine, model):
+        train(engine, range(1))
         before = contents(engine, model)
 
         def load(*_: Any, **options: Any) -> Any:

@@ -1,0 +1,64 @@
+"""Page-locked host memory: aligned, locked, in huge pages where the kernel grants them, and given back."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_vertical import hostmemory, locked
+
+MIB = 1 << 20
+
+
+def status(name: str) -> int:
+    """KiB."""
+    return int(re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1])
+
+
+def mapped(address: int) -> dict[str, int]:
+    """KiB by name, of the mapping that begins at an address."""
+    found: dict[str, int] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = re.match(r"([0-9a-f]+)-[0-9a-f]+ ", line)
+        if head:
+            inside = int(head[1], 16) == address
+        elif inside and line.endswith(" kB"):
+            name, value, _ = line.split()
+            found[name.removesuffix(":")] = int(value)
+    return found
+
+
+@pytest.mark.parametrize("num_bytes", [4096, 2 * MIB - 4096, 2 * MIB, 8 * MIB, 9 * MIB + 12345])
+def test_memory_is_locked_and_given_back(num_bytes: int) -> None:
+    before = status("VmLck")
+    for _ in range(3):
+        buffer = locked.lock_host_bytes(num_bytes)
+        assert (buffer.dtype, buffer.shape) == (torch.uint8, (num_bytes,)) and buffer.data_ptr() % 4096 == 0
+        assert abs(status("VmLck") - before - num_bytes / 1024) <= 8
+        buffer.fill_(7)
+        assert int(buffer[-1]) == 7
+        locked.unlock_host_bytes(buffer)
+        assert status("VmLck") == before
+
+
+def test_a_large_buffer_is_in_huge_pages_and_its_memory_goes_with_it() -> None:
+    mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    granted = mode.exists() and "[never]" not in mode.read_text()
+    hostmemory.trim()
+    resident = hostmemory.resident_bytes()
+    buffer = locked.lock_host_bytes(65 * MIB)
+    assert buffer.data_ptr() % hostmemory.HUGE_BYTES == 0
+    pages = mapped(buffer.data_ptr())
+    assert pages["Rss"] == pages["Locked"] == 65 * 1024
+    assert not granted or pages["AnonHugePages"] >= 32 * 1024  # a kernel short of them grants fewer than all
+    locked.unlock_host_bytes(buffer)
+    assert hostmemory.resident_bytes() < resident + 8 * MIB
+    address = buffer.data_ptr()
+    del buffer
+    gc.collect()
+    assert mapped(address) == {}
