@@ -98,7 +98,7 @@ def _cells(result: Result) -> list[str]:
         _number(vertical["step_s"]),
         _number(content.get("speedup")),
         bound,
-        _number(yard.get("step_over_bound")) + " ~" * (not yard.get("steady", True)),
+        _number(yard.get("step_over_bound")) + " ~" * (yard.get("steady") is False),
         _number(yard.get("simulated_s")),
         _number(moved.get("read_over_table"), 3),
         _number(moved.get("written_over_table"), 3),

@@ -280,7 +280,8 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
     items = memory.budget(shape, settings, further)
     needed = memory.total_bytes(items, "host")
-    return [title, *memory.budget_lines(items)], needed, max(0, allowed - needed)
+    left = max(0, allowed - needed + max(0, setup))  # the set-up is over by then
+    return [title, *memory.budget_lines(items)], needed, left
 
 
 def _fault(

@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Protocol
 
 from ds_vertical.executor import Executor
+from ds_vertical.failures import Unanimous
 from ds_vertical.layers import Unit
 from ds_vertical.schedule import Event, Op, Schedule
 from ds_vertical.transfer import Ticket
@@ -56,8 +57,8 @@ class _Reached(Exception):
     """The event at which the ranks decide."""
 
 
-class _Left(Exception):
-    """A vote has all leave the pass."""
+class StepLeft(Unanimous):
+    """Raised in a step, or an evaluation, that all ranks leave, and caught by whoever started it."""
 
 
 class Company:
@@ -69,7 +70,7 @@ class Company:
         self.decided = False
 
     def conclude(self) -> None:
-        """The end of a pass that nothing else decides."""
+        """The end of a pass that nothing else decides, or where all leave it: raises on all ranks if one has failed."""
         self.decided = True
         self._others.agree(None)
 
@@ -78,10 +79,9 @@ class Company:
         if self.decided:
             return
         try:
-            left = self._go(schedule, overlap)
+            self._go(schedule, overlap)
             self.decided = True
-            if not left:
-                self._others.agree(error)
+            self._others.agree(error)
         except Exception as further:
             if further is not error:
                 error.add_note(f"the other ranks may not know of it: {type(further).__name__}: {further}")
@@ -90,8 +90,7 @@ class Company:
         others = self._others
         return Counter(gathers=others.num_gathers, reductions=others.num_reductions, votes=others.num_votes)
 
-    def _go(self, schedule: Schedule, overlap: bool) -> bool:
-        """Whether the others have left the pass."""
+    def _go(self, schedule: Schedule, overlap: bool) -> None:
         done = self._counts()
         done.subtract(self._before)
 
@@ -113,7 +112,7 @@ class Company:
 
         def vote(_: Event) -> None:
             if not is_done("votes") and self._others.vote():
-                raise _Left
+                raise _Reached
 
         def reach(_: Event) -> None:
             raise _Reached
@@ -121,11 +120,8 @@ class Company:
         handlers = dict.fromkeys(Op, lambda _: None) | {Op.FETCH: fetch, Op.REDUCE: reduce, Op.RELEASE: vote, Op.NORM: reach}
         try:
             Executor(handlers, overlap=overlap).run(schedule)
-        except _Left:
-            return True
         except _Reached:
-            return False
-        return False
+            return
 
 
 def _unit(event: Event) -> Unit:

@@ -18,18 +18,19 @@ class Conditions:
     """Of one run. `reports`: those measured beside it, in order of time. Raises CostsError for rates that are none."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
-        machines = [report["machine"] for report in reports if Machine.from_dict(report)]
+        machines = [report.get("machine", report) for report in reports if Machine.from_dict(report)]
         self._every = [report.get("rates", {}) for report in reports]
         self.machine = Machine.from_dict(_means(machines))
         self.rates: dict[str, float] = _means(self._every)
 
     @property
-    def drift(self) -> float:
-        """By how much a layer took longer in one report than in another, for a host of one speed where that was measured."""
+    def drift(self) -> float | None:
+        """By how much a layer took longer in one report than in another, for a host of one speed where that was measured; None
+        where there is one report, or no layer in it."""
         seconds = [rates.get("layer_forward_s", 0.0) + rates.get("layer_backward_s", 0.0) for rates in self._every]
         if all(rates.get(_GAUGE) for rates in self._every):
             seconds = [each / rates[_GAUGE] for each, rates in zip(seconds, self._every, strict=True)]
-        return max(seconds) / min(seconds) - 1 if min(seconds) > 0 else 0.0
+        return max(seconds) / min(seconds) - 1 if len(seconds) > 1 and min(seconds) > 0 else None
 
     def slowdown(self, steps: Sequence[RanStep], index: int) -> float:
         """Over the reports' seconds those of the host's work in a step, from what was measured ahead of it and behind it; 1
@@ -52,7 +53,7 @@ def _means(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """By key, the mean of the seconds: of a rate's reciprocals, since it is work over them. What is no float is the first's."""
     found: dict[str, Any] = {}
     for key, first in every[0].items():
-        values = [each[key] for each in every if isinstance(each.get(key), float) and each[key]]
+        values = [each[key] for each in every if isinstance(each.get(key), float)]
         if isinstance(first, float) and len(values) == len(every):
             found[key] = harmonic_mean(values) if key.endswith("_per_s") else mean(values)
         else:

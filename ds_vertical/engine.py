@@ -227,7 +227,7 @@ class VerticalEngine(SavingEngine):
             tracer=self.tracer,
             activations=self._activations,
             others=OtherRanks(self._params, self.optimizer, self._stopping) if ranks.world_size() > 1 else None,
-            leave=self._stopping.leave_step,
+            leave=self._stopping.vote,
         )
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)
         tiers = ", ".join(f"{tier} {count}" for tier, count in self._params.bytes_by_tier().items())

@@ -37,6 +37,10 @@ _LONGEST: Final = 2000  # characters of an error's text
 _SIGNS: Final = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "process group")
 
 
+class Unanimous(BaseException):
+    """What all ranks have decided together, and leave a section with: no failure."""
+
+
 class OtherRankError(RuntimeError):
     """What this rank was asked for has failed on another one; the message says which, and how."""
 
@@ -148,7 +152,7 @@ class Watch:
         """Returns what is to be raised instead of the error."""
         with self._changed:
             what = self._inside.pop()
-            if self._inside or error is None or isinstance(error, StopIteration):
+            if self._inside or error is None or isinstance(error, (StopIteration, Unanimous)):
                 return None
             self._failed = True
         cause = self._cause_of(error)

@@ -9,6 +9,7 @@ whose memory is not the run's, while the training process is stopped (SIGSTOP), 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +28,8 @@ VARIABLE = "DS_VERTICAL_GAUGE"  # path of the socket of the process that measure
 _OUT, _IN = 4096, 1024  # 16 MiB of weights in fp32: they, their gradient and its sum are more than a core's caches
 _CALLS = 4  # of the work in a sample; the first, which finds the caches as others left them, is not counted
 _LEAST_S = 1.0
+_MOST_TOKENS = 256  # from there on products are bound by arithmetic, and more of them only take longer
+_PR_SET_PDEATHSIG = 1
 
 
 class Gauge:
@@ -35,6 +38,7 @@ class Gauge:
     def __init__(self, tokens: int, dtype: str) -> None:
         import torch
 
+        tokens = min(tokens, _MOST_TOKENS)
         kind = getattr(torch, dtype)
         self._weight, self._sum = torch.ones(_OUT, _IN, dtype=kind), torch.zeros(_OUT, _IN)
         self._input, self._gradient = torch.ones(tokens, _IN, dtype=kind), torch.ones(tokens, _OUT, dtype=kind)
@@ -49,26 +53,30 @@ class Gauge:
             self._sum += self._gradient.t() @ self._input
         return (perf_counter() - start) / (_CALLS - 1)
 
-    def mean_s(self) -> float:
-        """Seconds of a call, the mean over a second or more."""
+    def median_s(self) -> float:
+        """Seconds of a call, the median over a second or more."""
         start, samples = perf_counter(), [self.sample()]
         while perf_counter() - start < _LEAST_S:
             samples.append(self.sample())
-        return fmean(samples)
+        return median(samples)
 
 
 # ---- between the steps of a run
 
 
 def measure_between_steps(tokens: int, dtype: str, threads: int) -> float | None:
-    """Seconds of the work now, measured while this process is stopped; None where nobody has asked for it."""
+    """Seconds of the work now, measured while this process is stopped; None where nobody has asked for it, or answers."""
     path = os.environ.get(VARIABLE)
     if path is None:
         return None
-    with socket.socket(socket.AF_UNIX) as client, client.makefile("r") as answer:
-        client.connect(path)
-        client.sendall((json.dumps({"pid": os.getpid(), "tokens": tokens, "dtype": dtype, "threads": threads}) + "\n").encode())
-        return float(answer.readline())
+    question = json.dumps({"pid": os.getpid(), "tokens": tokens, "dtype": dtype, "threads": threads})
+    try:
+        with socket.socket(socket.AF_UNIX) as client, client.makefile("r") as answer:
+            client.connect(path)
+            client.sendall(f"{question}\n".encode())
+            return float(answer.readline())
+    except (OSError, ValueError):
+        return None  # the run is worth more than the measurement
 
 
 @contextlib.contextmanager
@@ -89,9 +97,11 @@ def serving() -> Iterator[str]:
 
 
 def serve(path: str) -> None:
-    """Answer one run after the other, until killed."""
+    """Answer one run after the other, until killed, or until the process that has started this one ends."""
     import torch
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through the `finally` that lets a stopped run go on
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
@@ -99,14 +109,14 @@ def serve(path: str) -> None:
         gauges: dict[tuple[int, str], Gauge] = {}
         while True:
             client, _ = server.accept()
-            with client, client.makefile("rw") as line:
+            with contextlib.suppress(OSError, ValueError), client, client.makefile("rw") as line:  # of one client's end
                 asked: dict[str, Any] = json.loads(line.readline())
                 torch.set_num_threads(asked["threads"])
                 key = asked["tokens"], asked["dtype"]
                 gauges[key] = gauges.get(key) or Gauge(*key)
-                os.kill(asked["pid"], signal.SIGSTOP)
                 try:
-                    seconds = gauges[key].mean_s()
+                    os.kill(asked["pid"], signal.SIGSTOP)
+                    seconds = gauges[key].median_s()
                 finally:
                     os.kill(asked["pid"], signal.SIGCONT)
                 line.write(f"{seconds!r}\n")

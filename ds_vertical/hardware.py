@@ -19,6 +19,7 @@ _SIMD: Final = {
 _BF16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _LEAST_HOST_BYTES: Final = 1 << 30  # the interpreter with torch and deepspeed takes half of it
 _LOCKED_BYTES: Final = 16 << 20
+_SMALL_BYTES: Final = 1 << 20
 _LEAST_AIO_EVENTS: Final = 1024
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _BUILD: Final = "ds-vertical build-ops"
@@ -81,10 +82,12 @@ def page_locked(case: Case) -> Iterator[Finding]:
     if compat.is_one_memory() and opcache.ready_library("pin_memory") is None:
         yield warning("page-locked memory: not tried, the op pin_memory is not compiled", _BUILD)
         return
-    buffer = locked.lock_host_bytes(_LOCKED_BYTES)
-    buffer.fill_(1)
-    good = buffer.numel() == _LOCKED_BYTES and (compat.is_one_memory() or buffer.is_pinned())
-    locked.unlock_host_bytes(buffer)
+    good = True
+    for num_bytes in (_LOCKED_BYTES, _SMALL_BYTES):  # the small one through the op that zero.Init's buffers come from
+        buffer = locked.lock_host_bytes(num_bytes)
+        buffer.fill_(1)
+        good = good and buffer.numel() == num_bytes and (compat.is_one_memory() or buffer.is_pinned())
+        locked.unlock_host_bytes(buffer)
     if good:
         yield ok(f"page-locked memory: {gib(_LOCKED_BYTES)} locked and given back")
     else:
@@ -98,7 +101,8 @@ def huge_pages(case: Case) -> Iterator[Finding]:
     mode = _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "absent"
     if "[never]" in mode or mode == "absent":
         cost = "direct I/O goes page by page, at half the rate on some machines"
-        yield warning(f"huge pages: {mode}; {cost}", f"echo madvise > {_HUGE_PAGES}  # as root")
+        remedy = f"echo madvise > {_HUGE_PAGES}  # as root" if mode != "absent" else "a kernel with transparent huge pages"
+        yield warning(f"huge pages: {mode}; {cost}", remedy)
     elif compat.is_one_memory():
         yield ok(f"huge pages: granted on request ({mode})")
     else:

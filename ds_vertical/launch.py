@@ -93,6 +93,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         end = time.monotonic() + _GRACE_S
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal_number)
+            os.killpg(process.pid, signal.SIGCONT)  # one that is stopped (see `gauge`) hears no other
             # The launcher may end before the training processes: the group is gone when nobody is left in it.
             while time.monotonic() < end:
                 process.poll()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_vertical import batches as micro
-from ds_vertical import compat, ranks
+from ds_vertical import compat, gauge, ranks
 from ds_vertical.batches import LossFn
 from ds_vertical.layers import check_trainable, refuse_batch_flags
 from ds_vertical.metrics import StepRecorder
@@ -113,16 +113,25 @@ class Loop:
             tokens=micro.count_tokens(batches),
             tied=shares_weights(self.engine.module),
         )
-        self._survey(recorder, micro.count_tokens(batches[:1]))
+        tokens = micro.count_tokens(batches[:1])
+        self._survey(recorder, tokens, self._gauged(tokens))
         return losses
 
-    def _survey(self, recorder: StepRecorder, tokens: int) -> None:
-        """The vertical arm's account of the step, beside its record; `tokens` of one micro-batch."""
+    def _gauged(self, tokens: int) -> float | None:
+        """How fast the host is behind this step, where that is asked; of both arms, which have the same rest between steps so.
+        `tokens` of one micro-batch."""
+        if not compat.is_one_memory() or ranks.world_size() > 1:
+            return None
+        dtype = str(next(self.engine.module.parameters()).dtype).removeprefix("torch.")
+        return gauge.measure_between_steps(tokens, dtype, torch.get_num_threads())
+
+    def _survey(self, recorder: StepRecorder, tokens: int, gauge_s: float | None) -> None:
+        """The vertical arm's account of the step, beside its record."""
         if "ran" not in vars(self.engine) or ranks.rank() != 0:  # a plain engine runs no schedule
             return
         if self._surveyor is None:
             self._surveyor = Surveyor(self.engine, recorder.folder, tokens)
-        self._surveyor.step()
+        self._surveyor.step(gauge_s)
 
     def _metrics(self) -> StepRecorder | None:
         if not self._recorder_asked:

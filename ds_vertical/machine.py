@@ -113,7 +113,8 @@ class Machine:
         """This machine, when its host's cores take `factor` as long."""
         names = ("adam_elements_per_s", "cast_elements_per_s", "norm_elements_per_s")
         rates = {name: rate / factor for name in names if (rate := getattr(self, name)) is not None}
-        return replace(self, **rates)
+        load = None if self.ssd_core_s_per_byte is None else self.ssd_core_s_per_byte * factor
+        return replace(self, ssd_core_s_per_byte=load, **rates)
 
     @property
     def adam_share(self) -> float:

@@ -6,8 +6,9 @@ memory that the owner provides then. Copies run on a stream of their own: a writ
 copy back once its read is, whichever later call finds that out. Where device and host are one memory a copy is complete
 at once.
 
-What is locked counts against `host_limit`, which the memory budget leaves: beyond it, memory of sizes that nothing uses any
-more is given back, then MemoryBudgetError is raised, before anything is taken.
+What rests in the host tier may take `host_limit`, which the memory budget leaves (the buffers on the way to and from the SSD, a
+few parcels, are not counted): beyond it, memory of sizes that nothing uses any more is given back, then MemoryBudgetError is
+raised, before anything is taken.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Parcel:
 
 class Parcels:
     """`most_loads`: parcels that may be on their way back at a time. `path`: the file of the SSD tier, None without one.
-    `host_limit`: bytes of host memory that may be locked at a time; None: any number.
+    `host_limit`: bytes that may rest in the host tier; None: any number.
 
     A failed read or write raises DiskError in `arrive` or `wait_written`, or in a later `put` that needs the buffer; a file
     that cannot grow raises StorageError in `put`.
@@ -92,9 +93,7 @@ class Parcels:
     @property
     def host_bytes(self) -> int:
         """Page-locked bytes: buffers, and what rests in the host tier."""
-        resting = sum(parcel.host.numel() for parcel in self._kept if parcel.host is not None)
-        free = sum(buffer.numel() for buffers in self._free_host.values() for buffer in buffers)
-        return resting + free + sum(buffer.data.numel() for buffer in (*self._load_buffers, *self._save_buffers))
+        return self._rest_bytes() + sum(buffer.data.numel() for buffer in (*self._load_buffers, *self._save_buffers))
 
     @property
     def ssd_bytes(self) -> int:
@@ -108,7 +107,7 @@ class Parcels:
         parcel = Parcel(tier, _round_up(sum(_round_up(tensor.numel(), 64) for tensor in tensors)))
         if tier == "host":
             sizes = self._free_host.get(parcel.num_bytes)
-            target = parcel.host = sizes.pop() if sizes else self._lock(parcel.num_bytes)
+            target = parcel.host = sizes.pop() if sizes else self._lock_to_rest(parcel.num_bytes)
             self._kept.add(parcel)
         else:
             self._kept.add(parcel)
@@ -258,11 +257,16 @@ class Parcels:
             self._extents.give_back(parcel.offset, parcel.num_bytes)
             parcel.offset = -1
 
-    def _lock(self, num_bytes: int) -> torch.Tensor:
+    def _rest_bytes(self) -> int:
+        """Of what rests in the host tier, and of what has rested there."""
+        free = sum(data.numel() for sizes in self._free_host.values() for data in sizes)
+        return free + sum(parcel.host.numel() for parcel in self._kept if parcel.host is not None)
+
+    def _lock_to_rest(self, num_bytes: int) -> torch.Tensor:
         """Raises MemoryBudgetError."""
-        if self._host_limit is not None and self.host_bytes + num_bytes > self._host_limit:
+        if self._host_limit is not None and self._rest_bytes() + num_bytes > self._host_limit:
             self._unlock_free()
-            held = self.host_bytes
+            held = self._rest_bytes()
             if held + num_bytes > self._host_limit:
                 raise MemoryBudgetError(
                     f"vertical_schedule.activations: {held} bytes of host memory hold what passes between layers, {num_bytes}"
@@ -285,7 +289,7 @@ class Parcels:
         buffer = pool.take()
         if buffer.data.numel() < num_bytes:
             try:
-                data = self._lock(num_bytes)
+                data = self._memory.lock(num_bytes)
             except BaseException:
                 pool.put_back(buffer)
                 raise

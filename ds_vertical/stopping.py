@@ -22,15 +22,12 @@ from typing import Any, Final, NoReturn
 import torch
 
 from ds_vertical import compat, ranks
+from ds_vertical.company import StepLeft
 from ds_vertical.regime import Regime
 
 FINISHED: Final = 75  # exit status: the step under way was finished (EX_TEMPFAIL: try again); 128 + signal where it was left
 AGAIN_S: Final = 2.0  # launchers send a signal several times at once; one that comes later means it
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-
-
-class StepLeft(BaseException):
-    """Raised in a step that is left, and caught by whoever started it."""
 
 
 def leave_on_sigterm() -> None:
@@ -105,11 +102,6 @@ class Stopping:
             before(number, frame)
         elif before != signal.SIG_IGN:
             _leave_at_once(number, frame)
-
-    def leave_step(self) -> None:
-        """A place at which a step, or an evaluation, can be left by all ranks. Raises StepLeft. Collective."""
-        if self.vote():
-            raise StepLeft
 
     def vote(self) -> bool:
         """Whether all ranks leave what is under way: one was asked to stop, and it can be left. Collective, where it can."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_vertical import compat, gauge, ranks
+from ds_vertical import compat, ranks
 from ds_vertical.account import AccountWriter, Facts, RanStep, Share
 
 
@@ -33,14 +33,11 @@ class Surveyor:
 
     def __init__(self, engine: Any, folder: Path, tokens: int) -> None:
         self._follower = Follower(engine)
-        self._facts = facts_of(engine, tokens)
-        self._writer = AccountWriter(folder, self._facts)
+        self._writer = AccountWriter(folder, facts_of(engine, tokens))
 
-    def step(self) -> None:
-        """Note the step that has just ended, and how fast the host is now where that is asked."""
-        ran, facts = self._follower.step(), self._facts
-        alone = facts.one_memory and ranks.world_size() == 1
-        gauge_s = gauge.measure_between_steps(facts.tokens, facts.dtype, facts.threads) if alone else None
+    def step(self, gauge_s: float | None = None) -> None:
+        """Note the step that has just ended, and how fast the host is behind it."""
+        ran = self._follower.step()
         self._writer.step(ran.schedule, ran.due, gauge_s)
 
 

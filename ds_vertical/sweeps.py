@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_vertical.activations import ActivationStore
-from ds_vertical.company import Company, Others
+from ds_vertical.company import Company, Others, StepLeft
 from ds_vertical.executor import Executor, Handler
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hostmemory import resident_bytes
@@ -90,7 +90,7 @@ def memory_bytes() -> dict[str, int]:
 
 class Sweeps:
     """Runs schedules over one model: holds what every pass shares. `others`: the ranks of the run, None where there is one.
-    `leave` is called behind each layer, ahead of the norm, and may raise to end the pass there."""
+    `leave` is asked behind each layer, ahead of the norm: where it says yes (on all ranks) the pass ends there, in StepLeft."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Sweeps:
         tracer: Tracer | None = None,
         activations: ActivationStore | None = None,
         others: Others | None = None,
-        leave: Callable[[], None] = lambda: None,
+        leave: Callable[[], bool] = lambda: False,
     ) -> None:
         self.leave = leave
         self.layers = layers
@@ -123,8 +123,8 @@ class Sweeps:
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=True, moved=schedule.moved)
             company = self._company()
-            parts = gradients, optimizer, scale, self.activations, company
-            training = _Training(schedule, micro_batches, self.params, self.leave, *parts)
+            parts = gradients, optimizer, scale, self.activations
+            training = _Training(schedule, micro_batches, self.params, self.leave, company, *parts)
             self._run(schedule, training.handlers(), micro_batches, company, gradients, optimizer, self.tracer)
         return training.losses
 
@@ -132,7 +132,8 @@ class Sweeps:
         """One forward-only pass. Returns what each body returned."""
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=False)
-            evaluation, company = _Evaluation(schedule, micro_batches, self.params, self.leave), self._company()
+            company = self._company()
+            evaluation = _Evaluation(schedule, micro_batches, self.params, self.leave, company)
             self._run(schedule, evaluation.handlers(), micro_batches, company)
             if company is not None:
                 company.conclude()
@@ -205,12 +206,18 @@ class _Pass:
     """Handlers that training and evaluation share."""
 
     def __init__(
-        self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params, leave: Callable[[], None]
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        params: Params,
+        leave: Callable[[], bool],
+        company: Company | None,
     ) -> None:
         self.fused = schedule.fused
         self.micro_batches = micro_batches
         self.params = params
         self.leave = leave
+        self.company = company
 
     def handlers(self) -> dict[Op, Handler]:
         return {Op.FETCH: self.fetch, Op.RELEASE: self.release, Op.F: self.forward}
@@ -224,7 +231,10 @@ class _Pass:
 
     def release(self, event: Event) -> None:
         self.params.release(_unit(event))
-        self.leave()
+        if self.leave():
+            if self.company is not None:
+                self.company.conclude()
+            raise StepLeft
 
     def forward(self, event: Event) -> None:
         if event.layer == "pre":
@@ -236,9 +246,14 @@ class _Pass:
 
 class _Evaluation(_Pass):
     def __init__(
-        self, schedule: Schedule, micro_batches: Sequence[MicroBatch], params: Params, leave: Callable[[], None]
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        params: Params,
+        leave: Callable[[], bool],
+        company: Company | None,
     ) -> None:
-        super().__init__(schedule, micro_batches, params, leave)
+        super().__init__(schedule, micro_batches, params, leave, company)
         self.results: list[Any] = [None] * len(micro_batches)
 
     def forward(self, event: Event) -> None:
@@ -255,15 +270,14 @@ class _Training(_Pass):
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         params: Params,
-        leave: Callable[[], None],
+        leave: Callable[[], bool],
+        company: Company | None,
         gradients: GradientStore,
         optimizer: Optimizer,
         scale: Callable[[torch.Tensor], torch.Tensor],
         activations: ActivationStore | None,
-        company: Company | None,
     ) -> None:
-        super().__init__(schedule, micro_batches, params, leave)
-        self.company = company
+        super().__init__(schedule, micro_batches, params, leave, company)
         self.activations = activations
         self.gradients = gradients
         self.optimizer = optimizer

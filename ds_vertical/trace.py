@@ -296,7 +296,8 @@ def optimizer_overlap(step: StepTrace) -> float | None:
     """
     work = [s for s in step.spans if s.resource and (s.resource == "adam" or "optimizer" in s.thread)]
     taken, compute = (
-        [(span.start, span.end) for span in spans] for spans in (work, [s for s in step.spans if s.resource == "compute"])
+        [(max(span.start, step.start), min(span.end, step.end)) for span in spans if span.start < step.end]
+        for spans in (work, [s for s in step.spans if s.resource == "compute"])
     )
     total = union(taken)
     return intersection(taken, compute) / total if total else None

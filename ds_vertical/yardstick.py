@@ -109,7 +109,8 @@ def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, ou
     middle = every_bound[len(every_bound) // 2]
     ratios = {each.run.repeat: ratio for each in ran if (ratio := _over_bound(each, bounds[each.run.repeat])) is not None}
     drifts = {repeat: conditions[repeat].drift for repeat in ratios}
-    steady = [ratio for repeat, ratio in ratios.items() if drifts[repeat] <= _STEADY]
+    known = {repeat: drift <= _STEADY for repeat, drift in drifts.items() if drift is not None}
+    steady = [ratio for repeat, ratio in ratios.items() if known.get(repeat, True)]
     found: dict[str, Any] = {
         "step_s": measured,
         "bound_s": middle.seconds,
@@ -118,7 +119,7 @@ def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, ou
         "step_over_bound_by_repeat": list(ratios.values()),
         "machine_drift_by_repeat": list(drifts.values()),
         "host_slowdown_by_repeat": [_slowdowns(each, conditions[each.run.repeat]) for each in ran],
-        "steady": bool(steady),
+        "steady": any(known.values()) if known else None,
         "resources": {
             name: {"busy_s": middle.busy_s[name], "fill_s": middle.fill_s[name], "drain_s": middle.drain_s[name]}
             for name in middle.busy_s
@@ -225,10 +226,11 @@ def _operations(account: Account, index: int, trace: StepTrace, conditions: Cond
     taken: dict[str, float] = defaultdict(float)
     priced: dict[str, float] = defaultdict(float)
     for span in trace.spans:
+        seconds = max(0.0, min(span.end, trace.end) - max(span.start, trace.start))  # a pause behind the step is not in it
         if span.resource == "compute":
-            taken[_kind(parse_event(span.name))] += span.end - span.start
+            taken[_kind(parse_event(span.name))] += seconds
         elif span.resource == "adam":
-            taken["STEP"] += span.end - span.start
+            taken["STEP"] += seconds
     machine, rates = conditions.during(account.steps, index)
     ran = account.steps[index]
     events = ran.schedule.events
@@ -255,8 +257,8 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         without = ", computation not measured" if found["without_compute"] else ""
         by_repeat = found["step_over_bound_by_repeat"]
         each = f" ({', '.join(f'{one:.2f}' for one in by_repeat)})" if len(by_repeat) > 1 else ""
-        if not found["steady"]:
-            drifts = ", ".join(f"{drift:.0%}" for drift in found["machine_drift_by_repeat"])
+        if found["steady"] is False:
+            drifts = ", ".join(f"{drift:.0%}" for drift in found["machine_drift_by_repeat"] if drift is not None)
             each += f"; the machine's speed changed meanwhile, by {drifts}"
         bound = f"{found['bound_s']:.3f} s ({found['resource']}{without})"
         shown.append(f"bound of the vertical step: {bound}; step / bound {ratio:.2f}{each}")

@@ -85,7 +85,7 @@ def read_report(report: Path) -> dict[str, tuple[str, str]]:
         for child in case:
             if child.tag in ("failure", "error", "skipped"):
                 outcome = {"failure": "failed", "error": "failed"}.get(child.tag, child.tag)
-                why = (child.get("message") or "").strip().splitlines()[0][:300]
+                why = ((child.get("message") or "").strip().splitlines() or [""])[0][:300]
         found[name] = outcome, why
     return found
 
@@ -96,9 +96,13 @@ def together(outcomes: dict[str, dict[str, tuple[str, str]]]) -> list[dict[str, 
     rows = []
     for name in names:
         each = {arm: found.get(name, ("missing", "")) for arm, found in outcomes.items()}
-        if not any(why.startswith(_STAGE) or "stage 3 but" in why or "zero stage" in why for _, why in each.values()):
+        if not any(outcome == "skipped" and _is_of_another_stage(why) for outcome, why in each.values()):
             rows.append({"test": name} | {arm: {"outcome": outcome, "why": why} for arm, (outcome, why) in each.items()})
     return rows
+
+
+def _is_of_another_stage(why: str) -> bool:
+    return any(text in why for text in (_STAGE, "stage 3 but", "zero stage"))
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

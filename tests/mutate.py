@@ -669,10 +669,10 @@ MUTATIONS = (
         "test_company.py::test_a_step_that_fails_anywhere_leaves_nobody_alone[vertical-True]",
     ),
     Mutation(
-        "a-rank-that-failed-decides-alone",
-        "company.py",
-        "        except _Left:\n            return True\n",
-        "        except _Left:\n            return False\n",
+        "a-step-left-without-a-rank-that-failed",
+        "sweeps.py",
+        "                self.company.conclude()\n            raise StepLeft",
+        "                pass\n            raise StepLeft",
         "test_company.py::test_where_the_others_leave_a_step_the_one_that_failed_leaves_it_too[True]",
     ),
     # headroom
@@ -1158,7 +1158,7 @@ MUTATIONS = (
     Mutation(
         "budget-leaves-activations-everything",
         "budget.py",
-        "max(0, allowed - needed)",
+        "max(0, allowed - needed + max(0, setup))",
         "allowed",
         "test_budget.py::test_activations_may_take_what_the_budget_leaves",
     ),

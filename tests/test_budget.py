@@ -201,7 +201,7 @@ def test_activations_may_take_what_the_budget_leaves(tmp_path: Path) -> None:
     forecast = budget.Forecast(map_layers(model, None), budget.groups_of(model, None, None), config, section)
     limit = 8 << 30
     _, needed, left = budget.check_memory(forecast, model.parameters(), limit)
-    assert needed > 0 and needed + left == limit
+    assert 0 < needed < limit and limit - needed <= left < limit
 
 
 class Pinned(torch.Tensor):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from toy import ToyTraining, toy_inputs, toy_model
 
+from ds_vertical.company import StepLeft
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.schedule import Schedule
-from ds_vertical.stopping import StepLeft
 from ds_vertical.sweeps import Body
 
 NUM_LAYERS = 3
@@ -55,11 +55,10 @@ class Ranks:
             self.fail_if_due("hold")
             return reduce_unit(unit, *args)
 
-        def voting() -> None:
+        def voting() -> bool:
             self.fail_if_due("release")
             self.num_votes += 1
-            if self.vote():
-                raise StepLeft
+            return self.vote()
 
         def deciding() -> None:
             self.agreed.append(None)
@@ -120,16 +119,16 @@ def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: st
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_where_the_others_leave_a_step_the_one_that_failed_leaves_it_too(overlap: bool) -> None:
-    """It has raised its own error by then: there is nothing left to decide together."""
+    """And says there that it has failed: the others must not go on to a checkpoint without it."""
     schedule = build_training(NUM_LAYERS, 2)
 
     def left(fails_at: tuple[str, int]) -> list[str]:
         training = ToyTraining(toy_model(NUM_LAYERS), overlap)
         ranks = Ranks(training, fails_at)
         ranks.leaves_at = 3
-        with pytest.raises(Fault if fails_at[0] else StepLeft):
+        with pytest.raises(Fault if fails_at[0] else StepLeft) as raised:
             training.step(schedule, [partial(training.model, each) for each in toy_inputs(2)], 1)
-        assert ranks.agreed == [] and training.params.fetched == []
+        assert ranks.agreed == [raised.value if fails_at[0] else None] and training.params.fetched == []
         return ranks.done
 
     expected = left(("", 0))
