@@ -119,7 +119,7 @@ def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, ou
         "step_over_bound_by_repeat": list(ratios.values()),
         "machine_drift_by_repeat": list(drifts.values()),
         "host_slowdown_by_repeat": [_slowdowns(each, conditions[each.run.repeat]) for each in ran],
-        "steady": any(known.values()) if known else None,
+        "steady": True if any(known.values()) else None if len(known) < len(ratios) else False,
         "resources": {
             name: {"busy_s": middle.busy_s[name], "fill_s": middle.fill_s[name], "drain_s": middle.drain_s[name]}
             for name in middle.busy_s

@@ -34,6 +34,14 @@ def ask(outputs: Any, batch: Any) -> Any:
     return outputs
 
 
+def ask_and_raise(outputs: Any, batch: Any) -> Any:
+    """The others must not end with a checkpoint that this rank is not in."""
+    return raise_error(ask(outputs, batch), batch)
+
+
+LOSSES = {"kill": kill, "signal": ask, "finish": ask, "asked": ask_and_raise}
+
+
 def cut_state(engine: Any) -> None:
     """Cut every file of state short, so that the next read of one fails."""
     engine.optimizer._pipeline.wait_idle()
@@ -47,10 +55,8 @@ def fail(engine: Any, how: str, steps: list[Any]) -> None:
         cut_state(engine)
         for step in steps:
             engine.train_batch(iter(step))
-    elif how == "kill":
-        engine.train_batch(iter(steps[0]), kill)
-    elif how in ("signal", "finish"):
-        engine.train_batch(iter(steps[0]), ask)
+    elif how in LOSSES:
+        engine.train_batch(iter(steps[0]), LOSSES[how])
     elif how == "loop":
         for step in itertools.cycle(steps):
             engine.train_batch(iter(step))
@@ -74,7 +80,7 @@ def main() -> int:
     torch.set_num_threads(1)
     harness.start_process_group()
     rank = int(os.environ["RANK"])
-    asked = how in ("signal", "finish", "loop", "resume", "whole")
+    asked = how in ("signal", "finish", "asked", "loop", "resume", "whole")
     in_place = {"clip": 0.0} if how == "finish" else {}
     made = rank_worker.config(folder / "swap", "fp32", tier="nvme" if asked or how == "disk" else "cpu", **in_place)
     if asked:

@@ -180,8 +180,8 @@ MUTATIONS = (
     Mutation(
         "evaluations-not-decided-together",
         "sweeps.py",
-        "company.conclude()",
-        "pass",
+        "            if company is not None:\n                company.conclude()\n        return evaluation",
+        "        return evaluation",
         "test_company.py::test_an_evaluation_is_decided_at_its_end",
     ),
     # a shared disk
@@ -626,9 +626,16 @@ MUTATIONS = (
     Mutation(
         "no-more-data-is-a-failure",
         "failures.py",
-        " or isinstance(error, StopIteration)",
-        "",
+        "(StopIteration, Unanimous)",
+        "Unanimous",
         f"{_FAILURES}no_more_data_is_no_failure",
+    ),
+    Mutation(
+        "what-all-have-decided-is-a-failure",
+        "failures.py",
+        "(StopIteration, Unanimous)",
+        "StopIteration",
+        f"{_FAILURES}what_all_ranks_have_decided_is_no_failure",
     ),
     Mutation(
         "ranks-are-not-watched",

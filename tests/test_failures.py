@@ -14,6 +14,7 @@ import pytest
 import torch.distributed
 
 from ds_vertical import failures
+from ds_vertical.company import StepLeft
 from ds_vertical.failures import OtherRankError, Process, Watch
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3021"
@@ -145,6 +146,14 @@ def test_a_rank_that_failed_alone_does_not_go_on(pair: Pair) -> None:
 def test_no_more_data_is_no_failure(pair: Pair) -> None:
     pair.fail(1, StopIteration())
     with pair.ranks[1].section("train_batch"):
+        pair.fail(0, ValueError("told"))
+    assert [entry.rank for entry in pair.ranks[0]._entries] == [0]
+
+
+def test_what_all_ranks_have_decided_is_no_failure(pair: Pair) -> None:
+    """So nobody waits for it to be everybody's: what follows may begin at once, however long another rank cleans up."""
+    pair.fail(1, StepLeft())
+    with pair.ranks[1].section("save_checkpoint"):
         pair.fail(0, ValueError("told"))
     assert [entry.rank for entry in pair.ranks[0]._entries] == [0]
 

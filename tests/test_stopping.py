@@ -216,6 +216,16 @@ def test_a_signal_to_one_rank_has_all_leave_the_step(tmp_path: Path, rank: int) 
 
 
 @slow
+def test_a_rank_that_fails_in_a_step_that_is_left_ends_both_without_a_checkpoint(tmp_path: Path) -> None:
+    found = run(tmp_path, "asked", 1)
+    assert found.codes == [1, 1], found.logs
+    assert "ValueError: no luck here" in found.logs[1]
+    assert "rank 1: ValueError: no luck here" in found.logs[0]
+    assert found.seconds < 60 and not (tmp_path / "saved").exists()
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
+@slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_steps_in_place_are_finished_by_all_ranks(tmp_path: Path, rank: int) -> None:
     found = run(tmp_path, "finish", rank)
