@@ -88,9 +88,10 @@ class Segments:
         earlier, leaves = self._reach(roots, segment)
         if not earlier:
             _run_to_leaves(roots)
-        elif _nested(list(earlier)):
-            # autograd cannot stop at one edge and reach the other past it: run through to the leaves at once, and keep the
-            # graph for what still waits there. The same gradients, added in another order than stock's.
+        elif _nested(list(earlier), leaves):
+            # autograd cannot stop at an edge and reach another one, or a parameter that an earlier segment uses too, past it:
+            # run through to the leaves at once, and keep the graph for what still waits there. The same gradients, added in
+            # another order than stock's.
             _run_to_leaves(roots, retain_graph=True)
         else:
             self._run_in_part(roots, list(earlier), leaves)
@@ -166,11 +167,11 @@ def _run_to_leaves(roots: Sequence[_Waiting], retain_graph: bool = False) -> Non
         torch.autograd.backward([root.edge for root in roots], [root.grad for root in roots], retain_graph=retain_graph)
 
 
-def _nested(edges: Sequence[_Key]) -> bool:
-    """Whether one of the edges can be reached through another one's node."""
-    if len(edges) < 2:
+def _nested(edges: Sequence[_Key], leaves: Sequence[Node]) -> bool:
+    """Whether one of the edges, or one of the leaves, can be reached through another edge's node."""
+    if len(edges) < 2 and not leaves:
         return False
-    wanted = set(edges)
+    wanted = {*edges, *((leaf, 0) for leaf in leaves)}
     nodes = {node for node, _ in edges}
     for start in nodes:
         seen, stack = {start}, [start]

@@ -94,7 +94,11 @@ def install() -> None:
             engine.register_forward_pre_hook(lambda _, inputs: tuple(map(_narrowed, inputs)))
             return engine, *others
         made["vertical_schedule"] = {"enabled": True, "keep_gradients": True, "layers": _layers(model)}
-        engine, *others = ds_vertical.initialize(*args, model=model, config=made, **kwargs)
+        deepspeed.initialize = stock_initialize  # which ours calls
+        try:
+            engine, *others = ds_vertical.initialize(*args, model=model, config=made, **kwargs)
+        finally:
+            deepspeed.initialize = initialize
         _leave_gradients_alone()
         return Judged(engine), *others
 

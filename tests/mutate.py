@@ -1140,6 +1140,13 @@ MUTATIONS = (
         ")\n        self.gauge",
         "test_limits.py::test_gradients_of_a_models_pieces_are_summed_where_the_model_is",
     ),
+    Mutation(
+        "shared-parameters-of-glue-run-twice",
+        "segments.py",
+        "wanted = {*edges, *((leaf, 0) for leaf in leaves)}",
+        "wanted = {*edges}",
+        "test_numerics.py::test_parameters_that_several_pieces_of_glue_share[SharedBias]",
+    ),
     # the machine as a run found it, and what its tiers hold
     Mutation(
         "speed-of-the-host-forgotten",

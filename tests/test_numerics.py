@@ -213,6 +213,43 @@ def test_tensors_made_of_one_another_wait_in_glue(tmp_path: Path) -> None:
     assert max(largest_relative(stock.weights, vertical.weights).values()) < 2e-5
 
 
+class SharedLinear(MixerModel):
+    """The same linear around every block: its weight is used in every piece of glue."""
+
+    def __init__(self, num_layers: int = 4) -> None:
+        super().__init__(num_layers)
+        self.around = nn.Linear(512, 512)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = self.around(x) + block(x)
+        return next_token_loss(self.head(self.norm(x)), labels)
+
+
+class SharedBias(SharedLinear):
+    """The same of an addition, which saves nothing for its backward: nobody would notice one that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = nn.Identity()
+        self.bias = nn.Parameter(torch.full((512,), 0.01))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + self.bias + block(x)
+        return next_token_loss(self.head(self.norm(x)), labels)
+
+
+@pytest.mark.parametrize("build", [SharedLinear, SharedBias])
+def test_parameters_that_several_pieces_of_glue_share(tmp_path: Path, build: type[MixerModel]) -> None:
+    config = small_buffers(base_config(tmp_path, dtype="fp32", clip=CLIP))
+    stock, vertical = run_both(config, build, token_batches(2, 3))
+    assert max(largest_relative(stock.grads[0], vertical.grads[0]).values()) < 1e-6
+    assert max(largest_relative(stock.weights, vertical.weights).values()) < 2e-5
+
+
 # ---- N4: skipped steps
 
 
