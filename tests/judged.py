@@ -25,7 +25,7 @@ import ds_vertical
 from ds_vertical import opcache
 
 ARM_VARIABLE = "DS_VERTICAL_JUDGED"  # "stock" or "vertical"
-_FRAGMENTS = "unit.runtime.zero.test_zero_tensor_fragment"
+_FRAGMENTS = "test_zero_tensor_fragment"
 
 
 class Loss:
@@ -133,8 +133,10 @@ def translated(config: Any, vertical: bool) -> dict[str, Any]:
     return made
 
 
-def _layers(model: Any) -> list[str]:
+def _layers(model: Any) -> list[str] | None:
     """The linears that run once in a forward: `SimpleModel` calls the first half of several more often, as glue."""
+    if not hasattr(model, "linears"):
+        return None
     count = len(model.linears)
     reused = (count - 1) // 2 + 1 if type(model).__name__.startswith("Simple") and count > 1 else 0
     return [f"linears.{number}" for number in range(reused, count)]
@@ -146,7 +148,7 @@ def _narrowed(value: Any) -> Any:
 
 def _leave_gradients_alone() -> None:
     """In the tests of setting fragments between backward and step: set the weights only."""
-    module = sys.modules.get(_FRAGMENTS)
+    module = next((each for name, each in list(sys.modules.items()) if name.rpartition(".")[2] == _FRAGMENTS), None)
     if module is None or hasattr(module, "judged"):
         return
     for helpers in module.helper_funcs_mapping.values():
