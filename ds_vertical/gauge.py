@@ -2,8 +2,9 @@
 
 [Note: gauge] On a shared machine the same work takes half as long again some minutes later, so rates that were measured ahead
 of a run are not the run's. `ds-vertical limits` times this piece of work in turn with a layer, and `ds-vertical ab` does so
-between any two steps of the vertical arm: by how much it is slower there, the layer is too. It is done by a process of its own,
-whose memory is not the run's, while the training process is stopped (SIGSTOP), lest its transfers go on for nothing meanwhile.
+between any two steps of a run: by how much it is slower there, the layer is too. It is done by a process of its own, whose
+memory is not the run's, while the training process is stopped (SIGSTOP), lest its transfers go on for nothing meanwhile. Both
+arms are stopped alike, so that neither has a rest that the other has not.
 """
 
 from __future__ import annotations

@@ -245,16 +245,9 @@ class _Pass:
 
 
 class _Evaluation(_Pass):
-    def __init__(
-        self,
-        schedule: Schedule,
-        micro_batches: Sequence[MicroBatch],
-        params: Params,
-        leave: Callable[[], bool],
-        company: Company | None,
-    ) -> None:
-        super().__init__(schedule, micro_batches, params, leave, company)
-        self.results: list[Any] = [None] * len(micro_batches)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.results: list[Any] = [None] * len(self.micro_batches)
 
     def forward(self, event: Event) -> None:
         if event.layer == "suf":
