@@ -106,10 +106,10 @@ class OneStep:
             for step in before:
                 engine.train_batch(iter(step))
             self.params = engine._sweeps.params = RecordingParams(engine._params)
-            complete_writes(engine)
+            complete_transfers(engine)
             read, written = read_bytes(), disk_bytes("write")
             engine.train_batch(iter(last))
-            complete_writes(engine)
+            complete_transfers(engine)
             self.read_bytes = read_bytes() - read
             self.written_bytes = disk_bytes("write") - written
             self.layer_files = [
@@ -120,11 +120,13 @@ class OneStep:
             dispose(engine)
 
 
-def complete_writes(engine: Any) -> None:
-    """What was issued is on the disk; what is due stays due."""
+def complete_transfers(engine: Any) -> None:
+    """What was issued is on the disk, or read; what is due stays due."""
     engine.optimizer._pipeline.wait_idle()
     engine.optimizer.gradients._file.complete()
     engine._params._writer.native.wait_all()
+    for copy in engine._params._ahead.values():  # of the next step: still in flight, it would count in neither step or in both
+        copy.buffer.wait_reads()
 
 
 @pytest.fixture(scope="module")
