@@ -25,7 +25,7 @@ from ds_vertical import files
 from ds_vertical.checksums import Checksums
 from ds_vertical.chunks import Cut
 from ds_vertical.parts import Part, boundary, split_chunk
-from ds_vertical.pipeline import Extent
+from ds_vertical.slots import Extent
 
 FP32_BYTES = 4
 KINDS = ("master", "exp_avg", "exp_avg_sq")

@@ -11,7 +11,7 @@ import torch
 from ds_vertical.checksums import Checksums
 from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.parts import ALIGNMENT, Part, spread
-from ds_vertical.pipeline import Extent
+from ds_vertical.slots import Extent
 
 FP32_BYTES = 4
 

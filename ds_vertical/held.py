@@ -13,8 +13,8 @@ from ds_vertical.disk import Transfer
 from ds_vertical.gradient_file import GradientFile, aligned, aligned_numel
 from ds_vertical.layers import Unit
 from ds_vertical.parts import Part
-from ds_vertical.pipeline import Extent
 from ds_vertical.reserve import Reserve
+from ds_vertical.slots import Extent
 from ds_vertical.transfer import Ticket
 
 Use = Literal["write", "early step", "step", "reader"]

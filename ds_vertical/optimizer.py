@@ -34,8 +34,6 @@ from ds_vertical.torn import WHOLE, Condition, NonFiniteError
 from ds_vertical.trace import Tracer
 from ds_vertical.transfer import Ticket
 
-_STOCK_BUFFERS = memory.STOCK_BUFFERS
-_SLOTS = memory.SLOTS
 _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that DeepSpeed counts up, in case they share a table
 
 
@@ -84,7 +82,7 @@ class VerticalStage3(ChunkedStage3):
         together.require(file.sizes)
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, compat.device_name() != "cpu")
         sizes = bytes_read(chunks, file.extents)
-        self._slots = [locked.lock_host_bytes(max(sizes)) for _ in sizes[:_SLOTS]]
+        self._slots = [locked.lock_host_bytes(max(sizes)) for _ in sizes[: memory.SLOTS]]
         self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer, begin, self.checksums)
         self._updates = updates
         self._stepper = Stepper(chunks, self._kernel(self.optimizer), self._pipeline, updates, self.checksums)
@@ -119,7 +117,7 @@ class VerticalStage3(ChunkedStage3):
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:  # override
         """As stock with no more buffers than its own uses need, then preallocate every file of the optimizer."""
-        plain = {"buffer_count": _STOCK_BUFFERS, "pipeline_read": False, "pipeline_write": False, "pipeline": False}
+        plain = {"buffer_count": memory.STOCK_BUFFERS, "pipeline_read": False, "pipeline_write": False, "pipeline": False}
         super()._configure_tensor_swapping(offload_optimizer_config.model_copy(update=plain), aio_config)
         self._allocate_files()
 
@@ -222,8 +220,8 @@ class VerticalStage3(ChunkedStage3):
         self.powers = settings[-1].powers
         self._due = Due(settings, self.gradients, None if float(scale) == 1.0 else 1.0 / scale)
         self._share = "delayed" if hit else "all"
-        share, chunks = self._share, self._stepper.chunks
-        self._left = dict.fromkeys(u for u in self._layer_map.units if any(chunks[i].parts(share) for i in self.chunks_of(u)))
+        share, chunks, units = self._share, self._stepper.chunks, self._layer_map.units
+        self._left = dict.fromkeys(u for u in units if any(chunks[i].parts(share) for i in self.chunks_of(u)))
         self._hit = hit
         self.num_decided += 1
 
@@ -250,12 +248,11 @@ class VerticalStage3(ChunkedStage3):
 
     def early_writes(self) -> Ticket | None:
         """What of the early steps is on its way to the second generation; None where there is nothing."""
+        return Ticket("early writes", self._complete) if self._tried and self.regime.generations > 1 else None
 
-        def wait() -> None:
-            self._pipeline.drain()
-            self._updates.close_updates()
-
-        return Ticket("early writes", wait) if self._tried and self.regime.generations > 1 else None
+    def _complete(self) -> None:
+        self._pipeline.drain()
+        self._updates.close_updates()
 
     def conclude_early(self) -> None:
         """Commit the early steps if the norm has left the factor they were taken with; else discard them. A step that
@@ -270,6 +267,10 @@ class VerticalStage3(ChunkedStage3):
         self.gradients.conclude(self._left, hit)
         if self._left and self._stepper.torn:
             raise RuntimeError("steps taken in place have not come true: clipping or the loss scale were changed in mid-step")
+
+    def expect_step(self, unit: Unit, early: bool) -> None:
+        if early or unit in self._left:
+            self._stepper.expect(unit, self.chunks_of(unit), "early" if early else self._share)
 
     def step_unit(self, unit: Unit) -> Ticket | None:
         """Issue what is due of a unit: read state, CPU Adam, write state and parameters."""
@@ -366,8 +367,7 @@ class VerticalStage3(ChunkedStage3):
                     if ticket := self.step_ahead(unit):  # the next forward waits for it where an interrupt ends this wait
                         ticket.wait()
                     self._updates.close_updates()
-                self._pipeline.drain()
-                self._updates.close_updates()
+                self._complete()
         self._ahead.clear()
         self._settled = True
 

@@ -2,7 +2,8 @@
 
 [Note: slots] A slot is page-locked host memory for one part's state, and for its gradient where that waits on SSD. While
 one slot is computed, the next is being read and the one before is being written: with three slots every resource has work.
-A slot takes its next read when its write is complete. Parts go through in the order in which they were submitted.
+A slot takes its next read when its write is complete. Parts go through in the order in which they were submitted. Slots that
+nothing submitted has use for read what is expected next: see [Note: reading ahead] in `expected`.
 
 [Note: failures] After the first failure nothing more is computed. A job that writes beside what is current leaves the state
 as it was, whatever becomes of it; any other one that failed, or was not run any more, has torn it. So has whoever finds that
@@ -24,21 +25,10 @@ import torch
 
 from ds_vertical.checksums import ChecksumError, Checksums
 from ds_vertical.disk import DiskQueue, Transfer, complete
+from ds_vertical.expected import Coming, Expectations
+from ds_vertical.slots import Extent, Slot
 from ds_vertical.trace import Tracer, now
 from ds_vertical.transfer import Ticket
-
-
-@dataclass(frozen=True)
-class Extent:
-    """A piece of a state file: `num_bytes` at `offset` are transferred, both multiples of the disk's alignment."""
-
-    path: Path
-    offset: int
-    num_bytes: int
-
-    def overlaps(self, other: Extent) -> bool:
-        end, other_end = self.offset + self.num_bytes, other.offset + other.num_bytes
-        return self.path == other.path and self.offset < other_end and other.offset < end
 
 
 @dataclass
@@ -75,26 +65,6 @@ class Batch:
         self.error: BaseException | None = None
 
 
-class Slot:
-    """Memory of what one part's step reads, cut into as many pieces as there are extents."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
-        self.writes: list[Transfer] = []
-        self.beside = True  # the job whose writes these are
-
-    def views(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
-        views, start = [], 0
-        for extent in extents:
-            views.append(self.data.narrow(0, start, extent.num_bytes))
-            start += extent.num_bytes
-        return views
-
-    @property
-    def free(self) -> bool:
-        return all(write.done for write in self.writes)
-
-
 class StepPipeline:
     """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
     `begin` is called on the thread, ahead of the first. `checksums`: told of all that is written, asked about all that is read.
@@ -116,6 +86,7 @@ class StepPipeline:
         self._checksums = checksums or Checksums()
         self._slots = tuple(Slot(data) for data in slots)
         self._free = deque(self._slots)
+        self._expected = Expectations(self._free)
         self._reader = reader
         self._writer = writer
         self._submitted: deque[tuple[Job, Batch]] = deque()
@@ -135,14 +106,25 @@ class StepPipeline:
         with self._changed:
             if self._closed:
                 raise RuntimeError(f"{what}: the optimizer pipeline is closed; build a new engine")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ds_vertical optimizer", daemon=True)
-                self._thread.start()
             self._submitted.extend((job, batch) for job in jobs)
             self._idle = False
-            self._changed.notify_all()
+            self._wake()
         num_bytes = sum(extent.num_bytes for job in jobs for extent in job.sources)
         return Ticket(what, lambda: self._wait(batch), num_bytes)
+
+    def expect(self, jobs: Sequence[Coming]) -> None:
+        """Read the state of jobs that will be submitted soon, in this order, as far as slots are free. A hint: whether
+        they come does not matter."""
+        with self._changed:
+            if not self._closed and self._error is None:
+                self._expected.add(jobs)
+                self._wake()
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ds_vertical optimizer", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
 
     @property
     def error(self) -> BaseException | None:
@@ -150,9 +132,10 @@ class StepPipeline:
         return self._error
 
     def wait_idle(self) -> None:
-        """Return when nothing is in flight, whatever came of it."""
+        """Return when nothing is in flight, whatever came of it. Nothing is expected any more."""
         with self._changed:
             self._changed.wait_for(lambda: self._idle)
+            self._expected.clear()
 
     def drain(self) -> None:
         """Return when everything submitted is computed and on SSD. Raises the first error."""
@@ -165,7 +148,8 @@ class StepPipeline:
         with self._changed:
             if self._error is not None and not self._torn:
                 self._error = None
-                self._free = deque(self._slots)
+                self._free.clear()
+                self._free.extend(self._slots)
 
     def close(self) -> None:
         """Finish what was submitted and end the thread. Harmless when called twice; raises nothing."""
@@ -174,6 +158,7 @@ class StepPipeline:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+        self._expected.clear()
         self._reader.close()
         self._writer.close()
 
@@ -202,17 +187,26 @@ class StepPipeline:
     def _next(self) -> bool:
         """Wait for work; False when there is none left and the pipeline is closed."""
         with self._changed:
-            busy = self._submitted or self._reading or any(self._writes.values())
-            if not busy:
+            if not self._busy:
                 self._idle = True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._submitted or self._closed)
-            return bool(self._submitted or self._reading or any(self._writes.values()))
+                self._changed.wait_for(lambda: self._submitted or self._closed or self._may_read_ahead())
+            ahead = not self._closed and self._may_read_ahead()
+            self._idle = not (self._busy or ahead)
+            return self._busy or ahead
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._submitted or self._reading or any(self._writes.values()))
+
+    def _may_read_ahead(self) -> bool:
+        return bool(self._free) and self._expected.next() is not None
 
     def _advance(self) -> None:
         """Start the reads that have a slot, then compute the oldest job, then complete writes where nothing is left."""
         while self._start_one(patient=not self._reading):
             pass
+        self._read_ahead()
         if self._reading:
             self._compute(*self._reading.popleft())
         elif not self._submitted:
@@ -223,15 +217,19 @@ class StepPipeline:
             if not self._submitted:
                 return False
             job, batch = self._submitted[0]
-        sources = job.sources
-        if any(extent.overlaps(target) for extent in sources for other, *_ in self._reading for target in other.targets):
+        if self._is_due(job.sources):
             return False  # what it is to read has not been computed yet
-        slot = None
-        if sources:
-            slot = self._take_slot(patient)
+        with self._changed:
+            expected = self._expected.claim(Coming(job.what, job.extents))
+            self._expected.forget(job.targets)
+        slot = None if expected is None else expected.slot
+        if expected is not None:
+            job.started.extend(expected.reads)
+        if job.sources:
+            slot = slot or self._take_slot(patient)
             if slot is None:
                 return False
-            for extent, view in zip(sources, slot.views(sources), strict=True):
+            for extent, view in list(zip(job.sources, slot.views(job.sources), strict=True))[len(job.started) :]:
                 self._await_writes(extent)
                 job.started.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
         with self._changed:
@@ -239,8 +237,27 @@ class StepPipeline:
         self._reading.append((job, batch, slot))
         return True
 
+    def _is_due(self, extents: Sequence[Extent]) -> bool:
+        """Whether a job that has not been computed is to write them."""
+        return any(extent.overlaps(target) for extent in extents for job, *_ in self._reading for target in job.targets)
+
+    def _read_ahead(self) -> None:
+        """Give free slots to what is expected, unless anything that is submitted waits for one."""
+        with self._changed:
+            while not self._submitted and (expected := self._expected.next()):
+                if self._is_due(expected.extents) or any(map(self._is_being_written, expected.extents)):
+                    return
+                expected.slot = slot = self._take_slot(patient=False)
+                if slot is None:
+                    return
+                for extent, view in zip(expected.extents, slot.views(expected.extents), strict=True):
+                    expected.reads.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
+
     def _take_slot(self, patient: bool) -> Slot | None:
-        """The slot that was written longest ago; with `patient` wait for its writes."""
+        """The slot that was written longest ago; with `patient` wait for its writes, or take one from what is expected."""
+        with self._changed:
+            if patient and not self._free:
+                self._expected.give_back_last()
         if not self._free or not (patient or self._free[0].free):
             return None
         slot = self._free[0]
@@ -248,6 +265,9 @@ class StepPipeline:
             write.wait()
         slot.writes = []
         return self._free.popleft()
+
+    def _is_being_written(self, extent: Extent) -> bool:
+        return any(written.overlaps(extent) and not write.done for written, write in self._writes.get(extent.path, ()))
 
     def _await_writes(self, extent: Extent) -> None:
         """Complete earlier writes of the bytes about to be read or written: a queue keeps no order."""
@@ -307,6 +327,7 @@ class StepPipeline:
             dropped = [*self._submitted, *((job, batch) for job, batch, _ in self._reading)]
             self._torn |= any(not job.beside for job, _ in dropped)
             self._submitted.clear()
+            self._expected.clear()
             for _, batch in dropped:
                 batch.error = batch.error or error
             self._changed.notify_all()

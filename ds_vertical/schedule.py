@@ -178,6 +178,25 @@ def error_at(events: Sequence[Event], index: int, problem: str) -> ScheduleError
     return ScheduleError(f"{where}: {problem}\n{format_window(events, index)}")
 
 
+def coming_steps(events: Sequence[Event]) -> dict[Event, Event]:
+    """Which STEP comes next when an event is issued: told by the STEP before it, or by the first HEAD.
+
+    Across NORM nothing is told: it decides what is stepped.
+    """
+    coming: dict[Event, Event] = {}
+    before: Event | None = None
+    for event in events:
+        if event.op is Op.NORM:
+            before = None
+        elif event.op is Op.HEAD and before is None:
+            before = event
+        elif event.op is Op.STEP:
+            if before is not None:
+                coming[before] = event
+            before = event
+    return coming
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A step (or a forward-only pass) over `num_layers` layers and `num_micro_batches` micro-batches.
@@ -223,8 +242,7 @@ class Schedule:
         return frozenset(
             before
             for before, event in pairwise(work)
-            if (before.op, event.op) == (Op.F, Op.B)
-            and (before.layer, before.micro_batch) == (event.layer, event.micro_batch)
+            if (before.op, event.op) == (Op.F, Op.B) and (before.layer, before.micro_batch) == (event.layer, event.micro_batch)
         )
 
     def to_text(self) -> str:

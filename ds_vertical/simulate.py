@@ -26,7 +26,7 @@ from typing import Final, Literal
 from ds_vertical.costs import Cost, CostsError, Lane, ModelShape, Parts, Stage, event_costs
 from ds_vertical.dependencies import dependencies
 from ds_vertical.machine import Machine
-from ds_vertical.schedule import Event, Op, Schedule, Unit, error_at
+from ds_vertical.schedule import Event, Op, Schedule, Unit, coming_steps, error_at
 
 Issue = Literal["in order", "ahead"]
 Needs = Sequence[Sequence[int]]
@@ -104,6 +104,8 @@ def simulate(
     for earlier, later in _edges(schedule.events, needs, steps):
         engine.add_edge(earlier, later)
     engine.limit_slots(slots)
+    if overlap:
+        engine.read_ahead(schedule.events)
     return engine.run()
 
 
@@ -159,6 +161,7 @@ class _Task:
     left_s: float
     followers: list[_Task] = field(default_factory=list)
     start_s: float | None = None
+    hinted: bool = False  # it need not wait for its event to start
 
 
 class _Engine:
@@ -189,6 +192,7 @@ class _Engine:
             self.jobs.append([self._chain(index, job) for job in cost])
         self.tasks_left = [sum(map(len, jobs)) for jobs in self.jobs]
         self.values_left = [sum(t.stage.lane != "ssd_write" for job in jobs for t in job) for jobs in self.jobs]
+        self.hinted: list[list[_Task]] = [[] for _ in range(count)]
         self.spans: list[Span] = []
         self.busy_s: dict[Lane, float] = {}
         self.issue_ahead, self.overlap, self.drain = False, True, False
@@ -222,6 +226,18 @@ class _Engine:
             write.followers.append(read)
             read.waits += 1
 
+    def read_ahead(self, events: Sequence[Event]) -> None:
+        """State is read from when the step is known to be the next; see `coming_steps`."""
+        positions = {event: index for index, event in enumerate(events) if event.op in (Op.STEP, Op.HEAD)}
+        for told, event in coming_steps(events).items():
+            for first in range(0, len(self.events), len(events)):
+                for job in self.jobs[first + positions[event]]:
+                    reads = [task for task in job if task.stage.lane == "ssd_read" and task.stage.purpose == "state"]
+                    if reads == job[:1] and job[1:]:
+                        reads[0].hinted = True
+                        self.hinted[first + positions[told]] += reads
+                        job[1].waits += 1
+
     # ---- the run
 
     def run(self) -> Timeline:
@@ -243,6 +259,8 @@ class _Engine:
             index = self.next
             self.next += 1
             self.issued_s[index] = self.now
+            for task in self.hinted[index]:
+                task.waits -= 1
             if self.events[index].op in COMPUTE:
                 self.computing = index
             if self.waits[index] == 0:
@@ -265,7 +283,7 @@ class _Engine:
         if not self.jobs[index]:
             self._end(index)
         for job in self.jobs[index]:
-            job[0].waits -= 1
+            job[1 if job[0].hinted else 0].waits -= 1
 
     def _end(self, index: int) -> None:
         self.end_s[index] = self.now

@@ -11,11 +11,13 @@ from torch import nn
 
 from ds_vertical.adam import AdamSettings, CpuAdam
 from ds_vertical.checksums import Checksums
+from ds_vertical.expected import Coming
 from ds_vertical.generations import Chunk, Generations, Share
 from ds_vertical.held import HeldGradients
 from ds_vertical.layers import Unit
 from ds_vertical.parts import Part
-from ds_vertical.pipeline import Extent, Job, StepPipeline
+from ds_vertical.pipeline import Job, StepPipeline
+from ds_vertical.slots import Extent
 from ds_vertical.transfer import Ticket
 
 
@@ -85,6 +87,11 @@ class Stepper:
         jobs = [self._job(unit, part, due, targets, early) for part in parts]
         return self._pipeline.submit(f"step {unit}", jobs, lambda: self._updates.finish_update(unit))
 
+    def expect(self, unit: Unit, indices: Sequence[int], share: Share) -> None:
+        """The unit's `step` is the next one: start reading its state where there is room."""
+        parts = [part for index in indices for part in self.chunks[index].parts(share)]
+        self._pipeline.expect([Coming(_what(unit, part), self.generations.source(part)) for part in parts])
+
     @property
     def torn(self) -> bool:
         return self.generations.torn
@@ -133,9 +140,8 @@ class Stepper:
                 self._compute(part, due, pieces, gradient, targets)
             due.gradients.finish(part, "early step" if early else "step")
 
-        what = f"step {unit}, chunk {part.chunk} from {part.start}"
         source, beside = self.generations.source(part), early and self.chunks[part.chunk].num_generations > 1
-        return Job(what, source, compute, self.generations.target(part, early), inputs, beside)
+        return Job(_what(unit, part), source, compute, self.generations.target(part, early), inputs, beside)
 
     def _compute(
         self,
@@ -161,6 +167,10 @@ class Stepper:
         if self._scratch is None or self._scratch.numel() < gradient.numel():
             self._scratch = torch.empty_like(gradient)
         return torch.mul(gradient, factor, out=self._scratch.narrow(0, 0, gradient.numel()))
+
+
+def _what(unit: Unit, part: Part) -> str:
+    return f"step {unit}, chunk {part.chunk} from {part.start}"
 
 
 def _leave(_: Sequence[torch.Tensor]) -> None:

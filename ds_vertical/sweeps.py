@@ -16,7 +16,7 @@ from ds_vertical.gradients import GradientStore
 from ds_vertical.hostmemory import resident_bytes
 from ds_vertical.layers import LayerMap, Unit
 from ds_vertical.microbatch import MicroBatch
-from ds_vertical.schedule import EARLY, Event, Op, Schedule
+from ds_vertical.schedule import EARLY, Event, Op, Schedule, coming_steps
 from ds_vertical.stubs import Stubs
 from ds_vertical.threadstate import ThreadState, preserved
 from ds_vertical.trace import Tracer
@@ -52,6 +52,10 @@ class Optimizer(Protocol):
     def open_step(self) -> None: ...
 
     def step_early(self, unit: Unit) -> Ticket | None: ...
+
+    def expect_step(self, unit: Unit, early: bool) -> None:
+        """A hint: this is the next step that will be issued."""
+        ...
 
     def early_writes(self) -> Ticket | None:
         """What the norm waits for: a write of an early step that fails fails the step as a whole."""
@@ -124,7 +128,8 @@ class Sweeps:
             micro_batches = self._micro_batches(bodies, stubs, keep=True, moved=schedule.moved)
             company = self._company()
             parts = gradients, optimizer, scale, self.activations
-            training = _Training(schedule, micro_batches, self.params, self.leave, company, *parts)
+            hints = coming_steps(schedule.events) if self.overlap else {}
+            training = _Training(schedule, micro_batches, self.params, self.leave, company, *parts, hints)
             self._run(schedule, training.handlers(), micro_batches, company, gradients, optimizer, self.tracer)
         return training.losses
 
@@ -269,8 +274,10 @@ class _Training(_Pass):
         optimizer: Optimizer,
         scale: Callable[[torch.Tensor], torch.Tensor],
         activations: ActivationStore | None,
+        hints: Mapping[Event, Event],
     ) -> None:
         super().__init__(schedule, micro_batches, params, leave, company)
+        self.hints = hints
         self.activations = activations
         self.gradients = gradients
         self.optimizer = optimizer
@@ -316,6 +323,7 @@ class _Training(_Pass):
         self.losses[event.micro_batch] = loss.detach()
         micro_batch.backward_suffix(self.scale(loss))
         self.gradients.add("pre")
+        self._hint(event)
 
     def backward(self, event: Event) -> None:
         micro_batch = self.micro_batch(event)
@@ -349,7 +357,13 @@ class _Training(_Pass):
     def step(self, event: Event) -> Ticket | None:
         optimizer = self.optimizer
         late = optimizer.step_ahead if event.ahead else optimizer.step_unit
-        return (optimizer.step_early if event.part == EARLY else late)(_unit(event))
+        ticket = (optimizer.step_early if event.part == EARLY else late)(_unit(event))
+        self._hint(event)
+        return ticket
+
+    def _hint(self, event: Event) -> None:
+        if (coming := self.hints.get(event)) is not None:
+            self.optimizer.expect_step(_unit(coming), early=coming.part == EARLY)
 
     def commit(self, _: Event) -> None:
         self.optimizer.conclude_early()

@@ -15,8 +15,8 @@ from ds_vertical.dependencies import dependencies
 from ds_vertical.machine import Machine
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.residency import changes
-from ds_vertical.schedule import PRE, Event, Op, Schedule, ScheduleError, parse_event, parse_events
-from ds_vertical.simulate import Timeline, simulate
+from ds_vertical.schedule import PRE, Event, Op, Schedule, ScheduleError, coming_steps, parse_event, parse_events
+from ds_vertical.simulate import Span, Timeline, simulate
 
 MACHINE = Machine(
     ssd_read_bytes_per_s=1000.0,
@@ -310,7 +310,8 @@ def test_every_event_waits_for_what_it_needs_and_queues_keep_their_order(seed: i
     timeline = simulate(schedule, machine, shape)
     starts = {}
     for span in timeline.spans:
-        starts.setdefault(span.index, span.start_s)
+        if not reads_ahead(span):
+            starts.setdefault(span.index, span.start_s)
     for index, earlier in enumerate(dependencies(schedule.events)):
         start = starts.get(index, timeline.end_s[index])
         assert all(timeline.end_s[j] <= start + 1e-9 for j in earlier)
@@ -322,6 +323,39 @@ def test_every_event_waits_for_what_it_needs_and_queues_keep_their_order(seed: i
     for spans in queues.values():
         ordered = sorted(spans, key=lambda span: (span.index, span.start_s))
         assert all(a.end_s <= b.start_s + 1e-9 for a, b in pairwise(ordered))
+
+
+def reads_ahead(span: Span) -> bool:
+    return span.event.op is Op.STEP and (span.stage.lane, span.stage.purpose) == ("ssd_read", "state")
+
+
+def test_state_is_read_from_when_its_step_is_told_by_hand() -> None:
+    """Layer 0's from the first HEAD on, `pre`'s once layer 0's step is issued; computed is when the gradients are there."""
+    timeline = simulate(build_training(1, 2, early=True), MACHINE, SHAPE)
+    found = {(str(span.event), span.stage.lane): (span.start_s, span.end_s) for span in timeline.spans}
+    assert found["sufHEAD0", "compute"][0] == 3.75 and ends(timeline)["0REDUCE"] == 18.75
+    assert found["0STEP.e0", "ssd_read"] == pytest.approx((3.75, 9.75)) and found["0STEP.e0", "adam"][0] == 18.75
+    assert found["preSTEP.e0", "ssd_read"][0] == 18.75 and ends(timeline)["preREDUCE"] == pytest.approx(19.95)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_state_is_read_before_its_step_is_told(seed: int) -> None:
+    schedule, machine, shape = draw(seed)
+    told = {step: schedule.events.index(by) for by, step in coming_steps(schedule.events).items()}
+    timeline = simulate(schedule, machine, shape)
+    for span in filter(reads_ahead, timeline.spans):
+        assert span.start_s >= timeline.issued_s[told.get(span.event, span.index)] - 1e-9
+
+
+def test_steps_are_told_by_the_one_before_and_not_across_the_norm() -> None:
+    schedule = parse_events("sufHEAD0 sufHEAD1 1STEP.e0 0STEP.e0 NORM COMMIT preSTEP.d0 0STEP.d0")
+    assert {str(by): str(step) for by, step in coming_steps(schedule).items()} == {
+        "sufHEAD0": "1STEP.e0",
+        "1STEP.e0": "0STEP.e0",
+        "preSTEP.d0": "0STEP.d0",
+    }
+    later = parse_events("preSTEP.d0@-1 preF0 sufHEAD0 0STEP.e0")
+    assert {str(by): str(step) for by, step in coming_steps(later).items()} == {"preSTEP.d0@-1": "0STEP.e0"}
 
 
 @pytest.mark.parametrize("seed", SEEDS[:10])

@@ -1,0 +1,159 @@
+"""State that is read ahead of its step: once, never old, and in nobody's way."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import base_config, running
+from models import MixerModel, token_batches
+from pipeline_rig import BLOCK, Rig, assert_dead, blocks, making_rigs, values, within_limit, zeros
+
+from ds_vertical.disk import DiskError
+from ds_vertical.expected import Coming
+from ds_vertical.pipeline import Job
+
+
+@pytest.fixture
+def make_rig() -> Iterator[Callable[..., Rig]]:
+    with making_rigs() as make:
+        yield make
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig]) -> Rig:
+    return make_rig()
+
+
+def expect(rig: Rig, *jobs: Job, begun: int) -> None:
+    """Announce jobs; returns when the state of the first `begun` of them is being read, and of no other."""
+    rig.pipeline.expect([Coming(job.what, job.extents) for job in jobs])
+    wanted = [job.what for job in jobs[:begun]]
+
+    def wait() -> None:
+        while expected(rig) != wanted:
+            time.sleep(0.001)
+
+    assert within_limit(wait) is None
+
+
+def expected(rig: Rig) -> list[str]:
+    with rig.pipeline._changed:
+        return [entry.coming.what for entry in rig.pipeline._expected.begun()]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 7])
+def test_expected_state_is_read_while_nothing_is_submitted_and_once(
+    make_rig: Callable[..., Rig], tmp_path: Path, num_slots: int
+) -> None:
+    rig = make_rig(num_slots)
+    file = zeros(tmp_path / "file", 10)
+    jobs = [rig.add_one(str(i), blocks(file, 2 * i, 2)) for i in range(5)]
+    expect(rig, *jobs, begun=min(num_slots, 5))
+    assert rig.computed == []
+    rig.submit(*jobs)
+    assert within_limit(rig.pipeline.drain) is None
+    assert values(file) == [1] * 10 and rig.computed == list("01234") and expected(rig) == []
+    assert rig.reader.num_read_bytes == 10 * BLOCK
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_what_was_not_expected_gets_a_slot_and_what_was_left_out_is_forgotten(
+    make_rig: Callable[..., Rig], tmp_path: Path, num_slots: int
+) -> None:
+    rig = make_rig(num_slots)
+    file = zeros(tmp_path / "file", 6)
+    left_out, *coming = [rig.add_one(str(i), blocks(file, i)) for i in range(4)]
+    expect(rig, left_out, *coming, begun=num_slots)
+    rig.submit(*(rig.add_one("other", blocks(file, i)) for i in (4, 5)))
+    rig.submit(*coming)
+    assert within_limit(rig.submit(left_out)) is None
+    assert within_limit(rig.pipeline.drain) is None and values(file) == [1] * 6
+    assert rig.computed == ["other", "other", "1", "2", "3", "0"]
+
+
+def test_state_that_another_job_writes_meanwhile_is_read_again(rig: Rig, tmp_path: Path) -> None:
+    file = zeros(tmp_path / "file", 4)
+    job = rig.add_one("expected", blocks(file, 0, 4))
+    expect(rig, job, begun=1)
+    rig.submit(rig.add_one("first", blocks(file, 1, 2)))
+    rig.submit(job)
+    assert within_limit(rig.pipeline.drain) is None and values(file) == [1, 2, 2, 1]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 4])
+def test_hints_right_and_wrong_change_no_value(make_rig: Callable[..., Rig], tmp_path: Path, num_slots: int) -> None:
+    rig, draw = make_rig(num_slots), random.Random(num_slots)
+    file = zeros(tmp_path / "file", 12)
+    counts, before = [0] * 12, list[Job]()
+    for number in range(300):
+        first = draw.randrange(12)
+        job = rig.add_one(str(number), blocks(file, first, count := draw.randint(1, min(8, 12 - first))))
+        hints = draw.choice([[], [job], before[-2:], [job, *before[-1:]]])
+        rig.pipeline.expect([Coming(hint.what, hint.extents) for hint in hints])
+        if draw.random() < 0.2:
+            time.sleep(0.002)
+        rig.submit(job)
+        before.append(job)
+        counts[first : first + count] = [value + 1 for value in counts[first : first + count]]
+    assert within_limit(rig.pipeline.drain) is None
+    assert values(file) == [value % 256 for value in counts] and rig.computed == [str(number) for number in range(300)]
+
+
+def test_an_expected_read_that_fails_is_told_by_its_job_only(rig: Rig, tmp_path: Path) -> None:
+    file, missing = zeros(tmp_path / "file", 2), tmp_path / "missing"
+    lost, kept = rig.add_one("lost", blocks(missing, 0)), rig.add_one("kept", blocks(file, 0, 2))
+    expect(rig, lost, begun=1)
+    assert within_limit(rig.submit(kept)) is None and within_limit(rig.pipeline.drain) is None and values(file) == [1, 1]
+    expect(rig, lost, begun=1)
+    error = assert_dead(rig, rig.submit(lost), DiskError)
+    assert isinstance(error, DiskError) and error.filename == str(missing)
+
+
+@pytest.mark.parametrize("end", ["wait_idle", "close"])
+def test_nothing_expected_is_in_flight_when_the_pipeline_is_idle(rig: Rig, tmp_path: Path, end: str) -> None:
+    job = rig.add_one("job", blocks(zeros(tmp_path / "file", 4), 0, 4))
+    expect(rig, job, begun=1)
+    assert within_limit(getattr(rig.pipeline, end)) is None
+    assert expected(rig) == [] and (end == "close" or not rig.reader.native.pending())
+    rig.pipeline.expect([Coming("late", job.extents)])
+    assert end == "wait_idle" or expected(rig) == []
+
+
+@pytest.mark.parametrize(
+    ("clip", "delay", "untold"), [(0.0, 0.0, []), (0.0, 0.5, ["pre", 2] * 2 + ["pre"]), (0.5, 1.0, ["pre", 2] * 2 + ["pre"])]
+)
+def test_the_engine_reads_the_state_of_each_step_before_it_issues_it(
+    tmp_path: Path, clip: float, delay: float, untold: list[Any]
+) -> None:
+    """Untold are the first step behind the norm, and the first of the next schedule."""
+    config = base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=clip)
+    config["vertical_schedule"] |= {"optimizer_delay": delay, "optimizer_speculation": False}
+    with running(config, partial(MixerModel, 4, 512), vertical=True) as (engine, _):
+        optimizer, pipeline = engine.optimizer, engine.optimizer._pipeline
+        first: list[Any] = []
+
+        def is_being_read(unit: Any) -> bool:
+            with pipeline._changed:
+                return any(entry.coming.what.startswith(f"step {unit},") for entry in pipeline._expected.begun())
+
+        def step(unit: Any, submit: Any) -> Any:
+            with pipeline._changed:
+                told = any(entry.coming.what.startswith(f"step {unit},") for entry in pipeline._expected._entries)
+            while told and not is_being_read(unit):
+                time.sleep(0.001)
+            ticket = submit(unit)
+            if ticket is not None and not told:
+                first.append(unit)
+            return ticket
+
+        for name in ("step_early", "step_unit"):
+            setattr(optimizer, name, partial(step, submit=getattr(optimizer, name)))
+        for batch in token_batches(3, 2):
+            engine.train_batch(iter(batch))
+        assert first == untold
