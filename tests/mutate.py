@@ -124,15 +124,15 @@ MUTATIONS = (
     Mutation(
         "early-writes-not-awaited-by-the-norm",
         "optimizer.py",
-        "            self._pipeline.drain()\n            self._updates.close_updates()\n\n        return",
-        "            self._updates.close_updates()\n\n        return",
+        "        self._pipeline.drain()\n        self._updates.close_updates()\n",
+        "        self._updates.close_updates()\n",
         f"{_FAULTS}the_last_early_part_that_cannot_be_written_is_noticed_by_its_own_step[state]",
     ),
     Mutation(
         "early-parameters-not-awaited-by-the-norm",
         "optimizer.py",
-        "            self._updates.close_updates()\n\n        return",
-        "\n        return",
+        "        self._pipeline.drain()\n        self._updates.close_updates()\n",
+        "        self._pipeline.drain()\n",
         f"{_FAULTS}the_last_early_part_that_cannot_be_written_is_noticed_by_its_own_step[parameter]",
     ),
     Mutation(
@@ -159,9 +159,37 @@ MUTATIONS = (
     Mutation(
         "slots-lost-by-a-failure",
         "pipeline.py",
-        "                self._free = deque(self._slots)\n",
+        "                self._free.extend(self._slots)\n",
         "",
         "test_pipeline.py::test_what_fails_beside_the_state_can_be_recovered_from[read]",
+    ),
+    Mutation(
+        "old-state-read-ahead-kept",
+        "expected.py",
+        "            self.clear()\n\n    def give_back_last",
+        "            pass\n\n    def give_back_last",
+        "test_expected.py::test_state_that_another_job_writes_meanwhile_is_read_again",
+    ),
+    Mutation(
+        "reads-ahead-left-in-flight",
+        "pipeline.py",
+        "            self._changed.wait_for(lambda: self._idle)\n            self._expected.clear()\n",
+        "            self._changed.wait_for(lambda: self._idle)\n",
+        "test_expected.py::test_nothing_expected_is_in_flight_when_the_pipeline_is_idle[wait_idle]",
+    ),
+    Mutation(
+        "claimed-state-read-again",
+        "pipeline.py",
+        "            job.started.extend(expected.reads)\n",
+        "            pass\n",
+        "test_expected.py::test_expected_state_is_read_while_nothing_is_submitted_and_once[3]",
+    ),
+    Mutation(
+        "steps-told-across-the-norm",
+        "schedule.py",
+        "        if event.op is Op.NORM:\n            before = None\n        elif",
+        "        if",
+        "test_simulate.py::test_steps_are_told_by_the_one_before_and_not_across_the_norm",
     ),
     Mutation(
         "cut-files-linked",
