@@ -60,12 +60,14 @@ def step_bound(
     costs = event_costs(schedule.events, machine, shape, parts)
     needs = dependencies(schedule.events) if needs is None else needs
     before = _fetched_before(schedule.events, costs, needs)
+    told = _told(schedule)
     after = _written_after(costs, needs)
     work: dict[str, list[tuple[Stage, float, float]]] = {}
     for index, cost in enumerate(costs):
         for job in cost:
             for position, stage in enumerate(job):
-                fill = before[index] + (_seconds(job[:position]) if schedule.events[index].op is Op.FETCH else 0.0)
+                first = told.get(index, index) if stage.reads_state else index
+                fill = before[first] + (_seconds(job[:position]) if schedule.events[index].op is Op.FETCH else 0.0)
                 drain = max(_write_seconds(job[position + 1 :]), after[index])
                 for resource in _resources(stage.lane, machine):
                     work.setdefault(resource, []).append((stage, fill, drain))
@@ -84,15 +86,24 @@ def longest_chain_s(
 ) -> float:
     """Seconds of the longest chain of events that depend on each other: what no number of resources shortens.
 
-    A delayed step counts without its write, since what follows takes its values from memory.
+    A delayed step counts without its write, since what follows takes its values from memory; one that is told by another
+    event without the read of its state.
     """
     costs = event_costs(schedule.events, machine, shape, parts)
     needs = dependencies(schedule.events) if needs is None else needs
     ends: list[float] = []
-    for event, cost, earlier in zip(schedule.events, costs, needs, strict=True):
-        jobs = ([s for s in job if not ((event.step_offset or event.ahead) and s.lane == "ssd_write")] for job in cost)
+    told = _told(schedule)
+    for index, (event, cost, earlier) in enumerate(zip(schedule.events, costs, needs, strict=True)):
+        delayed = event.step_offset or event.ahead
+        jobs = ([s for s in job if not (delayed and s.lane == "ssd_write" or index in told and s.reads_state)] for job in cost)
         ends.append(max((ends[j] for j in earlier), default=0.0) + max((_seconds(job) for job in jobs), default=0.0))
     return max(ends, default=0.0)
+
+
+def _told(schedule: Schedule) -> dict[int, int]:
+    """By the index of a step, that of the event which tells it: its state may be read from there on."""
+    places = {event: index for index, event in enumerate(schedule.events)}
+    return {places[step]: places[by] for by, step in schedule.coming.items()}
 
 
 def _resources(lane: Lane, machine: Machine) -> tuple[str, ...]:

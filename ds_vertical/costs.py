@@ -151,6 +151,10 @@ class Stage:
     seconds: float
     num_bytes: float = 0.0
 
+    @property
+    def reads_state(self) -> bool:
+        return (self.lane, self.purpose) == ("ssd_read", "state")
+
 
 Job = tuple[Stage, ...]
 Cost = tuple[Job, ...]

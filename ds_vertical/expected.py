@@ -37,7 +37,7 @@ class Expected:
 
 
 class Expectations:
-    """The jobs to come, in order. Slots that it no longer needs go to `free`. Used under the pipeline's lock."""
+    """The jobs to come, in order. Slots that it no longer needs go to `free`. Not thread-safe: the pipeline's lock is held."""
 
     def __init__(self, free: deque[Slot]) -> None:
         self._free = free
@@ -71,17 +71,17 @@ class Expectations:
         for entry in reversed(self._entries):
             if entry.slot is not None:
                 self._give_up(entry)
-                entry.slot, entry.reads = None, []
                 return True
         return False
 
     def clear(self) -> None:
         while self._entries:
-            self._give_up(self._entries.popleft())
+            self._give_up(self._entries[0])
+            self._entries.popleft()  # not before: an interrupted wait must not forget a slot
 
     def _give_up(self, entry: Expected) -> None:
-        """Into memory of ours: complete, whatever came of it."""
-        if entry.slot is not None:
-            for read in entry.reads:
-                complete(read)
-            self._free.append(entry.slot)
+        for read in entry.reads:  # into memory of ours: complete, whatever came of it
+            complete(read)
+        slot, entry.slot, entry.reads = entry.slot, None, []
+        if slot is not None:
+            self._free.append(slot)

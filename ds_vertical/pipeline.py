@@ -106,9 +106,9 @@ class StepPipeline:
         with self._changed:
             if self._closed:
                 raise RuntimeError(f"{what}: the optimizer pipeline is closed; build a new engine")
+            self._wake()
             self._submitted.extend((job, batch) for job in jobs)
             self._idle = False
-            self._wake()
         num_bytes = sum(extent.num_bytes for job in jobs for extent in job.sources)
         return Ticket(what, lambda: self._wait(batch), num_bytes)
 
@@ -117,13 +117,15 @@ class StepPipeline:
         they come does not matter."""
         with self._changed:
             if not self._closed and self._error is None:
-                self._expected.add(jobs)
                 self._wake()
+                self._expected.add(jobs)
 
     def _wake(self) -> None:
+        """The thread finds what is given to it while the caller holds the lock."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ds_vertical optimizer", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="ds_vertical optimizer", daemon=True)
+            thread.start()  # raises where there are too many
+            self._thread = thread
         self._changed.notify_all()
 
     @property
@@ -203,7 +205,8 @@ class StepPipeline:
         return bool(self._free) and self._expected.next() is not None
 
     def _advance(self) -> None:
-        """Start the reads that have a slot, then compute the oldest job, then complete writes where nothing is left."""
+        """Start the reads that have a slot, those of what is expected last; then compute the oldest job, then complete writes
+        where nothing is left."""
         while self._start_one(patient=not self._reading):
             pass
         self._read_ahead()
@@ -254,7 +257,7 @@ class StepPipeline:
                     expected.reads.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
 
     def _take_slot(self, patient: bool) -> Slot | None:
-        """The slot that was written longest ago; with `patient` wait for its writes, or take one from what is expected."""
+        """The slot that has been free longest; with `patient` wait for its writes, or take one from what is expected."""
         with self._changed:
             if patient and not self._free:
                 self._expected.give_back_last()

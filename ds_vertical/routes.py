@@ -33,6 +33,7 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
     """
 
     checksums: Checksums
+    _inside: int  # how many schedules are running
 
     def flush_state(self) -> None:
         raise NotImplementedError
@@ -73,11 +74,17 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
 
     # ---- masters and moments
 
+    def _refuse_inside(self, call: str) -> None:
+        if self._inside:
+            raise RuntimeError(f"{call}: called within a step or an evaluation, where state is on its way; call it between two")
+
     def get_full_hp_param(self, param: Any, optim_state_key: Any = None) -> Any:
         self.flush_state()
         return super().get_full_hp_param(param, optim_state_key)
 
     def set_full_hp_param(self, value: Any, param: Any, optim_state_key: Any = None) -> None:
+        """Raises RuntimeError within a step."""
+        self._refuse_inside("safe_set_full_fp32_param or safe_set_full_optimizer_state")
         self.flush_state()
         super().set_full_hp_param(value, param, optim_state_key)
         self.checksums.clear()
@@ -88,7 +95,9 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
         return None if share is None else share.clone()  # stock's is part of a buffer that the next read takes
 
     def set_local_hp_param(self, value: Any, param: Any, optim_state_key: Any = None) -> None:
-        """Raises ValueError for a wrong number of elements. (Stock refuses every value for a parameter on SSD.)"""
+        """Raises ValueError for a wrong number of elements, RuntimeError within a step. (Stock refuses every value for a
+        parameter on SSD.)"""
+        self._refuse_inside("safe_set_local_fp32_param or safe_set_local_optimizer_state")
         if value.numel() != param.partition_numel():
             raise ValueError(f"got {value.numel()} elements for this rank's share of {param.partition_numel()}")
         self.flush_state()

@@ -179,7 +179,7 @@ def error_at(events: Sequence[Event], index: int, problem: str) -> ScheduleError
 
 
 def coming_steps(events: Sequence[Event]) -> dict[Event, Event]:
-    """Which STEP comes next when an event is issued: told by the STEP before it, or by the first HEAD.
+    """Which STEP comes next: told by the STEP before it as that is issued; where there is none, by the first HEAD.
 
     Across NORM nothing is told: it decides what is stepped.
     """
@@ -231,6 +231,11 @@ class Schedule:
             raise ScheduleError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
         if self.snake and self.order != "vertical":
             raise ScheduleError(f"snake turns the micro-batches at each layer: write order vertical, got {self.order}")
+
+    @cached_property
+    def coming(self) -> dict[Event, Event]:
+        """`coming_steps` of the events."""
+        return coming_steps(self.events)
 
     @cached_property
     def fused(self) -> frozenset[Event]:

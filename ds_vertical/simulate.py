@@ -11,6 +11,9 @@ Adam takes cores from the computation that everybody waits for).
 is complete. Steps of the optimizer are only handed to their pipeline. Where host and device are one memory the
 thread computes itself. RELEASE holds the thread until its unit's uses are complete, so the window bounds memory.
 
+[Note: reading ahead] The state of a step is read from when the event starts that tells it (`schedule.coming_steps`), as far as
+slots are free; the rest of the step starts when its event does.
+
 [Note: boundary] dependencies() covers one schedule. Between consecutive ones: what an earlier step left (`@-1`) needs that
 step's NORM, and what it did to the same unit; the first FETCH of a unit needs its steps and its RELEASE, and of a step
 issued ahead of it (`STEP.d0`) the values only: what is written is needed by the FETCH after that.
@@ -26,7 +29,7 @@ from typing import Final, Literal
 from ds_vertical.costs import Cost, CostsError, Lane, ModelShape, Parts, Stage, event_costs
 from ds_vertical.dependencies import dependencies
 from ds_vertical.machine import Machine
-from ds_vertical.schedule import Event, Op, Schedule, Unit, coming_steps, error_at
+from ds_vertical.schedule import Event, Op, Schedule, Unit, error_at
 
 Issue = Literal["in order", "ahead"]
 Needs = Sequence[Sequence[int]]
@@ -105,7 +108,7 @@ def simulate(
         engine.add_edge(earlier, later)
     engine.limit_slots(slots)
     if overlap:
-        engine.read_ahead(schedule.events)
+        engine.read_ahead(schedule)
     return engine.run()
 
 
@@ -226,16 +229,15 @@ class _Engine:
             write.followers.append(read)
             read.waits += 1
 
-    def read_ahead(self, events: Sequence[Event]) -> None:
-        """State is read from when the step is known to be the next; see `coming_steps`."""
-        positions = {event: index for index, event in enumerate(events) if event.op in (Op.STEP, Op.HEAD)}
-        for told, event in coming_steps(events).items():
-            for first in range(0, len(self.events), len(events)):
+    def read_ahead(self, schedule: Schedule) -> None:
+        """See [Note: reading ahead]."""
+        positions = {event: index for index, event in enumerate(schedule.events) if event.op in (Op.STEP, Op.HEAD)}
+        for told, event in schedule.coming.items():
+            for first in range(0, len(self.events), len(schedule.events)):
                 for job in self.jobs[first + positions[event]]:
-                    reads = [task for task in job if task.stage.lane == "ssd_read" and task.stage.purpose == "state"]
-                    if reads == job[:1] and job[1:]:
-                        reads[0].hinted = True
-                        self.hinted[first + positions[told]] += reads
+                    if job[1:] and job[0].stage.reads_state:
+                        job[0].hinted = True
+                        self.hinted[first + positions[told]].append(job[0])
                         job[1].waits += 1
 
     # ---- the run
@@ -259,8 +261,6 @@ class _Engine:
             index = self.next
             self.next += 1
             self.issued_s[index] = self.now
-            for task in self.hinted[index]:
-                task.waits -= 1
             if self.events[index].op in COMPUTE:
                 self.computing = index
             if self.waits[index] == 0:
@@ -280,6 +280,8 @@ class _Engine:
 
     def _start(self, index: int) -> None:
         """The event is issued and has what it needs: its first stages may run; without stages it is over."""
+        for task in self.hinted[index]:
+            task.waits -= 1
         if not self.jobs[index]:
             self._end(index)
         for job in self.jobs[index]:

@@ -16,7 +16,7 @@ from ds_vertical.gradients import GradientStore
 from ds_vertical.hostmemory import resident_bytes
 from ds_vertical.layers import LayerMap, Unit
 from ds_vertical.microbatch import MicroBatch
-from ds_vertical.schedule import EARLY, Event, Op, Schedule, coming_steps
+from ds_vertical.schedule import EARLY, Event, Op, Schedule
 from ds_vertical.stubs import Stubs
 from ds_vertical.threadstate import ThreadState, preserved
 from ds_vertical.trace import Tracer
@@ -128,7 +128,7 @@ class Sweeps:
             micro_batches = self._micro_batches(bodies, stubs, keep=True, moved=schedule.moved)
             company = self._company()
             parts = gradients, optimizer, scale, self.activations
-            hints = coming_steps(schedule.events) if self.overlap else {}
+            hints = schedule.coming if self.overlap else {}
             training = _Training(schedule, micro_batches, self.params, self.leave, company, *parts, hints)
             self._run(schedule, training.handlers(), micro_batches, company, gradients, optimizer, self.tracer)
         return training.losses
@@ -318,12 +318,12 @@ class _Training(_Pass):
     def head(self, event: Event) -> None:
         """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
         assert event.micro_batch is not None
+        self._hint(event)
         micro_batch = self.micro_batch(event)
         loss = micro_batch.finish()
         self.losses[event.micro_batch] = loss.detach()
         micro_batch.backward_suffix(self.scale(loss))
         self.gradients.add("pre")
-        self._hint(event)
 
     def backward(self, event: Event) -> None:
         micro_batch = self.micro_batch(event)

@@ -27,6 +27,7 @@ from ds_vertical.storage import fail
 logger = logging.getLogger(__name__)
 
 _AT_FDCWD: Final = -100
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
 _RENAME_EXCHANGE: Final = 2
 _BESIDE: Final = re.compile(r"\.(?P<tag>.+)\.(?P<token>[0-9a-f]{8})(?P<old>\.old)?")
 _OF_A_CHECKPOINT: Final = re.compile(rf"{re.escape(NAME)}|rank\d+|\w+_states\.pt")  # ours, and DeepSpeed's
@@ -48,7 +49,7 @@ class TagFolder:
         StorageError; CheckpointError where the tag's folder holds anything that is no checkpoint's: it would be deleted."""
         try:
             self._refuse_others_files()
-            self.beside.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.beside.parent)
             for folder in leftovers(self.beside.parent):
                 _remove(folder)
             self.beside.mkdir(mode=0o700)
@@ -63,10 +64,10 @@ class TagFolder:
         absent between two calls, and its earlier folder is beside it with ".old" at its name's end.
         """
         try:
-            sync_folder(self.beside)
+            _sync(self.beside, _FOLDER)
             old = self._replace()
             try:
-                sync_folder(self.path.parent)
+                _sync(self.path.parent, _FOLDER)
             except OSError:
                 self._put_back(old)
                 raise
@@ -186,23 +187,40 @@ def write_synced(path: Path, data: bytes, mode: int = 0o600) -> None:
             os.fsync(fd)
 
 
+def make_folder(path: Path) -> None:
+    """A folder and those above it. Those that this makes survive a power cut from then on, and so does `path` itself, if
+    somebody else has just made it. Raises OSError."""
+    is_new = not path.is_dir()
+    if is_new:
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+    try:
+        _sync(path.parent, _FOLDER)
+    except OSError as error:
+        if is_new and not isinstance(error, PermissionError):
+            path.rmdir()
+            raise
+        logger.debug("%s: sync: %s", path.parent, error.strerror)  # whoever made the folder, or may read that, syncs it
+
+
 def sync_file(path: Path) -> None:
     """Let what was written to a file survive a power cut. Raises StorageError."""
-    _sync(path, os.O_RDONLY)
+    with naming(path, "sync"):
+        _sync(path, os.O_RDONLY)
 
 
 def sync_folder(path: Path) -> None:
     """Let the names in a folder survive a power cut. Raises StorageError."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+    with naming(path, "sync"):
+        _sync(path, _FOLDER)
 
 
 def _sync(path: Path, flags: int) -> None:
-    with naming(path, "sync"):
-        fd = os.open(path, flags | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _exchange(one: Path, other: Path) -> bool:

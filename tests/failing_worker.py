@@ -63,6 +63,8 @@ def fail(engine: Any, how: str, steps: list[Any]) -> None:
         cut_state(engine)
         for step in steps:
             engine.train_batch(iter(step))
+    elif how == "portable":
+        cut_state(engine)
     elif how in LOSSES:
         engine.train_batch(iter(steps[0]), LOSSES[how])
     elif how == "loop":
@@ -90,9 +92,12 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     asked = how in ("signal", "finish", "asked", "loop", "resume", "whole")
     in_place = {"clip": 0.0} if how == "finish" else {}
-    made = rank_worker.config(folder / "swap", "fp32", tier="nvme" if asked or how == "disk" else "cpu", **in_place)
+    tier = "nvme" if asked or how in ("disk", "portable") else "cpu"
+    made = rank_worker.config(folder / "swap", "fp32", tier=tier, **in_place)
     if asked:
         made["vertical_schedule"]["on_signal"] = {"save_dir": str(folder / "saved")}
+    if how == "portable":
+        made["vertical_schedule"]["optimizer_delay"] = 1.0
     if in_place:
         made["vertical_schedule"]["on_nonfinite"] = "stop"
     engine, model = harness.build_engine(made, rank_worker.OddModel, vertical=True)
@@ -109,7 +114,9 @@ def main() -> int:
     if rank == failing:
         (folder / "failing").touch()
         fail(engine, how, others)
-    else:
+    if how == "portable":
+        engine.save_checkpoint(str(folder / "saved"), portable=True)
+    elif rank != failing:
         for step in itertools.cycle(others) if how == "loop" else others:
             engine.train_batch(iter(step))
     return 0

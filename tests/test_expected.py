@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from harness import base_config, running
 from models import MixerModel, token_batches
-from pipeline_rig import BLOCK, Rig, assert_dead, blocks, making_rigs, values, within_limit, zeros
+from pipeline_rig import BLOCK, LIMIT_S, Rig, assert_dead, blocks, making_rigs, values, within_limit, zeros
 
 from ds_vertical.disk import DiskError
 from ds_vertical.expected import Coming
@@ -132,6 +133,44 @@ def test_nothing_expected_is_in_flight_when_the_pipeline_is_idle(rig: Rig, tmp_p
     assert end == "wait_idle" or expected(rig) == []
 
 
+def test_an_interrupted_wait_loses_no_slot(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
+    rig = make_rig(1)
+    file = zeros(tmp_path / "file", 2)
+    expect(rig, rig.add_one("expected", blocks(file, 0)), begun=1)
+    (entry,) = rig.pipeline._expected.begun()
+    (transfer,) = entry.reads
+    wait = transfer.wait
+
+    def interrupted() -> None:
+        transfer.wait = wait
+        raise KeyboardInterrupt
+
+    transfer.wait = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        rig.pipeline.wait_idle()
+    assert within_limit(rig.submit(rig.add_one("other", blocks(file, 1)))) is None
+    assert within_limit(rig.pipeline.drain) is None and values(file) == [0, 1]
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing_behind(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = zeros(tmp_path / "file", 1)
+    job = rig.add_one("job", blocks(file, 0))
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        for give in (partial(rig.submit, job), partial(rig.pipeline.expect, [Coming(job.what, job.extents)])):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                give()
+    assert within_limit(rig.pipeline.wait_idle) is None and rig.computed == []
+    rig.submit(job)
+    assert within_limit(rig.pipeline.drain) is None and values(file) == [1]
+
+
 @pytest.mark.parametrize(
     ("clip", "delay", "untold"), [(0.0, 0.0, []), (0.0, 0.5, ["pre", 2] * 2 + ["pre"]), (0.5, 1.0, ["pre", 2] * 2 + ["pre"])]
 )
@@ -152,7 +191,9 @@ def test_the_engine_reads_the_state_of_each_step_before_it_issues_it(
         def step(unit: Any, submit: Any) -> Any:
             with pipeline._changed:
                 told = any(entry.coming.what.startswith(f"step {unit},") for entry in pipeline._expected._entries)
+            end = time.monotonic() + LIMIT_S
             while told and not is_being_read(unit):
+                assert time.monotonic() < end, f"the state of {unit} is not being read"
                 time.sleep(0.001)
             ticket = submit(unit)
             if ticket is not None and not told:

@@ -373,6 +373,22 @@ def test_a_gradient_cannot_be_set_after_its_step(pairs: Callable[[str], Pair]) -
     assert not differing(before, read_grads(engine, model))
 
 
+@pytest.mark.parametrize("write", [write_full_master, write_local_master, write_full_moments, write_local_moments])
+def test_state_cannot_be_set_within_a_step(tmp_path: Path, write: Route) -> None:
+    """What the step has read of it by then would come back over it. The step that was left can be taken again."""
+    config = small_buffers(config_in(tmp_path, clip=0.0, section={"optimizer_delay": 0.5}, params="nvme"), 1_100_000)
+    with running(config, build_model, vertical=True) as (engine, model):
+        first, second = token_batches(2, NUM_MICRO_BATCHES)
+        engine.train_batch(iter(first))
+        before = gathered(engine, model, tmp_path)
+        hook = model.blocks[1].register_forward_pre_hook(lambda *_: write(engine, model, tmp_path) and None)
+        with pytest.raises(RuntimeError, match="safe_set_.*: called within a step or an evaluation"):
+            engine.train_batch(iter(second))
+        hook.remove()
+        assert not differing(before, gathered(engine, model, tmp_path))
+        engine.train_batch(iter(second))
+
+
 def test_a_share_of_another_size_is_refused(pairs: Callable[[str], Pair]) -> None:
     _, param = chosen(pairs(DELAYED).arms[True][1])[0]
     with pytest.raises(ValueError, match="got 3 elements for this rank's share of 262144"):

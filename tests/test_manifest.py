@@ -248,6 +248,31 @@ def test_files_of_others_in_the_tags_folder_are_not_deleted(tmp_path: Path) -> N
     assert sorted(each.name for each in tmp_path.iterdir()) == [".tag.00000001", "file", "tag"]
 
 
+def test_the_new_folders_above_a_tag_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They and the one that somebody else may just have made."""
+    synced: list[Path] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (real(fd), synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")))))
+    TagFolder(tmp_path / "runs" / "one", "tag", "00000001").make()
+    assert synced == [tmp_path.parent, tmp_path, tmp_path / "runs"]
+    synced.clear()
+    TagFolder(tmp_path / "runs" / "one", "tag", "00000002").make()
+    assert synced == [tmp_path / "runs"]
+
+
+def test_a_new_folder_that_is_not_on_the_disk_is_not_left_for_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="create the folder: Input/output error"):
+        patch.setattr(os, "fsync", fails)
+        TagFolder(tmp_path / "runs", "tag", "00000001").make()
+    assert not (tmp_path / "runs").exists()
+    TagFolder(tmp_path / "runs", "tag", "00000001").make()
+
+
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("earlier", [True, False])
 def test_a_switch_that_is_not_on_the_disk_is_taken_back(
@@ -261,15 +286,15 @@ def test_a_switch_that_is_not_on_the_disk_is_taken_back(
         folder.path.mkdir()
         (folder.path / manifest.NAME).write_text("earlier")
     folder.make()
-    real = tagfolder.sync_folder
+    real = os.fsync
 
-    def fails(path: Path) -> None:
-        if path == tmp_path:
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        real(path)
+    def fails(fd: int) -> None:
+        if os.path.samestat(os.fstat(fd), tmp_path.stat()):
+            raise OSError(errno.EIO, "Input/output error")
+        real(fd)
 
-    monkeypatch.setattr(tagfolder, "sync_folder", fails)
-    with pytest.raises(StorageError, match="switch to the new folder"):
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(StorageError, match="switch to the new folder: Input/output error"):
         folder.switch()
     folder.discard()
     assert [each.name for each in tmp_path.iterdir()] == ["tag"] * earlier

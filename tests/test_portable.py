@@ -18,19 +18,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import failing_worker
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import zero_to_fp32 as stock_script
-from harness import build_engine, counters, differing, dispose, largest_relative, read_state, read_weights, running
+from harness import base_config, build_engine, counters, differing, dispose, largest_relative, read_state, read_weights, running
+from models import MixerModel, token_batches
 from test_export_fp32 import FROZEN, TiedModel, config_in, masters, train
 from test_ranks import start_ranks
 from torch import nn
 
 from ds_vertical import checkpoint, compat, files, manifest, zero_to_fp32
 from ds_vertical.adam import Powers
+from ds_vertical.disk import DiskError
 from ds_vertical.manifest import CheckpointError
 from ds_vertical.storage import StorageError
+from ds_vertical.torn import TornStateError
 
 HOST = {"params": "cpu", "optimizer": "cpu"}
 BETAS = (0.9, 0.999)
@@ -190,6 +194,20 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 def gathered(model: nn.Module) -> list[str]:
     """Parameters that are there whole."""
     return [name for name, param in model.named_parameters() if not compat.is_partitioned(param)]
+
+
+def test_a_due_step_that_cannot_be_taken_fails_the_save_and_tears_the_state(tmp_path: Path) -> None:
+    made = base_config(tmp_path / "ssd", num_micro_batches=2, dtype="fp32", clip=0.5)
+    made["vertical_schedule"] |= {"optimizer_delay": 1.0}
+    with running(made, partial(MixerModel, 4, 512), vertical=True) as (engine, _):
+        engine.train_batch(iter(token_batches(1, 2)[0]))
+        assert engine.optimizer.due
+        failing_worker.cut_state(engine)
+        with pytest.raises(DiskError, match="the file ends at byte"):
+            engine.save_checkpoint(str(tmp_path / "saved"), portable=True)
+        with pytest.raises(TornStateError):
+            engine.save_checkpoint(str(tmp_path / "saved"), portable=True)
+    assert not (tmp_path / "saved").exists()
 
 
 def test_it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone(

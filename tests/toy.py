@@ -136,6 +136,9 @@ class MemoryOptimizer:
         early = self.params.units[unit][::2]
         return Ticket(f"early step {unit}", lambda: self._early.update({id(p): self._stepped(p) for p in early}))
 
+    def expect_step(self, unit: Unit, early: bool) -> None:
+        """There is nothing to be read."""
+
     def early_writes(self) -> None:
         """Nothing is written."""
 
