@@ -46,11 +46,16 @@ def versions() -> dict[str, str | None]:
 
 
 def _commit(checkout: Path) -> str | None:
-    """With `-dirty` where files differ from it."""
+    """With `-dirty` where files differ from it, but for those of results, which a measurement writes."""
     if not (checkout / ".git").exists() or shutil.which("git") is None:
         return None
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(checkout), *words], capture_output=True, text=True).stdout.strip()
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks")
+    return f"{commit}-dirty" if commit and changed else commit or None
 
 
 def _lines(path: str) -> list[str]:

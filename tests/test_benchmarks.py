@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_vertical import ab
+from ds_vertical import ab, facts
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -142,3 +142,23 @@ def test_saves_are_measured_in_both_arms(tmp_path: Path) -> None:
     assert "failed" not in arms["vertical"]["saves"][2]  # stock cannot save to a tag that is there
     text = (tmp_path / "README.md").read_text()
     assert "| vertical | save tag0 |" in text and "| stock | load |" in text
+
+
+def test_a_measurement_names_the_commit_and_what_differs_from_it_but_for_results(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        names = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
+        return subprocess.run(["git", "-C", str(tmp_path), *names, *words], capture_output=True, text=True, check=True).stdout
+
+    code, result = tmp_path / "code.py", tmp_path / "benchmarks" / "row.json"
+    result.parent.mkdir()
+    assert facts._commit(tmp_path) is None
+    git("init", "-q")
+    for path in (code, result):
+        path.write_text("first")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    head = git("rev-parse", "HEAD")[:12]
+    result.write_text("another")
+    assert facts._commit(tmp_path) == head
+    code.write_text("another")
+    assert facts._commit(tmp_path) == f"{head}-dirty"
