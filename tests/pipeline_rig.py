@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ds_vertical import native
@@ -55,9 +55,9 @@ class Rig:
         self.writer.close()
 
 
-@contextlib.contextmanager
-def making_rigs() -> Iterator[Callable[..., Rig]]:
-    """Makes rigs, which end with the block and leave no thread."""
+@pytest.fixture
+def make_rig() -> Iterator[Callable[..., Rig]]:
+    """Makes rigs, which end with the test and leave no thread."""
     made: list[Rig] = []
 
     def make(*args: Any) -> Rig:
@@ -68,6 +68,11 @@ def making_rigs() -> Iterator[Callable[..., Rig]]:
     for rig in made:
         assert within_limit(rig.close) is None
     assert not pipeline_threads()
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig]) -> Rig:
+    return make_rig()
 
 
 def pipeline_threads() -> list[threading.Thread]:

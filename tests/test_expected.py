@@ -5,30 +5,22 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pipeline_rig
 import pytest
 from harness import base_config, running
 from models import MixerModel, token_batches
-from pipeline_rig import BLOCK, LIMIT_S, Rig, assert_dead, blocks, making_rigs, values, within_limit, zeros
+from pipeline_rig import BLOCK, LIMIT_S, Rig, assert_dead, blocks, values, within_limit, zeros
 
 from ds_vertical.disk import DiskError
 from ds_vertical.expected import Coming
 from ds_vertical.pipeline import Job
 
-
-@pytest.fixture
-def make_rig() -> Iterator[Callable[..., Rig]]:
-    with making_rigs() as make:
-        yield make
-
-
-@pytest.fixture
-def rig(make_rig: Callable[..., Rig]) -> Rig:
-    return make_rig()
+make_rig, rig = pipeline_rig.make_rig, pipeline_rig.rig  # fixtures
 
 
 def expect(rig: Rig, *jobs: Job, begun: int) -> None:

@@ -5,25 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+import pipeline_rig
 import pytest
 from faults import small_disk, small_files
-from pipeline_rig import BLOCK, Rig, assert_dead, blocks, making_rigs, pipeline_threads, values, within_limit, zeros
+from pipeline_rig import BLOCK, Rig, assert_dead, blocks, pipeline_threads, values, within_limit, zeros
 
 from ds_vertical.disk import DiskError
 
-
-@pytest.fixture
-def make_rig() -> Iterator[Callable[..., Rig]]:
-    with making_rigs() as make:
-        yield make
-
-
-@pytest.fixture
-def rig(make_rig: Callable[..., Rig]) -> Rig:
-    return make_rig()
+make_rig, rig = pipeline_rig.make_rig, pipeline_rig.rig  # fixtures
 
 
 # ---- results
