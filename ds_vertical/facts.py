@@ -53,7 +53,7 @@ def _commit(checkout: Path) -> str | None:
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(checkout), *words], capture_output=True, text=True).stdout.strip()
 
-    commit = git("rev-parse", "--short=12", "HEAD")
+    commit = git("rev-parse", "--verify", "--quiet", "--short=12", "HEAD")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks")
     return f"{commit}-dirty" if commit and changed else commit or None
 

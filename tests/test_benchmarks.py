@@ -153,6 +153,7 @@ def test_a_measurement_names_the_commit_and_what_differs_from_it_but_for_results
     result.parent.mkdir()
     assert facts._commit(tmp_path) is None
     git("init", "-q")
+    assert facts._commit(tmp_path) is None
     for path in (code, result):
         path.write_text("first")
     git("add", ".")
