@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -76,8 +76,9 @@ class BlockTimer:
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def rates(self, rounds: int) -> dict[str, float]:
-        """Seconds: the median of `rounds` times a few calls, of more where they are short; `activation_bytes` of what passes
-        between layers; where the device is the host `gauge_s`, see [Note: gauge], of the time in which the layer was timed."""
+        """Seconds: of a layer's passes the mean of `rounds` times a few calls, of more where they are short (a step takes the
+        machine's slow moments with the fast ones), of the rest the median; `activation_bytes` of what passes between layers;
+        where the device is the host `gauge_s`, see [Note: gauge], of the time in which the layer was timed."""
         once = self._run()
         layer = self._layer(once, rounds)
         pre, head, embed = zip(*(self._outside() for _ in _rounds(max(3, rounds))), strict=True)
@@ -148,8 +149,8 @@ class BlockTimer:
                     backward.append(end - middle)
             self.sums.drop(unit)  # the next round copies its first gradient, as each step does
             gauged += [] if self.gauge is None else [self.gauge.sample()]
-        found = {"layer_forward_s": median(forward), "layer_backward_s": median(backward)}
-        return found | ({"gauge_s": median(gauged)} if gauged else {})
+        found = {"layer_forward_s": fmean(forward), "layer_backward_s": fmean(backward)}
+        return found | ({"gauge_s": fmean(gauged)} if gauged else {})
 
 
 def _rounds(least: int) -> Iterator[int]:
