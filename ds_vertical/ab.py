@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_vertical import cgroup, gauge, yardstick
+from ds_vertical import cgroup, gauge, timekeeper, yardstick
 from ds_vertical.arms import Arms, build_arms, nvme_paths
 from ds_vertical.comparison import (
     ARMS,
@@ -190,7 +190,7 @@ def _gauge(plan: Plan) -> contextlib.AbstractContextManager[dict[str, str]]:
 
     @contextlib.contextmanager
     def serving() -> Iterator[dict[str, str]]:
-        with gauge.serving() as path:
+        with timekeeper.serving() as path:
             yield {gauge.VARIABLE: path}
 
     wanted = plan.with_bound and plan.machine is None and plan.num_ranks == 1

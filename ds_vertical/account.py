@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from ds_vertical.costs import ModelShape, Placement
 from ds_vertical.schedule import DELAYED, PRE, Op, Schedule, Unit
@@ -18,6 +18,8 @@ from ds_vertical.traffic import Traffic, kept_layers, vertical_traffic
 
 FILE_NAME = "account.jsonl"
 Share = Literal["delayed", "all"]
+
+DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # torch's names, and those of `limits`
 
 
 @dataclass(frozen=True)

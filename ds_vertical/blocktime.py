@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vertical.gauge import Gauge
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hostmemory import keep_freed_memory
 from ds_vertical.layers import LayerMap, map_layers
@@ -72,20 +72,30 @@ class BlockTimer:
         self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
         numel, rounding = nn.Parameter.numel, lambda param: param.dtype
         self.sums = GradientStore(self.layers.units, torch.float32, numel, rounding, device=device)
-        self.gauge = Gauge(batch.tokens, str(dtype).removeprefix("torch.")) if device == "cpu" else None
+        self.on_host = device == "cpu"
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    @cached_property
+    def once(self) -> _Capture:
+        return self._run()
 
     def rates(self, rounds: int) -> dict[str, float]:
         """Seconds: of a layer's passes the mean of `rounds` times a few calls, of more where they are short (a step takes the
         machine's slow moments with the fast ones), of the rest the median; `activation_bytes` of what passes between layers;
-        where the device is the host `gauge_s`, see [Note: gauge], of the time in which the layer was timed."""
-        once = self._run()
-        layer = self._layer(once, rounds)
-        pre, head, embed = zip(*(self._outside() for _ in _rounds(max(3, rounds))), strict=True)
-        assert once.entered is not None
-        size = float(once.entered.numel() * once.entered.element_size())
+        where the device is the host `gauge_s`, what `block_s` would tell of the time in which the layer was timed."""
+        passes = list(self._passes(rounds, _LEAST_S))
+        forward, backward = (fmean(column) for column in zip(*passes, strict=True))
+        layer = {"layer_forward_s": forward, "layer_backward_s": backward}
+        layer |= {"gauge_s": forward + backward} if self.on_host else {}
+        pre, head, embed = zip(*(self._outside() for _ in _rounds(max(3, rounds), _LEAST_S)), strict=True)
+        assert self.once.entered is not None
+        size = float(self.once.entered.numel() * self.once.entered.element_size())
         outside = {"pre_forward_s": median(pre), "pre_backward_s": median(embed), "head_s": median(head)}
         return layer | outside | {"activation_bytes": size}
+
+    def block_s(self, least_s: float) -> float:
+        """Seconds of a block's forward and backward, the mean over `least_s` or more."""
+        return fmean(forward + backward for forward, backward in self._passes(1, least_s))
 
     def _run(self) -> _Capture:
         """The whole forward, with the graph cut before the suffix."""
@@ -129,11 +139,11 @@ class BlockTimer:
             backward_s = perf_counter() - end
         return seen.prefix_end - start, end - seen.suffix_start, backward_s
 
-    def _layer(self, seen: _Capture, rounds: int) -> dict[str, float]:
-        block, unit = self.layers.blocks[0].module, 0
+    def _passes(self, rounds: int, least_s: float) -> Iterator[tuple[float, float]]:
+        """Seconds of a block's forward, and of its backward with the sum of its gradients, again and again."""
+        block, unit, seen = self.layers.blocks[0].module, 0, self.once
         args, kwargs = _leaves(seen.args), dict(zip(seen.kwargs or {}, _leaves((seen.kwargs or {}).values()), strict=True))
-        forward, backward, gauged = [], [], []
-        for _ in _rounds(rounds):
+        for _ in _rounds(rounds, least_s):
             for call in range(_CALLS):
                 start = perf_counter()
                 output = block(*args, **kwargs)
@@ -145,19 +155,15 @@ class BlockTimer:
                 self.synchronize()
                 end = perf_counter()
                 if call:
-                    forward.append(middle - start)
-                    backward.append(end - middle)
+                    yield middle - start, end - middle
             self.sums.drop(unit)  # the next round copies its first gradient, as each step does
-            gauged += [] if self.gauge is None else [self.gauge.sample()]
-        found = {"layer_forward_s": fmean(forward), "layer_backward_s": fmean(backward)}
-        return found | ({"gauge_s": fmean(gauged)} if gauged else {})
 
 
-def _rounds(least: int) -> Iterator[int]:
-    """Counts `least` rounds, and on until they have taken _LEAST_S."""
+def _rounds(least: int, least_s: float) -> Iterator[int]:
+    """Counts `least` rounds, and on until they have taken `least_s`."""
     start = perf_counter()
     for count in range(max(least, _MOST_ROUNDS)):
-        if count >= least and perf_counter() - start >= _LEAST_S:
+        if count >= least and perf_counter() - start >= least_s:
             return
         yield count
 

@@ -25,16 +25,13 @@ class Conditions:
 
     @property
     def drift(self) -> float | None:
-        """By how much a layer took longer in one report than in another, for a host of one speed where that was measured; None
-        where there is one report, or no layer in it."""
+        """By how much a layer took longer in one report than in another; None where there is one report, or no layer in it."""
         seconds = [rates.get("layer_forward_s", 0.0) + rates.get("layer_backward_s", 0.0) for rates in self._every]
-        if all(rates.get(_GAUGE) for rates in self._every):
-            seconds = [each / rates[_GAUGE] for each, rates in zip(seconds, self._every, strict=True)]
         return max(seconds) / min(seconds) - 1 if len(seconds) > 1 and min(seconds) > 0 else None
 
     def slowdown(self, steps: Sequence[RanStep], index: int) -> float:
-        """Over the reports' seconds those of the host's work in a step, from what was measured ahead of it and behind it; 1
-        where nothing was."""
+        """Over the reports' seconds of a block those around a step, from what was measured ahead of it and behind it; 1 where
+        nothing was."""
         known = [step.gauge_s for step in steps[max(0, index - 1) : index + 1] if step.gauge_s is not None]
         usual = self.rates.get(_GAUGE)
         return mean(known) / usual if known and usual else 1.0

@@ -12,11 +12,12 @@ from torch import nn
 
 from ds_vertical import batches as micro
 from ds_vertical import compat, gauge, ranks
+from ds_vertical.account import DTYPES
 from ds_vertical.batches import LossFn
 from ds_vertical.layers import check_trainable, refuse_batch_flags
 from ds_vertical.metrics import StepRecorder
 from ds_vertical.progress import Progress
-from ds_vertical.survey import Surveyor
+from ds_vertical.survey import Surveyor, model_config
 from ds_vertical.threadstate import ThreadState, applied
 
 
@@ -122,8 +123,10 @@ class Loop:
         `tokens` of one micro-batch."""
         if not compat.is_one_memory() or ranks.world_size() > 1:
             return None
-        dtype = str(next(self.engine.module.parameters()).dtype).removeprefix("torch.")
-        return gauge.measure_between_steps(tokens, dtype, torch.get_num_threads())
+        module, sequences = self.engine.module, self.engine.train_micro_batch_size_per_gpu()
+        dtype = DTYPES[str(next(module.parameters()).dtype).removeprefix("torch.")]
+        batch = {"tokens": tokens, "sequences": sequences, "dtype": dtype}
+        return gauge.measure_between_steps(model_config(module), batch, torch.get_num_threads())
 
     def _survey(self, recorder: StepRecorder, tokens: int, gauge_s: float | None) -> None:
         """The vertical arm's account of the step, beside its record."""

@@ -69,7 +69,7 @@ def facts_of(engine: Any, tokens: int) -> Facts:
         sequences=engine.train_micro_batch_size_per_gpu(),
         tokens=tokens,
         threads=torch.get_num_threads(),
-        model=_model_config(engine.module),
+        model=model_config(engine.module),
         overlap=engine.vertical.overlap,
         gradients_on_ssd=optimizer.gradients_on_ssd,
         activations_on_host=engine.vertical.moved_shares[0],
@@ -77,6 +77,7 @@ def facts_of(engine: Any, tokens: int) -> Facts:
     )
 
 
-def _model_config(module: torch.nn.Module) -> dict[str, Any] | None:
+def model_config(module: torch.nn.Module) -> dict[str, Any] | None:
+    """The Hugging Face configuration, None where the model has none."""
     config: Any = getattr(module, "config", None)
     return json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None

@@ -1,9 +1,10 @@
 """What a vertical step could be: its bound, the bytes of the table, the memory formula, beside what was measured.
 
 The machine's rates are measured right ahead of and after each run of the vertical arm, under the same disk limit, with its
-model, micro-batch, dtype and threads, and their mean is that run's, corrected step by step by how fast the host was (`gauge`):
-a shared machine is another one minutes later. Where both tell machines apart that differ by more than _STEADY, the run's bound
-says little, and it is left out of the ratio if another run is steadier. Or the rates come from a file.
+model, micro-batch, dtype and threads, and their mean is that run's, corrected step by step by how long a layer took between
+its steps (`gauge`): a shared machine is another one minutes later. Where nobody asked that, and both tell machines apart that
+differ by more than _STEADY, the run's bound says little, and it is left out of the ratio if another run is steadier. Or the
+rates come from a file.
 Everything is computed for the schedules that really ran (`account`). The simulated makespan stands beside the bound: it knows
 queues and order, but it is a model's opinion, no limit.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ds_vertical.account import Account, RanStep, read_account
+from ds_vertical.account import DTYPES, Account, RanStep, read_account
 from ds_vertical.bound import Bound, step_bound
 from ds_vertical.cgroup import LimitedGroup
 from ds_vertical.comparison import ARMS, ArmSummary, Run
@@ -32,7 +33,6 @@ from ds_vertical.schedule import PRE, Event, Op, parse_event
 from ds_vertical.simulate import simulate
 from ds_vertical.trace import StepTrace, cost_share, optimizer_overlap, read_trace, record_s, summarize
 
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _STEADY_STEPS = 3
 _STEADY = 0.15  # by which seconds of a layer may differ ahead of a run and after it
 
@@ -73,7 +73,7 @@ def measure_machine(account: Account, out: Path, folder: Path, group: LimitedGro
     command += ["--threads", str(facts.threads), "--out", str(target), "--no-keep", "--no-fio"]
     if facts.model is not None:
         (out / "model.json").write_text(json.dumps(facts.model))
-        command += ["--model", str(out / "model.json"), "--dtype", _DTYPES[facts.dtype], "--tokens", str(facts.tokens)]
+        command += ["--model", str(out / "model.json"), "--dtype", DTYPES[facts.dtype], "--tokens", str(facts.tokens)]
         command += ["--sequences", str(facts.sequences)]
     if group is not None:
         command += ["--limited", json.dumps(group.to_json())]
@@ -108,7 +108,7 @@ def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, ou
     every_bound = sorted((bound for found in bounds.values() for bound in found), key=lambda bound: bound.seconds)
     middle = every_bound[len(every_bound) // 2]
     ratios = {each.run.repeat: ratio for each in ran if (ratio := _over_bound(each, bounds[each.run.repeat])) is not None}
-    drifts = {repeat: conditions[repeat].drift for repeat in ratios}
+    drifts = {each.run.repeat: _drift(each, conditions) for each in ran if each.run.repeat in ratios}
     known = {repeat: drift <= _STEADY for repeat, drift in drifts.items() if drift is not None}
     steady = [ratio for repeat, ratio in ratios.items() if known.get(repeat, True)]
     found: dict[str, Any] = {
@@ -134,6 +134,11 @@ def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, ou
         | {"bytes": _bytes(ran, rates), "host_memory": _memory(ran, stock)}
         | _traced(traced, measured, conditions, out)
     )
+
+
+def _drift(ran: Ran, conditions: Mapping[int, Conditions]) -> float | None:
+    """By how much the machine changed unnoticed: None where the run's own steps tell how fast the host was."""
+    return None if any(step.gauge_s is not None for step in ran.account.steps) else conditions[ran.run.repeat].drift
 
 
 def _slowdowns(ran: Ran, conditions: Conditions) -> list[float]:

@@ -1192,8 +1192,8 @@ MUTATIONS = (
     Mutation(
         "pieces-summed-on-the-host",
         "blocktime.py",
-        ", device=device)\n        self.gauge",
-        ")\n        self.gauge",
+        ", device=device)\n        self.on_host",
+        ")\n        self.on_host",
         "test_limits.py::test_gradients_of_a_models_pieces_are_summed_where_the_model_is",
     ),
     Mutation(
@@ -1213,7 +1213,7 @@ MUTATIONS = (
     ),
     Mutation(
         "run-goes-on-while-it-is-gauged",
-        "gauge.py",
+        "timekeeper.py",
         'os.kill(asked["pid"], signal.SIGSTOP)',
         "pass",
         "test_gauge.py::test_the_process_that_asks_stands_still_meanwhile",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
-from ds_vertical import gauge
+from ds_vertical import gauge, timekeeper
+from ds_vertical.blocktime import Batch, BlockTimer
+
+MODEL = Path(__file__).parent.parent / "configs" / "models" / "gpt_13m.json"
 
 ASKING = """
-import threading, time
+import json, sys, threading, time
 from ds_vertical import gauge
 
 def count():
@@ -22,7 +28,7 @@ def count():
 stamps = []
 threading.Thread(target=count, daemon=True).start()
 time.sleep(0.5)
-seconds = gauge.measure_between_steps(8, "float32", 1)
+seconds = gauge.measure_between_steps(json.loads(sys.argv[1]), {"tokens": 8, "sequences": 1, "dtype": "fp32"}, 1)
 time.sleep(0.5)
 pauses = [after - before for before, after in zip(stamps, stamps[1:])]
 print(seconds, max(pauses))
@@ -30,28 +36,34 @@ print(seconds, max(pauses))
 
 
 def test_the_process_that_asks_stands_still_meanwhile() -> None:
-    with gauge.serving() as path:
+    with timekeeper.serving() as path:
         for _ in range(2):
-            command = [sys.executable, "-c", ASKING]
+            command = [sys.executable, "-c", ASKING, MODEL.read_text()]
             env = os.environ | {gauge.VARIABLE: path}
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
             assert done.returncode == 0, done.stderr
             seconds, pause = map(float, done.stdout.split())
-            assert 1e-5 < seconds < 1 and pause >= 0.9
+            assert 1e-5 < seconds < 1 and pause >= 0.9  # a second of its layer, in its absence
 
 
 def test_nobody_is_asked_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(gauge.VARIABLE, raising=False)
-    assert gauge.measure_between_steps(8, "float32", 1) is None
+    assert gauge.measure_between_steps(json.loads(MODEL.read_text()), asdict(Batch(8, 1, "fp32")), 1) is None
+
+
+def test_a_model_without_a_configuration_is_not_gauged() -> None:
+    with timekeeper.serving() as path, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(gauge.VARIABLE, path)
+        assert gauge.measure_between_steps(None, asdict(Batch(8, 1, "fp32")), 1) is None
 
 
 def test_more_work_takes_longer() -> None:
-    few, many = gauge.Gauge(1, "float32"), gauge.Gauge(512, "float32")
-    assert min(many.sample() for _ in range(5)) > 2 * min(few.sample() for _ in range(5))
+    few, many = (BlockTimer(MODEL, Batch(tokens, 1, "fp32"), "cpu").block_s(0.2) for tokens in (1, 256))
+    assert many > 2 * few
 
 
 def test_the_measuring_process_ends_with_the_block() -> None:
-    with gauge.serving() as path:
+    with timekeeper.serving() as path:
         assert subprocess.run(["pgrep", "-f", path], capture_output=True).stdout
     assert not subprocess.run(["pgrep", "-f", path], capture_output=True).stdout
     assert not os.path.exists(path)
