@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ds_vertical import compat, compat_pools, compat_state, headroom, hostmemory, limits_cache, ranks, storage
-from ds_vertical.allowance import Allowance
 from ds_vertical.batches import LossFn
 from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
 from ds_vertical.buffers import buffers_of_whole_steps
@@ -203,7 +202,8 @@ class VerticalEngine(SavingEngine):
         new_queue = partial(new_disk_queue, compat.aio_config(self), self.tracer)
         window = vertical.prefetch_layers
         num_buffers = layer_buffers(window, layers.num_layers)
-        files = self.optimizer.regime.generations, self.optimizer.checksums
+        generations = self.optimizer.regime.generations
+        files = generations, self.optimizer.checksums
         self._params = ParamStore(layers.units, new_queue, num_buffers, device, new_queue(), window, *files)
         begin = partial(serve_device, device, ranks.ranks_on_these_cores())
         self.optimizer.start_pipeline(new_queue, self._params, self.tracer, begin)
@@ -226,7 +226,6 @@ class VerticalEngine(SavingEngine):
             overlap=vertical.overlap,
             tracer=self.tracer,
             activations=self._activations,
-            allowance=Allowance(left if compat.is_one_memory() else None),
             others=OtherRanks(self._params, self.optimizer, self._stopping) if ranks.world_size() > 1 else None,
             leave=self._stopping.vote,
         )

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 
 from ds_vertical.activations import ActivationStore
-from ds_vertical.allowance import Allowance
 from ds_vertical.company import Company, Others, StepLeft
 from ds_vertical.executor import Executor, Handler
 from ds_vertical.gradients import GradientStore
@@ -105,7 +104,6 @@ class Sweeps:
         overlap: bool,
         tracer: Tracer | None = None,
         activations: ActivationStore | None = None,
-        allowance: Allowance | None = None,
         others: Others | None = None,
         leave: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -115,7 +113,6 @@ class Sweeps:
         self.overlap = overlap
         self.tracer = tracer
         self.activations = activations
-        self.allowance = allowance or Allowance(None)
         self.others = others
 
     def train(
@@ -130,7 +127,7 @@ class Sweeps:
         with preserved(), Stubs(self.layers.blocks) as stubs:
             micro_batches = self._micro_batches(bodies, stubs, keep=True, moved=schedule.moved)
             company = self._company()
-            parts = gradients, optimizer, scale, self.activations, self.allowance
+            parts = gradients, optimizer, scale, self.activations
             hints = schedule.coming if self.overlap else {}
             training = _Training(schedule, micro_batches, self.params, self.leave, company, *parts, hints)
             self._run(schedule, training.handlers(), micro_batches, company, gradients, optimizer, self.tracer)
@@ -170,8 +167,9 @@ class Sweeps:
     ) -> None:
         def held_bytes() -> dict[str, int]:
             held = {"host": self.params.host_bytes, "device": gradients.num_bytes if gradients else 0}
-            moved = {} if self.activations is None else self.activations.num_bytes
-            return {tier: held.get(tier, 0) + moved.get(tier, 0) for tier in held | moved}
+            for tier, count in (self.activations.num_bytes if self.activations is not None else {}).items():
+                held[tier] = held.get(tier, 0) + count
+            return held
 
         executor = Executor(
             handlers,
@@ -220,7 +218,7 @@ class _Pass:
         leave: Callable[[], bool],
         company: Company | None,
     ) -> None:
-        self.schedule = schedule
+        self.fused = schedule.fused
         self.micro_batches = micro_batches
         self.params = params
         self.leave = leave
@@ -248,7 +246,7 @@ class _Pass:
             self.micro_batch(event).start()
         else:
             assert isinstance(event.layer, int)
-            self.micro_batch(event).advance(event.layer, keep_graph=event in self.schedule.fused)
+            self.micro_batch(event).advance(event.layer, keep_graph=event in self.fused)
 
 
 class _Evaluation(_Pass):
@@ -276,13 +274,11 @@ class _Training(_Pass):
         optimizer: Optimizer,
         scale: Callable[[torch.Tensor], torch.Tensor],
         activations: ActivationStore | None,
-        allowance: Allowance,
         hints: Mapping[Event, Event],
     ) -> None:
         super().__init__(schedule, micro_batches, params, leave, company)
         self.hints = hints
         self.activations = activations
-        self.allowance = allowance
         self.gradients = gradients
         self.optimizer = optimizer
         self.scale = scale
@@ -305,16 +301,13 @@ class _Training(_Pass):
         )
 
     def forward(self, event: Event) -> None:
-        layer, index, store = event.layer, event.micro_batch, self.activations
-        if store is None or not isinstance(layer, int):
-            super().forward(event)
-        else:
-            assert index is not None
-            store.require(layer, index)
-            super().forward(event)
-            if event not in self.schedule.fused:
-                store.leave(layer, index, self.micro_batch(event))
-        self.allowance.check(event, self.schedule, self.micro_batches)
+        if self.activations is None or not isinstance(event.layer, int):
+            return super().forward(event)
+        assert event.micro_batch is not None
+        self.activations.require(event.layer, event.micro_batch)
+        super().forward(event)
+        if event not in self.fused:
+            self.activations.leave(event.layer, event.micro_batch, self.micro_batch(event))
 
     def fetch(self, event: Event) -> Ticket | None:
         if event.ahead:
@@ -385,11 +378,14 @@ def _move_handlers(store: ActivationStore, micro_batches: Sequence[MicroBatch]) 
         assert event.micro_batch is not None
         return _unit(event), event.micro_batch
 
+    def own(event: Event) -> MicroBatch:
+        return micro_batches[unit(event)[1]]
+
     return {
-        Op.SAVE: lambda event: store.save(*layer(event), micro_batches[layer(event)[1]]),
+        Op.SAVE: lambda event: store.save(*layer(event), own(event)),
         Op.LOAD: lambda event: store.load(*layer(event)),
         Op.DROP: lambda event: store.drop(*layer(event)),
-        Op.GSAVE: lambda event: store.save_gradient(*unit(event), micro_batches[unit(event)[1]]),
+        Op.GSAVE: lambda event: store.save_gradient(*unit(event), own(event)),
         Op.GLOAD: lambda event: store.load_gradient(*unit(event)),
         Op.GDROP: lambda event: store.drop_gradient(*unit(event)),
     }

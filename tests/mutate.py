@@ -1219,20 +1219,6 @@ MUTATIONS = (
         "test_gauge.py::test_the_process_that_asks_stands_still_meanwhile",
     ),
     Mutation(
-        "activations-that-rest-are-not-counted",
-        "allowance.py",
-        "if needed > self._limit:",
-        "if False:",
-        "test_allowance.py::test_what_the_layers_hand_on_must_fit_what_the_budget_leaves[vertical]",
-    ),
-    Mutation(
-        "activations-that-move-are-counted-as-resting",
-        "allowance.py",
-        " if index not in schedule.moved]",
-        "]",
-        "test_allowance.py::test_what_the_layers_hand_on_must_fit_what_the_budget_leaves[half_on_ssd]",
-    ),
-    Mutation(
         "activations-beyond-their-budget",
         "parcels.py",
         "            if held + num_bytes > self._host_limit:",
