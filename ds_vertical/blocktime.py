@@ -27,6 +27,7 @@ from ds_vertical.layers import LayerMap, map_layers
 _CALLS = 3  # of a piece in a row; the first is left out
 _LEAST_S = 3.0  # of measuring a piece: on a shared machine a burst of others' work is shorter than half of it
 _MOST_ROUNDS = 100
+_ANY_NUMBER = 1 << 30
 _KEPT_BYTES = 1 << 30
 
 
@@ -95,7 +96,7 @@ class BlockTimer:
 
     def block_s(self, least_s: float) -> float:
         """Seconds of a block's forward and backward, the mean over `least_s` or more."""
-        return fmean(forward + backward for forward, backward in self._passes(1, least_s))
+        return fmean(forward + backward for forward, backward in self._passes(1, least_s, _ANY_NUMBER))
 
     def _run(self) -> _Capture:
         """The whole forward, with the graph cut before the suffix."""
@@ -139,11 +140,11 @@ class BlockTimer:
             backward_s = perf_counter() - end
         return seen.prefix_end - start, end - seen.suffix_start, backward_s
 
-    def _passes(self, rounds: int, least_s: float) -> Iterator[tuple[float, float]]:
+    def _passes(self, rounds: int, least_s: float, most: int = _MOST_ROUNDS) -> Iterator[tuple[float, float]]:
         """Seconds of a block's forward, and of its backward with the sum of its gradients, again and again."""
         block, unit, seen = self.layers.blocks[0].module, 0, self.once
         args, kwargs = _leaves(seen.args), dict(zip(seen.kwargs or {}, _leaves((seen.kwargs or {}).values()), strict=True))
-        for _ in _rounds(rounds, least_s):
+        for _ in _rounds(rounds, least_s, most):
             for call in range(_CALLS):
                 start = perf_counter()
                 output = block(*args, **kwargs)
@@ -159,10 +160,10 @@ class BlockTimer:
             self.sums.drop(unit)  # the next round copies its first gradient, as each step does
 
 
-def _rounds(least: int, least_s: float) -> Iterator[int]:
-    """Counts `least` rounds, and on until they have taken `least_s`."""
+def _rounds(least: int, least_s: float, most: int = _MOST_ROUNDS) -> Iterator[int]:
+    """Counts `least` rounds, and on until they have taken `least_s`, or to `most`."""
     start = perf_counter()
-    for count in range(max(least, _MOST_ROUNDS)):
+    for count in range(max(least, most)):
         if count >= least and perf_counter() - start >= least_s:
             return
         yield count

@@ -143,11 +143,13 @@ class Forecast:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
         largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
         tier = "host" if self._one_memory else "device"
+        kept = self.shape.working_bytes if self._one_memory else 0  # of what is freed, for pieces of other sizes
         scaled = 0 if self._certain else FP32_BYTES * min(memory.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
         return (
             Item("host", "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
             Item(tier, "fp64 copy for a norm", compat_pools.norm_bytes() * largest, "(largest parameter)"),
             Item("host", "scaled gradient", scaled, "gradient_clipping"),
+            Item("host", "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
         )
 
     @property
@@ -206,9 +208,9 @@ class Forecast:
         return found
 
     def _working_bytes(self, gradients: int) -> int:
-        """A layer's gradients as autograd makes them, and a kernel's own copy of its largest weight."""
+        """A layer's gradients as autograd makes them, and a kernel's own copy of the largest one, which it sums in fp32."""
         params = [param for params in self._layers.units.values() for param in params]
-        return (gradients + max(map(compat.full_numel, params))) * self._param_bytes
+        return gradients * self._param_bytes + max(map(compat.full_numel, params)) * FP32_BYTES
 
     # ---- chunks, as the optimizer will make them
 

@@ -37,6 +37,7 @@ class Loop:
         self._recorder_asked = False
         self._surveyor: Surveyor | None = None
         self._own_data: Iterator[Any] | None = None
+        self._gauged_tokens = 0
 
     # ---- the work, by arm
 
@@ -121,12 +122,13 @@ class Loop:
     def _gauged(self, tokens: int) -> float | None:
         """How fast the host is behind this step, where that is asked; of both arms, which have the same rest between steps so.
         `tokens` of one micro-batch."""
-        if not compat.is_one_memory() or ranks.world_size() > 1:
+        if not (gauge.asked() and compat.is_one_memory() and ranks.world_size() == 1):
             return None
+        self._gauged_tokens = self._gauged_tokens or tokens  # of the step for which `limits` measures, however long others are
         module, sequences = self.engine.module, self.engine.train_micro_batch_size_per_gpu()
-        dtype = DTYPES[str(next(module.parameters()).dtype).removeprefix("torch.")]
-        batch = {"tokens": tokens, "sequences": sequences, "dtype": dtype}
-        return gauge.measure_between_steps(model_config(module), batch, torch.get_num_threads())
+        dtype = DTYPES.get(str(next(module.parameters()).dtype).removeprefix("torch."))
+        batch = {"tokens": self._gauged_tokens, "sequences": sequences, "dtype": dtype}
+        return gauge.measure_between_steps(model_config(module) if dtype else None, batch, torch.get_num_threads())
 
     def _survey(self, recorder: StepRecorder, tokens: int, gauge_s: float | None) -> None:
         """The vertical arm's account of the step, beside its record."""

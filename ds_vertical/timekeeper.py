@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ds_vertical.blocktime import BlockTimer
 
 _LEAST_S = 1.0
+_MOST_S = 300
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,34 +46,43 @@ def serve(path: str) -> None:
     """Answer one run after the other, until killed, or until the process that has started this one ends."""
     import torch
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through the `finally` that lets a stopped run go on
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through what lets a stopped run go on
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
         print("ready", flush=True)
+        os.dup2(2, 1)  # nobody reads what libraries print from here on
         timers: dict[str, BlockTimer] = {}
         while True:
             client, _ = server.accept()
-            with contextlib.suppress(OSError, ValueError), client, client.makefile("rw") as line:  # of one client's end
+            with contextlib.suppress(Exception), client, client.makefile("rw") as line:  # the next one is answered all the same
                 asked: dict[str, Any] = json.loads(line.readline())
                 torch.set_num_threads(asked["threads"])
-                try:
-                    os.kill(asked["pid"], signal.SIGSTOP)
+                with _stopped(asked["pid"]):
                     seconds = _timer(timers, asked, Path(path).parent).block_s(_LEAST_S)
-                finally:
-                    os.kill(asked["pid"], signal.SIGCONT)
                 line.write(f"{seconds!r}\n")
+
+
+@contextlib.contextmanager
+def _stopped(pid: int) -> Iterator[None]:
+    """A process stands still for the block, but for no longer than _MOST_S, nor longer than this process lives: another one
+    lets it go on when its input ends."""
+    waiting = f"timeout {_MOST_S} cat >/dev/null; kill -CONT {pid}"
+    with subprocess.Popen(["sh", "-c", waiting], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL):
+        os.kill(pid, signal.SIGSTOP)
+        yield
 
 
 def _timer(timers: dict[str, BlockTimer], asked: Mapping[str, Any], folder: Path) -> BlockTimer:
     from ds_vertical.blocktime import Batch, BlockTimer
 
-    key = json.dumps([asked["model"], asked["batch"]])
+    key = json.dumps([asked["model"], asked["batch"], asked["zero_linear"]])
     if key not in timers:
         model = folder / "model.json"
         model.write_text(json.dumps(asked["model"]))
-        timers[key] = BlockTimer(model, Batch(**asked["batch"]), "cpu", zero_linear=True)
+        timers.clear()  # a model's layer each
+        timers[key] = BlockTimer(model, Batch(**asked["batch"]), "cpu", asked["zero_linear"])
     return timers[key]
 
 

@@ -138,7 +138,7 @@ def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, ou
 
 def _drift(ran: Ran, conditions: Mapping[int, Conditions]) -> float | None:
     """By how much the machine changed unnoticed: None where the run's own steps tell how fast the host was."""
-    return None if any(step.gauge_s is not None for step in ran.account.steps) else conditions[ran.run.repeat].drift
+    return None if all(step.gauge_s is not None for step in ran.account.steps) else conditions[ran.run.repeat].drift
 
 
 def _slowdowns(ran: Ran, conditions: Conditions) -> list[float]:

@@ -1214,8 +1214,8 @@ MUTATIONS = (
     Mutation(
         "run-goes-on-while-it-is-gauged",
         "timekeeper.py",
-        'os.kill(asked["pid"], signal.SIGSTOP)',
-        "pass",
+        "        os.kill(pid, signal.SIGSTOP)\n",
+        "        pass\n",
         "test_gauge.py::test_the_process_that_asks_stands_still_meanwhile",
     ),
     Mutation(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,9 +54,30 @@ def test_nobody_is_asked_without_the_variable(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_model_without_a_configuration_is_not_gauged() -> None:
-    with timekeeper.serving() as path, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(gauge.VARIABLE, path)
+    def asks(*_: object) -> None:
+        raise AssertionError("asked for a model that cannot be built")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(gauge.VARIABLE, "/nobody")
+        patch.setattr(gauge.socket, "socket", asks)
         assert gauge.measure_between_steps(None, asdict(Batch(8, 1, "fp32")), 1) is None
+        with pytest.raises(AssertionError, match="asked"):
+            gauge.measure_between_steps({}, asdict(Batch(8, 1, "fp32")), 1)
+
+
+def test_a_stopped_process_goes_on_when_the_one_that_measures_is_killed() -> None:
+    with timekeeper.serving() as path:
+        env = os.environ | {gauge.VARIABLE: path}
+        asking = subprocess.Popen([sys.executable, "-c", ASKING, MODEL.read_text()], env=env, stdout=subprocess.PIPE, text=True)
+        status = Path("/proc", str(asking.pid), "stat")
+        end = time.monotonic() + 60
+        while status.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < end, "was never stopped"
+            time.sleep(0.01)
+        (keeper,) = map(int, subprocess.run(["pgrep", "-f", path], capture_output=True, text=True).stdout.split())
+        os.kill(keeper, signal.SIGKILL)
+        out, _ = asking.communicate(timeout=60)
+    assert asking.returncode == 0 and out.startswith("None ")
 
 
 def test_more_work_takes_longer() -> None:

@@ -29,6 +29,7 @@ def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.C
     assert list(tmp_path.iterdir()) == [out]
     machine = Machine.from_dict(report)  # the rates together are at most those alone, whatever the noise
     assert machine.read_together <= 1 and machine.write_together <= 1
+    assert rates["gauge_s"] == pytest.approx(rates["layer_forward_s"] + rates["layer_backward_s"])
     pieces = {"layer_forward_s", "layer_backward_s", "pre_forward_s", "pre_backward_s", "head_s"}
     assert pieces <= set(rates) and rates["activation_bytes"] == 16 * 512 * 4
 
