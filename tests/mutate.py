@@ -1212,6 +1212,20 @@ MUTATIONS = (
         "test_yardstick.py::test_a_step_has_the_speed_that_the_host_had_around_it",
     ),
     Mutation(
+        "run-that-is-gauged-hangs-on-the-one-that-gauges",
+        "timekeeper.py",
+        "; kill -CONT {pid}",
+        "",
+        "test_gauge.py::test_a_stopped_process_goes_on_when_the_one_that_measures_is_killed",
+    ),
+    Mutation(
+        "layers-kernels-sum-in-the-models-dtype",
+        "budget.py",
+        "max(map(compat.full_numel, params)) * FP32_BYTES",
+        "max(map(compat.full_numel, params)) * self._param_bytes",
+        "test_budget.py::test_a_layers_backward_has_its_gradients_and_an_fp32_copy_of_the_largest",
+    ),
+    Mutation(
         "run-goes-on-while-it-is-gauged",
         "timekeeper.py",
         "        os.kill(pid, signal.SIGSTOP)\n",

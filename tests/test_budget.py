@@ -211,6 +211,19 @@ def test_activations_may_take_what_the_budget_leaves(tmp_path: Path) -> None:
     assert 0 < needed < limit and limit - needed <= left < limit
 
 
+def test_a_layers_backward_has_its_gradients_and_an_fp32_copy_of_the_largest(tmp_path: Path) -> None:
+    from ds_vertical.budget import Forecast, groups_of
+    from ds_vertical.layers import map_layers
+
+    start_process_group()
+    model, config = MixerModel(3, width=1024), base_config(tmp_path, dtype="bf16")
+    forecast = Forecast(map_layers(model, None), groups_of(model, None, None), config, resolve(load_section(config), 0))
+    sizes = [param.numel() for param in model.blocks[0].parameters()]
+    working = 2 * sum(sizes) + 4 * max(param.numel() for param in model.parameters())
+    items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.settings, forecast.further(0))}
+    assert items["one layer's backward"] == items["freed memory that is kept"] == working
+
+
 class Pinned(torch.Tensor):
     """Host memory that a driver says to have locked."""
 

@@ -76,7 +76,10 @@ def test_a_stopped_process_goes_on_when_the_one_that_measures_is_killed() -> Non
             time.sleep(0.01)
         (keeper,) = map(int, subprocess.run(["pgrep", "-f", path], capture_output=True, text=True).stdout.split())
         os.kill(keeper, signal.SIGKILL)
-        out, _ = asking.communicate(timeout=60)
+        try:
+            out, _ = asking.communicate(timeout=60)
+        finally:
+            asking.kill()
     assert asking.returncode == 0 and out.startswith("None ")
 
 
