@@ -24,7 +24,7 @@ from ds_vertical.gradients import GradientStore
 from ds_vertical.hostmemory import keep_freed_memory
 from ds_vertical.layers import LayerMap, map_layers
 
-_CALLS = 3  # of a piece in a row; the first is left out
+_CALLS = 4  # of a layer in a row, of which the first two are left out: gradients are summed in pairs
 _LEAST_S = 3.0  # of measuring a piece: on a shared machine a burst of others' work is shorter than half of it
 _MOST_ROUNDS = 100
 _ANY_NUMBER = 1 << 30
@@ -155,9 +155,9 @@ class BlockTimer:
                 self.sums.add(unit)
                 self.synchronize()
                 end = perf_counter()
-                if call:
+                if call > 1:
                     yield middle - start, end - middle
-            self.sums.drop(unit)  # the next round copies its first gradient, as each step does
+            self.sums.drop(unit)  # the next round copies its first gradients, as each step does
 
 
 def _rounds(least: int, least_s: float, most: int = _MOST_ROUNDS) -> Iterator[int]:

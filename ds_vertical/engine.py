@@ -24,7 +24,7 @@ from ds_vertical.crosscheck import check
 from ds_vertical.files import check_length, make_private
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
 from ds_vertical.gradients import GradientStore
-from ds_vertical.hooks import suspended_hooks
+from ds_vertical.hooks import load_joint, suspended_hooks
 from ds_vertical.hostthreads import keep_cores_for_this_thread, serve_device
 from ds_vertical.layers import LayerMap, check_trainable, map_layers
 from ds_vertical.loop import Loop, StockLoop, VerticalLoop
@@ -239,6 +239,7 @@ class VerticalEngine(SavingEngine):
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:  # override
         check_optimizer(optimizer)
+        load_joint()  # a compile belongs ahead of the steps
         with compat.substituted_stage3(partial(VerticalStage3, layers=self.layers, vertical=self.vertical)):
             return super()._configure_zero_optimizer(optimizer)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from ds_vertical.layers import Unit
 from ds_vertical.reserve import Reserve
+
+Gradients = Sequence[torch.Tensor | None]  # of a unit's parameters, from one micro-batch
+_PIECE = 1 << 19  # elements that are added to at a time: in fp32 as much as two cores' second caches hold
 
 
 class GradientStore:
@@ -19,6 +22,11 @@ class GradientStore:
 
     The first contribution is copied and later ones are added in the order of the `add` calls, each after rounding to the
     dtype that stock would communicate it in: the bits of stock's accumulation.
+
+    [Note: gradients in pairs] A sum of a layer is larger than the host's caches, so each addition reads and writes all of it
+    from memory, in a time in which the cores could do nothing else. On the host a layer's gradients therefore wait for those
+    of the next micro-batch, and both are added piece by piece, while the piece of the sum is in the cache: the same additions
+    in the same order. No more than one layer's wait; of what stands around the layers, which comes in between, none.
     """
 
     def __init__(
@@ -42,12 +50,14 @@ class GradientStore:
         self._flat: dict[Unit, torch.Tensor] = {}
         self._sums: dict[Unit, list[torch.Tensor]] = {}
         self._touched: dict[Unit, list[bool]] = {}
+        self._waiting: tuple[Unit, Gradients] | None = None
         self.reserve = Reserve(lambda numel: torch.empty(numel, dtype=dtype, device=device))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the sums under way."""
-        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+        """Bytes of the sums under way, and of the gradients that wait for the next ones."""
+        waiting = [grad for grad in self._waiting[1] if grad is not None] if self._waiting else []
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self._flat.values(), *waiting))
 
     def params(self, unit: Unit) -> list[nn.Parameter]:
         """The unit's trainable parameters, in the order of `take`'s sums."""
@@ -71,24 +81,45 @@ class GradientStore:
             return
         if unit not in self._sums:
             self._open(unit)
+        grads = [self._taken(param) for param in params]
+        if not self._on_host or unit == "pre":
+            self._sum(unit, grads)
+        elif self._waiting is None or self._waiting[0] != unit:
+            self._settle()
+            self._waiting = unit, grads
+        else:
+            (_, earlier), self._waiting = self._waiting, None
+            self._sum(unit, earlier, grads)
+
+    def _taken(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The parameter's gradient, rounded as stock does, cleared there."""
+        if param.grad is None:
+            return None
+        grad, rounding = param.grad.detach(), self._rounding(param)
+        param.grad = None
+        if rounding != grad.dtype and torch.finfo(rounding).bits <= torch.finfo(grad.dtype).bits:
+            grad = grad.to(rounding)
+        return grad
+
+    def _settle(self) -> None:
+        """Sum what waits."""
+        if self._waiting is not None:
+            (unit, grads), self._waiting = self._waiting, None
+            self._sum(unit, grads)
+
+    def _sum(self, unit: Unit, *by_micro_batch: Gradients) -> None:
+        """Add the gradients of micro-batches, one after the other."""
         sums, touched = self._sums[unit], self._touched[unit]
-        for index, param in enumerate(params):
-            if param.grad is None:
-                continue
-            grad = param.grad.detach()
-            rounding = self._rounding(param)
-            if rounding != grad.dtype and torch.finfo(rounding).bits <= torch.finfo(grad.dtype).bits:
-                grad = grad.to(rounding)
-            target = sums[index].view(grad.shape)
-            if touched[index]:
-                target.add_(grad)
-            else:
-                target.copy_(grad)
-                touched[index] = True
-            param.grad = None
+        for index, (total, *contributions) in enumerate(zip(sums, *by_micro_batch, strict=True)):
+            grads = [grad for grad in contributions if grad is not None]
+            for piece, *parts in _pieces(total, grads):
+                _accumulate(piece, parts, touched[index])
+            touched[index] = touched[index] or bool(grads)
 
     def take(self, unit: Unit) -> list[torch.Tensor]:
         """The unit's sums, flat, one per trainable parameter; zeros where no micro-batch contributed."""
+        if self._waiting is not None and self._waiting[0] == unit:
+            self._settle()
         if unit not in self._sums:
             self._open(unit)
         for total, touched in zip(self._sums[unit], self._touched[unit], strict=True):
@@ -112,6 +143,8 @@ class GradientStore:
         self._flat.pop(unit, None)
         self._sums.pop(unit, None)
         self._touched.pop(unit, None)
+        if self._waiting is not None and self._waiting[0] == unit:
+            self._waiting = None
 
     def free(self) -> None:
         """The step's last gradient has left: give up the memory kept for further units, where the next forward wants it.
@@ -136,3 +169,21 @@ class GradientStore:
         self._flat[unit] = flat
         self._sums[unit] = list(flat.narrow(0, 0, sum(sizes)).split(sizes)) if sizes else []
         self._touched[unit] = [False] * len(params)
+
+
+def _pieces(total: torch.Tensor, grads: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
+    """A flat sum and what is added to it, in pieces where several gradients are. See [Note: gradients in pairs]."""
+    if len(grads) < 2 or not all(grad.is_contiguous() for grad in grads):
+        return [(total, *grads)]
+    return zip(*(tensor.view(-1).split(_PIECE) for tensor in (total, *grads)), strict=True)
+
+
+def _accumulate(total: torch.Tensor, grads: Sequence[torch.Tensor], touched: bool) -> None:
+    """Add gradients to a sum, one after the other; the first is copied into one that has not been `touched`."""
+    for grad in grads:
+        target = total.view(grad.shape)
+        if touched:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+            touched = True

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
+from ds_vertical import native
 from ds_vertical.holders import note_alias
 
 
@@ -24,14 +25,21 @@ class _Joint(torch.autograd.Function):
         return grads[0]
 
 
-def _joint_hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
-    """Stands where one of stock's backward hooks stood. See [Note: joints]."""
-    return apply_to_tensors_only(_Joint.apply, output[0] if output else inputs)
+def load_joint() -> Callable[[torch.Tensor], torch.Tensor]:
+    """What puts a node of its own behind a tensor: compiled, or, where that cannot be had, written in Python."""
+    return native.joint() or _Joint.apply
 
 
-def _noted_joint_hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
-    """A joint whose tensor is known as one over the memory of the tensor before it."""
-    return apply_to_tensors_only(lambda tensor: note_alias(_Joint.apply(tensor)), output[0] if output else inputs)
+def _joint_hook(noted: bool) -> Callable[..., Any]:
+    """What stands where one of stock's backward hooks stood: see [Note: joints]. `noted`: its tensor is known as one over the
+    memory of the tensor before it."""
+    joint = load_joint()
+    apart = (lambda tensor: note_alias(joint(tensor))) if noted else joint
+
+    def hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
+        return apply_to_tensors_only(apart, output[0] if output else inputs)
+
+    return hook
 
 
 @contextlib.contextmanager
@@ -47,6 +55,7 @@ def suspended_hooks(engine: Any, *, joints: bool = False, noted: bool = False) -
     handles: list[Any] = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
     handles += [engine.module_forward_pre_hook, engine.module_forward_post_hook]
     kept_as_joints = {handle.id for handle in list[Any](offload.backward_hooks)} if joints else set()
+    hook = _joint_hook(noted)
     ids: dict[int, set[int]] = {}
     hooks: dict[int, Any] = {}
     for handle in handles:
@@ -58,7 +67,7 @@ def suspended_hooks(engine: Any, *, joints: bool = False, noted: bool = False) -
     for key, owner in hooks.items():
         for hook_id in ids[key]:
             if hook_id in kept_as_joints:
-                owner[hook_id] = _noted_joint_hook if noted else _joint_hook
+                owner[hook_id] = hook
             else:
                 owner.pop(hook_id, None)
     try:

@@ -10,7 +10,7 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
     device  parameters           (w + 1) N and `pre`, gathered (none where they are the host's buffers)
             gradient sums        4N of one layer (two while one is copied out) and of `pre`
             activations          M L A + 2 A: layer inputs, and the gradients between two layers
-            working              what one layer's backward needs for one micro-batch
+            working              what one layer's backward needs for one micro-batch, and on the host the gradients of the last
 
 Where device and host are one memory, all of it is the host's; with one rank the gathered parameters are then the buffers and
 the sums the gradients that wait, and count once. The total is what is allocated, so it is at least what `residency` finds in

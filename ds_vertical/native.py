@@ -1,9 +1,9 @@
 """The compiled ops of this package: those of DeepSpeed that it uses, and its own over DeepSpeed's shipped sources.
 
-[Note: our own ops] Each is one file in csrc/ that is compiled together with sources from the installed DeepSpeed, with the
-flags of DeepSpeed's builder for the same kernel, so that the machine code of the kernel is the same. The name under which
-the op is built and cached ends in a hash of our file: an edited source is another op, and clones do not take turns
-rebuilding each other's.
+[Note: our own ops] Each is one file in csrc/ that is compiled together with sources from the installed DeepSpeed, if it needs
+any, with the flags of DeepSpeed's builder for the same kernel, so that the machine code of the kernel is the same. The name
+under which the op is built and cached ends in a hash of our file: an edited source is another op, and clones do not take
+turns rebuilding each other's.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ CHECKED_AIO = OwnOp(
     ("csrc/aio/common/deepspeed_aio_types.cpp", "csrc/aio/common/deepspeed_aio_utils.cpp"),
     "AsyncIOBuilder",
 )
-OWN_OPS = (FREE_ADAM, CHECKED_AIO)
+JOINT = OwnOp("joint", "joint.cpp", (), "CPUAdamBuilder")
+OWN_OPS = (FREE_ADAM, CHECKED_AIO, JOINT)
 
 
 def _stock_builder(class_name: str) -> Any:
@@ -212,6 +213,29 @@ def new_disk_queue(aio: Mapping[str, Any], observer: Observer | None = None) -> 
     return queue
 
 
+# ---- autograd
+
+
+@functools.cache
+def joint() -> Callable[[Any], Any] | None:
+    """From a tensor to the same one behind a node of its own in the graph, without the interpreter in forward or backward.
+
+    None where it cannot be compiled, as a RuntimeWarning says: a node written in Python gives the same result, more slowly.
+    """
+    opcache.activate()
+    try:
+        return JOINT.builder().load(verbose=False).joint
+    except Exception as error:
+        warnings.warn(
+            f"ds_vertical: {CSRC / JOINT.source} could not be compiled or loaded ({_first_line(error)}); nodes written in"
+            " Python stand in: same result, some percent slower; the compiler's words are above, `ds-vertical build-ops` tries"
+            " again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
 # ---- build-ops
 
 
@@ -232,11 +256,9 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         opcache.say(f"{len(missing)} of {len(needed)} ops are to be compiled: {', '.join(missing)}")
         opcache.activate()
+    with_fallback: dict[str, Callable[[], Any]] = {FREE_ADAM.build_name: free_adam, JOINT.build_name: joint}
     for name in missing:
-        if name == FREE_ADAM.build_name:
-            free_adam()  # has a fallback
-        else:
-            needed[name]().load(verbose=False)
+        with_fallback.get(name, lambda name=name: needed[name]().load(verbose=False))()
     print(f"the ops are ready in {opcache.cache_folder() if own else extensions} ({time.monotonic() - start:.1f} s)")
     return 0
 

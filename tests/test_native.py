@@ -1,4 +1,4 @@
-"""CPU Adam outside the interpreter lock: DeepSpeed's bits, other threads run meanwhile, and what happens without it."""
+"""CPU Adam outside the interpreter lock: DeepSpeed's bits, other threads run meanwhile, and what happens without it; joints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from adam_gap import MAX_UPDATES, NUMEL, load_adam, long_updates, ticking, ticks_during_update, update
 
-from ds_vertical import native, opcache
+from ds_vertical import hooks, native, opcache
 
 MODULES = ("free", "pieces")
 IDS = itertools.count(9_000)
@@ -215,3 +215,80 @@ def test_where_it_does_not_compile_a_warning_says_so_and_deepspeeds_is_used(
         opcache.forget(op.build_name)
     assert isinstance(adam, native.PiecewiseAdam)
     assert torch.equal(trained(adam, 1000, DTYPES[0], True)[-1][0], trained(stock, 1000, DTYPES[0], True)[-1][0])
+
+
+# ------------------------------------------------------------------------------------------------------------- the joint
+
+
+class PythonJoint(torch.autograd.Function):
+    """The node of stock's hooks, in the interpreter."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def gradients_through(joint: Any) -> list[torch.Tensor]:
+    """Of a tensor that is used several times, in an order in which the joints have a say."""
+    random = torch.Generator().manual_seed(0)
+    leaf = torch.randn(512, generator=random).bfloat16().requires_grad_()
+    weights = [torch.randn(512, generator=random).bfloat16().requires_grad_() for _ in range(6)]
+    hidden = leaf
+    for weight in weights:
+        inner = joint(hidden)
+        hidden = joint(hidden + inner * weight + joint(inner).sin() * inner.tanh())
+    hidden.sum().backward()
+    return [tensor.grad for tensor in (leaf, *weights) if tensor.grad is not None]
+
+
+def test_a_joint_gives_the_bits_of_a_node_in_python() -> None:
+    joint = native.joint()
+    assert joint is not None
+    ours, expected = gradients_through(joint), gradients_through(PythonJoint.apply)
+    assert len(ours) == 7
+    for got, wanted in zip(ours, expected, strict=True):
+        assert torch.equal(got, wanted)
+    without = gradients_through(lambda tensor: tensor)
+    assert any(not torch.equal(got, other) for got, other in zip(ours, without, strict=True))  # the joints do matter
+
+
+def test_a_joint_is_the_same_memory_and_no_view() -> None:
+    joint = native.joint()
+    assert joint is not None
+    leaf = torch.ones(4, requires_grad=True)
+    inner = leaf * 1
+    joined = joint(inner)
+    assert joined.data_ptr() == inner.data_ptr()
+    assert joined.grad_fn is not inner.grad_fn
+    assert joined._base is None
+    before = inner._version
+    with torch.no_grad():
+        joined.add_(1)
+    assert inner._version == before + 1  # a write is seen by who keeps the tensor before the joint
+    relu = joint(leaf * -1).relu_()  # as modules that work in place do
+    relu.sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.zeros(4))
+    with torch.no_grad():
+        assert joint(leaf).grad_fn is None
+    assert joint(torch.ones(4)).grad_fn is None
+    assert type(joint(torch.nn.Parameter(torch.ones(4)))) is torch.Tensor
+
+
+def test_where_the_joint_does_not_compile_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("#error on purpose\n")
+    op = native.OwnOp("joint", str(broken), (), "CPUAdamBuilder")
+    monkeypatch.setattr(native, "JOINT", op)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* written in Python"):
+            assert native.joint.__wrapped__() is None
+    finally:
+        opcache.forget(op.build_name)
+    monkeypatch.setattr(native, "joint", lambda: None)
+    for got, wanted in zip(gradients_through(hooks.load_joint()), gradients_through(PythonJoint.apply), strict=True):
+        assert torch.equal(got, wanted)

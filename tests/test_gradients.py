@@ -1,0 +1,108 @@
+"""Sums of gradients over micro-batches: two at a time, with the bits of one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from ds_vertical import gradients
+from ds_vertical.gradients import GradientStore
+from ds_vertical.layers import Unit
+
+LARGE = 2 * gradients._PIECE + 77
+
+
+def new_store(units: dict[Unit, list[nn.Parameter]], dtype: torch.dtype = torch.float32) -> GradientStore:
+    return GradientStore(units, dtype, nn.Parameter.numel, lambda param: param.dtype)
+
+
+def new_params(*sizes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(*size, dtype=dtype)) for size in sizes]
+
+
+def set_gradients(params: Sequence[nn.Parameter], seed: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=random).to(param.dtype)
+    return [param.grad for param in params if param.grad is not None]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("unit", [0, "pre"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_sum_has_the_bits_of_one_addition_after_the_other(count: int, unit: Unit, dtype: torch.dtype) -> None:
+    params = new_params((LARGE,), (3, 5), (0,))
+    store, expected = new_store({unit: params}, dtype), [torch.zeros(p.shape, dtype=dtype) for p in params]
+    for number in range(count):
+        for total, grad in zip(expected, set_gradients(params, number), strict=True):
+            total.copy_(grad) if number == 0 else total.add_(grad)
+        store.add(unit)
+        assert all(param.grad is None for param in params)
+    for total, flat in zip(expected, store.take(unit), strict=True):
+        assert torch.equal(flat.view(total.shape), total)
+
+
+def test_a_gradient_that_is_transposed_is_added_where_it_belongs() -> None:
+    (param,) = new_params((700, 1000))
+    store, expected = new_store({0: [param]}), torch.zeros(param.shape)
+    for number in range(4):
+        (grad,) = set_gradients([param], number)
+        expected += grad
+        param.grad = grad.t().contiguous().t()
+        store.add(0)
+    assert torch.equal(store.take(0)[0].view(param.shape), expected)
+
+
+def test_weights_that_some_micro_batches_do_not_use_have_the_sums_of_the_others() -> None:
+    params = new_params((LARGE,), (64,), (7,))
+    store, expected = new_store({0: params}), [torch.zeros(p.shape) for p in params]
+    for number, used in enumerate([(0,), (1,), (0, 1), (0,), (1,)]):
+        grads = set_gradients(params, number)
+        for index, param in enumerate(params):
+            if index in used:
+                expected[index] += grads[index]
+            else:
+                param.grad = None
+        store.add(0)
+    for total, flat in zip(expected, store.take(0), strict=True):
+        assert torch.equal(flat, total)
+
+
+def test_layers_in_turn_and_what_stands_around_them_do_not_mix() -> None:
+    units: dict[Unit, list[nn.Parameter]] = {0: new_params((40,)), 1: new_params((40,)), "pre": new_params((40,))}
+    store, expected = new_store(units), {unit: torch.zeros(40) for unit in units}
+    order: list[Unit] = [1, "pre", 1, 0, 1, "pre", 0, 0, 1]
+    for number, unit in enumerate(order):
+        expected[unit] += set_gradients(units[unit], number)[0]
+        store.add(unit)
+    for unit, total in expected.items():
+        assert torch.equal(store.take(unit)[0], total)
+
+
+def test_what_waits_is_counted_and_goes_with_the_sums() -> None:
+    params = new_params((1000,))
+    store = new_store({0: params})
+    set_gradients(params, 0)
+    store.add(0)
+    assert store.num_bytes == 1000 * 4 + 1000 * 2  # the sum in fp32, and a gradient in bf16
+    store.drop_all()
+    assert store.num_bytes == 0
+    (grad,) = set_gradients(params, 1)
+    store.add(0)
+    assert torch.equal(store.take(0)[0], grad.float())  # and nothing of the step that failed
+    store.drop(0)
+    assert store.num_bytes == 0
+
+
+def test_on_a_device_of_its_own_no_gradient_waits() -> None:
+    params = new_params((1000,))
+    store = GradientStore({0: params}, torch.float32, nn.Parameter.numel, lambda param: param.dtype, device="meta")
+    params[0].grad = torch.empty(1000, dtype=torch.bfloat16)
+    store._sum = lambda unit, *grads: summed.append(len(grads))  # type: ignore[method-assign]
+    summed: list[int] = []
+    store.add(0)
+    assert summed == [1]
+    assert store.num_bytes == 1000 * 4
