@@ -72,8 +72,8 @@ class BlockTimer:
         self.layers: LayerMap = map_layers(self.network, None)
         self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
         numel, rounding = nn.Parameter.numel, lambda param: param.dtype
-        self.sums = GradientStore(self.layers.units, torch.float32, numel, rounding, device=device)
         self.on_host = device == "cpu"
+        self.sums = GradientStore(self.layers.units, torch.float32, numel, rounding, device=device, pairs=self.on_host)
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     @cached_property

@@ -99,6 +99,8 @@ class Forecast:
     def shape(self) -> ModelShape:
         units = self._layers.units
         pre, *layer_elements = (sum(compat.full_numel(p) for p in units[unit]) for unit in self._units)
+        stepped = {id(param) for chunk in self.chunks for param in chunk.params}
+        gradients = tuple(sum(compat.full_numel(p) for p in units[u] if id(p) in stepped) for u in self._units)
         rank = (pre + sum(layer_elements)) / self._num_shards
         resting_state = sum(chunk.numel for chunk in self.chunks if not chunk.state_on_ssd)
         state_on_ssd = 1 - resting_state / rank if any(chunk.state_on_ssd for chunk in self.chunks) else 0.0
@@ -113,12 +115,12 @@ class Forecast:
             num_shards=self._num_shards,
             generations=self.regime.generations,
             part_elements=memory.PART_ELEMENTS,
-            working_bytes=self._working_bytes + self._waiting_bytes,
+            working_bytes=self._working_bytes(max(gradients)),
             placement=Placement(
                 _share(1 - resting / rank), _share(state_on_ssd), gradients_on_ssd=1 - self._resolved.gradient_host_share
             ),
             files=tuple(sum(self._file_bytes(p) for p in units[u] if id(p) in self._file_ids) for u in self._units),
-            gradients=self._gradients,
+            gradients=gradients,
             slot_bytes=max(self._piece_bytes, default=0),
         )
 
@@ -141,7 +143,7 @@ class Forecast:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
         largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
         tier = "host" if self._one_memory else "device"
-        kept = self._working_bytes if self._one_memory else 0  # of what is freed, for pieces of other sizes
+        kept = self.shape.working_bytes if self._one_memory else 0  # of what is freed, for pieces of other sizes
         scaled = 0 if self._certain else FP32_BYTES * min(memory.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
         return (
             Item("host", "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
@@ -175,13 +177,6 @@ class Forecast:
         return -(-num_bytes // alignment) * alignment
 
     @property
-    def _gradients(self) -> tuple[int, ...]:
-        """Elements that the optimizer has, of each unit."""
-        stepped = {id(param) for chunk in self.chunks for param in chunk.params}
-        units = self._layers.units
-        return tuple(sum(compat.full_numel(p) for p in units[u] if id(p) in stepped) for u in self._units)
-
-    @property
     def _in_files(self) -> list[nn.Parameter]:
         """Parameters that rest on SSD."""
         moved = {id(param) for chunk in self.chunks if not chunk.params_on_ssd for param in chunk.params}
@@ -212,17 +207,10 @@ class Forecast:
                     found.append(FP32_BYTES * (_MOMENTS * numel + recalled))
         return found
 
-    @property
-    def _working_bytes(self) -> int:
+    def _working_bytes(self, gradients: int) -> int:
         """A layer's gradients as autograd makes them, and a kernel's own copy of the largest one, which it sums in fp32."""
         params = [param for params in self._layers.units.values() for param in params]
-        return max(self._gradients) * self._param_bytes + max(map(compat.full_numel, params)) * FP32_BYTES
-
-    @property
-    def _waiting_bytes(self) -> int:
-        """Gradients of a layer that wait for those of the next micro-batch: see [Note: gradients in pairs] in `gradients`."""
-        pairs = self._one_memory and self._num_micro_batches > 1
-        return max(self._gradients[1:], default=0) * self._param_bytes if pairs else 0
+        return gradients * self._param_bytes + max(map(compat.full_numel, params)) * FP32_BYTES
 
     # ---- chunks, as the optimizer will make them
 

@@ -121,6 +121,12 @@ class ModelShape:
         return tuple(elements * each for elements in self._units) if self.files is None else self.files
 
     @property
+    def written_bytes(self) -> float:
+        """To SSD, for each element that is stepped: state, and the parameter."""
+        placement = self.placement
+        return self.state_bytes * placement.state_on_ssd + self.param_bytes * placement.parameters_on_ssd
+
+    @property
     def unit_gradients(self) -> tuple[int, ...]:
         """Elements of `pre` and of each layer that have a gradient, on all ranks."""
         return self._units if self.gradients is None else self.gradients
@@ -331,9 +337,7 @@ class _Pricer:
         return self.ssd("ssd_read", "state", elements * self.shape.state_bytes * self.shape.placement.state_on_ssd)
 
     def _write_state(self, elements: float) -> Job:
-        shape, placement = self.shape, self.shape.placement
-        each = shape.state_bytes * placement.state_on_ssd + shape.param_bytes * placement.parameters_on_ssd
-        return self.ssd("ssd_write", "state", elements * each)
+        return self.ssd("ssd_write", "state", elements * self.shape.written_bytes)
 
     def step(self, event: Event) -> Cost:
         shape, machine = self.shape, self.machine
@@ -352,9 +356,7 @@ class _Pricer:
         )
         count = math.ceil(elements / shape.part_elements) if shape.part_elements and any(carried) else 1
         piece = elements / count
-        seconds = piece / machine.adam_elements_per_s
-        seconds += piece / machine.cast_elements_per_s if machine.cast_elements_per_s else 0.0
-        job: Job = (Stage("adam", "compute", seconds),)
+        job: Job = (Stage("adam", "compute", machine.adam_s(piece, piece * shape.written_bytes)),)
         if carried[0]:
             job = self.ssd("ssd_read", "gradients", piece * shape.gradient_bytes * placement.gradients_on_ssd) + job
         if carried[1]:

@@ -28,7 +28,7 @@ from ds_vertical.hooks import load_joint, suspended_hooks
 from ds_vertical.hostthreads import keep_cores_for_this_thread, serve_device
 from ds_vertical.layers import LayerMap, check_trainable, map_layers
 from ds_vertical.loop import Loop, StockLoop, VerticalLoop
-from ds_vertical.memory import layer_buffers
+from ds_vertical.memory import backward_bytes, layer_buffers
 from ds_vertical.native import new_disk_queue
 from ds_vertical.optimizer import VerticalStage3
 from ds_vertical.others import OtherRanks
@@ -150,7 +150,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         compat.log(f"ds_vertical: {line}")
-    kept_bytes = forecast.shape.working_bytes if compat.is_one_memory() else 0
+    kept_bytes = backward_bytes(forecast.shape, forecast.settings) if compat.is_one_memory() else 0
     made_of = dict(vertical=resolved, layers=layers, folder=run_folder(prepared), budget=(host_bytes, kept_bytes, left))
     with compat.substituted_engine(partial(VerticalEngine, **made_of)):
         return compat.stock_initialize(config=prepared, **kwargs)
@@ -216,7 +216,7 @@ class VerticalEngine(SavingEngine):
             partial(compat_state.rounding_dtype, self.optimizer),
             self.optimizer.steps,
             self.optimizer.gradients.drop,
-            compat.device_name(),
+            *(compat.device_name(), compat.is_one_memory() and vertical.order == "vertical"),
         )
         self._activations = open_activations(vertical, layers, folder, new_queue, device, left)
         self._stopping = Stopping(vertical.on_signal, self.optimizer.regime)

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from ds_vertical.holders import is_alone
 from ds_vertical.layers import Unit
 from ds_vertical.reserve import Reserve
 
 Gradients = Sequence[torch.Tensor | None]  # of a unit's parameters, from one micro-batch
-_PIECE = 1 << 19  # elements that are added to at a time: in fp32 as much as two cores' second caches hold
+_PIECE = 1 << 19  # elements that are added to at a time, or more: in fp32 as much as two cores' second caches hold
+_GRAIN = 1 << 15  # of which torch gives each thread this many at least
 
 
 class GradientStore:
@@ -24,9 +26,10 @@ class GradientStore:
     dtype that stock would communicate it in: the bits of stock's accumulation.
 
     [Note: gradients in pairs] A sum of a layer is larger than the host's caches, so each addition reads and writes all of it
-    from memory, in a time in which the cores could do nothing else. On the host a layer's gradients therefore wait for those
-    of the next micro-batch, and both are added piece by piece, while the piece of the sum is in the cache: the same additions
-    in the same order. No more than one layer's wait; of what stands around the layers, which comes in between, none.
+    from memory, in a time in which the cores could do nothing else. With `pairs` a layer's gradients therefore wait for those
+    of the next micro-batch, and both are added piece by piece, while the piece of the sum is in the caches: the same additions
+    in the same order. No more than one layer's wait, and none whose memory somebody else has, who might write there meanwhile;
+    nor those of what stands around the layers, since others come in between.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class GradientStore:
         steps: Callable[[nn.Parameter], bool] = lambda _: True,
         begin: Callable[[Unit], None] = lambda _: None,
         device: str = "cpu",
+        pairs: bool = False,
     ) -> None:
         trainable = {unit: [p for p in params if p.requires_grad] for unit, params in units.items()}
         self._units = {unit: [p for p in params if steps(p)] for unit, params in trainable.items()}
@@ -47,6 +51,7 @@ class GradientStore:
         self._rounding = rounding
         self._begin = begin
         self._on_host = torch.device(device).type == "cpu"
+        self._pairs = pairs
         self._flat: dict[Unit, torch.Tensor] = {}
         self._sums: dict[Unit, list[torch.Tensor]] = {}
         self._touched: dict[Unit, list[bool]] = {}
@@ -82,14 +87,14 @@ class GradientStore:
         if unit not in self._sums:
             self._open(unit)
         grads = [self._taken(param) for param in params]
-        if not self._on_host or unit == "pre":
-            self._sum(unit, grads)
-        elif self._waiting is None or self._waiting[0] != unit:
+        if self._waiting is not None and self._waiting[0] == unit:
+            (_, earlier), self._waiting = self._waiting, None
+            self._sum(unit, earlier, grads)
+        elif self._pairs and unit != "pre" and all(grad is None or is_alone(grad) for grad in grads):
             self._settle()
             self._waiting = unit, grads
         else:
-            (_, earlier), self._waiting = self._waiting, None
-            self._sum(unit, earlier, grads)
+            self._sum(unit, grads)
 
     def _taken(self, param: nn.Parameter) -> torch.Tensor | None:
         """The parameter's gradient, rounded as stock does, cleared there."""
@@ -140,11 +145,11 @@ class GradientStore:
 
     def give_away(self, unit: Unit) -> None:
         """Forget the unit's sums: their memory belongs to somebody else now, who may put it back into `reserve`."""
+        if self._waiting is not None and self._waiting[0] == unit:
+            self._waiting = None
         self._flat.pop(unit, None)
         self._sums.pop(unit, None)
         self._touched.pop(unit, None)
-        if self._waiting is not None and self._waiting[0] == unit:
-            self._waiting = None
 
     def free(self) -> None:
         """The step's last gradient has left: give up the memory kept for further units, where the next forward wants it.
@@ -154,6 +159,7 @@ class GradientStore:
 
     def drop_all(self) -> None:
         """Forget all sums and gradients, after an error."""
+        self._waiting = None
         for unit in list(self._flat):
             self.drop(unit)
         self.free()
@@ -175,7 +181,8 @@ def _pieces(total: torch.Tensor, grads: Sequence[torch.Tensor]) -> Iterable[Sequ
     """A flat sum and what is added to it, in pieces where several gradients are. See [Note: gradients in pairs]."""
     if len(grads) < 2 or not all(grad.is_contiguous() for grad in grads):
         return [(total, *grads)]
-    return zip(*(tensor.view(-1).split(_PIECE) for tensor in (total, *grads)), strict=True)
+    size = max(_PIECE, _GRAIN * torch.get_num_threads())
+    return zip(*(tensor.view(-1).split(size) for tensor in (total, *grads)), strict=True)
 
 
 def _accumulate(total: torch.Tensor, grads: Sequence[torch.Tensor], touched: bool) -> None:

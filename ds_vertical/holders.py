@@ -86,10 +86,17 @@ def over(storage: torch.UntypedStorage, listed: Iterable[object]) -> list[torch.
 
 def is_known(storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether no tensors but these lie over the storage, and autograd has saved none of them."""
-    # Each tensor counts once, and so does `storage` itself.
-    if torch._C._storage_Use_Count(storage._cdata) > 1 + len(tensors):  # pyright: ignore[reportAttributeAccessIssue]
-        return False
-    return not any(map(_is_saved, tensors))
+    return is_over(storage, len(tensors)) and not any(map(_is_saved, tensors))
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor lies over the memory of this one."""
+    return is_over(tensor.untyped_storage(), 1)
+
+
+def is_over(storage: torch.UntypedStorage, num_tensors: int) -> bool:
+    """Whether no more tensors than these lie over the storage. Each of them counts once, and so does `storage` itself."""
+    return torch._C._storage_Use_Count(storage._cdata) <= 1 + num_tensors  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_saved(tensor: torch.Tensor) -> bool:

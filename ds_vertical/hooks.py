@@ -12,6 +12,8 @@ from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from ds_vertical import native
 from ds_vertical.holders import note_alias
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class _Joint(torch.autograd.Function):
     """A tensor as it is, behind a node of its own in the graph."""
@@ -26,8 +28,15 @@ class _Joint(torch.autograd.Function):
 
 
 def load_joint() -> Callable[[torch.Tensor], torch.Tensor]:
-    """What puts a node of its own behind a tensor: compiled, or, where that cannot be had, written in Python."""
-    return native.joint() or _Joint.apply
+    """What puts a node of its own behind a tensor: compiled, or, where that cannot be had, written in Python. That one is also
+    for what Python alone knows: tensors of users' own types, and the compiler's."""
+    compiled = native.joint()
+
+    def joint(tensor: torch.Tensor) -> torch.Tensor:
+        plain = type(tensor) in _PLAIN and not tensor.is_nested and not torch.compiler.is_compiling()
+        return compiled(tensor) if plain and compiled is not None else _Joint.apply(tensor)
+
+    return joint
 
 
 def _joint_hook(noted: bool) -> Callable[..., Any]:

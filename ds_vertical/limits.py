@@ -241,10 +241,11 @@ def copy_rates(num_bytes: int, rounds: int) -> dict[str, float]:
 
 def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
     """Elements/s of CPU Adam on fp32 state in memory, and of casting masters to bf16: on all host cores, or on the one that
-    training leaves for them where it computes on the host."""
+    training leaves for them where it computes on the host. Bytes/s of the checksums, on one."""
     import torch
 
     from ds_vertical import native
+    from ds_vertical.checksums import checksum
 
     everybody = torch.get_num_threads()
     torch.set_num_threads(1 if accelerator() == "cpu" else everybody)
@@ -252,11 +253,13 @@ def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
     kernel.create_adam(kernel_id, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
     try:
         tensors = [torch.full((numel,), 0.5) for _ in range(4)]
-        rates = (1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True)
-        adam_s = median_s(lambda: kernel.adam_update(kernel_id, *rates, *tensors), rounds)
+        settings = (1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True)
+        adam_s = median_s(lambda: kernel.adam_update(kernel_id, *settings, *tensors), rounds)
         target = torch.empty(numel, dtype=torch.bfloat16)
         cast_s = median_s(lambda: target.copy_(tensors[0]), rounds)
-        return {"adam_elements_per_s": numel / adam_s, "cast_elements_per_s": numel / cast_s}
+        rates = {"adam_elements_per_s": numel / adam_s, "cast_elements_per_s": numel / cast_s}
+        data = tensors[0].numpy()
+        return rates | {"checksum_bytes_per_s": data.nbytes / median_s(lambda: checksum(data), rounds)}
     finally:
         kernel.destroy_adam(kernel_id)
         torch.set_num_threads(everybody)

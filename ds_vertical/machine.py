@@ -38,7 +38,8 @@ class Machine:
     `ssd_*_together_bytes_per_s`: with reads and writes under way at the same time; null: as alone. `copy_in`: host to
     device. `one_memory`: host and device are one (the CPU accelerator): there are no copies, and compute, CPU Adam and
     casts share the host cores. `adam_elements_per_s`: CPU Adam on `adam_cores` cores (null: all), fp32 state in memory;
-    `cast_elements_per_s`: fp32 to the parameters' dtype on as many (null: part of Adam's rate). `norm_elements_per_s`: the
+    `cast_elements_per_s`: fp32 to the parameters' dtype on as many (null: part of Adam's rate); `checksum_bytes_per_s`: the
+    checksum of what is written, on one core (null: no time). `norm_elements_per_s`: the
     norm that stock takes of each summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte
     read or written takes from what computes there (null: none; counted where `one_memory`). Latencies are seconds per event.
     `from_dict` reads the JSON of `ds-vertical limits`.
@@ -54,6 +55,7 @@ class Machine:
     ssd_read_together_bytes_per_s: float | None = None
     ssd_write_together_bytes_per_s: float | None = None
     cast_elements_per_s: float | None = None
+    checksum_bytes_per_s: float | None = None
     norm_elements_per_s: float | None = None
     adam_cores: int | None = None
     ssd_core_s_per_byte: float | None = None
@@ -111,10 +113,16 @@ class Machine:
 
     def slowed(self, factor: float) -> Self:
         """This machine, when its host's cores take `factor` as long."""
-        names = ("adam_elements_per_s", "cast_elements_per_s", "norm_elements_per_s")
+        names = ("adam_elements_per_s", "cast_elements_per_s", "checksum_bytes_per_s", "norm_elements_per_s")
         rates = {name: rate / factor for name in names if (rate := getattr(self, name)) is not None}
         load = None if self.ssd_core_s_per_byte is None else self.ssd_core_s_per_byte * factor
         return replace(self, ssd_core_s_per_byte=load, **rates)
+
+    def adam_s(self, elements: float, written_bytes: float) -> float:
+        """Seconds of the cores of CPU Adam for a step: the update, the cast, and the checksums of what is written."""
+        update = elements / self.adam_elements_per_s
+        cast = elements / self.cast_elements_per_s if self.cast_elements_per_s else 0.0
+        return update + cast + (written_bytes / self.checksum_bytes_per_s if self.checksum_bytes_per_s else 0.0)
 
     @property
     def adam_share(self) -> float:

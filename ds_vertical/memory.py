@@ -138,7 +138,14 @@ def _device(shape: ModelShape, settings: Settings) -> Iterator[Item]:
     kept, passing = count * shape.num_layers + 2, count * min(2, shape.num_layers) + 1  # the last layer is fused
     inputs = kept * (1 - off) + passing * off
     yield _item("device", "activations between layers", inputs * shape.activation_bytes, "gradient_accumulation_steps")
-    yield _item("device", "one layer's backward", shape.working_bytes, "train_micro_batch_size_per_gpu")
+    yield _item("device", "one layer's backward", backward_bytes(shape, settings), "train_micro_batch_size_per_gpu")
+
+
+def backward_bytes(shape: ModelShape, settings: Settings) -> int:
+    """What one layer's backward needs for one micro-batch; on the host it has the gradients of the one before beside it, which
+    wait: see [Note: gradients in pairs] in `gradients`."""
+    waits = settings.one_memory and settings.num_micro_batches > 1
+    return shape.working_bytes + waits * max(shape.unit_gradients[1:]) * shape.param_bytes
 
 
 def _largest_piece(shape: ModelShape) -> float:

@@ -292,7 +292,6 @@ class StepPipeline:
                 self._checksums.check(extent.path, extent.offset, view.numpy())
             start = now()
             job.compute(views)
-            self._tracer.span("adam", job.what, start, now())
             if slot is not None:
                 for extent, view in zip(job.targets, views[: len(job.extents)], strict=True):
                     self._await_writes(extent)
@@ -302,6 +301,7 @@ class StepPipeline:
                     self._writes.setdefault(extent.path, []).append((extent, write))
                 for extent, view in zip(job.targets, views, strict=False):  # beside the writes
                     self._checksums.note(extent.path, extent.offset, view.numpy())
+            self._tracer.span("adam", job.what, start, now())
             if batch.left == 1:
                 batch.finish()
         except BaseException as error:

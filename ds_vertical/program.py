@@ -183,9 +183,8 @@ def _compute_s(case: Case, sweep: str) -> float:
 
 
 def _adam_s(case: Case, sweep: str) -> float:
-    machine = case.machine
-    each = 1 / machine.adam_elements_per_s + (1 / machine.cast_elements_per_s if machine.cast_elements_per_s else 0.0)
-    return _share(case, sweep) * case.shape.num_elements / case.shape.num_shards * each
+    elements = _share(case, sweep) * case.shape.num_elements / case.shape.num_shards
+    return case.machine.adam_s(elements, elements * case.shape.written_bytes)
 
 
 def _share(case: Case, sweep: str) -> float:

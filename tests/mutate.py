@@ -31,6 +31,7 @@ _TURNS = "test_threadstate.py::test_forwards_that_take_turns_see_their_own_state
 _RECOMPUTE = "test_threadstate.py::test_a_recompute_sees_what_its_forward_saw"
 _ONCE = "test_last_layer.py::test_the_last_layer_runs_forward_once_and_every_other_one_twice"
 _ALIVE = "test_last_layer.py::test_one_micro_batchs_graph_and_logits_are_alive_at_a_time[vertical-SkippingToy]"
+_SUMS = "test_gradients.py::test_the_sum_has_the_bits_of_one_addition_after_the_other"
 _PARITY = "test_parity.py::test_neox_on_ssd_is_bit_identical_to_stock[fp32-1.0]"
 _ODD = "test_numerics.py::test_odd_sizes_in_several_stock_sub_groups[fp32-300001]"
 _DELAYED_TOY = "test_executor.py::test_delayed_and_early_steps_have_the_bits_of_plain_autograd[0-delayed-vertical]"
@@ -353,6 +354,44 @@ MUTATIONS = (
     Mutation("gradient-dropped", "gradients.py", "target.add_(grad)", "pass", _TOY),
     Mutation("gradient-dropped-in-the-engine", "gradients.py", "target.add_(grad)", "pass", _PARITY),
     Mutation("stale-sum-of-an-unused-weight", "gradients.py", "total.zero_()", "pass", _TOY),
+    Mutation(
+        "pair-added-in-reverse", "gradients.py", "self._sum(unit, earlier, grads)", "self._sum(unit, grads, earlier)", _SUMS
+    ),
+    Mutation(
+        "gradient-in-others-memory-waits",
+        "gradients.py",
+        "grad is None or is_alone(grad)",
+        "True",
+        "test_gradients.py::test_a_gradient_whose_memory_somebody_else_has_does_not_wait",
+    ),
+    Mutation(
+        "joint-in-the-interpreter",
+        "hooks.py",
+        "if plain and compiled is not None else",
+        "if False else",
+        "test_engine_api.py::test_an_engine_has_the_compiled_joints_and_sums_in_pairs_where_layers_do_not_take_turns[vertical]",
+    ),
+    Mutation(
+        "pair-of-two-layers",
+        "gradients.py",
+        "if self._waiting is not None and self._waiting[0] == unit:\n            (_, earlier)",
+        "if self._waiting is not None:\n            (_, earlier)",
+        "test_gradients.py::test_layers_in_turn_and_what_stands_around_them_do_not_mix",
+    ),
+    Mutation(
+        "odd-gradient-forgotten",
+        "gradients.py",
+        "self._settle()\n        if unit not in self._sums:",
+        "pass\n        if unit not in self._sums:",
+        _SUMS,
+    ),
+    Mutation(
+        "waiting-gradient-outlives-its-step",
+        "gradients.py",
+        "self._waiting = None\n        self._flat.pop",
+        "pass\n        self._flat.pop",
+        "test_gradients.py::test_what_waits_is_counted_and_goes_with_the_sums",
+    ),
     Mutation(
         "gradient-not-rounded",
         "gradients.py",
@@ -1192,8 +1231,8 @@ MUTATIONS = (
     Mutation(
         "pieces-summed-on-the-host",
         "blocktime.py",
-        ", device=device)\n        self.on_host",
-        ")\n        self.on_host",
+        "rounding, device=device, pairs",
+        "rounding, pairs",
         "test_limits.py::test_gradients_of_a_models_pieces_are_summed_where_the_model_is",
     ),
     Mutation(

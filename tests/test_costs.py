@@ -107,6 +107,10 @@ def test_shards_latencies_casts_and_one_memory() -> None:
     assert seconds("0FETCH", slow) == pytest.approx({"ssd_read": 2.5, "copy_in": 0.75})
     assert seconds("0F0", slow) == pytest.approx({"compute": 1.125})
     assert seconds("0STEP", replace(MACHINE, cast_elements_per_s=200.0))["adam"] == pytest.approx(15.0)
+    summed, resting = replace(MACHINE, checksum_bytes_per_s=7000.0), Placement(parameters_on_ssd=0.0, state_on_ssd=0.0)
+    assert seconds("0STEP", summed)["adam"] == pytest.approx(12.0)  # 14000 bytes
+    assert seconds("0STEP", summed, replace(SHAPE, placement=resting))["adam"] == pytest.approx(10.0)
+    assert seconds("0STEP", summed.slowed(2.0))["adam"] == pytest.approx(24.0)
     assert seconds("0REDUCE", replace(MACHINE, norm_elements_per_s=4000.0)) == pytest.approx({"compute": 0.25, "copy_out": 2.0})
     assert seconds("0FETCH", replace(MACHINE, one_memory=True)) == pytest.approx({"ssd_read": 2.0})
     assert seconds("2B0", shape=replace(SHAPE, recompute_last=False)) == pytest.approx({"compute": 1.0})

@@ -343,3 +343,34 @@ def test_a_model_built_under_another_runs_path_is_refused(tmp_path: Path) -> Non
         ds_vertical.initialize(
             model=model, model_parameters=list(model.parameters()), config=ds_vertical.prepare(config)
         )
+
+
+# ---- what is compiled
+
+
+def node_names(loss: torch.Tensor) -> set[str]:
+    """Of the graph above a loss, up to the last layer's output."""
+    found, left = set[str](), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None:
+            found.add(node.name())
+            left += [later for later, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("order", ["vertical", "horizontal"])
+def test_an_engine_has_the_compiled_joints_and_sums_in_pairs_where_layers_do_not_take_turns(order: str) -> None:
+    names: set[str] = set()
+
+    def note(outputs: Any, batch: Any) -> torch.Tensor:
+        loss = next_token_loss(outputs, batch)
+        names.update(node_names(loss))
+        return loss
+
+    engine = initialize(config=host_config(order=order))
+    engine.train_batch(iter(reshaped(token_batches(1, 3), "tensor")[0]), note)
+    joints = {name for name in names if "Joint" in name}
+    assert joints
+    assert not any("_JointBackward" in name for name in joints)
+    assert engine._gradients._pairs is (order == "vertical")

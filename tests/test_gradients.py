@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from ds_vertical.layers import Unit
 LARGE = 2 * gradients._PIECE + 77
 
 
-def new_store(units: dict[Unit, list[nn.Parameter]], dtype: torch.dtype = torch.float32) -> GradientStore:
-    return GradientStore(units, dtype, nn.Parameter.numel, lambda param: param.dtype)
+def new_store(
+    units: dict[Unit, list[nn.Parameter]], dtype: torch.dtype = torch.float32, rounding: torch.dtype | None = None
+) -> GradientStore:
+    return GradientStore(units, dtype, nn.Parameter.numel, lambda param: rounding or param.dtype, pairs=True)
 
 
 def new_params(*sizes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
@@ -24,10 +27,11 @@ def new_params(*sizes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> li
 
 
 def set_gradients(params: Sequence[nn.Parameter], seed: int) -> list[torch.Tensor]:
+    """Give the parameters gradients, and return others like them: what has two owners does not wait."""
     random = torch.Generator().manual_seed(seed)
     for param in params:
         param.grad = torch.randn(param.shape, generator=random).to(param.dtype)
-    return [param.grad for param in params if param.grad is not None]
+    return [param.grad.clone() for param in params if param.grad is not None]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
@@ -95,14 +99,78 @@ def test_what_waits_is_counted_and_goes_with_the_sums() -> None:
     assert torch.equal(store.take(0)[0], grad.float())  # and nothing of the step that failed
     store.drop(0)
     assert store.num_bytes == 0
-
-
-def test_on_a_device_of_its_own_no_gradient_waits() -> None:
-    params = new_params((1000,))
-    store = GradientStore({0: params}, torch.float32, nn.Parameter.numel, lambda param: param.dtype, device="meta")
-    params[0].grad = torch.empty(1000, dtype=torch.bfloat16)
-    store._sum = lambda unit, *grads: summed.append(len(grads))  # type: ignore[method-assign]
-    summed: list[int] = []
+    set_gradients(params, 2)
     store.add(0)
-    assert summed == [1]
+    store.drop(0)
+    assert store.num_bytes == 0
+
+
+def test_each_gradient_of_a_pair_is_rounded_by_itself() -> None:
+    params = new_params((LARGE,), dtype=torch.float32)
+    store, expected = new_store({0: params}, rounding=torch.bfloat16), torch.zeros(LARGE)
+    for number in range(4):
+        expected += set_gradients(params, number)[0].bfloat16()
+        store.add(0)
+    assert torch.equal(store.take(0)[0], expected)
+
+
+def test_a_micro_batch_that_leaves_a_layer_out_parts_no_pair() -> None:
+    params = new_params((1000,))
+    store, expected = new_store({0: params}), torch.zeros(1000)
+    for number in range(5):
+        if number % 2 == 0:
+            expected += set_gradients(params, number)[0]
+        store.add(0)
+    assert torch.equal(store.take(0)[0], expected)
+
+
+def test_a_pair_of_which_one_is_transposed() -> None:
+    (param,) = new_params((700, 1000))
+    store, expected = new_store({0: [param]}), torch.zeros(param.shape)
+    for number in range(4):
+        (grad,) = set_gradients([param], number)
+        expected += grad
+        param.grad = grad if number % 2 else grad.t().contiguous().t()
+        store.add(0)
+    assert torch.equal(store.take(0)[0].view(param.shape), expected)
+
+
+class FromWorkspace(torch.autograd.Function):
+    """A user's function whose gradients are views of memory that every backward writes anew."""
+
+    workspace = torch.zeros(64)
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return weight * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        FromWorkspace.workspace[:40] = grads[0] * ctx.factor
+        return FromWorkspace.workspace[:40], None
+
+
+def test_a_gradient_whose_memory_somebody_else_has_does_not_wait() -> None:
+    params = new_params((40,), dtype=torch.float32)
+    store = new_store({0: params})
+    for factor in (1.0, 2.0, 4.0):
+        FromWorkspace.apply(params[0], factor).sum().backward()
+        store.add(0)
+    assert torch.equal(store.take(0)[0], torch.full((40,), 7.0))
+
+
+def test_what_autograd_makes_itself_does_wait() -> None:
+    linear = nn.Linear(8, 8)
+    store = new_store({0: list(linear.parameters())})
+    linear(torch.ones(2, 8)).sum().backward()
+    store.add(0)
+    assert store.num_bytes == 2 * 4 * (64 + 8)
+
+
+def test_without_pairs_no_gradient_waits() -> None:
+    params = new_params((1000,))
+    store = GradientStore({0: params}, torch.float32, nn.Parameter.numel, lambda param: param.dtype)
+    set_gradients(params, 0)
+    store.add(0)
     assert store.num_bytes == 1000 * 4

@@ -24,7 +24,7 @@ ORDERS: dict[str, dict[str, Any]] = {"vertical": {}, "snake": {"snake": True}, "
 
 
 class Twice(torch.autograd.Function):
-    """A node written in Python, as the joints at every module of an engine are."""
+    """A node written in Python, as users have them."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

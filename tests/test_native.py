@@ -279,6 +279,20 @@ def test_a_joint_is_the_same_memory_and_no_view() -> None:
     assert type(joint(torch.nn.Parameter(torch.ones(4)))) is torch.Tensor
 
 
+class Marked(torch.Tensor):
+    """A user's own type."""
+
+
+def test_tensors_of_users_own_types_keep_them() -> None:
+    joint = hooks.load_joint()
+    marked = torch.ones(4).as_subclass(Marked).requires_grad_()
+    assert type(joint(marked)) is Marked
+    plain = torch.ones(4, requires_grad=True)
+    assert type(joint(plain).grad_fn) is not type(PythonJoint.apply(plain).grad_fn)
+    assert "Joint" in joint(plain).grad_fn.name()
+    assert "_Joint" not in joint(plain).grad_fn.name()  # the compiled one
+
+
 def test_where_the_joint_does_not_compile_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error on purpose\n")

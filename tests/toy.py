@@ -180,7 +180,7 @@ class ToyTraining:
         self.params = MemoryParams(self.layers)
         self.optimizer = MemoryOptimizer(self.params, early)
         self.gradients = GradientStore(
-            self.layers.units, torch.float32, lambda p: self.params.home[id(p)].numel(), lambda p: p.dtype
+            self.layers.units, torch.float32, lambda p: self.params.home[id(p)].numel(), lambda p: p.dtype, pairs=True
         )
         self.sweeps = Sweeps(self.layers, self.params, overlap=overlap)
 

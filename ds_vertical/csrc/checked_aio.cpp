@@ -144,6 +144,18 @@ public:
         return 1;
     }
 
+    // As `wait`, at once.
+    int poll(int64_t id, Result& result)
+    {
+        std::lock_guard lock(mutex_);
+        const auto found = known_.find(id);
+        if (found == known_.end()) { return -1; }
+        if (!found->second->finished) { return 0; }
+        result = found->second->result;
+        known_.erase(found);
+        return 1;
+    }
+
     bool wait_all(std::chrono::milliseconds slice)
     {
         std::unique_lock lock(mutex_);
@@ -327,6 +339,8 @@ namespace py = pybind11;
 
 constexpr auto slice = std::chrono::milliseconds(100);  // how long Ctrl-C may have to wait
 
+// [Note: the interpreter's lock] Given up by whoever waits, and by nobody else: to issue or to poll takes a microsecond, and a
+// thread that gives the lock up for that waits for it longer, while the thread that trains gets it and loses it again.
 class Queue {
 public:
     Queue(int block_size, int queue_depth, bool single_submit) : process_(getpid())
@@ -366,14 +380,14 @@ public:
     py::tuple wait(int64_t id)
     {
         Result result;
-        while (take(id, slice, result) == 0) { check_signals(); }
+        while (take(id, result) == 0) { check_signals(); }
         return to_tuple(result);
     }
 
     py::object poll(int64_t id)
     {
         Result result;
-        return take(id, std::chrono::milliseconds(0), result) == 0 ? py::object(py::none()) : to_tuple(result);
+        return checked(id, engine_->poll(id, result)) == 0 ? py::object(py::none()) : to_tuple(result);
     }
 
     void wait_all()
@@ -393,17 +407,21 @@ private:
     int64_t issue(bool is_read, uintptr_t address, int64_t num_bytes, std::string path, int64_t offset)
     {
         if (num_bytes < 0 || offset < 0) { throw py::value_error("num_bytes and offset must be 0 or more"); }
-        py::gil_scoped_release unlocked;
         return engine_->issue(is_read, reinterpret_cast<char*>(address), num_bytes, std::move(path), offset);
     }
 
-    int take(int64_t id, std::chrono::milliseconds at_most, Result& result)
+    int take(int64_t id, Result& result)
     {
         int state;
         {
             py::gil_scoped_release unlocked;
-            state = engine_->wait(id, at_most, result);
+            state = engine_->wait(id, slice, result);
         }
+        return checked(id, state);
+    }
+
+    static int checked(int64_t id, int state)
+    {
         if (state < 0) { throw py::value_error("operation " + std::to_string(id) + " is not of this queue or was waited for"); }
         return state;
     }
