@@ -209,15 +209,7 @@ class VerticalEngine(SavingEngine):
         self.optimizer.start_pipeline(new_queue, self._params, self.tracer, begin)
         every = [param for params in layers.units.values() for param in params]
         compat.guard_parameters(every, self.optimizer.flush, self._params.note_writing, self._params.note_write)
-        self._gradients = GradientStore(
-            in_chunk_order(layers, self.optimizer),
-            self.optimizer.gradient_accumulation_dtype,
-            compat.full_numel,
-            partial(compat_state.rounding_dtype, self.optimizer),
-            self.optimizer.steps,
-            self.optimizer.gradients.drop,
-            *(compat.device_name(), compat.is_one_memory() and vertical.order == "vertical"),
-        )
+        self._gradients = self._new_sums()
         self._activations = open_activations(vertical, layers, folder, new_queue, device, left)
         self._stopping = Stopping(vertical.on_signal, self.optimizer.regime)
         self._sweeps = Sweeps(
@@ -242,6 +234,18 @@ class VerticalEngine(SavingEngine):
         load_joint()  # a compile belongs ahead of the steps
         with compat.substituted_stage3(partial(VerticalStage3, layers=self.layers, vertical=self.vertical)):
             return super()._configure_zero_optimizer(optimizer)
+
+    def _new_sums(self) -> GradientStore:
+        return GradientStore(
+            in_chunk_order(self.layers, self.optimizer),
+            self.optimizer.gradient_accumulation_dtype,
+            compat.full_numel,
+            partial(compat_state.rounding_dtype, self.optimizer),
+            self.optimizer.steps,
+            self.optimizer.gradients.drop,
+            compat.device_name(),
+            pairs=compat.is_one_memory() and self.vertical.order == "vertical",  # otherwise layers take turns
+        )
 
     # ---- training
 
