@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,17 @@ from ds_vertical import cgroup, fio, hostmemory
 from ds_vertical.aiotune import tune
 from ds_vertical.config import ConfigError
 from ds_vertical.configfile import read_config
-from ds_vertical.diskload import core_s_per_byte
 from ds_vertical.disktime import median_s, transfer_s
 from ds_vertical.facts import accelerator, describe_machine, versions
+from ds_vertical.hostload import core_s_per_byte, core_share
 from ds_vertical.limits_cache import keep_report
 from ds_vertical.machine import Machine
 
 _BAD_INPUT = 2
 _DTYPES = ("bf16", "fp16", "fp32")
 _ALIGNMENT = 4096
-_PAIRS = 5  # of windows with and without transfers, a round
+_PAIRS = 5  # of windows with and without other work, a round
+_PIECE, _PIECES = 1 << 20, 8  # elements: 16 MB of state and gradient each
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,6 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rates = ssd_rates(options.path, num_bytes, options.rounds, config, not options.no_fio)
     rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
     rates |= product_rates(options.rounds)
+    rates |= adam_share(options.rounds) if accelerator() == "cpu" else {}
     if options.model:
         rates |= layer_seconds(options, config)
     settings = {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(options).items()}
@@ -148,6 +151,7 @@ def table(rates: dict[str, float]) -> str:
         "_elements_per_s": ("M elements/s", 1e-6),
         "_s": ("ms", 1e3),
         "_bytes": ("MB", 1e-6),
+        "_share": ("of the cores", 1.0),
     }
     lines = []
     for key, value in rates.items():
@@ -260,6 +264,37 @@ def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
         rates = {"adam_elements_per_s": numel / adam_s, "cast_elements_per_s": numel / cast_s}
         data = tensors[0].numpy()
         return rates | {"checksum_bytes_per_s": data.nbytes / median_s(lambda: checksum(data), rounds)}
+    finally:
+        kernel.destroy_adam(kernel_id)
+        torch.set_num_threads(everybody)
+
+
+def adam_share(rounds: int) -> dict[str, float]:
+    """The share of the cores that CPU Adam on one of them takes from what computes on all, see `hostload`: updates, casts and
+    checksums of pieces as large as a step's, each again only when no cache has it any more."""
+    import torch
+
+    from ds_vertical import native
+    from ds_vertical.checksums import checksum
+
+    kernel, kernel_id = native.free_adam(), 1 << 22
+    kernel.create_adam(kernel_id, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+    pieces = [[torch.full((_PIECE,), 0.5) for _ in range(4)] for _ in range(_PIECES)]
+    targets = [torch.empty(_PIECE, dtype=torch.bfloat16) for _ in pieces]
+    turns = cycle(zip(pieces, targets, strict=True))
+
+    def step() -> int:
+        torch.set_num_threads(1)  # of the thread that calls
+        (master, gradient, *moments), target = next(turns)
+        kernel.adam_update(kernel_id, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, master, gradient, *moments)
+        target.copy_(master)
+        for written in (master, *moments, target.view(torch.int16)):
+            checksum(written.numpy())
+        return _PIECE
+
+    everybody = torch.get_num_threads()
+    try:
+        return {"adam_core_share": core_share(step, _PAIRS * rounds)}
     finally:
         kernel.destroy_adam(kernel_id)
         torch.set_num_threads(everybody)

@@ -39,9 +39,11 @@ class Machine:
     device. `one_memory`: host and device are one (the CPU accelerator): there are no copies, and compute, CPU Adam and
     casts share the host cores. `adam_elements_per_s`: CPU Adam on `adam_cores` cores (null: all), fp32 state in memory;
     `cast_elements_per_s`: fp32 to the parameters' dtype on as many (null: part of Adam's rate); `checksum_bytes_per_s`: the
-    checksum of what is written, on one core (null: no time). `norm_elements_per_s`: the
-    norm that stock takes of each summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte
-    read or written takes from what computes there (null: none; counted where `one_memory`). Latencies are seconds per event.
+    checksum of what is written, on one core (null: no time). `adam_core_share`: the share of all host cores that a second of
+    CPU Adam takes from what computes there, as measured (null: `adam_cores` of them; counted where `one_memory`).
+    `norm_elements_per_s`: the norm that stock takes of each summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of
+    a host core that a byte read or written takes from what computes there (null: none; counted where `one_memory`). Latencies
+    are seconds per event.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
@@ -58,6 +60,7 @@ class Machine:
     checksum_bytes_per_s: float | None = None
     norm_elements_per_s: float | None = None
     adam_cores: int | None = None
+    adam_core_share: float | None = None
     ssd_core_s_per_byte: float | None = None
     ssd_latency_s: float = 0.0
     copy_latency_s: float = 0.0
@@ -86,6 +89,8 @@ class Machine:
                 raise refuse("machine", key, value, "true or false")
         elif key.endswith("_cores"):
             check_number("machine", key, value, 1, f"a number of cores, 1 or more{null}", whole=True)
+        elif key.endswith("_share"):
+            check_share(f"machine.{key}", value)  # pyright: ignore
         elif key.endswith("_per_s"):
             check_number("machine", key, value, 1e-9, f"a rate above 0, per second{null}")
         else:
@@ -126,7 +131,9 @@ class Machine:
 
     @property
     def adam_share(self) -> float:
-        """The share of the host cores that CPU Adam uses while it runs."""
+        """The share of the host cores that CPU Adam takes while it runs."""
+        if self.one_memory and self.adam_core_share is not None:
+            return self.adam_core_share
         return (self.adam_cores or self.host_cores) / self.host_cores
 
     def ssd_load(self, bytes_per_s: float) -> float:

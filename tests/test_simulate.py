@@ -249,6 +249,7 @@ def draw(seed: int) -> tuple[Schedule, Machine, ModelShape]:
         ssd_read_together_bytes_per_s=together and together * read,
         ssd_write_together_bytes_per_s=together and together * write,
         adam_cores=rng.choice([None, 1]),
+        adam_core_share=rng.choice([None, 0.0, 0.7, 1.0]),
         ssd_core_s_per_byte=rng.choice([None, 1e-5, 1e-4]),
         ssd_latency_s=rng.choice([0.0, 0.1]),
         compute_latency_s=rng.choice([0.0, 0.1]),
@@ -391,6 +392,9 @@ def test_host_cores_count_once() -> None:
     assert resources(ONE_MEMORY)["host_cores"][0] == pytest.approx(7.75 + 11.0)
     assert resources(replace(ONE_MEMORY, adam_cores=1))["host_cores"][0] == pytest.approx(7.75 + 5.5)
     assert "compute" not in resources(ONE_MEMORY) and "adam" not in resources(ONE_MEMORY)
+    measured = replace(ONE_MEMORY, adam_cores=1, adam_core_share=0.9)
+    assert resources(measured)["host_cores"][0] == pytest.approx(7.75 + 0.9 * 11.0)
+    assert replace(measured, one_memory=False).adam_share == 1 / measured.host_cores  # beside a device Adam has them alone
     cast = replace(ONE_MEMORY, cast_elements_per_s=1100.0)
     assert resources(cast)["host_cores"][0] == pytest.approx(7.75 + 12.0)
 

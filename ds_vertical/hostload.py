@@ -1,16 +1,20 @@
-"""What a byte read or written takes from a computation on the host.
+"""What other work on the host takes from a computation beside it: transfers per byte, CPU Adam per second.
 
 [Note: cores and bytes] The kernel submits, pins pages and completes on the cores that compute, and a virtual disk is served by
 the host of the virtual machine, often on the same ones; transfers and products share the memory's bandwidth too. All of it is
 counted at once, as seconds of a core per byte: by how much the same products slow down beside transfers, times the cores that
 they compute on, over the bytes per second that were moved meanwhile.
+
+[Note: cores and teams] A computation on all cores waits at the end of each operation for its slowest thread. A thread of CPU
+Adam on one core of two thus takes more than half of it: as much as all, where both are also bound by memory. So its share is
+measured as well: what the same products lose beside it in a second, over the seconds' worth of its own work that it does.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -20,37 +24,54 @@ _TOKENS, _WIDTH, _WEIGHTS = 8, 1024, 12  # 50 MB of weights: more than caches ho
 
 def core_s_per_byte(transfer: Callable[[], int], num_cores: int, num_pairs: int) -> float:
     """Seconds of a core for a byte, 0 or more. `transfer` does some transfers of both directions to their end and returns how
-    many bytes these were; it is called in another thread. Windows with and without alternate, so that a drift of the machine
-    hits both. Raises what `transfer` raises."""
+    many bytes these were; it is called in another thread. Raises what `transfer` raises."""
+    pairs = _beside(transfer, num_pairs)
+    return max(0.0, median((1 - left) * num_cores / bytes_per_s for left, bytes_per_s in pairs))
+
+
+def core_share(work: Callable[[], int], num_pairs: int) -> float:
+    """The share, from 0 to 1, of all the cores that a second of `work` takes from what computes on them; 1 where doing both
+    at a time is no faster than in turn. `work` does a piece and returns its size; it is called in another thread. Raises what
+    `work` raises."""
+    found = []
+    for left, rate in _beside(work, num_pairs):
+        mover = _Mover(work)
+        mover.start()
+        time.sleep(_WINDOW_S)
+        found.append((1 - left) * mover.stop() / rate)
+    return min(1.0, max(0.0, median(found)))
+
+
+def _beside(work: Callable[[], int], num_pairs: int) -> Iterator[tuple[float, float]]:
+    """The products' rate beside `work` over that without it, and the work's rate meanwhile; again and again, one after the
+    other, so that a drift of the machine hits both."""
     compute = _products()
     compute(_WINDOW_S)
-    found = []
     for _ in range(num_pairs):
         alone = compute(_WINDOW_S)
-        mover = _Mover(transfer)
+        mover = _Mover(work)
         mover.start()
         beside = compute(_WINDOW_S)
-        bytes_per_s = mover.stop()
-        found.append((1 - beside / alone) * num_cores / bytes_per_s)
-    return max(0.0, median(found))
+        yield beside / alone, mover.stop()
 
 
 class _Mover(threading.Thread):
-    """Repeats a transfer until it is stopped; `stop` returns bytes per second, and raises what went wrong."""
+    """Repeats some work until it is stopped; `stop` returns its rate (bytes per second), and raises what went wrong."""
 
-    def __init__(self, transfer: Callable[[], int]) -> None:
+    def __init__(self, work: Callable[[], int]) -> None:
         super().__init__(daemon=True)
-        self._transfer = transfer
+        self._work = work
         self._stopped = threading.Event()
-        self._num_bytes = 0
+        self._done = 0
         self._seconds = 0.0
         self._error: BaseException | None = None
 
     def run(self) -> None:
         start = time.perf_counter()
         try:
+            self._done = self._work()
             while not self._stopped.is_set():
-                self._num_bytes += self._transfer()
+                self._done += self._work()
         except BaseException as error:  # raised by stop, in the caller's thread
             self._error = error
         self._seconds = time.perf_counter() - start
@@ -60,7 +81,7 @@ class _Mover(threading.Thread):
         self.join()
         if self._error is not None:
             raise self._error
-        return self._num_bytes / self._seconds
+        return self._done / self._seconds
 
 
 def _products() -> Callable[[float], float]:

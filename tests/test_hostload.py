@@ -1,4 +1,4 @@
-"""What transfers take from a computation beside them."""
+"""What transfers and CPU Adam take from a computation beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from time import sleep
 import pytest
 import torch
 
-from ds_vertical.diskload import core_s_per_byte
+from ds_vertical.hostload import core_s_per_byte, core_share
 
 
 def test_a_core_that_is_taken_shows_and_idle_bytes_are_free() -> None:
@@ -32,3 +32,20 @@ def test_what_goes_wrong_in_a_transfer_is_raised() -> None:
 
     with pytest.raises(OSError, match="no space"):
         core_s_per_byte(fails, 2, 1)
+
+
+def test_the_share_is_what_is_lost_over_what_is_done() -> None:
+    """A thread that sleeps takes less than one that works as the products do; more than all of the cores it cannot."""
+    own = torch.ones(512, 1024), torch.ones(1024, 1024)
+
+    def sleeping() -> int:
+        sleep(0.002)
+        return 1
+
+    def on_every_core() -> int:
+        torch.nn.functional.linear(*own)
+        return 1
+
+    assert 0 <= core_share(sleeping, 5) < core_share(on_every_core, 5) <= 1
+    with pytest.raises(ZeroDivisionError):
+        core_share(lambda: 1 // 0, 1)
