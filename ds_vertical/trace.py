@@ -17,7 +17,7 @@ import datetime
 import json
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -95,26 +95,30 @@ class RecordingTracer(Tracer):
     def _write(self, start: float, end: float) -> None:
         begin = now()
         self._num_steps += 1
-        lines = [_line({"kind": "step", "step": self._num_steps, "start": start, "end": end, "write_s": self._write_s})]
+        times = f'"start":{start!r},"end":{end!r},"write_s":{self._write_s!r}'
+        lines = [f'{{"kind":"step","step":{self._num_steps},{times}}}\n']
         for _ in range(len(self._records)):
             kind, *values = self._records.popleft()
-            fields = {"kind": kind, "step": self._num_steps} | dict(zip(_FIELDS[kind], values, strict=True))
-            lines.append(_line(fields | {key: str(fields[key]) for key in ("name", "by") if key in fields}))
+            line, num_texts = _LINES[kind]
+            lines.append(line % (self._num_steps, *map(_quoted, map(str, values[:num_texts])), *values[num_texts:]))
         with self.path.open("a", encoding="ascii") as file:
             file.write("".join(lines))
         self._write_s = now() - begin
 
 
-_FIELDS = {
-    "span": ("thread", "resource", "name", "issue", "start", "end", "bytes"),
-    "wait": ("thread", "name", "by", "start", "end"),
-    "count": ("thread", "name", "time", "value"),
+def _line(kind: str, texts: Sequence[str], numbers: Sequence[str]) -> tuple[str, int]:
+    """The record's line, into which its step, texts and numbers are to be put, and how many texts there are."""
+    fields = [f'"{name}":%s' for name in texts] + [f'"{name}":%r' for name in numbers]
+    return f'{{"kind":"{kind}","step":%d,{",".join(fields)}}}\n', len(texts)
+
+
+# Lines are formatted, not encoded field by field: a step has some thousand, and their text is made while the next step waits.
+_LINES = {
+    "span": _line("span", ("thread", "resource", "name"), ("issue", "start", "end", "bytes")),
+    "wait": _line("wait", ("thread", "name", "by"), ("start", "end")),
+    "count": _line("count", ("thread", "name"), ("time", "value")),
 }
-_line_of = json.JSONEncoder(separators=(",", ":")).encode
-
-
-def _line(fields: Mapping[str, Any]) -> str:
-    return _line_of(fields) + "\n"
+_quoted = json.encoder.encode_basestring_ascii
 
 
 # ---- reading

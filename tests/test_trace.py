@@ -46,6 +46,7 @@ def test_records_are_read_back_as_they_were_made(tmp_path: Path) -> None:
         tracer.span("adam", "2STEP.e0", 1.0, 2.5, 64, issue=0.5)
         tracer.span("ssd_write", Event(Op.STEP, 2), 2.5, 3.0, 32)
         tracer.wait("fetch 1", "1F0", 2.0, 2.25)
+        tracer.wait('fetch "1"\n', "größer", 0.1 + 0.2, 1e-17)
         tracer.count("host bytes", 7)
     with tracer.step():
         pass
@@ -55,7 +56,8 @@ def test_records_are_read_back_as_they_were_made(tmp_path: Path) -> None:
         ("adam", "2STEP.e0", 0.5, 1.0, 2.5, 64),
         ("ssd_write", "2STEP", 2.5, 2.5, 3.0, 32),
     ]
-    assert [(w.name, w.by, w.start, w.end) for w in first.waits] == [("fetch 1", "1F0", 2.0, 2.25)]
+    waits = [("fetch 1", "1F0", 2.0, 2.25), ('fetch "1"\n', "größer", 0.1 + 0.2, 1e-17)]
+    assert [(w.name, w.by, w.start, w.end) for w in first.waits] == waits
     assert [(c.name, c.value) for c in first.counts] == [("host bytes", 7)]
     assert first.start <= first.counts[0].time <= first.end <= second.start <= second.end
     assert (second.step, second.spans, second.waits, second.counts) == (2, [], [], [])
