@@ -19,8 +19,9 @@ without the first step of each repeat. "bound": the least time of the vertical s
 under the same limit, since 2026-11-22 16:00 ahead of and after each vertical run, and corrected by the speed of the host
 between its steps, since 22:40 by the model's own layer (a "~" where what is left differs by more than 15 %); "sim": the
 simulated makespan, which stands beside it. Since 2026-11-23 01:30 gradients are summed in pairs, since 03:00 checksums
-count in both, since 04:25 CPU Adam takes of the cores what it was seen to take. Bytes are SSD bytes over the closed table's. "outside": the share of the step in
-which no resource was busy. "peak": host memory over its closed formula, and over stock's.
+count in both, since 04:25 CPU Adam takes of the cores what it was seen to take. Bytes are SSD bytes
+over the closed table's. "outside": the share of the step in which no resource was busy. "peak": host memory over its closed
+formula, and over stock's.
 `stock_best.md` says how the best stock settings were found.
 """
 
