@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -276,15 +277,18 @@ def intersection(left: Iterable[tuple[float, float]], right: Iterable[tuple[floa
     return union(left) + union(right) - union([*left, *right])
 
 
-def record_s(folder: Path, records: int = 4000) -> float:
-    """Seconds that one record takes on this machine; writes a trace of its own into `folder` and removes it."""
+def record_s(folder: Path, records: int = 1000, rounds: int = 9) -> float:
+    """Seconds that one record takes on this machine, the median of some rounds; writes a trace of its own into `folder` and
+    removes it."""
     tracer = RecordingTracer(folder, 0)
-    start = now()
-    for _ in range(records):
-        tracer.span("compute", "x", start, start)
-    seconds = (now() - start) / records
+    seconds = []
+    for _ in range(rounds):
+        start = now()
+        for _ in range(records):
+            tracer.span("compute", "x", start, start)
+        seconds.append((now() - start) / records)
     tracer.path.unlink()
-    return seconds
+    return median(seconds)
 
 
 def cost_share(step: StepTrace, each_s: float) -> float:
