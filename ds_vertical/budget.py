@@ -37,6 +37,7 @@ class Chunk:
     sizes: tuple[int, ...]
     state_on_ssd: bool
     params_on_ssd: bool
+    persistent: bool
 
     @property
     def numel(self) -> int:
@@ -69,6 +70,7 @@ class Forecast:
         self._one_memory = compat.is_one_memory()
         self._param_bytes = compat_pools.element_bytes(layers.units, config)
         self._unit_of = layers.unit_of()
+        self._persistent = self._on_device()
         self.chunks = [chunk for group in groups for chunk in self._chunks(group)]
         clip = float(config.get("gradient_clipping", 1.0) or 0.0)  # DeepSpeed clips to 1 where nothing is written
         dynamic = compat_pools.has_dynamic_scale(config)
@@ -197,7 +199,7 @@ class Forecast:
         found = []
         for chunk in self.chunks:
             if chunk.state_on_ssd:
-                middle, end = boundary(chunk.sizes, early_share), chunk.numel
+                middle, end = boundary(chunk.sizes, 0.0 if chunk.persistent else early_share), chunk.numel
                 alignment = self._json.alignment_bytes // FP32_BYTES
                 parts = (*split_chunk(0, 0, middle, memory.PART_ELEMENTS), *split_chunk(0, middle, end, memory.PART_ELEMENTS))
                 padding = -end % alignment
@@ -214,16 +216,28 @@ class Forecast:
 
     # ---- chunks, as the optimizer will make them
 
+    def _on_device(self) -> set[int]:
+        """By id the parameters that stay there. (Under a limit for the whole model stock goes through it in another order.)"""
+        params = [param for params in self._layers.units.values() for param in params]
+        stays = self._json.persistent(map(compat.full_numel, params))
+        return {id(p) for p, persistent in zip(params, stays, strict=True) if persistent and not self._goes_to_ssd(p)}
+
     def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[Chunk]:
         """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
         passed = 0
         for unit in self._layers.units:
-            members = [param for param in group if self._unit_of[id(param)] == unit]
-            for params in split_greedily(members, [self._shard(p) for p in members], self._json.sub_group_size):
+            for params, persistent in self._split([param for param in group if self._unit_of[id(param)] == unit]):
                 sizes = tuple(map(self._shard, params))
                 passed += sum(sizes)
                 in_files = self._json.state_on_ssd and sum(sizes) * FP32_BYTES >= self._json.least_bytes
-                yield Chunk(unit, tuple(params), sizes, in_files, self._json.params_on_ssd and passed > self._json.max_in_cpu)
+                params_on_ssd = self._json.params_on_ssd and passed > self._json.max_in_cpu
+                yield Chunk(unit, tuple(params), sizes, in_files, params_on_ssd, persistent)
+
+    def _split(self, members: Sequence[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], bool]]:
+        for stays in (False, True):
+            params = [param for param in members if (id(param) in self._persistent) == stays]
+            for found in split_greedily(params, list(map(self._shard, params)), self._json.sub_group_size):
+                yield found, stays
 
 
 def split_greedily(params: Sequence[Any], sizes: Sequence[int], largest: int) -> list[list[Any]]:

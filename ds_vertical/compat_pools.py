@@ -76,6 +76,8 @@ class OffloadSettings:
     sub_group_size: int
     alignment_bytes: int  # of sizes of files
     least_bytes: int  # smaller shards stay in memory
+    largest_persistent: int  # of the parameters that stay on the device, if `all_persistent` is not reached
+    all_persistent: int
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> OffloadSettings:
@@ -89,7 +91,17 @@ class OffloadSettings:
             int(zero.sub_group_size),
             AIO_ALIGNED_BYTES * aio["intra_op_parallelism"],
             max(MIN_AIO_BYTES, aio["block_size"]),
+            int(zero.param_persistence_threshold),
+            int(zero.model_persistence_threshold),
         )
+
+    def persistent(self, sizes: Iterable[int]) -> list[bool]:
+        """Of parameters of these elements, in the model's order, which stay on the device: as `mark_persistent_parameters`."""
+        found, total = [], 0
+        for numel in sizes:
+            found.append(numel <= self.largest_persistent and total + numel <= self.all_persistent)
+            total += numel * found[-1]
+        return found
 
 
 def aio_settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -50,9 +50,10 @@ def close_step(optimizer: Any) -> None:
     optimizer.invalidate_secondary_tensor()
 
 
-def gather_persistent(optimizer: Any) -> None:
-    """Bring the parameters that stay on the device back there, with their new values."""
-    params = [param for param in optimizer.persistent_parameters if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+def gather_persistent(optimizer: Any, chosen: Callable[[ZeroParam], bool] = lambda _: True) -> None:
+    """Bring the parameters that stay on the device (those `chosen`) back there, with their new values."""
+    away = (param for param in optimizer.persistent_parameters if param.ds_status == ZeroParamStatus.NOT_AVAILABLE)
+    params = [param for param in away if chosen(param)]
     if params:
         params[0].all_gather(params)
 

@@ -16,7 +16,8 @@ def make_chunks(
     optimizer: Any, stock_groups: Sequence[Sequence[Any]], early_share: float, generations: int
 ) -> list[Chunk]:
     """The chunks of a ZeRO-3 optimizer, in its order. `stock_groups`: stock's own sub-groups, whose rounding is kept.
-    `early_share`: of every chunk on SSD, the share that may be stepped early; `generations`: of its files."""
+    `early_share`: of every chunk on SSD that the schedule steps, the share that may be stepped early; `generations`: of its
+    files."""
     place: dict[int, tuple[int, int]] = {}
     for group in stock_groups:
         total, offset = sum(param.partition_numel() for param in group), 0
@@ -38,7 +39,8 @@ def _chunk(
     sizes = [param.partition_numel() for param in params]
     cuts = adam_cuts([Piece(size, *place[id(param)]) for param, size in zip(params, sizes, strict=True)])
     on_ssd = compat_state.is_chunk_on_ssd(optimizer, index)
-    early, delayed = Chunk.shares(index, sizes, early_share if on_ssd else 0.0, PART_ELEMENTS)
+    waits = not on_ssd or optimizer.is_persistent_chunk(index)
+    early, delayed = Chunk.shares(index, sizes, 0.0 if waits else early_share, PART_ELEMENTS)
     return Chunk(
         params,
         sizes,

@@ -73,7 +73,8 @@ class VerticalStage3(ChunkedStage3):
         early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
         chunks = make_chunks(self, self._stock_groups, early_share, self.regime.generations)
         share: Share = "delayed" if self.regime.final else "all"
-        waiting = {unit: [p for i in self.chunks_of(unit) for p in chunks[i].parts(share)] for unit in self._layer_map.units}
+        units, chunks_of = self._layer_map.units, self.scheduled_chunks_of
+        waiting = {unit: [p for i in chunks_of(unit) for p in chunks[i].parts(share)] for unit in units}
         beyond = beyond_host(waiting, self._vertical.gradient_host_share)
         self.holding = None if not beyond else DELAYED if self.regime.final else EVERYTHING
         numel = sum(part.numel for parts in waiting.values() for part in parts)
@@ -196,34 +197,43 @@ class VerticalStage3(ChunkedStage3):
             if self._left:
                 raise RuntimeError(f"units {list(self._left)} have not taken the step before this one")
         self._settled = False  # the persistent parameters have been partitioned, whatever comes of the norm
-        guess = self._scale_guess()  # before the loss scale is updated
+        guess = float(self.loss_scale)  # before it is updated
         norm = compat_state.open_step(self)
         self._norm_memory.clear()
         if norm is None and self.regime.stops:
             raise NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
         self._opened = True
-        if norm is None:
-            self.regime.note(self._tried, False)
-            if not self._tried:
-                self.gradients.conclude((), hit=False)
-            return
-        scale = compat_state.combined_scale(self, norm)
+        with self.agreed("train_batch"):
+            if norm is None:
+                self._skip()
+            else:
+                self._let_count(compat_state.combined_scale(self, norm), guess)
+        self.gather_persistent()
+
+    def _skip(self) -> None:
+        self.regime.note(self._tried, False)
+        if not self._tried:
+            self.gradients.conclude((), hit=False)
+
+    def _let_count(self, scale: Any, guess: float) -> None:
         came_true = float(scale) == guess
         self.regime.note(self._tried, came_true)
         with self.condition.torn_if_interrupted():
-            self._decide(self._settings(), scale, hit=came_true and self._tried)
+            due = self._decide(self._settings(), scale, hit=came_true and self._tried)
+            self.step_persistent(lambda unit, chunks: self._stepper.step(unit, chunks, due, "all"))
 
-    def _decide(self, settings: list[AdamSettings], scale: Any, hit: bool) -> None:
+    def _decide(self, settings: list[AdamSettings], scale: Any, hit: bool) -> Due:
         """The step counts: all chunks are one step further, and what has not been stepped early is due."""
         for index, setting in enumerate(settings):
             compat_state.moments(self, index)["step"] = setting.step
         self.powers = settings[-1].powers
-        self._due = Due(settings, self.gradients, None if float(scale) == 1.0 else 1.0 / scale)
+        self._due = due = Due(settings, self.gradients, None if float(scale) == 1.0 else 1.0 / scale)
         self._share = "delayed" if hit else "all"
         share, chunks, units = self._share, self._stepper.chunks, self._layer_map.units
-        self._left = dict.fromkeys(u for u in units if any(chunks[i].parts(share) for i in self.chunks_of(u)))
+        self._left = dict.fromkeys(u for u in units if any(chunks[i].parts(share) for i in self.scheduled_chunks_of(u)))
         self._hit = hit
         self.num_decided += 1
+        return due
 
     def _settings(self) -> list[AdamSettings]:
         """Per chunk the hyper-parameters of the step that is being taken, with the powers of beta that stock has then: it goes
@@ -235,16 +245,12 @@ class VerticalStage3(ChunkedStage3):
             settings.append(AdamSettings.of_group(group, powers))
         return settings
 
-    def _scale_guess(self) -> float:
-        """What the gradients are divided by if the norm asks for no clipping."""
-        return float(self.loss_scale)
-
     def step_early(self, unit: Unit) -> Ticket | None:
         """Issue the early parts of a unit whose gradient is complete; `conclude_early` says whether they count."""
         self._tried = True
-        guess = self._scale_guess()
+        guess = float(self.loss_scale)  # the divisor, if the norm asks for no clipping
         due = Due(self._settings(), self.gradients, None if guess == 1.0 else 1.0 / guess)
-        return self._stepper.step(unit, self.chunks_of(unit), due, "early")
+        return self._stepper.step(unit, self.scheduled_chunks_of(unit), due, "early")
 
     def early_writes(self) -> Ticket | None:
         """What of the early steps is on its way to the second generation; None where there is nothing."""
@@ -270,7 +276,7 @@ class VerticalStage3(ChunkedStage3):
 
     def expect_step(self, unit: Unit, early: bool) -> None:
         if early or unit in self._left:
-            self._stepper.expect(unit, self.chunks_of(unit), "early" if early else self._share)
+            self._stepper.expect(unit, self.scheduled_chunks_of(unit), "early" if early else self._share)
 
     def step_unit(self, unit: Unit) -> Ticket | None:
         """Issue what is due of a unit: read state, CPU Adam, write state and parameters."""
@@ -279,7 +285,7 @@ class VerticalStage3(ChunkedStage3):
         assert self._due is not None
         del self._left[unit]
         try:
-            return self._stepper.step(unit, self.chunks_of(unit), self._due, self._share)
+            return self._stepper.step(unit, self.scheduled_chunks_of(unit), self._due, self._share)
         except BaseException as error:  # an interrupt, too: the unit's step is neither taken nor due
             self.condition.tear(error)
             raise
@@ -361,7 +367,7 @@ class VerticalStage3(ChunkedStage3):
             self.check_whole()
             return
         with contextlib.ExitStack() as finally_:
-            finally_.callback(self._gather_persistent)  # all ranks are in it, whatever has failed on this one
+            finally_.callback(self.gather_persistent, settled=True)  # all ranks are in it, whatever has failed on this one
             with self.schedule_running():
                 for unit in tuple(self._left):
                     if ticket := self.step_ahead(unit):  # the next forward waits for it where an interrupt ends this wait
@@ -370,13 +376,6 @@ class VerticalStage3(ChunkedStage3):
                 self._complete()
         self._ahead.clear()
         self._settled = True
-
-    def _gather_persistent(self) -> None:
-        self._inside += 1  # gathering flushes
-        try:
-            compat_state.gather_persistent(self)
-        finally:
-            self._inside -= 1
 
     def flush_state(self) -> None:
         """`flush`, and all optimizer state in the files in which DeepSpeed looks for it."""

@@ -5,6 +5,7 @@ Overridden private methods of DeepSpeed are marked `override` and listed in `com
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ds_vertical import compat, compat_state
 from ds_vertical.config import ConfigError
 from ds_vertical.layers import LayerMap, Unit
 from ds_vertical.routes import StateRoutes
+from ds_vertical.transfer import Ticket
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -33,17 +35,21 @@ class ChunkedStage3(StateRoutes):
         self._layer_map = layers
         self._unit_of = layers.unit_of()
         self._stock_groups: list[list[compat.ZeroParam]] = []
+        self._persistent: set[int] = set()
         super().__init__(*args, **kwargs)
         self._stepped = {id(param) for chunk in self.fp16_groups for param in chunk}
 
     def _create_fp16_sub_groups(self, params_group: list[nn.Parameter]) -> list[list[nn.Parameter]]:  # override
-        """Chunks: parameters of one unit, split by sub_group_size. Stock's own sub-groups are remembered for the numerics."""
+        """Chunks: parameters of one unit, split by sub_group_size, those that stay on the device apart from the others.
+        Stock's own sub-groups are remembered for the numerics."""
         self._stock_groups += super()._create_fp16_sub_groups(params_group)
+        self._persistent |= {id(param) for param in params_group if compat.is_persistent(param)}
         chunks: list[list[nn.Parameter]] = []
         for unit in self._layer_map.units:
             members = [param for param in params_group if self._unit_of[id(param)] == unit]
-            if members:
-                chunks += super()._create_fp16_sub_groups(members)
+            for stays in (False, True):
+                if chosen := [param for param in members if (id(param) in self._persistent) == stays]:
+                    chunks += super()._create_fp16_sub_groups(chosen)
         return chunks
 
     def steps(self, param: nn.Parameter) -> bool:
@@ -53,6 +59,37 @@ class ChunkedStage3(StateRoutes):
     def chunks_of(self, unit: Unit) -> list[int]:
         """Sub-group numbers of a unit's chunks, ascending."""
         return [index for index, chunk in enumerate(self.fp16_groups) if self._unit_of[id(chunk[0])] == unit]
+
+    def is_persistent_chunk(self, index: int) -> bool:
+        """Whether a chunk's parameters stay on the device, where they must have their new values once a step is over."""
+        return id(self.fp16_groups[index][0]) in self._persistent
+
+    def scheduled_chunks_of(self, unit: Unit) -> list[int]:
+        """A unit's chunks without persistent ones: those that the schedule steps, early or in the next forward."""
+        return [index for index in self.chunks_of(unit) if not self.is_persistent_chunk(index)]
+
+    def step_persistent(self, step: Callable[[Unit, list[int]], Ticket | None]) -> None:
+        """Step what stays on the device, and wait for it. `step` issues a unit's chunks."""
+        tickets = []
+        for unit in self._layer_map.units:
+            if indices := list(filter(self.is_persistent_chunk, self.chunks_of(unit))):
+                tickets.append(step(unit, indices))
+        for ticket in tickets:
+            if ticket is not None:
+                ticket.wait()
+
+    def gather_persistent(self, settled: bool = False) -> None:
+        """Bring what stays on the device back there, with its new values: users read it without DeepSpeed, on one rank alone,
+        too. Collective where it is not there. `settled`: nothing is due, of those either that count as persistent and lay on
+        SSD when chunks were made."""
+        self._inside += 1  # gathering flushes
+        try:
+            compat_state.gather_persistent(self, lambda param: settled or not self._waits(param))
+        finally:
+            self._inside -= 1
+
+    def _waits(self, param: compat.ZeroParam) -> bool:
+        return compat.is_on_ssd(param) or (self.steps(param) and id(param) not in self._persistent)
 
     def in_chunk_order(self, unit: Unit) -> list[nn.Parameter]:
         """The unit's parameters that the optimizer has, chunk by chunk: so a chunk's gradient sums are neighbours."""

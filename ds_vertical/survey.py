@@ -44,10 +44,10 @@ class Surveyor:
 def facts_of(engine: Any, tokens: int) -> Facts:
     """`tokens` of one micro-batch."""
     optimizer, units = engine.optimizer, engine.layers.units
-    chunks = {unit: [optimizer._stepper.chunks[index] for index in optimizer.chunks_of(unit)] for unit in units}
+    chunks = {unit: [optimizer._stepper.chunks[index] for index in optimizer.scheduled_chunks_of(unit)] for unit in units}
     params = [param for members in units.values() for param in members]
     elements = {unit: sum(compat.full_numel(param) for param in members) for unit, members in units.items()}
-    on_ssd = sum(chunk.numel for members in chunks.values() for chunk in members if chunk.files)
+    on_ssd = sum(chunk.numel for chunk in optimizer._stepper.chunks if chunk.files)
     parts = [part for members in chunks.values() for chunk in members for part in (*chunk.early, *chunk.delayed)]
     world, num_bytes = ranks.world_size(), sum(map(compat.shard_bytes, params))
     return Facts(

@@ -3,7 +3,8 @@ forward; and training goes on as if nobody had looked, or from what was written.
 
 Stock (state in host memory, where it is right) and the vertical arm train side by side; every route is taken on both. What
 the vertical arm issues ahead of the next step is in flight then: no part of a step is computed before somebody waits for
-it, and parameters are read as soon as they may be, so that a copy which a write makes old is old.
+it, and parameters are read as soon as they may be, so that a copy which a write makes old is old; or, in one regime, no
+sooner than somebody waits for them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from harness import (
     running,
     small_buffers,
 )
-from late import LateSteps, SoonReads
+from late import LateReads, LateSteps, SoonReads
 from models import MixerModel, tiny_gpt2, token_batches
 from torch import nn
 
@@ -41,19 +42,34 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
 Route = Callable[[Any, Any, Path], Tensors]
 
-# where the vertical arm's state lies, the clipping, and what it leaves to the next forward
+# where the vertical arm's state lies, the clipping, and what it leaves to the next forward; in two of them small parameters
+# stay on the device (DeepSpeed's threshold)
 REGIMES: dict[str, dict[str, Any]] = {
     "all delayed, on SSD": dict(clip=0.05, section={"optimizer_delay": 1.0, "keep_gradients": True}),
-    "half early, on SSD": dict(clip=0.0, section={"optimizer_delay": 0.5, "keep_gradients": True}),
+    "half early, on SSD": dict(clip=0.0, persistence=None, section={"optimizer_delay": 0.5, "keep_gradients": True}),
     "all delayed, in host memory": dict(
-        clip=0.05, params="cpu", optimizer="cpu", section={"optimizer_delay": 1.0, "keep_gradients": True}
+        clip=0.05,
+        params="cpu",
+        optimizer="cpu",
+        persistence=None,
+        section={"optimizer_delay": 1.0, "keep_gradients": True},
     ),
     "all early, on SSD": dict(clip=0.0, section={"optimizer_delay": 0.0, "keep_gradients": True}),
 }
 
 
+DELAYED, EARLY, HOST, ALL_EARLY = REGIMES
+FROZEN = "blocks.1.down.weight"  # in one regime: read ahead beside the new values of its layer
+
+
 def build_model() -> nn.Module:
     return MixerModel(3)
+
+
+def build_frozen() -> nn.Module:
+    model = build_model()
+    model.get_parameter(FROZEN).requires_grad_(False)
+    return model
 
 
 def config_in(folder: Path, **options: Any) -> dict[str, Any]:
@@ -66,17 +82,20 @@ def config_in(folder: Path, **options: Any) -> dict[str, Any]:
 class Pair:
     """Both arms after the same steps. `sound`: whether they can be used by another test."""
 
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, regime: str) -> None:
+        options = REGIMES[regime]
+        build = build_frozen if regime == DELAYED else build_model
         self.batches = iter(token_batches(200, NUM_MICRO_BATCHES))
         self.sound = True
         self.leaves_steps = options["section"]["optimizer_delay"] > 0
         self.arms: dict[bool, tuple[Any, Any]] = {}
         stock = options | {"params": "cpu", "optimizer": "cpu"}
         for vertical, chosen in ((False, stock), (True, options)):
-            self.arms[vertical] = build_engine(config_in(folder, **chosen), build_model, vertical=vertical)
+            self.arms[vertical] = build_engine(config_in(folder, **chosen), build, vertical=vertical)
         self.late = LateSteps(self.vertical)
+        self.reads = None
         if options.get("params", "nvme") == "nvme":
-            SoonReads.of(self.vertical)
+            self.reads = (LateReads if regime == EARLY else SoonReads).of(self.vertical)
 
     def step(self) -> None:
         """One step of both; afterwards the vertical arm has issued what it could for its next forward."""
@@ -87,6 +106,7 @@ class Pair:
         if self.leaves_steps:
             assert optimizer.pending == ("pre", 0, 1, 2) and optimizer.due == (2,), "nothing is left to do"
             assert self.late.num_left, "nothing is in flight"
+            assert self.reads is None or self.reads.left or self.reads.done, "nothing is read ahead"
         else:
             assert list(self.vertical._params._ahead) == [0] and not optimizer.pending
 
@@ -119,7 +139,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         for other in [name for name, pair in made.items() if name != regime or not pair.sound]:
             made.pop(other).close()
         if regime not in made:
-            made[regime] = Pair(tmp_path_factory.mktemp("pair"), REGIMES[regime])
+            made[regime] = Pair(tmp_path_factory.mktemp("pair"), regime)
             made[regime].step()
         return made[regime]
 
@@ -165,14 +185,21 @@ def gathered(engine: Any, model: Any, folder: Path) -> Tensors:
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+def bare_state_dict(engine: Any, model: Any, folder: Path) -> Tensors:
+    """Without gathering: what stays on the device."""
+    return {name: value.clone() for name, value in model.state_dict().items() if value.numel()}
+
+
 def state_dict(engine: Any, model: Any, folder: Path) -> Tensors:
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def each(model: Any, read: Callable[..., torch.Tensor], *args: Any) -> Tensors:
+def each(model: Any, read: Callable[..., torch.Tensor | None], *args: Any) -> Tensors:
+    """What a call gives of every parameter that the optimizer has."""
     found = {name: read(param, *args) for name, param in model.named_parameters()}
-    return {name: value.clone().flatten() for name, value in found.items()}
+    assert {name for name, value in found.items() if value is None} <= {FROZEN}
+    return {name: value.clone().flatten() for name, value in found.items() if value is not None}
 
 
 def full_master(engine: Any, model: Any, folder: Path) -> Tensors:
@@ -245,20 +272,19 @@ def name_of(route: Any) -> str:
     return getattr(route, "__name__", str(route))
 
 
-DELAYED, EARLY, HOST, ALL_EARLY = REGIMES
-
-
 def cases(routes: list[Route], fast: list[Route]) -> list[Any]:
-    """Every route in every regime; beside the first regime the `fast` ones only where slow tests are left out."""
+    """Every route in every regime; with all in host memory the `fast` ones only where slow tests are left out."""
     everything = [(regime, route) for regime in REGIMES for route in routes]
-    slow = [regime != DELAYED and route not in fast for regime, route in everything]
+    slow = [regime == HOST and route not in fast for regime, route in everything]
     return [
         pytest.param(*case, marks=[pytest.mark.slow] * late, id=f"{name_of(case[1])}, {case[0]}")
         for case, late in zip(everything, slow, strict=True)
     ]
 
 
-READ_CASES = cases(READS, [gathered, full_moments, full_gradient]) + [(HOST, route) for route in IN_HOST_MEMORY]
+PERSISTENT = [regime for regime in REGIMES if "persistence" in REGIMES[regime]]
+READ_CASES = cases(READS, [gathered, full_moments, full_gradient])
+READ_CASES += [(HOST, route) for route in IN_HOST_MEMORY] + [(regime, bare_state_dict) for regime in PERSISTENT]
 
 
 @pytest.mark.parametrize(("regime", "route"), READ_CASES)
@@ -280,10 +306,11 @@ def test_a_route_reads_what_stock_reads(
 # ---- routes that write
 
 
-def chosen(model: Any) -> list[tuple[str, Any]]:
-    """A parameter on SSD, a small one, and one outside the layers."""
+def chosen(model: Any, weights: bool = False) -> list[tuple[str, Any]]:
+    """A parameter on SSD, a small one, and one outside the layers; of `weights` one that may be frozen, too."""
     named = dict(model.named_parameters())
-    return [(name, named[name]) for name in ("blocks.0.up.weight", "blocks.2.norm.bias", "head.weight")]
+    names = ("blocks.0.up.weight", "blocks.2.norm.bias", "head.weight", *([FROZEN] if weights else []))
+    return [(name, named[name]) for name in names]
 
 
 def new_value(numel: int) -> torch.Tensor:
@@ -291,15 +318,15 @@ def new_value(numel: int) -> torch.Tensor:
 
 
 def write_gathered(engine: Any, model: Any, folder: Path) -> Tensors:
-    for _, param in chosen(model):
+    for _, param in chosen(model, weights=True):
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
             param.data.copy_(new_value(param.ds_numel).view(param.ds_shape))
     return gathered(engine, model, folder)
 
 
 def load_state_dict(engine: Any, model: Any, folder: Path) -> Tensors:
-    values = {name: new_value(param.ds_numel).view(param.ds_shape) for name, param in chosen(model)}
-    with deepspeed.zero.GatheredParameters([param for _, param in chosen(model)], modifier_rank=0):
+    values = {name: new_value(param.ds_numel).view(param.ds_shape) for name, param in chosen(model, weights=True)}
+    with deepspeed.zero.GatheredParameters([param for _, param in chosen(model, weights=True)], modifier_rank=0):
         model.load_state_dict(values, strict=False)
     return gathered(engine, model, folder)
 
