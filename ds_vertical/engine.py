@@ -37,7 +37,7 @@ from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.progress import Progress
 from ds_vertical.saving import SavingEngine
 from ds_vertical.stopping import Stopping, leave_on_sigterm
-from ds_vertical.stores import describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
+from ds_vertical.stores import bytes_by_tier, describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
 from ds_vertical.subgroups import check_optimizer
 from ds_vertical.sweeps import Body, Sweeps
 
@@ -222,7 +222,7 @@ class VerticalEngine(SavingEngine):
             leave=self._stopping.vote,
         )
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)
-        tiers = ", ".join(f"{tier} {count}" for tier, count in self._params.bytes_by_tier().items())
+        tiers = ", ".join(f"{tier} {count}" for tier, count in bytes_by_tier(layers).items())
         compat.log(
             f"ds_vertical: vertical schedule ACTIVE: order {vertical.order}, {layers.describe()}; bytes of parameters on this"
             f" rank: {tiers}; host buffers {self._params.host_bytes}; {describe_activations(vertical)}; optimizer"

@@ -86,7 +86,8 @@ class VerticalStage3(ChunkedStage3):
         self._slots = [locked.lock_host_bytes(max(sizes)) for _ in sizes[: memory.SLOTS]]
         self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer, begin, self.checksums)
         self._updates = updates
-        self._stepper = Stepper(chunks, self._kernel(self.optimizer), self._pipeline, updates, self.checksums)
+        made_of = (chunks, self._kernel(self.optimizer), self._pipeline, updates, self.checksums)
+        self._stepper = Stepper(*made_of, overlap=self._vertical.overlap)
         self.powers = Powers.made_with(self.optimizer.defaults["betas"])
 
     def _kernel(self, adam: Any) -> CpuAdam:

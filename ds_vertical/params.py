@@ -99,14 +99,6 @@ class ParamStore:
         self._buffers += buffers
         return buffers
 
-    def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes of this rank's shards per tier, where they rest between uses."""
-        tiers = {"device": 0, "host": 0, "ssd": 0}
-        for params in self._units.values():
-            for param in params:
-                tiers[compat.shard_tier(param)] += compat.shard_bytes(param)
-        return tiers
-
     @property
     def error(self) -> BaseException | None:
         """The first write of new values that failed: their parameters are lost."""
@@ -334,6 +326,12 @@ class ParamStore:
                 if not update.returned:
                     self._pool(unit).put_back(update.buffer)
         self._drained.clear()
+
+    def complete_update(self, unit: Unit) -> None:
+        """Wait for all transfers of a unit's finished updates."""
+        self._wait_writes(unit)
+        if update := self._updates.get(unit):
+            update.buffer.wait_reads()
 
     def close_updates(self) -> None:
         """Wait until new values are in their files and put the buffers of those that nobody fetched back."""

@@ -123,6 +123,9 @@ def start_distributed() -> None:
         deepspeed.init_distributed(dist_backend=compat.get_accelerator().communication_backend_name())
     if not compat.get_accelerator().is_synchronized_device():  # nobody has bound this rank to its device before zero.Init
         compat.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if compat.device_name() == "cpu":
+        dist.barrier()
+        compat.unlink_shared_workspace(rank())
 
 
 def common_run_id(run_id: str) -> str:

@@ -43,6 +43,10 @@ class Updates(Protocol):
 
     def discard(self) -> None: ...
 
+    def complete_update(self, unit: Unit) -> None:
+        """Return when no transfer of a unit's finished updates is under way."""
+        ...
+
     def close_updates(self) -> None:
         """Return when finished updates are where the parameters rest; those not fetched meanwhile are put away."""
         ...
@@ -58,16 +62,24 @@ class Due:
 
 
 class Stepper:
-    """Turns the step of a unit into jobs of the pipeline. See [Note: generations]. `checksums`: those of the state's files."""
+    """Turns the step of a unit into jobs of the pipeline. See [Note: generations]. `checksums`: those of the state's files.
+    `overlap`: where false, a step's ticket waits for all its transfers."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], kernel: CpuAdam, pipeline: StepPipeline, updates: Updates, checksums: Checksums
+        self,
+        chunks: Sequence[Chunk],
+        kernel: CpuAdam,
+        pipeline: StepPipeline,
+        updates: Updates,
+        checksums: Checksums,
+        overlap: bool,
     ) -> None:
         self.chunks = chunks
         self.generations = Generations(chunks, checksums)
         self._kernel = kernel
         self._pipeline = pipeline
         self._updates = updates
+        self._overlap = overlap
         self._scratch: torch.Tensor | None = None
 
     def step(self, unit: Unit, indices: Sequence[int], due: Due, share: Share) -> Ticket | None:
@@ -85,7 +97,12 @@ class Stepper:
         if early:
             self.generations.step_early(part.chunk for part in parts)
         jobs = [self._job(unit, part, due, targets, early) for part in parts]
-        return self._pipeline.submit(f"step {unit}", jobs, lambda: self._updates.finish_update(unit))
+        ticket = self._pipeline.submit(f"step {unit}", jobs, lambda: self._updates.finish_update(unit))
+        return ticket if self._overlap else Ticket(ticket.what, lambda: self._complete(unit)).after(ticket)
+
+    def _complete(self, unit: Unit) -> None:
+        self._pipeline.drain()
+        self._updates.complete_update(unit)
 
     def expect(self, unit: Unit, indices: Sequence[int], share: Share) -> None:
         """The unit's `step` is the next one: start reading its state where there is room."""

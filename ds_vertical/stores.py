@@ -40,6 +40,14 @@ def in_chunk_order(layers: LayerMap, optimizer: VerticalStage3) -> dict[Unit, li
     }
 
 
+def bytes_by_tier(layers: LayerMap) -> dict[str, int]:
+    """Bytes of this rank's shards per tier, where they rest between uses."""
+    tiers = {"device": 0, "host": 0, "ssd": 0}
+    for param in (param for params in layers.units.values() for param in params):
+        tiers[compat.shard_tier(param)] += compat.shard_bytes(param)
+    return tiers
+
+
 def open_activations(
     vertical: Resolved,
     layers: LayerMap,

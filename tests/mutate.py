@@ -34,6 +34,7 @@ _ALIVE = "test_last_layer.py::test_one_micro_batchs_graph_and_logits_are_alive_a
 _SUMS = "test_gradients.py::test_the_sum_has_the_bits_of_one_addition_after_the_other"
 _PARITY = "test_parity.py::test_neox_on_ssd_is_bit_identical_to_stock[fp32-1.0]"
 _ODD = "test_numerics.py::test_odd_sizes_in_several_stock_sub_groups[fp32-300001]"
+_BARE = "test_flush.py::test_a_route_reads_what_stock_reads[half early, on SSD-bare_state_dict]"
 _DELAYED_TOY = "test_executor.py::test_delayed_and_early_steps_have_the_bits_of_plain_autograd[0-delayed-vertical]"
 _EARLY_TOY = "test_executor.py::test_delayed_and_early_steps_have_the_bits_of_plain_autograd[0-early-vertical]"
 _DELAY = "test_delay.py::test_every_delay_is_bit_identical_to_stock"
@@ -462,6 +463,34 @@ MUTATIONS = (
         "return [walk.need(Op.NORM), *walk.early]",
         "return [walk.need(Op.NORM)]",
         _EARLY_TOY,
+    ),
+    Mutation(
+        "persistent-left-partitioned-by-a-step",
+        "optimizer.py",
+        "        self.gather_persistent()\n\n    def _skip",
+        "\n    def _skip",
+        _BARE,
+    ),
+    Mutation(
+        "persistent-gathered-ahead-of-its-step",
+        "optimizer.py",
+        'self.step_persistent(lambda unit, chunks: self._stepper.step(unit, chunks, due, "all"))',
+        "pass",
+        _BARE,
+    ),
+    Mutation(
+        "serial-steps-leave-writes",
+        "stepper.py",
+        "        self._pipeline.drain()\n        self._updates.complete_update(unit)",
+        "        pass",
+        "test_overlap.py::test_without_overlap_no_event_finds_anything_in_flight",
+    ),
+    Mutation(
+        "workspace-outlives-its-ranks",
+        "compat.py",
+        ".unlink(missing_ok=True)",
+        "",
+        "test_ranks.py::test_memory_through_which_ranks_of_a_host_reduce_ends_with_them",
     ),
     Mutation(
         "persistent-on-ssd",

@@ -145,6 +145,7 @@ def stop(folder: Path, rank: int, clip: float) -> list[str]:
         for call in (
             lambda: engine.train_batch(iter(bad), lambda loss, _: Poison.apply(loss) if rank == 1 else loss),
             lambda: engine.train_batch(iter(good)),
+            lambda: engine.save_checkpoint(str(folder / "saved")),
         ):
             try:
                 call()

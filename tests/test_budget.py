@@ -27,6 +27,7 @@ from test_leaks import status
 from ds_vertical import hostmemory
 from ds_vertical.config import load_section, resolve
 from ds_vertical.memory import MemoryBudgetError, budget
+from ds_vertical.stores import bytes_by_tier
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -72,7 +73,7 @@ def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any
     with running(config, partial(MixerModel, 5), vertical=True) as (engine, model):
         forecast = Forecast(engine.layers, groups_of(model, None, None), config, engine.vertical)
         items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.settings)}
-        optimizer, tiers = engine.optimizer, engine._params.bytes_by_tier()
+        optimizer, tiers = engine.optimizer, bytes_by_tier(engine.layers)
         slots = [slot.numel() for slot in optimizer._slots]
         assert [list(chunk.params) for chunk in forecast.chunks] == optimizer.fp16_groups
         assert items["parameter buffers"] == engine._params.host_bytes > 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import base_config, running
+from models import tiny_gpt2, token_batches
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy import ToyModel, ToyTraining, plain_step, toy_inputs
@@ -141,6 +144,25 @@ def test_one_micro_batchs_graph_and_logits_are_alive_at_a_time(kind: type[ToyMod
     else:
         assert alive.found == before * NUM_MICRO_BATCHES + sum(last, []) + before * NUM_MICRO_BATCHES
     assert alive.now() == set()
+
+
+def test_a_hugging_face_model_in_the_engine_runs_its_last_layer_once(tmp_path: Path) -> None:
+    """And has one micro-batch's logits at a time."""
+    runs, alive, most = Counter[int](), set[StorageWeakRef](), list[int]()
+
+    def keep(*found: Any) -> None:
+        alive.add(StorageWeakRef(found[2].untyped_storage()))
+        most.append(sum(not logits.expired() for logits in alive))
+
+    config = base_config(tmp_path, num_micro_batches=NUM_MICRO_BATCHES, params="cpu", optimizer="cpu")
+    with running(config, partial(tiny_gpt2, NUM_LAYERS), vertical=True) as (engine, model):
+        for index, block in enumerate(model.transformer.h):
+            block.mlp.c_fc.register_forward_hook(lambda *_, index=index: runs.update([index]))
+        model.lm_head.register_forward_hook(keep)
+        for step_batches in token_batches(2, NUM_MICRO_BATCHES):
+            engine.train_batch(iter(step_batches))
+    assert runs == {0: 4 * NUM_MICRO_BATCHES, 1: 4 * NUM_MICRO_BATCHES, LAST: 2 * NUM_MICRO_BATCHES}
+    assert most == [1] * 2 * NUM_MICRO_BATCHES
 
 
 def test_an_input_of_the_last_layer_changed_after_it_ran_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,25 @@ def test_stepped_in_place_a_step_that_is_not_finite_tears_the_state(tmp_path: Pa
         assert counters(engine)["global_steps"] == 2
 
 
+def test_a_torn_state_names_the_last_good_tag(tmp_path: Path) -> None:
+    """Where it is torn and where it is refused; a new engine goes on from that tag."""
+    made, saved, good = config(tmp_path, "fp32", 0.0, "stop"), str(tmp_path / "saved"), 'the last good tag is "good" in .*saved'
+    with running(made, partial(SpoilableModel, 512), vertical=True) as (engine, model):
+        step(engine, 0)
+        engine.save_checkpoint(saved, tag="good")
+        before = contents(engine, model)
+        with pytest.raises(NonFiniteError) as raised:
+            step(engine, 1, ("last", NAN))
+        assert re.search(good, "".join(raised.value.__notes__))
+        with pytest.raises(TornStateError, match=good):
+            engine.save_checkpoint(saved, tag="bad")
+    with running(made, partial(SpoilableModel, 512), vertical=True) as (engine, model):
+        path, _ = engine.load_checkpoint(saved)
+        assert path is not None and Path(path).parent.name == "good" and not Path(saved, "bad").exists()
+        assert differing(before, contents(engine, model)) == []
+        step(engine, 1)
+
+
 class Fault(Exception):
     """Raised by the model on purpose."""
 
@@ -154,7 +174,10 @@ def test_any_error_amid_steps_in_place_tears_the_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("clip", "section"), [(1.0, {"optimizer_speculation": True}), (1.0, {}), (0.0, {"optimizer_delay": 1})], ids=str
 )
-@pytest.mark.parametrize(("dtype", "where"), [("fp32", "last"), *(pytest.param(*c, marks=slow) for c in (("bf16", "first"),))])
+@pytest.mark.parametrize(
+    ("dtype", "where"),
+    [("fp32", "first"), ("fp32", "last"), *(pytest.param("bf16", where, marks=slow) for where in ("first", "last"))],
+)
 def test_where_nothing_was_stepped_the_state_is_whole(
     tmp_path: Path, dtype: str, where: str, clip: float, section: dict[str, Any]
 ) -> None:

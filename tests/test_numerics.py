@@ -32,6 +32,7 @@ from torch import nn
 
 from ds_vertical.chunks import LANE
 from ds_vertical.compat_state import NormMemory
+from ds_vertical.stores import bytes_by_tier
 
 CLIP = 0.05  # far below every gradient norm here, so clipping acts on every step
 
@@ -370,7 +371,7 @@ def test_parameters_on_ssd_may_count_as_persistent(tmp_path: Path, clip: float) 
     for persistence in (0, 10**7):
         made = base_config(tmp_path / str(persistence), num_micro_batches=2, dtype="fp32", clip=clip, persistence=persistence)
         with running(small_buffers(made, 600_000), partial(MixerModel, 4, 512), vertical=True) as (engine, model):
-            assert engine._params.bytes_by_tier()["ssd"] > 0
+            assert bytes_by_tier(engine.layers)["ssd"] > 0
             losses = [engine.train_batch(iter(step)).item() for step in token_batches(3, 2)]
             seen.append((losses, read_weights(model)))
     assert seen[0][0] == seen[1][0]

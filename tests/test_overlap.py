@@ -16,7 +16,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from harness import Run, assert_identical, base_config, run_arm, small_buffers
@@ -24,8 +24,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from models import MixerModel, token_batches
 
-from ds_vertical import engine, native
+from ds_vertical import engine, native, sweeps
 from ds_vertical.disk import DiskQueue
+from ds_vertical.executor import Executor, Handler
+from ds_vertical.schedule import Event, Op
 
 NUM_STEPS = 3
 WIDTH = {False: {"fp32": 64, "bf16": 64}, True: {"fp32": 512, "bf16": 768}}  # on SSD a matrix must have 1 MiB
@@ -52,6 +54,7 @@ class Timing:
     params: str
     optimizer: str
     pauses: int
+    persistence: int | None = 0
 
 
 ORACLE = Timing((("overlap", False), ("prefetch_layers", 0), ("optimizer_delay", 0.0)), "cpu", "cpu", 0)
@@ -59,8 +62,8 @@ ORACLE = Timing((("overlap", False), ("prefetch_layers", 0), ("optimizer_delay",
 
 def run(numbers: Numbers, timing: Timing, folder: Path) -> Run:
     section = dict(timing.section)
-    if share := section.pop("moved", 0.0):
-        section["activations"] = {"device": "ssd", "share": share}
+    if moved := section.pop("moved", None):
+        section["activations"] = dict(zip(("device", "share", "host_share"), moved, strict=True))
     config = base_config(
         folder,
         num_micro_batches=numbers.num_micro_batches,
@@ -69,6 +72,7 @@ def run(numbers: Numbers, timing: Timing, folder: Path) -> Run:
         sub_group_size=numbers.sub_group_size,
         params=timing.params,
         optimizer=timing.optimizer,
+        persistence=timing.persistence,
         section={"seed": 7, "layers": ["blocks"]} | section,
     )
     if timing.params == "nvme":
@@ -144,8 +148,14 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[DiskQueue]:
 # ---- random settings
 
 
-def sections(*moved: float) -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
-    """`moved`: shares of the micro-batches whose activations rest on SSD."""
+Moved = tuple[str, float, float]
+TO_HOST: list[Moved | None] = [None, ("host", 0.5, 0.0), ("host", 1.0, 0.0)]
+TO_SSD: list[Moved | None] = [None, ("ssd", 0.5, 0.0), ("ssd", 1.0, 0.0), ("ssd", 0.5, 0.5), ("host", 1.0, 0.0)]
+PERSISTENCE = st.sampled_from([0, 0, 600, None])  # 600: norms and biases
+
+
+def sections(moved: list[Moved | None]) -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
+    """`moved`: where activations rest, with the shares of the micro-batches that rest there and in host memory."""
     return st.fixed_dictionaries(
         {
             "overlap": st.sampled_from([True, True, False]),
@@ -156,7 +166,8 @@ def sections(*moved: float) -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
             "on_nonfinite": st.sampled_from(["skip", "stop"]),
             "gradient_host_share": st.sampled_from([None, 0.0, 0.5]),
             "keep_gradients": st.sampled_from([False, False, True]),
-            "moved": st.sampled_from([0.0, *moved]),
+            "moved": st.sampled_from(moved),
+            "verify": st.booleans(),
         }
     ).map(lambda section: tuple(section.items()))
 
@@ -177,7 +188,9 @@ IN_MEMORY = st.tuples(
         st.sampled_from([5_001, 20_001, 700_001]),
         st.just(False),
     ),
-    st.builds(Timing, sections(), st.sampled_from(["none", "cpu"]), st.just("cpu"), st.just(0)).filter(fits),
+    st.builds(
+        Timing, sections(TO_HOST), st.sampled_from(["none", "cpu"]), st.just("cpu"), st.just(0), PERSISTENCE
+    ).filter(fits),
 )
 ON_SSD = st.tuples(
     st.builds(
@@ -191,10 +204,11 @@ ON_SSD = st.tuples(
     ),
     st.builds(
         Timing,
-        sections(0.5, 1.0, 1.0),
+        sections(TO_SSD),
         st.sampled_from(["nvme", "nvme", "cpu"]),
         st.sampled_from(["nvme", "nvme", "cpu"]),
         st.integers(1, 10**6),
+        PERSISTENCE,
     ).filter(lambda timing: fits(timing) and "nvme" in (timing.params, timing.optimizer)),
 )
 
@@ -251,5 +265,28 @@ def test_twenty_random_settings_on_a_slow_disk(tmp_path: Path) -> None:
     assert len(early) >= 3, "hardly any setting steps early"
     waiting = [t for _, t in compared if dict(t.section)["gradient_host_share"] is not None]
     assert len(waiting) >= 4, "hardly any gradient waits on SSD"
-    moving = [t for _, t in compared if dict(t.section)["moved"] > 0]
+    moving = [t for _, t in compared if dict(t.section)["moved"]]
     assert len(moving) >= 4, "hardly any activation moves"
+    resident = [t for n, t in compared if t.persistence != 0 and n.clip == 0]
+    assert len(resident) >= 2, "hardly any parameter stays on the device beside early steps"
+
+
+def test_without_overlap_no_event_finds_anything_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads, writes of state, of new parameters, of gradients and of activations, early and delayed steps."""
+    queues = slow_disk(monkeypatch, 1)
+    found: list[str] = []
+
+    class Watched(Executor):
+        def __init__(self, handlers: Mapping[Op, Handler], **kwargs: Any) -> None:
+            super().__init__({op: partial(self.watch, handler) for op, handler in handlers.items()}, **kwargs)
+
+        def watch(self, handler: Handler, event: Event) -> Any:
+            found.extend(f"{event}: queue {number}" for number, queue in enumerate(queues) if cast(Any, queue.native).pending())
+            return handler(event)
+
+    monkeypatch.setattr(sweeps, "Executor", Watched)
+    numbers = Numbers(4, 2, "fp32", 0.0, 700_001, True)
+    moved = ("activations", {"device": "ssd"})
+    section = (("overlap", False), ("optimizer_delay", 0.5), ("gradient_host_share", 0.0), moved)
+    assert run(numbers, Timing(section, "nvme", "nvme", 1), tmp_path).ssd_bytes
+    assert sum(queue.num_written_bytes for queue in queues) and not found

@@ -205,8 +205,9 @@ def distance(expected: Tensors, found: Tensors) -> float:
 
 
 def test_a_norm_that_is_not_finite_on_one_rank_stops_both(fp32: TwoRanks) -> None:
-    """Without clipping in the middle of steps in place; with it nothing was stepped, and both go on."""
-    expected = [["NonFiniteError", "TornStateError"], ["NonFiniteError", "nothing"]]
+    """Without clipping in the middle of steps in place: no step and no save after it. With it nothing was stepped, and both go
+    on."""
+    expected = [["NonFiniteError", *["TornStateError"] * 2], ["NonFiniteError", *["nothing"] * 2]]
     assert [rank["stop"] for rank in fp32.ranks] == [expected, expected]
 
 
@@ -281,3 +282,20 @@ def test_a_state_that_one_rank_has_torn_is_neither_trained_on_nor_saved_by_any(j
         assert_told(rank, next(told for told in steps if told[0] != "nothing"), ("DiskError", "TornStateError"))
         assert_told(rank, saved, ("TornStateError",))
     assert not (job[1].parent / "torn").exists()
+
+
+_MAPPED = """
+from pathlib import Path
+from ds_vertical import ranks
+ranks.start_distributed()
+print(*(line.split(maxsplit=5)[5].strip() for line in Path("/proc/self/maps").open() if "allreduce_buffer" in line))
+"""
+
+
+def test_memory_through_which_ranks_of_a_host_reduce_ends_with_them() -> None:
+    """As the launcher starts ranks on the CPU: DeepSpeed maps a file in memory, whose name it never removes."""
+    launched = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29631")
+    command = [sys.executable, "-c", _MAPPED]
+    done = subprocess.run(command, env=os.environ | launched, capture_output=True, text=True, timeout=280, check=True)
+    name = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_29631_0"
+    assert f"{name} (deleted)" in done.stdout, "DeepSpeed has not made it, or it is still there"
