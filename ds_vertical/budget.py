@@ -134,6 +134,7 @@ class Forecast:
             slots=min(memory.SLOTS, len(self._piece_bytes)),
             held_share=self._held_share,
             one_memory=self._one_memory,
+            layer_major=self._resolved.order == "vertical",
         )
 
     @property

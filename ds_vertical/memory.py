@@ -50,6 +50,7 @@ class Settings:
     `slots`: pieces of state in memory at a time. `held_share`: of all gradients, the share that waits for its step (1
     where steps follow NORM or may be redone, alpha for delayed parts, 0 where every step is early). `gradient_layers`:
     layers whose gradients are under way otherwise: as many as are stepped or written to SSD at a time, and one more.
+    `layer_major`: the order of the micro-batches.
     """
 
     num_micro_batches: int
@@ -58,6 +59,7 @@ class Settings:
     held_share: float = 1.0
     gradient_layers: int = MAX_STEPS + 1
     one_memory: bool = False
+    layer_major: bool = True
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,8 @@ def _device(shape: ModelShape, settings: Settings) -> Iterator[Item]:
 
 def backward_bytes(shape: ModelShape, settings: Settings) -> int:
     """What one layer's backward needs for one micro-batch; on the host it has the gradients of the one before beside it, which
-    wait: see [Note: gradients in pairs] in `gradients`."""
-    waits = settings.one_memory and settings.num_micro_batches > 1
+    wait in layer-major order: see [Note: gradients in pairs] in `gradients`."""
+    waits = settings.one_memory and settings.layer_major and settings.num_micro_batches > 1
     return shape.working_bytes + waits * max(shape.unit_gradients[1:]) * shape.param_bytes
 
 

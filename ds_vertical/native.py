@@ -257,8 +257,11 @@ def main(argv: list[str] | None = None) -> int:
         opcache.say(f"{len(missing)} of {len(needed)} ops are to be compiled: {', '.join(missing)}")
         opcache.activate()
     with_fallback: dict[str, Callable[[], Any]] = {FREE_ADAM.build_name: free_adam, JOINT.build_name: joint}
-    for name in missing:
-        with_fallback.get(name, lambda name=name: needed[name]().load(verbose=False))()
+    loaded = {name: with_fallback.get(name, lambda name=name: needed[name]().load(verbose=False))() for name in missing}
+    slow = [name for name, op in loaded.items() if op is None or isinstance(op, PiecewiseAdam)]
+    if slow:
+        print(f"{', '.join(slow)}: not compiled, slower stand-ins work in their place; see above", file=sys.stderr)
+        return 1
     print(f"the ops are ready in {opcache.cache_folder() if own else extensions} ({time.monotonic() - start:.1f} s)")
     return 0
 

@@ -290,11 +290,12 @@ class StepPipeline:
             views = slot.views(job.sources) if slot is not None else []
             for extent, view in zip(job.sources, views, strict=True):
                 self._checksums.check(extent.path, extent.offset, view.numpy())
+            for extent in job.targets if slot is not None else ():
+                self._await_writes(extent)
             start = now()
             job.compute(views)
             if slot is not None:
                 for extent, view in zip(job.targets, views[: len(job.extents)], strict=True):
-                    self._await_writes(extent)
                     write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
                     slot.beside = job.beside
                     slot.writes.append(write)

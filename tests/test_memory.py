@@ -52,6 +52,7 @@ def test_one_memory_counts_parameters_and_sums_once() -> None:
         ("host", "one layer's backward"): 1000 * 2,  # gradients that wait for the next micro-batch's
     }
     assert ("host", "one layer's backward") not in sizes(SHAPE, Settings(1, slots=3, one_memory=True))
+    assert ("host", "one layer's backward") not in sizes(SHAPE, Settings(3, slots=3, one_memory=True, layer_major=False))
 
 
 @pytest.mark.parametrize(("window", "buffers"), [(0, 3), (1, 4), (2, 5), (30, 8)])

@@ -201,6 +201,25 @@ def test_build_ops_knows_our_own() -> None:
     assert {op.build_name for op in native.OWN_OPS} < set(native.needed_ops())
 
 
+def test_build_ops_fails_where_a_stand_in_works_in_an_ops_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("#error on purpose\n")
+    op = native.OwnOp("joint", str(broken), (), "CPUAdamBuilder")
+    monkeypatch.setattr(native, "JOINT", op)
+    monkeypatch.setattr(native, "OWN_OPS", (native.FREE_ADAM, native.CHECKED_AIO, op))
+    native.joint.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled"):
+            assert native.main([]) == 1
+    finally:
+        opcache.forget(op.build_name)
+        native.joint.cache_clear()
+    said = capsys.readouterr()
+    assert f"{op.build_name}: not compiled, slower stand-ins" in said.err and "are ready" not in said.out
+
+
 def test_where_it_does_not_compile_a_warning_says_so_and_deepspeeds_is_used(
     stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
