@@ -3,7 +3,8 @@
 [Note: bound] For each resource: busy seconds, plus fill, plus drain; the largest sum is the bound.
 - busy: all its work in one step at the rates of `Machine`. CPU Adam and casts count on the host cores, and where host and
   device are one memory compute does too (one resource, `host_cores`), and so does what transfers take of the cores, but for
-  what they can have taken while these had nothing else to do. Where reads and writes slow each other down, the
+  what they can have taken while these had nothing else to do. The schedule's own code and its copies within host memory
+  do not count: another order would do without them. Where reads and writes slow each other down, the
   SSD as a whole is a resource too: the less of "one after the other" and "together as long as both have work".
 - fill: the fetch that must be complete before the resource has anything to do ("first layer's fetch"); drain: the state's
   write that must follow its last work ("last chunk's write"). Both are the least over the resource's own work, by the
@@ -16,7 +17,7 @@ steps that overlap at their boundary may come down to the largest busy time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_vertical.costs import Cost, Lane, ModelShape, Parts, Stage, event_costs
 from ds_vertical.dependencies import dependencies
@@ -57,6 +58,7 @@ def step_bound(
     schedule: Schedule, machine: Machine, shape: ModelShape, *, parts: Parts | None = None, needs: Needs | None = None
 ) -> Bound:
     """The bound of one step of the schedule. See [Note: bound]. Raises ScheduleError or CostsError as `simulate` does."""
+    machine = replace(machine, compute_latency_s=0.0, copy_host_bytes_per_s=None)  # what an order and its code cost
     costs = event_costs(schedule.events, machine, shape, parts)
     needs = dependencies(schedule.events) if needs is None else needs
     before = _fetched_before(schedule.events, costs, needs)
@@ -123,7 +125,7 @@ def _transferring(stages: Sequence[Stage], machine: Machine, idle_s: float) -> f
 
 def _busy(resource: str, stages: Sequence[Stage], machine: Machine) -> float:
     if resource == "host_cores":
-        return sum(s.seconds * (machine.adam_share if s.lane == "adam" else 1.0) for s in stages)
+        return sum(s.seconds * (machine.least_adam_share if s.lane == "adam" else 1.0) for s in stages)
     if resource != "ssd":
         return _seconds(stages)
     read, write = (_seconds([s for s in stages if s.lane == lane]) for lane in ("ssd_read", "ssd_write"))

@@ -235,6 +235,8 @@ class _Pricer:
         self.held = {event.layer for event in events if event.op is Op.HOLD}
         self.recalled = {event.layer for event in events if event.op is Op.RECALL}
         self.tiers = shape.placement.activation_tiers(1 + max((event.micro_batch or 0 for event in events), default=0))
+        steps = [event for event in events if event.op is Op.STEP]
+        self.split = {early.layer: [e for e in steps if e.layer == early.layer] for early in filter(is_early, steps)}
         ahead = (event for event in events if event.ahead and (event.op is Op.FETCH or self.sizes.elements(event)))
         self.in_memory = {event.layer for event in ahead}  # until the unit's next FETCH
 
@@ -314,10 +316,18 @@ class _Pricer:
 
     def reduce(self, event: Event) -> Cost:
         out = self.copy("copy_out", "gradients", self._gradient_bytes(event))
-        if self.machine.norm_elements_per_s:
-            (norm,) = self.compute(self.sizes.elements(event) / self.machine.norm_elements_per_s)
-            out = norm + out
+        norm_s = self.sizes.elements(event) / (self.machine.norm_elements_per_s or math.inf)
+        if host_s := norm_s + self._copied_s(event):
+            out = self.compute(host_s)[0] + out
         return _cost(out + (() if event.layer in self.held else sum(self.hold(event), ())))
+
+    def _copied_s(self, event: Event) -> float:
+        """Of a unit's gradients those that wait, so that the memory of the rest need not; of this rank's share all."""
+        rate, shared = self.machine.copy_host_bytes_per_s, self.shape.num_shards > 1
+        if not self.machine.one_memory or rate is None:
+            return 0.0
+        waiting = [event] if shared else [e for e in self.split.get(event.layer, ()) if not is_early(e)]
+        return sum(map(self._gradient_bytes, waiting)) / rate
 
     def hold(self, event: Event) -> Cost:
         on_ssd = self.shape.placement.gradients_on_ssd

@@ -7,7 +7,8 @@ they compute on, over the bytes per second that were moved meanwhile.
 
 [Note: cores and teams] A computation on all cores waits at the end of each operation for its slowest thread. A thread of CPU
 Adam on one core of two thus takes more than half of it: as much as all, where both are also bound by memory. So its share is
-measured as well: what the same products lose beside it in a second, over the seconds' worth of its own work that it does.
+measured as well: what the same products lose beside it in a second, over the seconds' worth of its own work that it does. It is
+more than 1 where both at a time are slower than in turn.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ def core_s_per_byte(transfer: Callable[[], int], num_cores: int, num_pairs: int)
 
 
 def core_share(work: Callable[[], int], num_pairs: int) -> float:
-    """The share, from 0 to 1, of all the cores that a second of `work` takes from what computes on them; 1 where doing both
-    at a time is no faster than in turn. `work` does a piece and returns its size; it is called in another thread. Raises what
-    `work` raises."""
+    """Seconds of all cores, 0 or more, that a second of `work` takes from what computes on them; 1 where doing both at a time
+    is as fast as in turn. `work` does a piece and returns its size; it is called in another thread. Raises what `work`
+    raises."""
     found = []
     for left, rate in _beside(work, num_pairs):
         mover = _Mover(work)
         mover.start()
         time.sleep(_WINDOW_S)
         found.append((1 - left) * mover.stop() / rate)
-    return min(1.0, max(0.0, median(found)))
+    return max(0.0, median(found))
 
 
 def _beside(work: Callable[[], int], num_pairs: int) -> Iterator[tuple[float, float]]:

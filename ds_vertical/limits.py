@@ -104,7 +104,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rates = ssd_rates(options.path, num_bytes, options.rounds, config, not options.no_fio)
     rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
     rates |= product_rates(options.rounds)
-    rates |= adam_share(options.rounds) if accelerator() == "cpu" else {}
+    if accelerator() == "cpu":
+        from ds_vertical.eventtime import event_s
+
+        rates |= adam_share(options.rounds) | {"compute_latency_s": event_s(options.rounds)}
     if options.model:
         rates |= layer_seconds(options, config)
     settings = {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(options).items()}
@@ -301,15 +304,16 @@ def adam_share(rounds: int) -> dict[str, float]:
 
 
 def norm_rate(rounds: int, numel: int = 1 << 22) -> dict[str, float]:
-    """Elements/s of the norm that stock takes of an fp32 gradient, on the device."""
+    """Elements/s of the norm that stock takes of an fp32 gradient, on the device; each again only when no cache has it."""
     import torch
 
     from ds_vertical import compat_state
 
-    gradient = torch.ones(numel, device=accelerator())
+    gradients = cycle([torch.ones(numel, device=accelerator()) for _ in range(_PIECES)])
     memory = compat_state.NormMemory()
 
     def norm() -> None:
+        gradient = next(gradients)
         memory.norm(gradient) if gradient.device.type == "cpu" else gradient.double().norm(2)
         _synchronize()
 

@@ -36,14 +36,14 @@ class Machine:
     """Rates of one machine, as one rank sees them.
 
     `ssd_*_together_bytes_per_s`: with reads and writes under way at the same time; null: as alone. `copy_in`: host to
-    device. `one_memory`: host and device are one (the CPU accelerator): there are no copies, and compute, CPU Adam and
-    casts share the host cores. `adam_elements_per_s`: CPU Adam on `adam_cores` cores (null: all), fp32 state in memory;
-    `cast_elements_per_s`: fp32 to the parameters' dtype on as many (null: part of Adam's rate); `checksum_bytes_per_s`: the
-    checksum of what is written, on one core (null: no time). `adam_core_share`: the share of all host cores that a second of
-    CPU Adam takes from what computes there, as measured (null: `adam_cores` of them; counted where `one_memory`).
-    `norm_elements_per_s`: the norm that stock takes of each summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of
-    a host core that a byte read or written takes from what computes there (null: none; counted where `one_memory`). Latencies
-    are seconds per event.
+    device; `copy_host`: within host memory (null: no time). `one_memory`: host and device are one (the CPU accelerator):
+    there are no copies, and compute, CPU Adam and casts share the host cores. `adam_elements_per_s`: CPU Adam on
+    `adam_cores` cores (null: all), fp32 state in memory; `cast_elements_per_s`: fp32 to the parameters' dtype on as many
+    (null: part of Adam's rate); `checksum_bytes_per_s`: the checksum of what is written, on one core (null: no time).
+    `adam_core_share`: seconds of all host cores that a second of CPU Adam takes from what computes there, as measured
+    (null: as `adam_cores` of them; counted where `one_memory`). `norm_elements_per_s`: the norm that stock takes of each
+    summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte read or written takes from
+    what computes there (null: none; counted where `one_memory`). Latencies are seconds per event.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
@@ -54,6 +54,7 @@ class Machine:
     one_memory: bool
     copy_in_bytes_per_s: float | None = None
     copy_out_bytes_per_s: float | None = None
+    copy_host_bytes_per_s: float | None = None
     ssd_read_together_bytes_per_s: float | None = None
     ssd_write_together_bytes_per_s: float | None = None
     cast_elements_per_s: float | None = None
@@ -90,7 +91,7 @@ class Machine:
         elif key.endswith("_cores"):
             check_number("machine", key, value, 1, f"a number of cores, 1 or more{null}", whole=True)
         elif key.endswith("_share"):
-            check_share(f"machine.{key}", value)  # pyright: ignore
+            check_number("machine", key, value, 0.0, f"seconds per second, 0 or more{null}")
         elif key.endswith("_per_s"):
             check_number("machine", key, value, 1e-9, f"a rate above 0, per second{null}")
         else:
@@ -121,7 +122,7 @@ class Machine:
         names = ("adam_elements_per_s", "cast_elements_per_s", "checksum_bytes_per_s", "norm_elements_per_s")
         rates = {name: rate / factor for name in names if (rate := getattr(self, name)) is not None}
         load = None if self.ssd_core_s_per_byte is None else self.ssd_core_s_per_byte * factor
-        return replace(self, ssd_core_s_per_byte=load, **rates)
+        return replace(self, ssd_core_s_per_byte=load, compute_latency_s=self.compute_latency_s * factor, **rates)
 
     def adam_s(self, elements: float, written_bytes: float) -> float:
         """Seconds of the cores of CPU Adam for a step: the update, the cast, and the checksums of what is written."""
@@ -131,10 +132,16 @@ class Machine:
 
     @property
     def adam_share(self) -> float:
-        """The share of the host cores that CPU Adam takes while it runs."""
+        """Seconds of all host cores that a second of CPU Adam takes beside a computation: more than one where both at a time
+        are slower than in turn."""
         if self.one_memory and self.adam_core_share is not None:
             return self.adam_core_share
         return (self.adam_cores or self.host_cores) / self.host_cores
+
+    @property
+    def least_adam_share(self) -> float:
+        """`adam_share` in the best order: where both at a time are slower, in turn."""
+        return min(1.0, self.adam_share)
 
     def ssd_load(self, bytes_per_s: float) -> float:
         """The share of the host cores that transfers at this rate take from the computation, where it runs on these."""

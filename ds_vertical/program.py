@@ -146,7 +146,7 @@ def _sweep_rows(case: Case, sweep: str) -> Iterator[Constraint]:
     machine = case.machine
     compute, adam = _compute_s(case, sweep), _adam_s(case, sweep)
     if machine.one_memory:
-        yield _time("host cores", sweep, {}, compute + adam * machine.adam_share)
+        yield _time("host cores", sweep, {}, compute + adam * machine.least_adam_share)
     else:
         yield _time("compute", sweep, {}, compute)
         yield _time("CPU Adam", sweep, {}, adam)

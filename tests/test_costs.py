@@ -10,7 +10,7 @@ import pytest
 from ds_vertical.costs import CostsError, ModelShape, Placement, event_costs, split_steps
 from ds_vertical.machine import Machine
 from ds_vertical.passes import build_training
-from ds_vertical.schedule import PRE, Event, parse_event, parse_events
+from ds_vertical.schedule import PRE, Event, Unit, parse_event, parse_events
 from ds_vertical.traffic import kept_layers, stock_traffic, traffic_of, vertical_traffic
 
 RATES = {
@@ -130,6 +130,19 @@ def test_given_sizes_of_parts() -> None:
     assert [early[0][1].seconds, delayed[-1][1].seconds] == [7.0, 3.0]
     with pytest.raises(CostsError, match=r"event 0STEP.d0@-1: parts has no \(0, 'd0'\)"):
         event_costs(events, MACHINE, SHAPE, {(0, "e0"): 700})
+
+
+def test_gradients_that_wait_beside_others_are_copied_within_host_memory() -> None:
+    host = replace(MACHINE, one_memory=True, copy_host_bytes_per_s=1000.0)
+    parts: dict[tuple[Unit, str], float] = {(0, "e0"): 700, (0, "d0"): 300}
+
+    def reduce_s(text: str, machine: Machine = host, shape: ModelShape = SHAPE) -> list[float]:
+        return [stage.seconds for job in event_costs(parse_events(text), machine, shape, parts)[0] for stage in job]
+
+    assert reduce_s("0REDUCE 0STEP.e0 0STEP.d0@-1") == pytest.approx([1.2])  # 4 bytes each
+    assert reduce_s("0REDUCE 0STEP.d0@-1") == []  # all of them wait, where they are
+    assert reduce_s("0REDUCE 0STEP.e0 0STEP.d0@-1", replace(host, copy_host_bytes_per_s=None)) == []
+    assert reduce_s("0REDUCE 0STEP.d0@-1", shape=replace(SHAPE, num_shards=2)) == pytest.approx([2.0])  # out of a collective
 
 
 def test_a_step_without_part_beside_others_takes_the_rest() -> None:

@@ -249,7 +249,7 @@ def draw(seed: int) -> tuple[Schedule, Machine, ModelShape]:
         ssd_read_together_bytes_per_s=together and together * read,
         ssd_write_together_bytes_per_s=together and together * write,
         adam_cores=rng.choice([None, 1]),
-        adam_core_share=rng.choice([None, 0.0, 0.7, 1.0]),
+        adam_core_share=rng.choice([None, 0.0, 0.7, 1.0]),  # above 1 a step may take longer than in turn
         ssd_core_s_per_byte=rng.choice([None, 1e-5, 1e-4]),
         ssd_latency_s=rng.choice([0.0, 0.1]),
         compute_latency_s=rng.choice([0.0, 0.1]),
@@ -394,7 +394,11 @@ def test_host_cores_count_once() -> None:
     assert "compute" not in resources(ONE_MEMORY) and "adam" not in resources(ONE_MEMORY)
     measured = replace(ONE_MEMORY, adam_cores=1, adam_core_share=0.9)
     assert resources(measured)["host_cores"][0] == pytest.approx(7.75 + 0.9 * 11.0)
+    slower = replace(measured, adam_core_share=1.4)  # than in turn, which a better order would do
+    assert resources(slower)["host_cores"][0] == pytest.approx(7.75 + 11.0) and slower.adam_share == 1.4
     assert replace(measured, one_memory=False).adam_share == 1 / measured.host_cores  # beside a device Adam has them alone
+    own_code = replace(measured, compute_latency_s=0.5, copy_host_bytes_per_s=10.0)  # not what the work itself takes
+    assert resources(own_code) == resources(measured)
     cast = replace(ONE_MEMORY, cast_elements_per_s=1100.0)
     assert resources(cast)["host_cores"][0] == pytest.approx(7.75 + 12.0)
 
