@@ -1,14 +1,16 @@
 """The folder of a tag: written beside it, then switched, so that it is complete or absent whenever the process ends.
 
-[Note: leftovers] A save that was killed leaves its folder beside, with links to files of gone runs that hold space on the disk.
-The next save to the same place deletes it. Who writes such a folder holds a lock on it, which ends with the process; and
-nothing is deleted that may be the only copy of a checkpoint: an earlier one that could not be exchanged for the new at once.
+[Note: leftovers] A save that was killed leaves its folder beside, with links to files of gone runs that hold space on the disk,
+or a file that was to replace one among the tags. The next save to the same place deletes them. Who writes such a folder or file
+holds a lock on it, which ends with the process; and nothing is deleted that may be the only copy of a checkpoint: an earlier
+one that could not be exchanged for the new at once.
 
 Imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -16,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +33,7 @@ _AT_FDCWD: Final = -100
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
 _RENAME_EXCHANGE: Final = 2
 _BESIDE: Final = re.compile(r"\.(?P<tag>.+)\.(?P<token>[0-9a-f]{8})(?P<old>\.old)?")
+_PLACED: Final = re.compile(rf"\..+\.[0-9a-f]{{8}}\.({LATEST}|zero_to_fp32\.py)")  # on its way to its place among the tags
 _OF_A_CHECKPOINT: Final = re.compile(rf"{re.escape(NAME)}|rank\d+|\w+_states\.pt")  # ours, and DeepSpeed's
 _NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY)  # a kernel or file system that cannot exchange two names
 
@@ -50,8 +54,8 @@ class TagFolder:
         try:
             self._refuse_others_files()
             make_folder(self.beside.parent)
-            for folder in leftovers(self.beside.parent):
-                _remove(folder)
+            for path in leftovers(self.beside.parent):
+                _remove(path)
             self.beside.mkdir(mode=0o700)
             self._lock = _lock(self.beside)
         except OSError as error:
@@ -86,8 +90,8 @@ class TagFolder:
         """Write a file among the tags, or replace it, in one step. Raises StorageError."""
         path, new = self.path.with_name(name), self.path.with_name(f"{self.beside.name}.{name}")
         try:
-            write_synced(new, data, mode)
-            os.replace(new, path)
+            with _written(new, data, mode):  # and locked
+                os.replace(new, path)
             sync_folder(path.parent)
         except OSError as error:
             raise fail(path, "replace", error, remedy) from error
@@ -140,16 +144,19 @@ class TagFolder:
 
 
 def leftovers(save_dir: Path) -> list[Path]:
-    """Folders that killed saves left in `save_dir` and that nobody needs. See [Note: leftovers]."""
-    found = [(path, match) for path in sorted(save_dir.iterdir()) if (match := _BESIDE.fullmatch(path.name)) and path.is_dir()]
+    """Folders and files that killed saves left in `save_dir` and that nobody needs. See [Note: leftovers]."""
+    everything = sorted(save_dir.iterdir())
+    found = [(path, match) for path in everything if (match := _BESIDE.fullmatch(path.name)) and path.is_dir()]
     between = {match["token"] for _, match in found if match["old"] and not (save_dir / match["tag"]).exists()}
-    return [path for path, match in found if match["token"] not in between and _is_free(path)]
+    folders = [path for path, match in found if match["token"] not in between]
+    files = [path for path in everything if _PLACED.fullmatch(path.name) and path.is_file() and not path.is_symlink()]
+    return [path for path in (*folders, *files) if _is_free(path)]
 
 
-def _is_free(folder: Path) -> bool:
-    """Whether nobody writes the folder; False where that cannot be told."""
+def _is_free(path: Path) -> bool:
+    """Whether nobody writes the folder or file; False where that cannot be told."""
     try:
-        lock = _lock(folder)
+        lock = _lock(path)
     except OSError:
         return False
     if lock is not None:
@@ -157,10 +164,10 @@ def _is_free(folder: Path) -> bool:
     return lock is not None
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock a folder until its descriptor is closed, at the latest by the end of this process; None where a file system has no
-    locks. Raises OSError: somebody has it locked."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _lock(path: Path) -> int | None:
+    """Lock a folder or file until its descriptor is closed, at the latest by the end of this process; None where a file system
+    has no locks. Raises OSError: somebody has it locked."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -179,12 +186,21 @@ def check_tag(tag: str) -> None:
 
 def write_synced(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write a new file that survives a power cut from then on. Raises StorageError."""
-    with naming(path, "write"):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
+    with naming(path, "write"), _written(path, data, mode):
+        pass
+
+
+@contextlib.contextmanager
+def _written(path: Path, data: bytes, mode: int) -> Iterator[None]:
+    """Within the block a new file is there with all its bytes, and locked, where the file system has locks."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    with os.fdopen(fd, "wb") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.write(data)
+        file.flush()
+        os.fsync(fd)
+        yield
 
 
 def make_folder(path: Path) -> None:
@@ -235,10 +251,12 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), os.fspath(other))
 
 
-def _remove(folder: Path) -> None:
-    """Delete a folder that nobody needs; what cannot be deleted does no harm."""
+def _remove(path: Path) -> None:
+    """Delete a folder or file that nobody needs; what cannot be deleted does no harm."""
     try:
-        if folder.exists():
-            shutil.rmtree(folder)
+        if path.is_file():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
     except OSError as error:
-        logger.warning("%s: delete: %s; delete it by hand", folder, error.strerror)
+        logger.warning("%s: delete: %s; delete it by hand", path, error.strerror)

@@ -1213,7 +1213,7 @@ MUTATIONS = (
         "budget.py",
         "if lockable is not None and needed > lockable:",
         "if False:",
-        "test_budget.py::test_the_machines_own_limit_is_kept_where_none_is_written",
+        "test_budget.py::test_memory_that_a_device_locks_is_not_held_against_the_users_limit[True--True]",
     ),
     Mutation(
         "devices-memory-held-against-the-users-limit",

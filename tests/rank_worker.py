@@ -145,7 +145,7 @@ def stop(folder: Path, rank: int, clip: float) -> list[str]:
         for call in (
             lambda: engine.train_batch(iter(bad), lambda loss, _: Poison.apply(loss) if rank == 1 else loss),
             lambda: engine.train_batch(iter(good)),
-            lambda: engine.save_checkpoint(str(folder / "saved")),
+            lambda: engine.save_checkpoint(str(folder.parent / "stopped")),
         ):
             try:
                 call()
@@ -225,7 +225,7 @@ def lack_gradient_room(folder: Path, rank: int) -> tuple[str, list[str]]:
         return 0 if rank == 1 and has_state(path) else free_bytes(path)
 
     def has_state(path: Path) -> bool:  # the state's files are there already when the gradients' is made
-        return any(path.rglob("*.tensor.swp"))
+        return any(path.rglob("exp_avg*.tensor.swp"))
 
     with mock.patch.object(files, "free_bytes", free_bytes_here):
         try:

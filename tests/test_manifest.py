@@ -355,6 +355,34 @@ def test_what_a_killed_save_left_is_deleted_by_the_next(tmp_path: Path) -> None:
     assert under_way.beside.is_dir() and (tmp_path / ".hidden").is_dir(), "a save under way must be left alone"
 
 
+KILLED_BEFORE_LATEST = """
+import os, signal, sys
+from pathlib import Path
+from ds_vertical.tagfolder import TagFolder
+
+folder = TagFolder(Path(sys.argv[1]), "killed", "0123abcd")
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+folder.write_latest()
+"""
+
+
+def test_a_file_that_was_to_replace_one_is_deleted_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED_BEFORE_LATEST, str(tmp_path)], timeout=100)
+    assert done.returncode == -9 and [path.name for path in tmp_path.iterdir()] == [".killed.0123abcd.latest"]
+    (tmp_path / ".mine.0123abcd.txt").touch()  # somebody else's
+    replace, seen = os.replace, list[str]()
+
+    def watch(new: Path, path: Path) -> None:
+        TagFolder(tmp_path, "other", "00000002").make()  # meanwhile
+        seen.extend(sorted(each.name for each in tmp_path.iterdir()))
+        replace(new, path)
+
+    monkeypatch.setattr(os, "replace", watch)
+    TagFolder(tmp_path, "tag", "00000001").write_latest()
+    assert seen == [".mine.0123abcd.txt", ".other.00000002", ".tag.00000001.latest"]
+    assert (tmp_path / "latest").read_text() == "tag"
+
+
 def test_the_only_copies_of_a_checkpoint_are_no_leftovers(tmp_path: Path) -> None:
     """Killed between the two renames of a file system that cannot exchange names."""
     for name in (".tag.00000001", ".tag.00000001.old", ".tag.00000002"):
