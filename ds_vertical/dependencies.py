@@ -217,7 +217,7 @@ def _early_step(walk: _Walk, event: Event) -> list[int]:
 
 
 def _commit(walk: _Walk, event: Event) -> list[int]:
-    return [walk.need(Op.NORM), *walk.early]
+    return [walk.need(Op.NORM)]  # which waits for the early steps
 
 
 def _delayed_step(walk: _Walk, event: Event) -> list[int]:

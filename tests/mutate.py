@@ -458,10 +458,10 @@ MUTATIONS = (
         _DELAYED_TOY,
     ),
     Mutation(
-        "commit-before-early-steps",
+        "norm-and-commit-before-early-steps",
         "dependencies.py",
-        "return [walk.need(Op.NORM), *walk.early]",
-        "return [walk.need(Op.NORM)]",
+        "*walk.holds, *walk.early]",
+        "*walk.holds]",
         _EARLY_TOY,
     ),
     Mutation(
@@ -566,20 +566,13 @@ MUTATIONS = (
         "params.py",
         "entry = self._updates.pop(unit, None) or",
         "entry = self._updates.get(unit) or",
-        f"{_DELAY}[fp32-False-1.0]",
+        "test_overlap.py::test_random_settings_on_a_slow_disk",
     ),
     Mutation(
         "fetch-ahead-of-writes",
         "params.py",
         "        if shards:\n            self._wait_writes(unit)\n",
         "",
-        f"{_LATE_WRITES}[False-0.0]",
-    ),
-    Mutation(
-        "read-beside-ahead-of-writes",
-        "params.py",
-        "        self._wait_writes(unit)\n        filled =",
-        "        filled =",
         f"{_LATE_WRITES}[False-0.3]",
     ),
     Mutation(
