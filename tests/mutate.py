@@ -573,7 +573,7 @@ MUTATIONS = (
         "params.py",
         "        if shards:\n            self._wait_writes(unit)\n",
         "",
-        f"{_LATE_WRITES}[False-0.3]",
+        f"{_LATE_WRITES}[False-1.0]",
     ),
     Mutation(
         "parameters-stay-in-old-files",

@@ -315,7 +315,7 @@ class LateWrites:
 
 @pytest.mark.parametrize(
     ("clips", "delay"),
-    [(False, 0.0), (False, 0.3), *(pytest.param(*case, marks=slow) for case in ((False, 1.0), (True, 0.0)))],
+    [(False, 0.0), (False, 1.0), *(pytest.param(*case, marks=slow) for case in ((False, 0.3), (True, 0.0)))],
 )
 def test_parameters_written_late_are_read_after_that(
     tmp_path: Path, stock: Callable[[str, bool], Run], clips: bool, delay: float

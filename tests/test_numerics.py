@@ -370,7 +370,7 @@ def test_parameters_on_ssd_may_count_as_persistent(tmp_path: Path, clip: float) 
     seen = []
     for persistence in (0, 10**7):
         made = base_config(tmp_path / str(persistence), num_micro_batches=2, dtype="fp32", clip=clip, persistence=persistence)
-        with running(small_buffers(made, 600_000), partial(MixerModel, 4, 512), vertical=True) as (engine, model):
+        with running(small_buffers(made, 600_000), partial(MixerModel, 6, 512), vertical=True) as (engine, model):
             assert bytes_by_tier(engine.layers)["ssd"] > 0
             losses = [engine.train_batch(iter(step)).item() for step in token_batches(3, 2)]
             seen.append((losses, read_weights(model)))
