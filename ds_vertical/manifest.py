@@ -135,10 +135,10 @@ def read_rank(tag_folder: Path, rank: int) -> RankManifest:
     """A rank's manifest, checked against the folder's. Raises CheckpointError."""
     ranks = read_folder(tag_folder).get("ranks", {})
     path = rank_folder(tag_folder, rank) / NAME
+    if str(rank) not in ranks:
+        raise CheckpointError(f"{tag_folder}: saved by {len(ranks)} rank(s); rank {rank} was none of them")
     try:
         data = path.read_bytes()
-        if str(rank) not in ranks:
-            raise CheckpointError(f"{tag_folder}: saved by {len(ranks)} ranks; rank {rank} was none of them")
         if ranks[str(rank)] != {"num_bytes": len(data), "checksum": checksum(data)}:
             raise CheckpointError(f"{path}: not as it was saved (size or checksum differ)")
         return RankManifest.from_json(data)

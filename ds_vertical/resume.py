@@ -7,6 +7,7 @@ them. All of a rank's files are verified before the first byte of the live state
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from ds_vertical import compat, compat_state, files, manifest, ranks, runstate
 from ds_vertical.checkpoint import LOOSE
 from ds_vertical.generations import KINDS
 from ds_vertical.manifest import NUM_SHOWN, CheckpointError, Range, RankManifest, SavedTensor
+from ds_vertical.torn import HALF_LOADED
 
 _PIECE = 1 << 21  # elements moved at a time
 
@@ -68,7 +70,7 @@ def load(engine: Any, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, di
         with ranks.agreed("load_checkpoint"):
             client_state = loading.run()
     except BaseException as error:
-        engine.optimizer.condition.tear(error)
+        engine.optimizer.condition.tear(error, HALF_LOADED)
         engine.optimizer.condition.tell(error)
         raise
     compat_state.gather_persistent(engine.optimizer)
@@ -184,6 +186,18 @@ class _Reader:
                 view, position = view[count:], position + count
 
 
+def _read_loose(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError for a file that would have to be unpickled, StorageError where it cannot be read."""
+    try:
+        with files.naming(path, "read"):
+            return torch.load(path, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: holds more than tensors, numbers, strings and collections of these, which no save of ours writes, and is"
+            " not unpickled: that can run anything"
+        ) from error
+
+
 class _Loading:
     """One rank's share of a load."""
 
@@ -194,7 +208,7 @@ class _Loading:
         self._wanted = wanted
         self._names = {id(param): name for name, param in engine.module.named_parameters()}
         self._reader = _Reader(folder, saved.tensors)
-        self._loose: dict[str, Any] = torch.load(folder / LOOSE, weights_only=True, map_location="cpu")
+        self._loose = _read_loose(folder / LOOSE)
 
     def buffer_differences(self) -> list[str]:
         """Of the model's buffers, which may be of another model as parameters may."""

@@ -15,6 +15,7 @@ _TORN = (
 )
 _HALF_STEPPED = "part of it has taken a step that the rest has not"
 _SPOILT = "part of it is not on the disk any more as it was written"
+HALF_LOADED = "part of it is a checkpoint's, the rest is not"
 
 WHOLE = (
     "the live state is whole: nothing of what failed counts, and every step before it has been taken or is due. It may be"
@@ -40,6 +41,7 @@ class Condition:
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
+        self._why: str | None = None
         self._last_good: Path | None = None
         self._told = False
 
@@ -47,9 +49,10 @@ class Condition:
         """A checkpoint (its folder, named by its tag) has been saved from the whole state, or loaded into it."""
         self._last_good = checkpoint
 
-    def tear(self, failure: BaseException) -> None:
-        """The state is torn; the first reason counts."""
-        self.failure = self.failure or failure
+    def tear(self, failure: BaseException, why: str | None = None) -> None:
+        """The state is torn; the first reason counts. `why`: where no step tore it."""
+        if self.failure is None:
+            self.failure, self._why = failure, why
 
     @contextlib.contextmanager
     def torn_if_interrupted(self) -> Iterator[None]:
@@ -73,6 +76,6 @@ class Condition:
         raise TornStateError(f"{self._note(failure)}; what failed: {type(failure).__name__}: {failure}") from failure
 
     def _note(self, failure: BaseException) -> str:
-        good, why = self._last_good, _SPOILT if isinstance(failure, ChecksumError) else _HALF_STEPPED
+        good, why = self._last_good, self._why or (_SPOILT if isinstance(failure, ChecksumError) else _HALF_STEPPED)
         last = "no checkpoint has been saved" if good is None else f'the last good tag is "{good.name}" in {good.parent}'
         return f"{_TORN.format(why=why)} ({last})"

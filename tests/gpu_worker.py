@@ -84,6 +84,28 @@ def activations(folder: Path, dtype: str) -> dict[str, Any]:
     return {"steps": len(runs[0].grads)}
 
 
+def resumes(folder: Path, dtype: str) -> dict[str, Any]:
+    """Three steps and a save after the second: the third again in an engine that loads, after other draws of the device's
+    random numbers, which here decide what is dropped."""
+    extra = {"fp16": SCALE} if dtype == "fp16" else {}
+    section = {"seed_micro_batches": False, "optimizer_delay": 0.5}
+    config = config_of(folder / "ssd", num_micro_batches=2, dtype=dtype, clip=0.0, section=section, **extra)
+    build, batches = partial(MixerModel, 3, WIDTH, dropout=0.1), token_batches(3, 2, rows=1, shortest=5)
+    ends = []
+    with harness.running(config, build, vertical=True) as (engine, model):
+        for batch in batches[:2]:
+            engine.train_batch(iter(batch))
+        engine.save_checkpoint(str(folder / "saved"))
+        loss = engine.train_batch(iter(batches[2])).item()
+        ends.append(harness.read_weights(model) | harness.read_state(engine, model))
+    with harness.running(config, build, vertical=True) as (engine, model):
+        torch.rand(3, device=engine.device)
+        engine.load_checkpoint(str(folder / "saved"))
+        assert engine.train_batch(iter(batches[2])).item() == loss
+        ends.append(harness.read_weights(model) | harness.read_state(engine, model))
+    return {"differing": harness.differing(*ends), "tensors": len(ends[0])}
+
+
 def ahead(folder: Path, dtype: str, window: int) -> dict[str, Any]:
     """A forward whose layers take long. `busy`: the device still computes when the host has issued it; `grown`: bytes of
     device memory that it had taken at most; `layer`, `rest`: bytes of a layer's parameters, of all others."""
@@ -111,7 +133,7 @@ def active_bytes(which: str) -> int:
     return torch.cuda.memory_stats()[f"active_bytes.all.{which}"]
 
 
-CASES = {"bits": bits, "activations": activations, "ahead": ahead}
+CASES = {"bits": bits, "activations": activations, "resumes": resumes, "ahead": ahead}
 
 
 def main(folder: str, listed: str) -> int:

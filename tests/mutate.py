@@ -51,6 +51,7 @@ _TIERS = "test_gradient_tiers.py::test_bits_are_stocks_wherever_gradients_wait"
 _RESUME = "test_resume.py::test_"
 _GOES_ON = f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-2]"
 _GOES_BACK = f"{_RESUME}loading_into_the_run_that_saved_goes_back"
+_DURABLE = "test_durability.py::test_each_name_comes_after_what_it_names"
 _EXPORT = "test_export_fp32.py::test_"
 _ALONE = "alone_it_gives_masters_frozen_weights_buffers_and_second_names"
 _PORTABLE = "test_portable.py::test_"
@@ -651,6 +652,44 @@ MUTATIONS = (
         "                self._put_back(old)\n",
         "",
         "test_manifest.py::test_a_switch_that_is_not_on_the_disk_is_taken_back[True-True]",
+    ),
+    # what a power cut would find
+    Mutation("linked-files-not-synced", "checkpoint.py", "            sync_file(target)\n", "", f"{_DURABLE}[nvme-False]"),
+    Mutation(
+        "written-files-not-synced",
+        "checkpoint.py",
+        "            os.fsync(fd)\n    return SavedFile",
+        "    return SavedFile",
+        f"{_DURABLE}[cpu-False]",
+    ),
+    Mutation(
+        "names-of-a-rank-not-synced",
+        "checkpoint.py",
+        "            sync_folder(self._folder)\n",
+        "",
+        f"{_DURABLE}[nvme-False]",
+    ),
+    Mutation(
+        "names-of-a-tag-not-synced",
+        "tagfolder.py",
+        "            _sync(self.beside, _FOLDER)\n",
+        "",
+        f"{_DURABLE}[nvme-True]",
+    ),
+    Mutation(
+        "switch-not-synced",
+        "tagfolder.py",
+        "                _sync(self.path.parent, _FOLDER)\n",
+        "                pass\n",
+        f"{_DURABLE}[nvme-True]",
+    ),
+    Mutation("latest-not-synced", "tagfolder.py", "            sync_folder(path.parent)\n", "", f"{_DURABLE}[nvme-False]"),
+    Mutation(
+        "placed-file-not-synced",
+        "tagfolder.py",
+        "        os.fsync(fd)\n        yield",
+        "        yield",
+        f"{_DURABLE}[nvme-False]",
     ),
     # ways out of checkpoints
     Mutation("script-left-to-others", "checkpoint.py", "                _place_script(folder)\n", "", f"{_EXPORT}{_ALONE}"),

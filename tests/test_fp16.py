@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from harness import assert_identical, base_config, run_arm
+from harness import assert_identical, base_config, differing, read_state, read_weights, run_arm, running
 from models import MixerModel, token_batches
+
+from ds_vertical.manifest import CheckpointError
 
 STEPS = 6
 MIXER = partial(MixerModel, 3, 768, dropout=0.1)  # each matrix over 1 MiB
 # 2^21 times a gradient is too large for fp16: halved (hysteresis 1) until it fits, doubled after every second good step
 SCALE = {"enabled": True, "initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 1}
+STATIC = {"enabled": True, "loss_scale": 128}
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +64,48 @@ def test_overflows_and_all_bits_are_stocks(tmp_path: Path, clip: float, section:
     for run in runs:
         run.grads, run.norms = [run.grads[i] for i in finite], [run.norms[i] for i in finite]
     assert_identical(stock, vertical)
+
+
+def test_a_resumed_run_has_the_loss_scale_of_one_that_went_on(tmp_path: Path) -> None:
+    """Every number of the scaler, which decides when the scale grows or shrinks next, and the bits that come of it."""
+    batches, saved = token_batches(STEPS, 3, rows=1, shortest=5), str(tmp_path / "saved")
+    scale = SCALE | {"hysteresis": 2}  # its count is one of the numbers
+    config = base_config(tmp_path / "ssd", dtype="fp16", clip=0.0, section={"optimizer_delay": 0.5}, fp16=scale)
+
+    def scaler(engine: Any) -> dict[str, Any]:
+        return {key: value for key, value in vars(engine.optimizer.loss_scaler).items() if isinstance(value, int | float)}
+
+    ends = []
+    with running(config, MIXER, vertical=True) as (engine, model):
+        for batch in batches[:3]:
+            engine.train_batch(iter(batch))
+        engine.save_checkpoint(saved)
+        then = scaler(engine)
+        losses = [engine.train_batch(iter(batch)).item() for batch in batches[3:]]
+        ends.append((losses, engine.skipped_steps, scaler(engine)))
+        expected = read_weights(model) | read_state(engine, model)
+    with running(config, MIXER, vertical=True) as (engine, model):
+        fresh = scaler(engine)
+        assert {key for key in then if fresh[key] != then[key]} >= {"cur_scale", "cur_iter", "cur_hysteresis"}
+        engine.load_checkpoint(saved)
+        assert scaler(engine) == then
+        losses = [engine.train_batch(iter(batch)).item() for batch in batches[3:]]
+        ends.append((losses, engine.skipped_steps, scaler(engine)))
+        assert differing(expected, read_weights(model) | read_state(engine, model)) == []
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.slow
+def test_a_static_loss_scale_does_not_take_a_dynamic_ones_checkpoint(tmp_path: Path) -> None:
+    batches, saved = token_batches(1, 3, rows=1, shortest=5), str(tmp_path / "saved")
+    dynamic, static = (base_config(tmp_path / "ssd", dtype="fp16", fp16=each) for each in (SCALE, STATIC))
+    for first, second in ((dynamic, static), (static, dynamic)):
+        with running(first, MIXER, vertical=True) as (engine, _):
+            engine.train_batch(iter(batches[0]))
+            engine.save_checkpoint(saved, tag="one")
+        with running(second, MIXER, vertical=True) as (engine, model):
+            before = read_weights(model)
+            with pytest.raises(CheckpointError, match=r"fp16.loss_scale: dynamic here or in the checkpoint, and static"):
+                engine.load_checkpoint(saved)
+            assert differing(before, read_weights(model)) == []
+            engine.train_batch(iter(batches[0]))

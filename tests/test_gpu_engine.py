@@ -52,8 +52,9 @@ def test_bits_are_stocks_in_a_process_of_its_own_on_the_cpu(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_the_other_cases_hold_on_the_cpu(tmp_path: Path) -> None:
     cases = [{"case": "activations", "dtype": "fp32"}, {"case": "ahead", "dtype": "fp32", "window": 1}]
-    moved, ahead = run_cases(tmp_path, "cpu", *cases)
+    moved, ahead, resumed = run_cases(tmp_path, "cpu", *cases, {"case": "resumes", "dtype": "fp32"})
     assert moved == {"steps": 2}
+    assert resumed["differing"] == [] and resumed["tensors"] > 20
     assert ahead["layer"] > 2 << 20 and ahead["rest"] > 0
 
 
@@ -69,6 +70,13 @@ def test_bits_are_stocks(tmp_path: Path, dtype: str, clip: float, persistence: i
 @pytest.mark.gpu
 def test_what_leaves_a_busy_device_comes_back_as_it_was(tmp_path: Path) -> None:
     assert run_cases(tmp_path, "cuda", {"case": "activations", "dtype": "bf16"}) == [{"steps": 2}]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path, dtype: str) -> None:
+    [found] = run_cases(tmp_path, "cuda", {"case": "resumes", "dtype": dtype})
+    assert found["differing"] == [] and found["tensors"] > 20
 
 
 @pytest.mark.gpu

@@ -57,10 +57,11 @@ def watch(
     warm_up: int,
     every: int,
     most: int = MAX_GROWTH,
+    saved: Path | None = None,
     **section: Any,
 ) -> None:
-    """Train, evaluate and read the weights each `every` steps; from step `warm_up` on nothing may grow, the resident set by
-    less than `most` bytes."""
+    """Train, evaluate and read the weights each `every` steps, then save to `saved`, to the same tag each time; from step
+    `warm_up` on nothing may grow, the resident set by less than `most` bytes."""
     section |= {"optimizer_delay": delay, "gradient_host_share": share}
     config = base_config(folder, num_micro_batches=2, dtype="fp32", clip=clip, section=section)
     seen: list[Held] = []
@@ -75,6 +76,8 @@ def watch(
                     gc.collect()
                     seen.append(Held.now(folder))
                     resident.append(1024 * status("VmRSS"))
+                if saved is not None:
+                    engine.save_checkpoint(str(saved), tag="one")
     assert len(seen) == 1 + (num_steps - warm_up) // every
     assert all(astuple(held) == astuple(seen[0]) for held in seen), seen
     assert seen[0].num_files > 6 and seen[0].locked_kib > 0
@@ -84,6 +87,14 @@ def watch(
 
 def test_a_few_steps_leave_nothing_behind(tmp_path: Path) -> None:
     watch(tmp_path, 0.0, 0.5, None, num_steps=24, warm_up=12, every=4, most=32 * MIB)  # 12 gradients: 72 MiB
+
+
+@pytest.mark.parametrize("delay", [0.25, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 1.0))])
+def test_saves_leave_nothing_in_the_folder_of_the_run(tmp_path: Path, delay: float) -> None:
+    """The files that each of them freezes are written anew in the next steps; the frozen ones are the checkpoint's alone."""
+    (tmp_path / "ssd").mkdir()
+    # an even number of steps between two saves: which generation counts, and so which is frozen, alternates
+    watch(tmp_path / "ssd", 0.0, delay, None, num_steps=24, warm_up=12, every=2, most=32 * MIB, saved=tmp_path / "saved")
 
 
 @pytest.mark.slow

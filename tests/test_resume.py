@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy
 import pytest
 import torch
 from deepspeed.utils import safe_set_full_fp32_param
@@ -187,7 +188,7 @@ def test_loading_into_the_run_that_saved_goes_back(tmp_path: Path) -> None:
         engine.save_checkpoint(str(tmp_path / "saved"), tag="one", client_state={"note": [1, "two"], "seen": torch.arange(3)})
         first = contents(engine, model)
         engine.save_checkpoint(str(tmp_path / "saved"), tag="again")
-        drawn = random.random(), torch.rand(1).item()
+        drawn = random.random(), torch.rand(1).item(), numpy.random.random()
         losses = train(engine, range(1, 3))
         engine.save_checkpoint(str(tmp_path / "saved"), tag="three")
         before = digests(tmp_path / "saved")
@@ -199,7 +200,7 @@ def test_loading_into_the_run_that_saved_goes_back(tmp_path: Path) -> None:
             assert client_state is not None and client_state["note"] == [1, "two"]
             assert client_state["seen"].tolist() == [0, 1, 2]
             assert differing(first, contents(engine, model)) == []
-            assert (random.random(), torch.rand(1).item()) == drawn
+            assert (random.random(), torch.rand(1).item(), numpy.random.random()) == drawn
             assert train(engine, range(1, 3)) == losses
         assert (tmp_path / "saved" / "latest").read_text() == "three"
         assert digests(tmp_path / "saved") == before
@@ -479,12 +480,19 @@ def test_other_parameter_groups_are_refused_by_name(tmp_path: Path) -> None:
 
 @slow
 def test_other_order_is_taken_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = saved_checkpoint(tmp_path)
-    made = config_in(tmp_path / "ssd", section={"blocks_per_layer": 2, "snake": True}) | {"gradient_accumulation_steps": 3}
-    with loaded(made, folder) as (engine, _):
+    """With other chunks and clipping, too; the state that is loaded has the same bits."""
+    with running(config_in(tmp_path / "ssd"), model_of, vertical=True) as (engine, model):
+        train(engine, range(1))
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        expected = contents(engine, model)
+    section = {"blocks_per_layer": 2, "snake": True}
+    made = config_in(tmp_path / "ssd", clip=1.0, section=section, sub_group_size=300_001)
+    with loaded(made | {"gradient_accumulation_steps": 3}, tmp_path / "saved") as (engine, model):
         said = capsys.readouterr().out
         assert "vertical_schedule.blocks_per_layer is 2, and was 1" in said and "vertical_schedule.snake is True" in said
-        assert "gradient_accumulation_steps is 3, and was 2" in said
+        assert "gradient_accumulation_steps is 3, and was 2" in said and "gradient_clipping is 1.0, and was 0.0" in said
+        assert "zero_optimization.sub_group_size is 300001, and was 700001" in said
+        assert differing(expected, contents(engine, model)) == []
         engine.train_batch(iter([*BATCHES[1], *BATCHES[2]]))
         assert engine.global_steps == 2
 
@@ -535,12 +543,13 @@ def in_new_process(tmp_path: Path, out: str, **job: Any) -> dict[str, Any]:
 
 
 @slow
+@pytest.mark.parametrize("stop", [2, 5, 20])
 @pytest.mark.parametrize(("dtype", "clip", "delay"), [("fp32", 0.0, 0.25), ("bf16", CLIP, 1.0)])
-def test_a_new_process_goes_on_with_the_same_bits(tmp_path: Path, dtype: str, clip: float, delay: float) -> None:
+def test_a_new_process_goes_on_with_the_same_bits(tmp_path: Path, dtype: str, clip: float, delay: float, stop: int) -> None:
     job = {"dtype": dtype, "clip": clip, "delay": delay}
-    whole = in_new_process(tmp_path, "whole", load=False, save=False, steps=[0, 8], **job)
-    first = in_new_process(tmp_path, "first", load=False, save=True, steps=[0, 5], **job)
-    second = in_new_process(tmp_path, "second", load=True, save=False, steps=[5, 8], **job)
+    whole = in_new_process(tmp_path, "whole", load=False, save=False, steps=[0, stop + 3], **job)
+    first = in_new_process(tmp_path, "first", load=False, save=True, steps=[0, stop], **job)
+    second = in_new_process(tmp_path, "second", load=True, save=False, steps=[stop, stop + 3], **job)
     assert whole.pop("losses") == first.pop("losses") + second.pop("losses")
     assert differing(whole, second) == []
 
