@@ -39,7 +39,7 @@ def check_length(nvme_path: str | os.PathLike[str]) -> None:
 
 
 def check_files(expected: Mapping[Path, int]) -> None:
-    """Raise StorageError unless every file exists with exactly the expected size in bytes."""
+    """Raise StorageError unless every file exists with exactly the expected size in bytes, all of them written."""
     faults = []
     for path, size_bytes in expected.items():
         try:
@@ -51,13 +51,26 @@ def check_files(expected: Mapping[Path, int]) -> None:
             faults.append(f"{path}: not a regular file (expected {size_bytes} bytes)")
         elif actual.st_size != size_bytes:
             faults.append(f"{path}: {actual.st_size} bytes, expected {size_bytes}")
+        elif (hole := _first_hole(path, size_bytes)) < size_bytes:
+            faults.append(f"{path}: nothing has been written at byte {hole} (expected {size_bytes} bytes)")
     if faults:
         more = [f"... and {len(faults) - NUM_SHOWN} more"] if len(faults) > NUM_SHOWN else []
         raise StorageError(
-            f"{len(faults)} of {len(expected)} files are missing or of the wrong size; reading them would give wrong "
-            "parameters. Short: zero.Init's write did not complete (disk full?). Missing: removed, or written under "
+            f"{len(faults)} of {len(expected)} files are missing, of the wrong size or not whole; reading them would give "
+            "wrong parameters. Short: zero.Init's write did not complete (disk full?). Missing: removed, or written under "
             "another path. Free space and start again with a new run.\n" + "\n".join(faults[:NUM_SHOWN] + more)
         )
+
+
+def _first_hole(path: Path, size_bytes: int) -> int:
+    """Where a file has no bytes of its own: a write there has failed, and one behind it has not. `size_bytes` where there is no
+    such place, or the file system does not tell."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            return os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+    except OSError as error:
+        logger.debug("%s: holes: %s", path, error.strerror)
+        return size_bytes
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int:

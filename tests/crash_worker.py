@@ -175,7 +175,8 @@ def run(
         train(engine, told)
         if draw is not None:
             wander(engine, told, folder, draw)
-            told.add("held", open_elsewhere(ssd), status("Threads"), status("VmLck"), status("VmRSS"))
+            numbers = open_elsewhere(ssd), status("Threads"), status("VmLck"), status("VmRSS")
+            told.add("held", *numbers, bytes_below(Path(ssd)))
         elif engine.global_steps % EVERY == 0:
             save(engine, told, folder, tag or f"tag{engine.global_steps // EVERY % NUM_TAGS}")
     if out is not None:
@@ -202,16 +203,30 @@ def save(engine: Any, told: Log, folder: Path, tag: str) -> None:
 
 def wander(engine: Any, told: Log, folder: Path, draw: random.Random) -> None:
     """Something that users do between two steps, or nothing."""
-    from test_resume import BATCHES
-
     chance = draw.random()
     if chance < 0.12:
-        told.add("eval", engine.global_steps, engine.eval_batch(iter(BATCHES[3])).item().hex())
+        told.add("eval", engine.global_steps, evaluate(engine))
     elif chance < 0.24:
         save(engine, told, folder, f"tag{draw.randrange(NUM_TAGS)}")
     elif chance < 0.3 and (folder / "latest").exists():
         engine.load_checkpoint(str(folder))
         told.add("loaded", engine.global_steps)
+
+
+def evaluate(engine: Any) -> str:
+    from test_resume import BATCHES
+
+    return engine.eval_batch(iter(BATCHES[3])).item().hex()
+
+
+def bytes_below(folder: Path) -> int:
+    """Blocks of all files, a file of several names once."""
+    files: dict[tuple[int, int], os.stat_result] = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            status = path.lstat()
+            files[status.st_dev, status.st_ino] = status
+    return sum(status.st_blocks * 512 for status in files.values())
 
 
 def open_elsewhere(ssd: str) -> int:

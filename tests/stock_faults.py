@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ def train(job: dict[str, Any]) -> int:
     from test_resume import config_in, model_of
     from test_resume import train as train_steps
 
-    engine, model = build_engine(config_in(Path(job["ssd"])), model_of, vertical=False)
+    if job.get("alone"):
+        engine, model = without_us(config_in(Path(job["ssd"])))
+        train_steps = steps_without_us
+    else:
+        engine, model = build_engine(config_in(Path(job["ssd"])), model_of, vertical=False)
     if "load" in job:
         say("loaded", engine.load_checkpoint(job["load"])[0])
     for step in range(job["first"], job["end"]):
@@ -46,6 +51,36 @@ def train(job: dict[str, Any]) -> int:
 
     torch.save(read_weights(model) | read_state(engine, model), job["out"])
     return 0
+
+
+def without_us(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Stock's engine with nothing of ours around it: `prepare` would give each job a folder of its own."""
+    import deepspeed
+    import torch
+    from harness import start_process_group
+    from test_resume import model_of
+
+    start_process_group()
+    del config["vertical_schedule"]
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = model_of()
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0], model
+
+
+def steps_without_us(engine: Any, steps: range) -> list[float]:
+    from test_resume import BATCHES
+
+    losses = []
+    for step in steps:
+        of_micro_batches = []
+        for batch in BATCHES[step]:
+            loss = engine(**batch)
+            engine.backward(loss)
+            engine.step()
+            of_micro_batches.append(loss.item())
+        losses.append(sum(of_micro_batches) / len(of_micro_batches))
+    return losses
 
 
 def say(word: str, what: object) -> None:
@@ -133,7 +168,7 @@ def main() -> int:
         return train(json.loads(args.job))
     shutil.rmtree(args.folder, ignore_errors=True)
     whole = args.folder / "whole"
-    for fault in args.faults or (*FAULTS, "killed and resumed"):
+    for fault in args.faults or (*FAULTS, "killed and resumed", "second job"):
         folder = args.folder / fault.replace(" ", "_")
         folder.mkdir(parents=True)
         if fault == "killed and resumed":
@@ -141,14 +176,20 @@ def main() -> int:
             first = run({"ssd": ssd, "first": 0, "end": 3, "save": saved, "out": str(folder / "first")})
             found = run({"ssd": ssd, "first": 3, "end": 5, "load": saved, "out": str(folder / "out")})
             found["losses"] = first["losses"] + found["losses"]
+        elif fault == "second job":
+            job = {"ssd": str(folder / "ssd"), "first": 0, "end": 5, "alone": True}
+            others: list[dict[str, Any]] = []
+            worst = partial(lambda job, others: others.append(run(job)), job | {"out": str(folder / "other")}, others)
+            found = run(job | {"asks_at": 3, "out": str(folder / "out")}, worst) | {"the other": others}
         else:
             with disk_of(fault, folder) as (ssd, worst):
                 at = 0 if fault == "no room for blocks" else 3  # later all blocks are there
                 job = {"ssd": str(ssd), "first": 0, "end": 5, "asks_at": at, "out": str(folder / "out")}
                 found = run(job, worst)
-        if not whole.exists():
-            os.link(folder / "out", whole)
-        print(json.dumps({"fault": fault, "end": compared(whole, folder / "out")} | found), flush=True)
+        expected = folder / "other" if fault == "second job" else whole  # that had the disk to itself
+        if not expected.exists():
+            os.link(folder / "out", expected)
+        print(json.dumps({"fault": fault, "end": compared(expected, folder / "out")} | found), flush=True)
     return 0
 
 

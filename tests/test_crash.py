@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from crash_worker import EVERY, NUM_TAGS, Log, Starter
+from crash_worker import EVERY, NUM_TAGS, Log, Starter, bytes_below, evaluate
 from harness import differing, running
 from test_resume import assert_whole, config_in, contents, model_of, train
 
@@ -140,12 +140,16 @@ class Story:
 
 
 def assert_uninterrupted(story: Story, found: dict[str, torch.Tensor], end: int) -> None:
-    """Losses and contents are those of one process that was left alone, which does nothing but train."""
+    """Losses and contents are those of one process that was left alone, which does nothing but train, and evaluate where the
+    story has."""
+    told, evaluated, steps = story.values("loss"), story.values("eval"), range(end)
+    expected: dict[int, str] = {}
     with running(config_in(story.ssd, delay=1.0), model_of, vertical=True) as (engine, model):
-        steps = range(end)
-        expected = {step: train_one(engine, step).hex() for step in steps}
+        for step in steps:
+            expected[step] = train_one(engine, step).hex()
+            if step + 1 in evaluated:
+                assert evaluated[step + 1] == evaluate(engine), f"evaluation after step {step}"
         assert differing(contents(engine, model), found) == []
-    told = story.values("loss")
     assert told == {step: expected[step] for step in told} and told.keys() >= set(steps)
 
 
@@ -228,12 +232,13 @@ def test_five_hundred_steps_with_saves_loads_evaluations_and_kills_hold_nothing_
     assert_flat(story.log.lines())
     largest = max(bytes_below(story.saved / tag) for tag in manifest.complete_tags(story.saved))
     assert max(disk) <= (NUM_TAGS + 1) * largest + MIB, "more than the tags and what one killed save has left"
-    story.values("eval")  # the same wherever they were taken again
+    assert len(story.values("eval")) > 20
     assert_uninterrupted(story, found, at + 100)
 
 
 def assert_flat(lines: list[list[str]]) -> None:
-    """Descriptors, threads and locked memory of each process are the same all the time, its memory after a start-up."""
+    """Descriptors, threads and locked memory of each process are the same all the time, and so is the most that its folder on
+    the SSD holds; its memory is after a start-up."""
     lives: list[list[list[int]]] = []
     for line in lines:
         if line[0] == "ready":
@@ -243,11 +248,8 @@ def assert_flat(lines: list[list[str]]) -> None:
     longest = max(lives, key=len)
     for held in lives:
         assert all(each[:3] == held[-1][:3] for each in held[10:]), held
-    settled = [resident for *_, resident in longest[len(longest) // 3 :]]
+    third = len(longest) // 3
+    settled = [resident for *_, resident, _ in longest[third:]]
     assert settled[-1] - settled[0] < 16 * MIB // 1024, settled
-
-
-def bytes_below(folder: Path) -> int:
-    """Blocks of all files, a file of several names once."""
-    files = {(status.st_dev, status.st_ino): status for path in folder.rglob("*") if (status := path.lstat())}
-    return sum(status.st_blocks * 512 for status in files.values())
+    on_ssd = [num_bytes for *_, num_bytes in longest]
+    assert max(on_ssd[2 * third :]) <= max(on_ssd[: 2 * third]) > 0, on_ssd  # a file that nobody removes adds with each save

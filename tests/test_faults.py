@@ -14,11 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 from faults import full_room, immutable, loop_disk, mapped_disk, read_only, small_files
-from harness import build_engine, differing, dispose, running
+from harness import build_engine, differing, dispose, running, start_process_group
 from test_resume import CLIP, Tensors, config_in, contents, loaded, model_of, train
 
+import ds_vertical
 from ds_vertical.disk import DiskError
 from ds_vertical.manifest import complete_tags
 from ds_vertical.remedies import remedy
@@ -143,14 +145,16 @@ def test_the_last_early_part_that_cannot_be_written_is_noticed_by_its_own_step(
 ) -> None:
     """The file of the unit that is stepped last is a folder: everything has been computed when that shows."""
     expected = reference(0.0)
-    with running(config_in(tmp_path / "ssd"), model_of, vertical=True) as (engine, model):
+    made = config_in(tmp_path / "ssd")
+    with running(made, model_of, vertical=True) as (engine, model):
         train(engine, range(2))
         engine.flush()
         with blocked(early_target(engine, kind, "pre" if kind == "state" else 0)) as path:
             with told_whole(errno.EISDIR, "write of", "failed in open", str(path)):
                 train(engine, range(2, 3))
-            assert differing(expected.two, contents(engine, model)) == []
+            assert_rescued(engine, model, expected, tmp_path / "saved", expected.two)
         assert_goes_on(engine, model, expected)
+    assert_resumes(tmp_path / "saved", "rescued", made, expected)
 
 
 @contextlib.contextmanager
@@ -267,6 +271,21 @@ def test_activations_that_find_no_room(tmp_path: Path, reference: Callable[[floa
             assert_rescued(engine, model, expected, tmp_path / "saved", expected.none)
             filler.unlink()
             assert_goes_on(engine, model, expected, first=0)
+
+
+@slow
+def test_a_model_that_does_not_fit_while_it_is_built_is_refused(tmp_path: Path) -> None:
+    """zero.Init writes before anybody knows how much that will be; DeepSpeed takes no notice of what fails."""
+    start_process_group()
+    with loop_disk(tmp_path / "disk", DISK_BYTES) as disk:
+        made = config_in(tmp_path / "disk" / "ssd", optimizer="cpu")
+        prepared = ds_vertical.prepare(made)
+        filler = disk.fill()
+        os.truncate(filler, filler.stat().st_size - 2 * MIB)
+        with deepspeed.zero.Init(config_dict_or_path=prepared):
+            model = model_of()
+        with pytest.raises(StorageError, match=r"files are missing, of the wrong size.*disk full\?(.|\n)*: 0 bytes"):
+            ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=prepared)
 
 
 # ---- one generation: the state is torn, and the last checkpoint loads

@@ -261,6 +261,11 @@ def test_initialize_preallocates_every_file(
 # ---- files refused
 
 
+@pytest.fixture(autouse=True, scope="module")
+def process_group() -> None:
+    start_process_group()
+
+
 def written_model(prepared: dict[str, Any]) -> torch.nn.Module:
     """A model whose parameters zero.Init has put in their tiers; no engine yet."""
     start_process_group()
@@ -272,7 +277,7 @@ def initialize(model: torch.nn.Module, prepared: dict[str, Any]) -> Any:
     return ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=prepared)
 
 
-@pytest.mark.parametrize("fault", ["short", "long", "missing"])
+@pytest.mark.parametrize("fault", ["short", "long", "missing", "hole"])
 def test_a_parameter_file_of_the_wrong_size_is_refused_with_the_numbers(tmp_path: Path, fault: str) -> None:
     prepared = ds_vertical.prepare(config(tmp_path))
     model = written_model(prepared)
@@ -282,16 +287,22 @@ def test_a_parameter_file_of_the_wrong_size_is_refused_with_the_numbers(tmp_path
     size = victim.stat().st_size
     if fault == "missing":
         victim.unlink()
+    elif fault == "hole":  # a write in its middle has failed, the last one has not
+        data = victim.read_bytes()
+        os.truncate(victim, 8192)
+        with victim.open("r+b") as file:
+            file.seek(size - 4096)
+            file.write(data[-4096:])
     else:
         os.truncate(victim, size + (4096 if fault == "long" else -4096))
-    found = {"short": f"{size - 4096} bytes", "long": f"{size + 4096} bytes", "missing": "No such file"}[fault]
+    found = {"short": f"{size - 4096} bytes", "long": f"{size + 4096} bytes", "missing": "No such file"}
     before = read_bytes()
     with pytest.raises(StorageError) as caught:
         initialize(model, prepared)
     assert read_bytes() - before < MATRIX_BYTES, "a file was read before all were checked"
     message = str(caught.value)
     assert message.startswith(f"1 of {2 * NUM_LAYERS} files")
-    assert str(victim) in message and found in message and f"expected {size}" in message
+    assert str(victim) in message and found.get(fault, "at byte 8192") in message and f"expected {size}" in message
 
 
 def test_a_file_that_cannot_get_its_blocks_is_refused_and_nothing_is_left(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import rank_worker
 import torch
-from harness import MIN_SSD_BYTES, Run, differing, largest_relative, run_arm
+from harness import MIN_SSD_BYTES, Run, differing, largest_relative, read_weights, run_arm, running
+
+from ds_vertical.manifest import CheckpointError
 
 WORKER = Path(rank_worker.__file__)
 TOLERANCE = 1e-6  # fp32, relative per tensor (the numerics contract)
@@ -240,6 +242,15 @@ def test_both_ranks_resume_and_a_save_that_fails_on_one_fails_on_both(fp32: TwoR
     assert first["told"] == "OtherRankError: save_checkpoint failed on 1 of 2 ranks; rank 1: ValueError: no luck here"
     assert first["left"] == [], "rank 0 has left something behind"
     assert first["differing"] == second["differing"] == []
+
+
+def test_a_checkpoint_of_two_ranks_is_refused_on_one(fp32: TwoRanks, tmp_path: Path) -> None:
+    made = rank_worker.config(tmp_path, "fp32", clip=0.0, delay=0.3)
+    with running(made, rank_worker.OddModel, vertical=True) as (engine, model):
+        before = read_weights(model)
+        with pytest.raises(CheckpointError, match="does not fit this run(.|\n)*world size: 1 here, 2 in the checkpoint"):
+            engine.load_checkpoint(str(fp32.swap.parent / "saved"), tag="good")
+        assert differing(before, read_weights(model)) == []
 
 
 def test_prepare_gives_both_ranks_the_same_folder_and_each_call_another(fp32: TwoRanks) -> None:
