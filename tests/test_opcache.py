@@ -41,11 +41,11 @@ print("NINJA", shutil.which("ninja"))
 """
 
 # Stands before the real compiler on PATH: slow, so that a second process or a kill can come in between. ninja gives it a
-# process group of its own, which a kill of the builder's leaves alone: it ends with the test.
+# process group of its own, which a kill of the builder's leaves alone: it ends with the test, or with the test's folder.
 SLOW_COMPILER = """#!/bin/sh
 case "$*" in *-c*)
     touch "$COMPILING"
-    while [ -n "$UNTIL" ] && [ ! -e "$UNTIL" ]; do [ -e "$OVER" ] && exit 1; sleep 0.1; done;;
+    while [ -n "$UNTIL" ] && [ ! -e "$UNTIL" ]; do [ -e "$OVER" -o ! -e "$COMPILING" ] && exit 1; sleep 0.1; done;;
 esac
 exec {compiler} "$@"
 """
