@@ -15,7 +15,7 @@ import datetime
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -51,13 +51,16 @@ class Row:
     limited: bool = False
     on_ssd: float = 0.0  # of the activations
     dims: tuple[str, ...] = ()
+    size: int = 1  # sequences per micro-batch
+    blocks: int = 1  # per layer
 
     @property
     def name(self) -> str:
         layers = "_16_layers" if self.dims else ""
         delay = "clip" if self.delay is None else f"a{self.delay:g}"
+        sizes = f"_b{self.size}" * (self.size > 1) + f"_{self.blocks}_blocks" * (self.blocks > 1)
         moved = f"_activations{self.on_ssd:g}" if self.on_ssd else ""
-        end = f"{moved}{'_300_500' * self.limited}"
+        end = f"{sizes}{moved}{'_300_500' * self.limited}"
         return f"{self.model}{layers}_s{self.tokens}_m{self.micro_batches}_{delay}_w{self.window}{end}"
 
 
@@ -77,11 +80,14 @@ ROWS = (
     Row("gpt_101m", 8, 4, dims=LAYERS_200M),
     Row("gpt_101m", 8, 4, dims=LAYERS_200M, limited=True),
 )
-SWEEP = tuple(
-    Row("gpt_101m", 8, 4, delay=delay, window=window, limited=True)
-    for delay in (0.0, 0.25, 0.5, 0.75, 1.0)
-    for window in ((1, 2) if delay in (0.0, 0.25) else (1,))
+SWEEP = (
+    *(Row("gpt_101m", 8, 4, delay=delay, limited=True) for delay in (0.0, 0.25, 0.5, 0.75, 1.0)),
+    *(Row("gpt_101m", 8, 4, delay=delay, window=2, limited=True) for delay in (0.25, 1.0)),
+    *(Row("gpt_101m", 8, 4, delay=1.0, blocks=blocks, limited=True) for blocks in (2, 4)),
+    *(Row("gpt_101m", 8, 4 // size, delay=1.0, size=size, limited=True) for size in (2, 4)),
 )
+SWEPT_TOKENS = 32  # of a step in each of these
+LITTLE = 1.3e9  # bytes of host memory in which the sweep's model does not find room for its optimizer state
 
 
 @cache
@@ -91,10 +97,10 @@ def outline_of(model: str, tokens: int, dims: tuple[str, ...], dtype: str) -> tu
     return read_outline(model, fields, tokens, dtype), fields
 
 
-def seconds_of(model: str, tokens: int, dtype: str) -> Seconds:
-    """The model's pieces, timed now; a block's size does not depend on how many there are."""
+def seconds_of(model: str, tokens: int, dtype: str, size: int) -> Seconds:
+    """The model's pieces for `size` sequences, timed now; a block's size does not depend on how many there are."""
     outline, fields = outline_of(model, tokens, (), dtype)
-    return time_pieces(outline, fields, 1)
+    return time_pieces(outline, fields, size)
 
 
 def profile_of(limited: bool, out: Path) -> Profile:
@@ -113,13 +119,19 @@ def candidate(row: Row, dtype: str, out: Path) -> tuple[Candidate, Outline]:
     early = row.delay is not None and row.delay < 1
     delay = 1.0 if row.delay is None else row.delay
     placement = Placement(1.0, 1.0, 0.0, 0.0, row.on_ssd)
-    seconds = seconds_of(row.model, row.tokens, dtype)
-    made = dict(sequences=1, generations=1 + early, part_elements=memory.PART_ELEMENTS, placement=placement)
-    shape = shape_of(outline, seconds, **made)  # pyright: ignore
+    shape = shape_of(
+        outline,
+        seconds_of(row.model, row.tokens, dtype, row.size),
+        sequences=row.size,
+        blocks_per_layer=row.blocks,
+        generations=1 + early,
+        part_elements=memory.PART_ELEMENTS,
+        placement=placement,
+    )
     machine = profile_of(row.limited, out).machine
     held = delay if early else 1.0
     settings = memory.Settings(row.micro_batches, row.window, held_share=held, one_memory=machine.one_memory)
-    setting = Setting(1, row.micro_batches, 1, row.window, delay, early, placement)
+    setting = Setting(row.size, row.micro_batches, row.blocks, row.window, delay, early, placement)
     case = Case(shape, machine, settings, Limits(None, None, None), delay, early)
     return Candidate(setting, shape, machine, case, 0.0, ()), outline
 
@@ -127,9 +139,21 @@ def candidate(row: Row, dtype: str, out: Path) -> tuple[Candidate, Outline]:
 def measure(row: Row, dtype: str, steps: int, out: Path) -> dict[str, Any]:
     """Predicts and runs one row. Raises CalledProcessError."""
     found, outline = candidate(row, dtype, out)
+    step_s = train(row, row.name, found, outline, steps, out)
+    after, _ = candidate(row, dtype, out)
+    both = found.step_s, after.step_s
+    predicted, measured = sum(both) / 2, median(step_s)
+    print(f"{row.name}: predicted {predicted:.2f} s, measured {measured:.2f} s, {predicted / measured:.2f}", flush=True)
+    told = {"row": row.name, "predicted_s": predicted, "before_and_after_s": both, "step_s": step_s, "measured_s": measured}
+    return told | {"bound_s": (found.bound.seconds + after.bound.seconds) / 2}
+
+
+def train(row: Row, name: str, found: Candidate, outline: Outline, steps: int, out: Path) -> list[float]:
+    """Seconds of each step but the first, of a run of `row`'s model and disk as `found` would have it. Raises
+    CalledProcessError."""
     clip = 1.0 if row.delay is None else 0.0
     config = write_config(found, outline, clip=clip, nvme_path="/tmp/ds_vertical", locked=False, learning_rate=LEARNING_RATE)
-    folder = out / row.name
+    folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(config, indent=2))
     words = ["ds-vertical", "ab", "--config", str(folder / "plan.json"), "--vertical-only", "--no-bound"]
@@ -137,34 +161,25 @@ def measure(row: Row, dtype: str, steps: int, out: Path) -> dict[str, Any]:
     words += ["--steps", str(steps), "--out", str(folder / "run"), "--", "scripts/train.py", "--model", row.model]
     words += ["--seq", str(row.tokens), *(word for dim in row.dims for word in ("--dims", dim))]
     subprocess.run(run.here(words), cwd=run.ROOT, check=True)
-    after, _ = candidate(row, dtype, out)
-    both = found.step_s, after.step_s
-    predicted = sum(both) / 2
     content = json.loads((folder / "run" / "ab.json").read_text())
-    step_s = content["arms"]["vertical"]["step_s_by_repeat"][0]
-    measured = median(step_s)
-    print(f"{row.name}: predicted {predicted:.2f} s, measured {measured:.2f} s, {predicted / measured:.2f}", flush=True)
-    told = {"row": row.name, "predicted_s": predicted, "before_and_after_s": both, "step_s": step_s, "measured_s": measured}
-    return told | {"bound_s": (found.bound.seconds + after.bound.seconds) / 2}
+    return content["arms"]["vertical"]["step_s_by_repeat"][0]
 
 
-def chosen_in_sweep(dtype: str, out: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the planner takes of the sweep's settings, and how far it is from the best measured."""
+def choices(dtype: str, steps: int, out: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `plan` takes for the sweep's model, tokens and disk, trained as well, beside the best of the sweep. With little host
+    memory the optimizer's state rests on SSD, as in the sweep; with all of the machine's nothing has to."""
+    best = min(row["measured_s"] for row in rows)
     outline, _ = outline_of("gpt_101m", 8, (), dtype)
+    task = Task(outline, SWEPT_TOKENS, cache(lambda size: seconds_of("gpt_101m", 8, dtype, size)), clip=0.0)
     machine = profile_of(True, out)
-    task = Task(outline, 32, lambda size: seconds_of("gpt_101m", 8, dtype), clip=0.0, micro_batch_size=1)
-    limits = Limits(None, machine.host_bytes, machine.ssd_bytes)
-    plan = planner.choose(task, machine.machine, limits)
-    setting = plan.chosen.setting
-    near = min(SWEEP, key=lambda row: (abs((row.delay or 0.0) - setting.delay), abs(row.window - setting.window)))
-    by_name = {row["row"]: row["measured_s"] for row in rows}
-    best = min(by_name, key=by_name.__getitem__)
-    return {
-        "chosen": replace(setting).__repr__(),
-        "nearest_row": near.name,
-        "best_row": best,
-        "chosen_over_best": by_name[near.name] / by_name[best],
-    }
+    found: list[dict[str, Any]] = []
+    for name, host_bytes in (("plan_little_host_memory", LITTLE), ("plan", machine.host_bytes)):
+        chosen = planner.choose(task, machine.machine, Limits(None, host_bytes, machine.ssd_bytes)).chosen
+        step_s = train(SWEEP[0], name, chosen, outline, steps, out)
+        told = {"choice": name, "host_bytes": host_bytes, "setting": asdict(chosen.setting), "predicted_s": chosen.step_s}
+        found.append(told | {"step_s": step_s, "measured_s": median(step_s), "over_best": median(step_s) / best})
+        print(f"{name}: predicted {chosen.step_s:.2f} s, measured {median(step_s):.2f} s", flush=True)
+    return found
 
 
 def main() -> None:
@@ -183,8 +198,7 @@ def main() -> None:
     content: dict[str, Any] = {"kind": kind, "date": str(datetime.date.today()), "dtype": options.dtype, "rows": rows}
     content |= {"machine": report_machine(), "command": sys.argv}
     if options.sweep:
-        content["choice"] = chosen_in_sweep(options.dtype, options.runs.resolve(), rows)
-        print(content["choice"])
+        content["choices"] = choices(options.dtype, options.steps, options.runs.resolve(), rows)
     FOLDER.mkdir(exist_ok=True)
     name = f"{kind}_{options.dtype}_{report.instructions()}_{content['date']}"
     (FOLDER / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -195,6 +209,19 @@ def report_machine() -> dict[str, Any]:
     from ds_vertical.facts import describe_machine
 
     return describe_machine()
+
+
+def _choice_line(choice: dict[str, Any]) -> str:
+    setting, placement = choice["setting"], choice["setting"]["placement"]
+    sizes = f"micro-batches of {setting['micro_batch_size']}, M = {setting['num_micro_batches']}"
+    layers = f"layers of {setting['blocks_per_layer']} block(s), {setting['window']} ahead"
+    timing = f"{layers}, `optimizer_delay` {setting['delay']:g}"
+    where = f"{placement['parameters_on_ssd']:.0%} of the parameters and {placement['state_on_ssd']:.0%} of the state on SSD"
+    return (
+        f"\nWith {choice['host_bytes'] / 1e9:.3g} GB of host memory `plan` takes {sizes}, {timing}, {where}: predicted"
+        f" {choice['predicted_s']:.2f} s, measured {choice['measured_s']:.2f} s, {choice['over_best']:.2f} x the best of the"
+        " sweep.\n"
+    )
 
 
 def table() -> str:
@@ -209,12 +236,7 @@ def table() -> str:
             ratio = row["predicted_s"] / row["measured_s"]
             cells = f"{row['predicted_s']:.2f} | {row['measured_s']:.2f} | {ratio:.2f} | {row['bound_s']:.2f}"
             text.append(f"| {row['row']} | {cells} |\n")
-        if "choice" in content:
-            choice = content["choice"]
-            text.append(
-                f"\nThe plan's choice is `{choice['nearest_row']}`, measured {choice['chosen_over_best']:.2f} x the best,"
-                f" `{choice['best_row']}`.\n"
-            )
+        text += [_choice_line(choice) for choice in content.get("choices", [])]
     return "".join(text)
 
 

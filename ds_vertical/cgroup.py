@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_vertical.amounts import parse_bytes
 from ds_vertical.config import ConfigError
 
 OPTION = "--ssd-limit"
 HELP = "limit the disk to so many bytes per second, e.g. 300M,500M; needs a cgroup that may be written (root, as a rule)"
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-_AMOUNT = re.compile(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([KMG]i?|)(?:B?)", re.IGNORECASE)
 _REMOVAL_S = 10.0  # for how long a group's ended processes may keep it busy
 # The shell moves itself, then becomes the command: nothing of the command runs outside the group, or unlimited.
 _ENTER = 'echo $$ > "$0" && exec "$@"'
@@ -68,11 +66,12 @@ class Controller:
 
 def parse_limit(text: str) -> Limit:
     """`READ,WRITE` in bytes per second: `300e6,500e6`, `300M,500M`, `1.5G,800Mi`. Raises ConfigError."""
-    amounts = [_AMOUNT.fullmatch(part.strip()) for part in text.split(",")]
-    values = [round(float(found[1]) * _UNITS[found[2].upper()]) for found in amounts if found]
-    if len(amounts) != 2 or len(values) != 2 or min(values) < 1:
-        raise ConfigError(f"{OPTION} {text}: write READ,WRITE in bytes per second, each more than 0, e.g. 300M,500M or 3e8,5e8")
-    return Limit(*values)
+    try:
+        read_bps, write_bps = (parse_bytes(part) for part in text.split(","))
+    except ValueError:
+        right = "write READ,WRITE in bytes per second, each more than 0, e.g. 300M,500M or 3e8,5e8"
+        raise ConfigError(f"{OPTION} {text}: {right}") from None
+    return Limit(read_bps, write_bps)
 
 
 def disk_of(path: str | os.PathLike[str], block: Path = Path("/sys/dev/block")) -> Disk:

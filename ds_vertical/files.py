@@ -11,11 +11,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_vertical.mounts import mount_of, read_mounts
 from ds_vertical.remedies import remedy
 from ds_vertical.storage import NUM_SHOWN, StorageError, fail
 
 logger = logging.getLogger(__name__)
 
+_HOLES_ARE_UNWRITTEN = ("ext4", "xfs", "btrfs")
 _LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX") - 1
 _LONGEST_NAME = 256  # of a file below an nvme_path: run id, folders, the name itself and what is put behind it
 
@@ -40,7 +42,7 @@ def check_length(nvme_path: str | os.PathLike[str]) -> None:
 
 def check_files(expected: Mapping[Path, int]) -> None:
     """Raise StorageError unless every file exists with exactly the expected size in bytes, all of them written."""
-    faults = []
+    faults, mounts = [], read_mounts()
     for path, size_bytes in expected.items():
         try:
             actual = os.stat(path)
@@ -51,7 +53,7 @@ def check_files(expected: Mapping[Path, int]) -> None:
             faults.append(f"{path}: not a regular file (expected {size_bytes} bytes)")
         elif actual.st_size != size_bytes:
             faults.append(f"{path}: {actual.st_size} bytes, expected {size_bytes}")
-        elif (hole := _first_hole(path, size_bytes)) < size_bytes:
+        elif (hole := _first_hole(path, size_bytes, mounts)) < size_bytes:
             faults.append(f"{path}: nothing has been written at byte {hole} (expected {size_bytes} bytes)")
     if faults:
         more = [f"... and {len(faults) - NUM_SHOWN} more"] if len(faults) > NUM_SHOWN else []
@@ -62,15 +64,13 @@ def check_files(expected: Mapping[Path, int]) -> None:
         )
 
 
-def _first_hole(path: Path, size_bytes: int) -> int:
+def _first_hole(path: Path, size_bytes: int, mounts: str) -> int:
     """Where a file has no bytes of its own: a write there has failed, and one behind it has not. `size_bytes` where there is no
-    such place, or the file system does not tell."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            return os.lseek(file.fileno(), 0, os.SEEK_HOLE)
-    except OSError as error:
-        logger.debug("%s: holes: %s", path, error.strerror)
+    such place, and on file systems that keep written zeros as holes (zfs) or may."""
+    if not size_bytes or mount_of(path, mounts).kind not in _HOLES_ARE_UNWRITTEN:
         return size_bytes
+    with naming(path, "read"), path.open("rb", buffering=0) as file:
+        return os.lseek(file.fileno(), 0, os.SEEK_HOLE)
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_vertical import memory, profile
-from ds_vertical.config import ConfigError
+from ds_vertical.amounts import parse_bytes
+from ds_vertical.config import SECTION, ConfigError
 from ds_vertical.deepspeed_json import write_config
 from ds_vertical.horizontal import horizontal_step, stock_placement
 from ds_vertical.limits_cache import cached_report
@@ -68,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     names = ", ".join(profile.shipped())
     parser.add_argument("--machine", help=f"file of `ds-vertical limits --out`, or {names} (default: this one's limits)")
     parser.add_argument("--nvme-path", default="/tmp/ds_vertical", help="folder on the SSD (default /tmp/ds_vertical)")
-    parser.add_argument("--host-memory", type=float, metavar="BYTES", help="use so much (default: what the machine has)")
+    host = "use so much in all, e.g. 64G; the JSON then says so too (default: what the machine has)"
+    parser.add_argument("--host-memory", metavar="BYTES", help=host)
     parser.add_argument("--out", type=Path, help="DeepSpeed JSON to write")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
@@ -92,6 +94,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     locked = not machine.machine.one_memory
     tuned: dict[str, Any] = {"aio": machine.aio} if machine.aio else {}
     config = write_config(found.chosen, outline, clip=options.clip, nvme_path=options.nvme_path, locked=locked, **tuned)
+    if options.host_memory is not None:
+        config[SECTION]["host_memory_bytes"] = _host_bytes(options)
     return _report(found, task, machine, options) | {"config": config}
 
 
@@ -102,6 +106,14 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: write 1 or more")
     if not 0 <= options.clip < float("inf"):
         raise ConfigError(f"--clip {options.clip}: write the norm to clip to, or 0 for none")
+    _host_bytes(options)
+
+
+def _host_bytes(options: argparse.Namespace) -> int | None:
+    try:
+        return parse_bytes(options.host_memory) if options.host_memory is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--host-memory: {error}") from None
 
 
 def _profile(options: argparse.Namespace) -> Profile:
@@ -132,7 +144,7 @@ def _positions(fields: dict[str, Any]) -> int:
 
 def _limits(machine: Profile, options: argparse.Namespace) -> Limits:
     """Of one rank: tiers that ranks share are divided."""
-    host = options.host_memory or machine.host_bytes
+    host = _host_bytes(options) or machine.host_bytes
     share = [None if value is None else value / options.num_ranks for value in (host, machine.ssd_bytes)]
     return Limits(machine.device_bytes, *share)
 

@@ -7,14 +7,14 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ds_vertical import cgroup, files, opcache, storage
 from ds_vertical.config import ConfigError
 from ds_vertical.finding import Case, Finding, error, first_line, gib, ok, split_fault, warning
+from ds_vertical.mounts import mount_of, read_mounts
 from ds_vertical.tenants import Tenant, tenants
 
 _GENERATION_BYTES: Final = 14  # per parameter: fp32 master and two moments, bf16 parameter
@@ -52,27 +52,6 @@ _NETWORK: Final = (
 )
 
 
-class Mount(NamedTuple):
-    """A line of mountinfo. `read_only`: the mount itself or the file system in it."""
-
-    point: Path
-    kind: str
-    source: str
-    read_only: bool
-
-
-def mount_of(path: Path, mountinfo: str) -> Mount:
-    """The mount that holds `path` (which exists), by the text of /proc/self/mountinfo: the deepest, of several the last."""
-    real, found = path.resolve(), Mount(Path("/"), "?", "?", False)
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
-        if real.is_relative_to(point) and len(point.parts) >= len(found.point.parts):
-            kind, source, options = after.split(" ", 2)
-            found = Mount(point, kind, source, "ro" in before.split()[5].split(",") or "ro" in options.split(","))
-    return found
-
-
 def _standing(path: Path) -> Path:
     """The folder itself, or the nearest one above it that is there. Raises OSError where that cannot be told."""
     path = path.absolute()
@@ -98,7 +77,7 @@ def existence(case: Case) -> Iterator[Finding]:
         if not there.is_dir():
             yield error(f"{path}: {there} is not a folder", _ANOTHER)
         elif there != path.absolute():
-            where = f"it would be made below {there}, on {mount_of(there, _mountinfo()).source}"
+            where = f"it would be made below {there}, on {mount_of(there, read_mounts()).source}"
             yield warning(
                 f"{path}: no such folder; {where}: is the SSD mounted?", f"mkdir -p {path}  # once the SSD is mounted"
             )
@@ -113,14 +92,10 @@ def _folders(case: Case) -> Iterator[tuple[Path, Path]]:
                 yield path, there
 
 
-def _mountinfo() -> str:
-    return Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
-
-
 def file_system(case: Case) -> Iterator[Finding]:
     """What the folder lies on: kinds that are no SSD, read-only mounts, rotating disks."""
     for path, there in _folders(case):
-        mount = mount_of(there, _mountinfo())
+        mount = mount_of(there, read_mounts())
         network = any(mount.kind == name or (name.endswith(".") and mount.kind.startswith(name)) for name in _NETWORK)
         if mount.read_only:
             remount = f"mount -o remount,rw {mount.point}"
@@ -225,7 +200,7 @@ def _address(memory: mmap.mmap) -> int:
 def _remedy(failure: BaseException | None, folder: Path) -> str:
     """What mends an operation that failed with this errno; empty where nothing better is known than its own words."""
     user = str(os.geteuid())
-    mount = mount_of(folder, _mountinfo())
+    mount = mount_of(folder, read_mounts())
     number = failure.errno if isinstance(failure, OSError) else None
     return {
         errno.EROFS: f"mount -o remount,rw {mount.point}",

@@ -206,7 +206,7 @@ def test_a_group_that_cannot_be_made_is_refused_with_the_kernels_reason(
     assert "the kernel has no blkio.throttle.read_bps_device" in lines[3]
 
 
-@pytest.mark.parametrize("text", ["", "300M", "300M,", "1,2,3", "0,5", "-1,5", "300X,5", "nan,5", "0.2,1G"])
+@pytest.mark.parametrize("text", ["", "300M", "300M,", "1,2,3", "0,5", "-1,5", "300X,5", "nan,5", "0.2,1G", "1e400,5"])
 def test_a_senseless_limit_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="write READ,WRITE"):
         parse_limit(text)

@@ -15,7 +15,7 @@ from typing import Any
 import harness
 import pytest
 
-from ds_vertical import buildlock, doctor, findings, hardware, installation, native, opcache, ssdpath, storage
+from ds_vertical import buildlock, doctor, findings, hardware, installation, mounts, native, opcache, ssdpath, storage
 from ds_vertical.finding import Case, Finding
 from ds_vertical.isolated import Check, examine
 
@@ -433,7 +433,7 @@ MOUNTS = """\
     ],
 )
 def test_the_deepest_and_last_mount_holds_a_path(path: str, expected: tuple[str, str, str, bool]) -> None:
-    assert ssdpath.mount_of(Path(path), MOUNTS) == ssdpath.Mount(Path(expected[0]), *expected[1:])
+    assert mounts.mount_of(Path(path), MOUNTS) == mounts.Mount(Path(expected[0]), *expected[1:])
 
 
 def status(**changes: int) -> os.statvfs_result:

@@ -155,11 +155,12 @@ def test_a_plan_for_8b_on_a_desktop_writes_a_json_that_deepspeed_and_the_section
 @pytest.mark.slow
 def test_a_small_host_puts_parameters_on_ssd_and_a_small_device_activations(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "llama_3_8b", "--tokens-per-step", "131072", "--machine", "rtx4090_desktop"]
-    found = planned(capsys, *options, "--host-memory", "24e9")
+    found = planned(capsys, *options, "--host-memory", "24G")
     placement, config = found["setting"]["placement"], found["config"]
     assert placement["parameters_on_ssd"] > 0 and config["zero_optimization"]["offload_param"]["device"] == "nvme"
     assert sum(item["num_bytes"] for item in found["memory"] if item["tier"] == "host") <= 24e9
     assert sum(item["num_bytes"] for item in found["memory"] if item["tier"] == "device") <= 23e9
+    assert config["vertical_schedule"]["host_memory_bytes"] == 24 * 10**9
     share = config["vertical_schedule"]["gradient_host_share"]
     assert share == pytest.approx(1 - placement["gradients_on_ssd"], abs=1e-6)
 
@@ -172,6 +173,8 @@ def test_a_small_host_puts_parameters_on_ssd_and_a_small_device_activations(caps
         (["--model", "gpt_13m", "--machine", "a200"], 2, "no machine of that name"),
         (["--model", "gpt_13m", "--tokens-per-step", "0"], 2, "--tokens-per-step 0: write 1 or more"),
         (["--model", "gpt_13m", "--clip", "-1"], 2, "--clip -1"),
+        (["--model", "gpt_13m", "--host-memory", "much"], 2, "--host-memory: 'much' is no amount of bytes: write one as 64G"),
+        (["--model", "gpt_13m", "--host-memory", "0"], 2, "--host-memory: '0'"),
         (["--model", "gpt_13m", "--sequence-length", "100000"], 2, "positions; write"),
         (["--model", "llama_3_8b", "--machine", "rtx4090_desktop", "--host-memory", "3e9"], 1, "MiB short"),
     ],

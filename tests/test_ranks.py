@@ -246,6 +246,7 @@ def test_both_ranks_resume_and_a_save_that_fails_on_one_fails_on_both(fp32: TwoR
 
 def test_a_checkpoint_of_two_ranks_is_refused_on_one(fp32: TwoRanks, tmp_path: Path) -> None:
     made = rank_worker.config(tmp_path, "fp32", clip=0.0, delay=0.3)
+    made["zero_optimization"]["offload_param"]["buffer_size"] = 1_200_000  # elements: whole parameters, not halves
     with running(made, rank_worker.OddModel, vertical=True) as (engine, model):
         before = read_weights(model)
         with pytest.raises(CheckpointError, match="does not fit this run(.|\n)*world size: 1 here, 2 in the checkpoint"):

@@ -14,7 +14,8 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -470,7 +471,7 @@ def test_check_files_refuses_any_other_size(tmp_path: Path, actual: int) -> None
     (tmp_path / "a").write_bytes(b"x" * actual)
     with pytest.raises(StorageError) as caught:
         check_files({tmp_path / "a": 10})
-    assert "1 of 1 files are missing or of the wrong size" in str(caught.value)
+    assert "1 of 1 files are missing, of the wrong size or not whole" in str(caught.value)
     assert f"{tmp_path}/a: {actual} bytes, expected 10" in str(caught.value)
     assert "zero.Init's write did not complete (disk full?)" in str(caught.value)
 
@@ -489,19 +490,39 @@ def test_check_files_lists_the_first_offenders_and_counts_the_rest(tmp_path: Pat
     assert message.endswith("... and 3 more")
 
 
+def test_check_files_finds_what_has_not_been_written(tmp_path: Path) -> None:
+    with open(tmp_path / "a", "wb") as file:
+        file.write(b"x" * 4096)
+        file.seek(3 * 4096)
+        file.write(b"x" * 4096)
+    with pytest.raises(StorageError, match=f"{tmp_path}/a: nothing has been written at byte 4096"):
+        check_files({tmp_path / "a": 4 * 4096})
+
+
+def test_holes_are_no_fault_where_zeros_may_be_kept_as_holes() -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.truncate(MIB)
+        assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == 0
+        check_files({Path(file.name): MIB})
+
+
 # --- preallocation -------------------------------------------------------------------------------------------------
+
+
+def sizes_of(paths: Iterable[Path]) -> dict[Path, int]:
+    return {path: path.stat().st_size for path in paths}
 
 
 def test_preallocate_allocates_blocks_and_modes(tmp_path: Path) -> None:
     files = {tmp_path / "new" / "sub" / "a": MIB, tmp_path / "new" / "b": 4097, tmp_path / "empty": 0}
     preallocate(files)
-    check_files(files)
+    assert sizes_of(files) == files
     assert (tmp_path / "new" / "sub" / "a").stat().st_blocks * 512 >= MIB
     assert (tmp_path / "new" / "b").read_bytes() == b"\0" * 4097
     assert [mode_of(path) for path in files] == [0o600] * 3
     assert mode_of(tmp_path / "new") == mode_of(tmp_path / "new" / "sub") == 0o700
     preallocate(files)
-    check_files(files)
+    assert sizes_of(files) == files
 
 
 def test_preallocate_keeps_contents_and_fills_holes(tmp_path: Path) -> None:
@@ -521,7 +542,7 @@ def test_preallocate_then_check_round_trips(tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("sizes")
     files = {folder / f"d{index % 2}" / str(index): size_bytes for index, size_bytes in enumerate(sizes)}
     preallocate(files)
-    check_files(files)
+    assert sizes_of(files) == files
 
 
 def test_more_than_the_disk_has_is_refused_with_the_numbers_before_anything_is_made(tmp_path: Path) -> None:
