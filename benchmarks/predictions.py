@@ -25,6 +25,7 @@ import report
 import run
 
 from ds_vertical import memory, planner
+from ds_vertical.arms import nvme_paths
 from ds_vertical.costs import Placement
 from ds_vertical.deepspeed_json import write_config
 from ds_vertical.metamodel import read_fields, read_outline
@@ -136,15 +137,24 @@ def candidate(row: Row, dtype: str, out: Path) -> tuple[Candidate, Outline]:
     return Candidate(setting, shape, machine, case, 0.0, ()), outline
 
 
+def measured(row: Row, dtype: str, steps: int, out: Path, resume: bool) -> dict[str, Any]:
+    """`measure`, kept in `out`; what is kept there already is taken with `resume`."""
+    kept = out / row.name / "row.json"
+    if not (resume and kept.is_file()):
+        found = measure(row, dtype, steps, out)
+        kept.write_text(json.dumps(found))
+    return json.loads(kept.read_text())
+
+
 def measure(row: Row, dtype: str, steps: int, out: Path) -> dict[str, Any]:
     """Predicts and runs one row. Raises CalledProcessError."""
     found, outline = candidate(row, dtype, out)
     step_s = train(row, row.name, found, outline, steps, out)
     after, _ = candidate(row, dtype, out)
     both = found.step_s, after.step_s
-    predicted, measured = sum(both) / 2, median(step_s)
-    print(f"{row.name}: predicted {predicted:.2f} s, measured {measured:.2f} s, {predicted / measured:.2f}", flush=True)
-    told = {"row": row.name, "predicted_s": predicted, "before_and_after_s": both, "step_s": step_s, "measured_s": measured}
+    predicted, taken = sum(both) / 2, median(step_s)
+    print(f"{row.name}: predicted {predicted:.2f} s, measured {taken:.2f} s, {predicted / taken:.2f}", flush=True)
+    told = {"row": row.name, "predicted_s": predicted, "before_and_after_s": both, "step_s": step_s, "measured_s": taken}
     return told | {"bound_s": (found.bound.seconds + after.bound.seconds) / 2}
 
 
@@ -157,7 +167,7 @@ def train(row: Row, name: str, found: Candidate, outline: Outline, steps: int, o
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(config, indent=2))
     words = ["ds-vertical", "ab", "--config", str(folder / "plan.json"), "--vertical-only", "--no-bound"]
-    words += ["--ssd-limit", run.LIMIT] if row.limited else []
+    words += ["--ssd-limit", run.LIMIT] if row.limited and nvme_paths(config) else []
     words += ["--steps", str(steps), "--out", str(folder / "run"), "--", "scripts/train.py", "--model", row.model]
     words += ["--seq", str(row.tokens), *(word for dim in row.dims for word in ("--dims", dim))]
     subprocess.run(run.here(words), cwd=run.ROOT, check=True)
@@ -189,16 +199,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="per run, of which the first is left out")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="take the rows that --runs has from an earlier call")
     parser.add_argument("--runs", type=Path, default=run.ROOT / "runs" / "predictions", help="folder for logs")
     options = parser.parse_args()
     chosen = [row for row in (SWEEP if options.sweep else ROWS) if not options.only or row.name in options.only]
     options.runs.mkdir(parents=True, exist_ok=True)
-    rows = [measure(row, options.dtype, options.steps, options.runs.resolve()) for row in chosen]
+    runs = options.runs.resolve()
+    rows = [measured(row, options.dtype, options.steps, runs, options.resume) for row in chosen]
     kind = "sweep" if options.sweep else "predictions"
     content: dict[str, Any] = {"kind": kind, "date": str(datetime.date.today()), "dtype": options.dtype, "rows": rows}
     content |= {"machine": report_machine(), "command": sys.argv}
     if options.sweep:
-        content["choices"] = choices(options.dtype, options.steps, options.runs.resolve(), rows)
+        content["choices"] = choices(options.dtype, options.steps, runs, rows)
     FOLDER.mkdir(exist_ok=True)
     name = f"{kind}_{options.dtype}_{report.instructions()}_{content['date']}"
     (FOLDER / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -234,7 +246,8 @@ def table() -> str:
         text.append("| setting | predicted | measured | predicted / measured | bound |\n|---|---|---|---|---|\n")
         for row in content["rows"]:
             ratio = row["predicted_s"] / row["measured_s"]
-            cells = f"{row['predicted_s']:.2f} | {row['measured_s']:.2f} | {ratio:.2f} | {row['bound_s']:.2f}"
+            bound = f"{row['bound_s']:.2f}" if "bound_s" in row else "not kept"
+            cells = f"{row['predicted_s']:.2f} | {row['measured_s']:.2f} | {ratio:.2f} | {bound}"
             text.append(f"| {row['row']} | {cells} |\n")
         text += [_choice_line(choice) for choice in content.get("choices", [])]
     return "".join(text)
