@@ -11,6 +11,7 @@ from typing import Any
 
 from ds_vertical.chrome import events, to_json
 from ds_vertical.config import ConfigError
+from ds_vertical.outfile import write_out
 from ds_vertical.runfolder import LIMITS, TO_TRACE, RunFolder, open_folder, read_limits
 from ds_vertical.timeline import Timeline, simulated
 from ds_vertical.trace import summarize
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         lines = timelines(options)
         out = options.out or Path(f"{open_folder(options.source).name}{'.simulated' * options.simulate}.json")
-        _write(out, lines)
+        write_out(out, to_json(lines) + "\n")
     except ConfigError as error:
         print(f"ds-vertical trace: {error}", file=sys.stderr)
         return _BAD_INPUT
@@ -98,13 +99,6 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     if not 1 <= wanted[0] <= wanted[1]:
         raise ConfigError(f"--steps {text}: write A:B with 1 <= A <= B, e.g. --steps 2:4, or one number")
     return wanted
-
-
-def _write(out: Path, lines: Sequence[Timeline]) -> None:
-    try:
-        out.write_text(to_json(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error}); name a file in a folder that you may write to") from error
 
 
 def describe(lines: Sequence[Timeline], out: Path) -> dict[str, Any]:

@@ -25,8 +25,13 @@ from ds_vertical.facts import accelerator, describe_machine, versions
 from ds_vertical.hostload import core_s_per_byte, core_share
 from ds_vertical.limits_cache import keep_report
 from ds_vertical.machine import Machine
+from ds_vertical.outfile import check_out, write_out
 
 _BAD_INPUT = 2
+_EXAMPLE = """example:
+  ds-vertical limits --path /mnt/nvme --config ds_config.json
+  ds-vertical limits --path /mnt/nvme --tune-aio --out this_machine.json
+"""
 _DTYPES = ("bf16", "fp16", "fp32")
 _ALIGNMENT = 4096
 _PAIRS = 5  # of windows with and without other work, a round
@@ -38,27 +43,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
     try:
+        check_out(options.out)
         if options.ssd_limit is not None and not options.limited:
             return _run_limited(options, arguments)
         report = measure(options)
+        report["ssd_limit"] = json.loads(options.limited) if options.limited else None
+        text = json.dumps(report, indent=2, allow_nan=False)
+        if options.out:
+            write_out(options.out, text + "\n")
+        keeps = not (options.limited or options.no_keep)  # a limited disk is not this machine
+        kept = keep_report(report, options.path) if keeps else None
     except (ConfigError, OSError) as error:
         print(f"ds-vertical limits: {error}", file=sys.stderr)
         return _BAD_INPUT
-    report["ssd_limit"] = json.loads(options.limited) if options.limited else None
-    print(table(report["rates"]))
-    print(fio_line(report["rates"]))
-    if report["aio"]:
-        print(f"fastest aio: {json.dumps(report['aio'])}")
-    if not (options.limited or options.no_keep):  # a limited disk is not this machine
-        print(f"kept for plans and training: {keep_report(report, options.path)}")
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-        print(f"written: {options.out}")
+    print(text if options.json else "\n".join(_lines(report, kept, options.out)))
     return 0
 
 
+def _lines(report: dict[str, Any], kept: Path | None, out: Path | None) -> list[str]:
+    """For the terminal."""
+    lines = [table(report["rates"]), fio_line(report["rates"])]
+    lines += [f"fastest aio: {json.dumps(report['aio'])}"] if report["aio"] else []
+    lines += [f"kept for plans and training: {kept}"] if kept else []
+    return lines + ([f"written: {out}"] if out else [])
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds-vertical limits", description=__doc__)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="ds-vertical limits", description=__doc__, epilog=_EXAMPLE, formatter_class=form)
     parser.add_argument("--path", type=Path, default=Path("."), help="folder on the disk to measure (default: here)")
     parser.add_argument("--config", type=Path, help="DeepSpeed JSON whose aio section is used (default: DeepSpeed's)")
     parser.add_argument("--model", type=Path, help="Hugging Face config of the model whose layer is timed")
@@ -70,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, help="the median of so many counts, of a layer the mean (default 3)")
     parser.add_argument("--tune-aio", action="store_true", help="try aio settings first; plans write the fastest ones")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     parser.add_argument("--no-fio", action="store_true", help="do not measure with fio too")
     parser.add_argument("--no-keep", action="store_true", help="do not keep the report in the user's cache")
     parser.add_argument(cgroup.OPTION, metavar="READ,WRITE", help=cgroup.HELP)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ds_vertical.config import ConfigError
 from ds_vertical.opcache import cache_root
+from ds_vertical.outfile import replace_file
 
 
 def report_path(folder: str | os.PathLike[str]) -> Path:
@@ -24,12 +25,14 @@ def report_path(folder: str | os.PathLike[str]) -> Path:
 
 
 def keep_report(report: dict[str, Any], folder: str | os.PathLike[str]) -> Path:
-    """Put a report in place of the last one, whole or not at all. Raises OSError."""
+    """Put a report in place of the last one, whole or not at all. Raises ConfigError."""
     path = report_path(folder)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-    beside.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_file(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        advice = "name another folder in DS_VERTICAL_CACHE, or give --no-keep and --out FILE"
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); {advice}") from error
     return path
 
 

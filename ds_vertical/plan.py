@@ -19,6 +19,7 @@ from ds_vertical.deepspeed_json import write_config
 from ds_vertical.horizontal import horizontal_step, stock_placement
 from ds_vertical.limits_cache import cached_report
 from ds_vertical.machine import CostsError
+from ds_vertical.outfile import check_out, write_out
 from ds_vertical.outline import Outline, Seconds, estimated, shape_of
 from ds_vertical.planner import Candidate, Plan, PlanError, Task, choose
 from ds_vertical.profile import Profile
@@ -39,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the plan, writes the JSON. Returns 0; 1 where no setting fits the machine; 2 for bad input."""
     options = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     try:
+        check_out(options.out)
         found = plan(options)
+        if options.out:
+            write_out(options.out, json.dumps(found["config"], indent=2) + "\n")
     except PlanError as error:
         print(f"ds-vertical plan: {options.model} on {options.machine or 'this machine'}: {error}", file=sys.stderr)
         return _NO_PLAN
@@ -47,10 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ds-vertical plan: {error}", file=sys.stderr)
         return _BAD_INPUT
     print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
-    if options.out:
-        options.out.write_text(json.dumps(found["config"], indent=2) + "\n")
-        if not options.json:
-            print(f"written: {options.out}")
+    if options.out and not options.json:
+        print(f"written: {options.out}")
     return 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_vertical import blocktime, fio, limits
+from ds_vertical import blocktime, fio, limits, limits_cache
 from ds_vertical.machine import Machine
 
 MODEL = Path(__file__).parents[1] / "configs" / "models" / "gpt_13m.json"
@@ -35,6 +35,28 @@ def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.C
     assert rates["gauge_s"] == pytest.approx(rates["layer_forward_s"] + rates["layer_backward_s"])
     pieces = {"layer_forward_s", "layer_backward_s", "pre_forward_s", "pre_backward_s", "head_s"}
     assert pieces <= set(rates) and rates["activation_bytes"] == 16 * 512 * 4
+
+
+def test_the_report_as_json_alone_is_what_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
+    options = ["--path", str(tmp_path), "--size-mb", "4", "--rounds", "1", "--no-fio"]
+    assert limits.main([*options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["rates"]["adam_elements_per_s"] > 0 and report == limits_cache.cached_report(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_told_with_what_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(limits, "measure", lambda options: {"rates": {}, "aio": None})
+    assert limits.main(["--path", str(tmp_path), "--out", str(tmp_path / "out.json")]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and "DS_VERTICAL_CACHE" in said and "--no-keep" in said
+    assert (tmp_path / "out.json").is_file()
 
 
 def test_gradients_of_a_models_pieces_are_summed_where_the_model_is() -> None:
