@@ -28,7 +28,8 @@ from ds_vertical import memory, planner
 from ds_vertical.arms import nvme_paths
 from ds_vertical.costs import Placement
 from ds_vertical.deepspeed_json import write_config
-from ds_vertical.metamodel import read_fields, read_outline
+from ds_vertical.hfmodel import read_fields
+from ds_vertical.metamodel import read_outline
 from ds_vertical.outline import Outline, Seconds, shape_of
 from ds_vertical.plan import time_pieces
 from ds_vertical.planner import Candidate, Setting, Task

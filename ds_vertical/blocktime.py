@@ -8,7 +8,6 @@ Memory that is freed is kept, as in training.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from ds_vertical.gradients import GradientStore
+from ds_vertical.hfmodel import build_model, read_fields
 from ds_vertical.hostmemory import keep_freed_memory
 from ds_vertical.layers import LayerMap, map_layers
 
@@ -52,23 +52,22 @@ class _Capture:
     left: torch.Tensor | None = None  # the last layer's output, cut off from the graph behind it
 
 
+def _shorten(config: Any) -> None:
+    config.num_hidden_layers, config.use_cache = 2, False  # the least that has layers to be found
+
+
 class BlockTimer:
     """Times the pieces of `model` (a Hugging Face configuration) on `device`. `zero_linear`: with ZeRO-3's linear for torch's.
     This process has that, and what it frees, from now on."""
 
     def __init__(self, model: Path, batch: Batch, device: str, zero_linear: bool = False) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         keep_freed_memory(_KEPT_BYTES)
         if zero_linear:
             from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
             nn.functional.linear = zero3_linear_wrap  # as zero.Init does
-        fields = json.loads(model.read_text())
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        config.num_hidden_layers, config.use_cache = 2, False  # the least that has layers to be found
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[batch.dtype]
-        self.network: nn.Module = AutoModelForCausalLM.from_config(config).to(device=device, dtype=dtype)
+        self.network: nn.Module = build_model(str(model), read_fields(model), _shorten).to(device=device, dtype=dtype)
         self.layers: LayerMap = map_layers(self.network, None)
         self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
         numel, rounding = nn.Parameter.numel, lambda param: param.dtype

@@ -22,10 +22,12 @@ from ds_vertical.config import ConfigError
 from ds_vertical.configfile import read_config
 from ds_vertical.disktime import median_s, transfer_s
 from ds_vertical.facts import accelerator, describe_machine, versions
+from ds_vertical.hfmodel import build_config, read_fields
 from ds_vertical.hostload import core_s_per_byte, core_share
 from ds_vertical.limits_cache import keep_report
 from ds_vertical.machine import Machine
 from ds_vertical.outfile import check_out, write_out
+from ds_vertical.shapes import named_shape
 
 _BAD_INPUT = 2
 _EXAMPLE = """example:
@@ -73,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds-vertical limits", description=__doc__, epilog=_EXAMPLE, formatter_class=form)
     parser.add_argument("--path", type=Path, default=Path("."), help="folder on the disk to measure (default: here)")
     parser.add_argument("--config", type=Path, help="DeepSpeed JSON whose aio section is used (default: DeepSpeed's)")
-    parser.add_argument("--model", type=Path, help="Hugging Face config of the model whose layer is timed")
+    parser.add_argument("--model", type=Path, help="Hugging Face config, or a shape's name: whose layer is timed")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the layer (default bf16)")
     parser.add_argument("--tokens", type=int, default=32, help="of a micro-batch (default 32)")
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch, which share its tokens (default 1)")
@@ -106,6 +108,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--tokens {options.tokens}: write a multiple of --sequences, {options.sequences}")
     if not options.path.is_dir():
         raise ConfigError(f"--path {options.path}: no such folder; name one on the disk to measure")
+    try:
+        tempfile.TemporaryDirectory(dir=options.path).cleanup()
+    except OSError as error:
+        why = f"cannot be written ({error.strerror})"
+        raise ConfigError(f"--path {options.path}: {why}; name a folder on the disk to measure") from error
+    if options.model:
+        options.model = named_shape(str(options.model))
+        build_config(str(options.model), read_fields(options.model))  # refused before a minute of measuring
     if options.threads:
         import torch
 

@@ -3,11 +3,9 @@ shapes and no memory. (Models ask about the values of tensors on the meta device
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_vertical.config import ConfigError
+from ds_vertical.hfmodel import build_model, refused
 from ds_vertical.layers import LayerError, map_layers
 from ds_vertical.outline import Outline
 
@@ -85,7 +84,10 @@ def _read(name: str, model: Any, sequence_length: int, dtype: str) -> Outline:
     except LayerError as error:
         raise ConfigError(f"--model {name}: {error}") from error
     blocks = [block.module for block in layers.blocks]
-    marks, end = _run(model, blocks, sequence_length)
+    try:
+        marks, end = _run(model, blocks, sequence_length)
+    except Exception as error:  # whatever a model raises that wants more than tokens and labels
+        raise refused(name, "it does not run on tokens and labels alone", error) from error
     middle = [(entered, left) for entered, left in zip(marks[::2], marks[1::2], strict=True)]
     flops = [left.flops - entered.flops for entered, left in middle]
     kept = [left.kept_bytes - entered.kept_bytes for entered, left in middle]
@@ -105,30 +107,11 @@ def _read(name: str, model: Any, sequence_length: int, dtype: str) -> Outline:
     )
 
 
-def read_fields(path: Path) -> dict[str, Any]:
-    """A Hugging Face configuration from its file, or a folder with a config.json. Raises ConfigError."""
-    found = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(found.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: {error}; write the path of a Hugging Face config.json") from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise ConfigError(f'--model {found}: no Hugging Face configuration: it has no "model_type"')
-    return fields
-
-
 def _model(name: str, fields: Mapping[str, Any], dtype: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    def adjust(config: Any) -> None:
+        config.get_text_config().use_cache = config.use_cache = False
 
-    given = dict(fields)
-    try:
-        config = AutoConfig.for_model(given.pop("model_type"), **given)
-        text = config.get_text_config()
-        text.use_cache = config.use_cache = False
-        model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[dtype], attn_implementation="sdpa")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"--model {name}: transformers cannot build it as a causal language model: {error}") from error
-    return model.train()
+    return build_model(name, fields, adjust, dtype=_DTYPES[dtype], attn_implementation="sdpa").train()
 
 
 def _run(model: Any, blocks: list[nn.Module], sequence_length: int) -> tuple[list[_Mark], _Mark]:

@@ -16,6 +16,7 @@ from ds_vertical import memory, profile
 from ds_vertical.amounts import parse_bytes
 from ds_vertical.config import SECTION, ConfigError
 from ds_vertical.deepspeed_json import write_config
+from ds_vertical.hfmodel import read_fields
 from ds_vertical.horizontal import horizontal_step, stock_placement
 from ds_vertical.limits_cache import cached_report
 from ds_vertical.machine import CostsError
@@ -132,7 +133,7 @@ def _profile(options: argparse.Namespace) -> Profile:
 
 def _outline(options: argparse.Namespace) -> tuple[Outline, dict[str, Any]]:
     path = named_shape(options.model)
-    from ds_vertical.metamodel import read_fields, read_outline
+    from ds_vertical.metamodel import read_outline
 
     fields = read_fields(path)
     length = options.sequence_length or min(2048, _positions(fields))

@@ -59,6 +59,24 @@ def test_a_cache_that_cannot_be_written_is_told_with_what_to_give(
     assert (tmp_path / "out.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "fault"),
+    [
+        ("--path", "/proc", "--path /proc: cannot be written (No such file or directory); name a folder"),
+        ("--model", "gpt_14m", "did you mean gpt_13m"),
+        ("--model", "nope.json", "transformers does not take its configuration"),
+    ],
+)
+def test_bad_input_is_answered_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str, value: str, fault: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nope.json").write_text('{"model_type": "nope"}')
+    monkeypatch.setattr(limits, "ssd_rates", lambda *_: pytest.fail("the work has begun"))
+    assert limits.main([option, value]) == 2
+    assert fault in capsys.readouterr().err
+
+
 def test_gradients_of_a_models_pieces_are_summed_where_the_model_is() -> None:
     timer = blocktime.BlockTimer(MODEL, blocktime.Batch(16, 1, "fp32"), "meta")  # any device but the host
     timer.sums.add("pre")

@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_vertical import cli, limits_cache, metamodel, profile
+from ds_vertical import cli, hfmodel, limits_cache, metamodel, profile
 from ds_vertical.config import ConfigError, load_section
 from ds_vertical.crosscheck import check
 from ds_vertical.machine import CostsError
@@ -37,7 +37,7 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]
 
 @pytest.mark.parametrize("name", ["gpt_13m", "llama_3_8b"])
 def test_the_outline_has_the_models_own_sizes(name: str) -> None:
-    fields = metamodel.read_fields(SHAPES / f"{name}.json")
+    fields = hfmodel.read_fields(SHAPES / f"{name}.json")
     outline = metamodel.read_outline(name, fields, 64, "bf16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SHAPES / f"{name}.json"))
@@ -52,7 +52,7 @@ def test_the_outline_has_the_models_own_sizes(name: str) -> None:
 
 
 def test_what_autograd_keeps_of_a_block_is_what_it_keeps_in_a_real_one() -> None:
-    fields = metamodel.read_fields(SHAPES / "gpt_13m.json")
+    fields = hfmodel.read_fields(SHAPES / "gpt_13m.json")
     outline = metamodel.read_outline("gpt_13m", fields, 128, "fp32")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**fields, "use_cache": False}))
     block = model.get_submodule("gpt_neox.layers.0")
@@ -170,6 +170,9 @@ def test_a_small_host_puts_parameters_on_ssd_and_a_small_device_activations(caps
     [
         (["--model", "gpt_66b"], 2, "did you mean gpt_65b"),
         (["--model", "/nowhere/config.json"], 2, "no such file"),
+        (["--model", "CONFIG:nope"], 2, "transformers does not take its configuration (ValueError: Unrecognized"),
+        (["--model", "CONFIG:gpt_neox"], 2, "hidden size is not divisible"),
+        (["--model", "CONFIG:resnet"], 2, "transformers cannot build it as a causal language model"),
         (["--model", "gpt_13m", "--machine", "a200"], 2, "no machine of that name"),
         (["--model", "gpt_13m", "--tokens-per-step", "0"], 2, "--tokens-per-step 0: write 1 or more"),
         (["--model", "gpt_13m", "--clip", "-1"], 2, "--clip -1"),
@@ -180,12 +183,16 @@ def test_a_small_host_puts_parameters_on_ssd_and_a_small_device_activations(caps
     ],
 )
 def test_bad_input_is_answered_in_a_sentence(
-    capsys: pytest.CaptureFixture[str], options: list[str], status: int, fault: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], status: int, fault: str
 ) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": options[1].removeprefix("CONFIG:"), "hidden_size": 13}))
+    options = [str(file) if option.startswith("CONFIG:") else option for option in options]
     given = {"--tokens-per-step": "8192", "--machine": "a100_server"}
     words = [word for key, value in given.items() if key not in options for word in (key, value)]
     got, out, err = run(capsys, *options, *words)
     assert got == status and fault in err and not out and "Traceback" not in err
+    assert len(err) < 1000
 
 
 def test_a_machine_that_has_not_been_measured_is_told_how(
