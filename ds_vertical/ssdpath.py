@@ -137,7 +137,7 @@ def judge_space(path: Path, status: os.statvfs_result) -> Finding:
     if status.f_files and not status.f_favail:
         return error(f"{path}: no inode is free: no file can be made there", remedy)
     if free < _LEAST_FREE_BYTES:
-        return error(f"{path}: the disk is full: {gib(free)} of {gib(total)} free", remedy)
+        return error(f"{path}: too little room on the disk: {gib(free)} of {gib(total)} free", remedy)
     return ok(room) if free > _SCARCE * total else warning(room, remedy)
 
 

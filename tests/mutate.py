@@ -274,6 +274,27 @@ MUTATIONS = (
         "",
         _CLEAN + "run_that_is_unknown_by_now_is_kept_unless_named",
     ),
+    Mutation(
+        "hole-not-noticed",
+        "files.py",
+        "(hole := _first_hole(path, size_bytes, mounts)) < size_bytes",
+        "(hole := size_bytes) < size_bytes",
+        "test_storage.py::test_check_files_finds_what_has_not_been_written",
+    ),
+    Mutation(
+        "holes-refused-on-any-file-system",
+        "files.py",
+        "not size_bytes or mount_of(path, mounts).kind not in _HOLES_ARE_UNWRITTEN",
+        "not size_bytes",
+        "test_storage.py::test_holes_are_no_fault_where_zeros_may_be_kept_as_holes",
+    ),
+    Mutation(
+        "result-half-written",
+        "outfile.py",
+        "            replace_file(out, text)",
+        "            out.write_text(text)",
+        "test_outfile.py::test_what_was_there_stays_where_the_disk_has_no_room",
+    ),
     Mutation("linked-files-counted", "files.py", " if len(here) >= here[0].st_nlink", "", _FREED),
     Mutation("deepspeeds-folders-as-the-umask-says", "engine.py", "make_private(folder)", "pass", _SHARED),
     # timelines and reports
@@ -1427,7 +1448,7 @@ MUTATIONS = (
     ),
     Mutation(
         "mount-below-another-told",
-        "ssdpath.py",
+        "mounts.py",
         "len(point.parts) >= len(",
         "len(point.parts) > len(",
         f"{_DOCTOR}the_deepest_and_last_mount_holds_a_path",

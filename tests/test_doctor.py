@@ -447,7 +447,7 @@ def status(**changes: int) -> os.statvfs_result:
     [
         ({}, "ok", "32.0 GiB of 64.0 GiB free: the state of 2454 M parameters, or of 1227 M with a second generation"),
         ({"f_bavail": 1 << 19}, "warning", "2.0 GiB of 64.0 GiB free"),
-        ({"f_bavail": 1 << 10}, "error", "the disk is full: 4.0 MiB of 64.0 GiB free"),
+        ({"f_bavail": 1 << 10}, "error", "too little room on the disk: 4.0 MiB of 64.0 GiB free"),
         ({"f_favail": 0}, "error", "no inode is free"),
         ({"f_files": 0, "f_favail": 0}, "ok", "32.0 GiB"),  # file systems without a table of them, such as btrfs
     ],
@@ -525,7 +525,7 @@ for check in (ssdpath.file_system, ssdpath.space, ssdpath.round_trip):
         ("ro", ["error {0}: tmpfs of none is mounted read-only at {0} -> mount -o remount,rw {0}", "Read-only file system"]),
         pytest.param(
             "size=1m",
-            ["error {0}: the disk is full: 1.0 MiB of 1.0 MiB free", "preallocate: needs 8388608 more bytes", "-> free "],
+            ["error {0}: too little room on the disk: 1.0 MiB of 1.0 MiB free", "preallocate: needs 8388608 more bytes", "-> free "],
             marks=pytest.mark.slow,
         ),
     ],
