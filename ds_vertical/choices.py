@@ -68,9 +68,9 @@ def choose_timing(
     free = [key for key in ("prefetch_layers", "optimizer_delay") if getattr(section, key) is None]
     if not (free and resolved.overlap and resolved.order == "vertical"):
         return resolved
-    chosen = None
+    chosen, ranks_here = None, ranks.ranks_on_this_host()
     if report is not None and ranks.rank() == 0:
-        chosen = _chosen(section, resolved, forecast, model, report, room)
+        chosen = _chosen(section, resolved, forecast, model, report, room, ranks_here)
     planned = ranks.all_gathered(chosen)[0]
     if planned is None:
         return resolved
@@ -87,6 +87,7 @@ def _chosen(
     model: nn.Module,
     report: Mapping[str, Any],
     room: Room,
+    ranks_here: int,
 ) -> tuple[int, float | None, str] | None:
     """(prefetch_layers, optimizer_delay, why) for the JSON's nulls; None where the report cannot tell."""
     try:
@@ -96,13 +97,15 @@ def _chosen(
     seconds = _estimate(forecast.shape, profile, resolved.blocks_per_layer, _tokens(model, forecast.micro_batch_size))
     if seconds is None:
         return None
+    machine = profile.machine.shared(ranks_here)
+    seconds = seconds.times(ranks_here if machine.one_memory else 1)
     regime, settings = forecast.regime, forecast.settings
     early = regime.possible and regime.certain
     shape = shaped(forecast.shape, seconds, resolved.blocks_per_layer)
     setting = Setting(1, settings.num_micro_batches, 1, settings.window, regime.delay, early, shape.placement)
     allowed, baseline = room
     limits, further = Limits(None, allowed, None), forecast.further(baseline)
-    case = Case(shape, profile.machine, settings, limits, regime.delay, early, further)
+    case = Case(shape, machine, settings, limits, regime.delay, early, further)
     windows = WINDOWS[:2] if section.prefetch_layers is None else (resolved.prefetch_layers,)
     delays = _DELAYS if section.optimizer_delay is None and early else (regime.delay,)
     best, rule = tune(case, setting, windows, [delay for delay in delays if delay < 1])

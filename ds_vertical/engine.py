@@ -40,6 +40,7 @@ from ds_vertical.stopping import Stopping, leave_on_sigterm
 from ds_vertical.stores import bytes_by_tier, describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
 from ds_vertical.subgroups import check_optimizer
 from ds_vertical.sweeps import Body, Sweeps
+from ds_vertical.unfilled import refuse_unfilled
 
 _CALL_TRAIN_BATCH = (
     "engine.{name}() is not available with vertical_schedule: layer-major order needs all micro-batches of a step at once;"
@@ -123,6 +124,7 @@ def _initialize_stock(config: dict[str, Any], resolved: Resolved | None, **kwarg
 def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     section = load_section(config)
     assert section is not None
+    refuse_unfilled(config)
     warnings = check(config, section)
     model = kwargs["model"]
     if not isinstance(model, nn.Module):

@@ -12,34 +12,9 @@ from ds_vertical.config import SECTION, ConfigError, load_section, show
 from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
 from ds_vertical.finding import Case, Finding, error, first_line, ok, split_fault, warning
+from ds_vertical.unfilled import find_unfilled
 
 _ZERO: Final = "zero_optimization"
-_REMOVE: Final = "remove the key: DeepSpeed's default"
-
-# What to write for the keys that Hugging Face's examples leave to "auto", which only its Trainer fills in.
-_INSTEAD_OF_AUTO: Final = {
-    "train_micro_batch_size_per_gpu": "1",
-    "gradient_accumulation_steps": "16",
-    "gradient_clipping": "1.0",
-    "bf16.enabled": "true",
-    "fp16.enabled": "false",
-    "optimizer.params.lr": "1e-4",
-    "optimizer.params.betas": "[0.9, 0.999]",
-    "optimizer.params.eps": "1e-8",
-    "optimizer.params.weight_decay": "0.01",
-    "scheduler.params.warmup_min_lr": "0",
-    "scheduler.params.warmup_max_lr": "1e-4",
-    "scheduler.params.warmup_num_steps": "100",
-    "scheduler.params.total_num_steps": "10000",
-    f"{_ZERO}.reduce_bucket_size": "500000000",
-    f"{_ZERO}.stage3_prefetch_bucket_size": "0",
-    f"{_ZERO}.stage3_param_persistence_threshold": "100000",
-    f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": "true",
-}
-_OWN_AUTO: Final = ("data_types.keep_in_fp32_modules", "pipeline")  # here it is a value of DeepSpeed's own
-# Sections whose reader takes "auto" for an absent key (runtime/config_utils.py); everywhere else it arrives as a string.
-_LENIENT: Final = (_ZERO, "bf16", "bfloat16", "fp16")
-
 
 def refusals(case: Case) -> Iterator[Finding]:
     """What `initialize` would refuse, in its own words, and what it would warn of."""
@@ -121,27 +96,8 @@ def near_misses(case: Case) -> Iterator[Finding]:
 
 def autos(case: Case) -> Iterator[Finding]:
     """Values left to "auto"."""
-    for path, line in _autos(case.config or {}, ""):
-        filled = f'{path}: got "auto", which only Hugging Face\'s Trainer fills in'
-        if path.startswith(SECTION) or path.startswith(_OWN_AUTO):
-            continue  # `refusals` has said it, or DeepSpeed means it
-        if path.partition(".")[0] in _LENIENT and not path.endswith(".enabled"):
-            yield warning(f"{filled}: DeepSpeed takes its default", line)
-        elif path.partition(".")[0] in _LENIENT:
-            yield error(f"{filled}: DeepSpeed takes it for false, and the model is not trained in that precision", line)
-        else:
-            yield error(f"{filled}: DeepSpeed fails on it", line)
-
-
-def _autos(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """(dotted path, line to write) of every "auto"."""
-    for key, below in value.items() if isinstance(value, Mapping) else ():
-        place = f"{path}.{key}".lstrip(".")
-        if below == "auto":
-            instead = _INSTEAD_OF_AUTO.get(place)
-            yield place, f'"{key}": {instead}' if instead else _REMOVE
-        else:
-            yield from _autos(below, place)
+    for each in find_unfilled(case.config or {}):
+        yield (warning if each.harmless else error)(each.found, each.line)
 
 
 def optimizer(case: Case) -> Iterator[Finding]:

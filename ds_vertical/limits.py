@@ -22,6 +22,7 @@ from ds_vertical.config import ConfigError
 from ds_vertical.configfile import read_config
 from ds_vertical.disktime import median_s, transfer_s
 from ds_vertical.facts import accelerator, describe_machine, versions
+from ds_vertical.finding import first_line
 from ds_vertical.hfmodel import build_config, read_fields
 from ds_vertical.hostload import core_s_per_byte, core_share
 from ds_vertical.limits_cache import keep_report
@@ -200,7 +201,10 @@ def ssd_rates(
     from ds_vertical import locked, native
 
     aio = get_aio_config(config)
-    queues = [native.new_disk_queue(aio) for _ in range(2)]
+    try:
+        queues = [native.new_disk_queue(aio) for _ in range(2)]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"aio: no queue can be made of {aio} ({first_line(error)}); mend it in the JSON") from error
     buffers = [locked.lock_host_bytes(num_bytes) for _ in queues]
     try:
         with tempfile.TemporaryDirectory(prefix="ds_vertical.limits.", dir=folder) as scratch:

@@ -124,6 +124,14 @@ class Machine:
         load = None if self.ssd_core_s_per_byte is None else self.ssd_core_s_per_byte * factor
         return replace(self, ssd_core_s_per_byte=load, compute_latency_s=self.compute_latency_s * factor, **rates)
 
+    def shared(self, num_ranks: int) -> Self:
+        """This machine as each of `num_ranks` ranks sees it, all of which do the same at the same time: one SSD, one host. Each
+        has a device and a link to it of its own."""
+        names = ["adam_elements_per_s", "cast_elements_per_s", "checksum_bytes_per_s", "copy_host_bytes_per_s"]
+        names += [f"ssd_{lane}_{way}bytes_per_s" for lane in ("read", "write") for way in ("", "together_")]
+        names += ["norm_elements_per_s"] if self.one_memory else []
+        return replace(self, **{name: rate / num_ranks for name in names if (rate := getattr(self, name)) is not None})
+
     def adam_s(self, elements: float, written_bytes: float) -> float:
         """Seconds of the cores of CPU Adam for a step: the update, the cast, and the checksums of what is written."""
         update = elements / self.adam_elements_per_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from ds_vertical.costs import ModelShape, Placement
@@ -52,6 +52,10 @@ class Seconds:
     pre_forward: float
     pre_backward: float
     head: float
+
+    def times(self, factor: float) -> Seconds:
+        """All of them so much longer."""
+        return Seconds(*(factor * getattr(self, field.name) for field in fields(self)))
 
 
 def estimated(outline: Outline, sequences: int, flops_per_s: float) -> Seconds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import tempfile
@@ -82,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
 def plan(options: argparse.Namespace) -> dict[str, Any]:
     """The plan as JSON fields. Raises ConfigError, CostsError, PlanError."""
     _check(options)
-    machine = _profile(options)
+    whole = _profile(options)
+    machine = replace(whole, machine=whole.machine.shared(options.num_ranks))
     outline, fields = _outline(options)
     task = Task(
         outline,
@@ -93,6 +95,11 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         options.micro_batch_size,
         options.speculation,
     )
+    if not any(task.counts()):
+        fitting = -(-options.tokens_per_step // (outline.sequence_length * options.num_ranks))
+        has = f"a step of {options.tokens_per_step} tokens has {fitting} sequence(s) a rank"
+        advice = f"write {fitting} or less, or more --tokens-per-step"
+        raise ConfigError(f"--micro-batch-size {options.micro_batch_size}: {has}; {advice}")
     found = choose(task, machine.machine, _limits(machine, options))
     locked = not machine.machine.one_memory
     tuned: dict[str, Any] = {"aio": machine.aio} if machine.aio else {}
@@ -103,6 +110,9 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace) -> None:
+    for package, extra in (("scipy", "plan"), ("transformers", "hf")):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{package} is not installed, which plans need: pip install 'ds-vertical[{extra}]'")
     for name in ("tokens_per_step", "sequence_length", "micro_batch_size", "num_ranks"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -157,7 +167,9 @@ def _seconds(
 ) -> Callable[[int], Seconds]:
     """Of the model's pieces by sequences per micro-batch: timed where this is the machine, else from its operations."""
     if options.machine is None:
-        return _timed(outline, fields)
+        timed = _timed(outline, fields)
+        slower = options.num_ranks if machine.machine.one_memory else 1  # ranks that share the cores
+        return lambda size: timed(size).times(slower)
     rate = machine.flops_per_s.get(outline.dtype)
     if rate is None:
         raise CostsError(f"rates.{outline.dtype}_flops_per_s: missing in {options.machine}; run `ds-vertical limits` again")
@@ -187,7 +199,12 @@ def time_pieces(outline: Outline, fields: dict[str, Any], size: int) -> Seconds:
         model = Path(folder, "config.json")
         model.write_text(json.dumps(fields))
         batch = Batch(size * outline.sequence_length, size, outline.dtype)
-        rates = BlockTimer(model, batch, accelerator(), zero_linear=True).rates(3)
+        try:
+            rates = BlockTimer(model, batch, accelerator(), zero_linear=True).rates(3)
+        except RuntimeError as error:  # of torch: out of memory, as a rule
+            advice = "write a smaller --micro-batch-size or --sequence-length, or name a machine with --machine"
+            what = f"a block of {outline.name} with micro-batches of {size} cannot be timed here"
+            raise ConfigError(f"{what} ({str(error).splitlines()[0]}); {advice}") from error
     forward, backward = rates["layer_forward_s"], max(0.0, rates["layer_backward_s"])
     return Seconds(forward, backward, rates["pre_forward_s"], rates["pre_backward_s"], rates["head_s"])
 
@@ -250,7 +267,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{model['name']}: {model['elements'] / 1e9:.2f} G parameters, {model['sequence_length']} tokens a sequence; on"
         f" {machine['name']} ({measured})",
         f"micro-batches of {setting['micro_batch_size']}, M = {setting['num_micro_batches']}: {found['tokens_per_step']} tokens"
-        " a step and rank",
+        " a step, all ranks together",
         f"layers of {setting['blocks_per_layer']} block(s), {setting['window']} ahead; optimizer steps {early}in the next"
         " forward",
         f"resting: parameters {place['parameters_on_ssd']:.0%} on SSD, state {place['state_on_ssd']:.0%}, waiting gradients"

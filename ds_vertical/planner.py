@@ -37,6 +37,7 @@ _PIECES: Final = 8  # of a layer in the optimizer's pipeline
 _STEADY_STEPS: Final = 3
 _RUNNERS_UP: Final = 3
 _EQUAL: Final = 1.01  # plans nearer than this are one as good as the other
+_NO_SECONDS: Final = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 _LIBRARIES: Final = memory.Item("host", "interpreter and libraries", 800 << 20, "(measured)")
 
 
@@ -225,10 +226,13 @@ def _cases(
     all_blocks = [b for b in _BLOCKS if b == 1 or 2 * b <= len(task.outline.block_elements)]
     regimes = [(on_ssd, *regime) for on_ssd in (1.0, 0.0) for regime in _regimes(task, on_ssd)]
     for size, count in task.counts():
+        settings = [((size, count, blocks), regime) for blocks in all_blocks for regime in regimes]
+        untimed = [_case(task, machine, limits, further, sizes, _NO_SECONDS, regime) for sizes, regime in settings]
+        if all(program.shortage(case) for case in untimed):
+            yield from ((case, size, sizes[2]) for case, (sizes, _) in zip(untimed, settings, strict=True))
+            continue  # nothing is timed that would not fit
         seconds = task.seconds(size)
-        for blocks in all_blocks:
-            for regime in regimes:
-                yield _case(task, machine, limits, further, (size, count, blocks), seconds, regime), size, blocks
+        yield from ((_case(task, machine, limits, further, s, seconds, regime), size, s[2]) for s, regime in settings)
 
 
 def _regimes(task: Task, state_on_ssd: float) -> Iterator[tuple[float, bool]]:

@@ -97,9 +97,11 @@ def test_a_report_that_cannot_tell_leaves_the_rules(tmp_path: Path, measured: An
 
 def test_a_window_that_does_not_fit_is_not_chosen(tmp_path: Path, measured: Any) -> None:
     measured(report(ssd_read_bytes_per_s=3e7, flops=2e11))
-    with running(config(tmp_path, optimizer_delay=0.25), model, vertical=True) as (engine, _):
-        wide = engine.vertical.prefetch_layers
-        needed = engine.host_bytes
+    wide = needed = 0
+    for _ in range(2):  # what a process loads for its first engine counts for the second
+        with running(config(tmp_path, optimizer_delay=0.25), model, vertical=True) as (engine, _):
+            wide = engine.vertical.prefetch_layers
+            needed = engine.host_bytes
     assert wide >= 1
     tight = config(tmp_path, optimizer_delay=0.25, host_memory_bytes=int(1.02 * needed))
     with running(tight, model, vertical=True) as (engine, _):

@@ -525,7 +525,11 @@ for check in (ssdpath.file_system, ssdpath.space, ssdpath.round_trip):
         ("ro", ["error {0}: tmpfs of none is mounted read-only at {0} -> mount -o remount,rw {0}", "Read-only file system"]),
         pytest.param(
             "size=1m",
-            ["error {0}: too little room on the disk: 1.0 MiB of 1.0 MiB free", "preallocate: needs 8388608 more bytes", "-> free "],
+            [
+                "error {0}: too little room on the disk: 1.0 MiB of 1.0 MiB free",
+                "preallocate: needs 8388608 more bytes",
+                "-> free ",
+            ],
             marks=pytest.mark.slow,
         ),
     ],

@@ -374,3 +374,27 @@ def test_an_engine_has_the_compiled_joints_and_sums_in_pairs_where_layers_do_not
     assert joints
     assert not any("_JointBackward" in name for name in joints)
     assert engine._gradients._pairs is (order == "vertical")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (("gradient_clipping",), "auto", '"gradient_clipping": 1.0'),
+        (("gradient_accumulation_steps",), "auto", '"gradient_accumulation_steps": 16'),
+        (("optimizer", "params", "lr"), "auto", '"lr": 1e-4'),
+        (("bf16",), {"enabled": "auto"}, '"enabled": true'),
+    ],
+)
+def test_what_only_a_trainer_fills_in_is_refused_before_anything_is_made(
+    tmp_path: Path, path: tuple[str, ...], value: Any, told: str
+) -> None:
+    config = ssd_config(tmp_path / "swap")
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(ConfigError) as refusal:
+        ds_vertical.initialize(model=build_model(), config=config)
+    said = str(refusal.value)
+    assert 'got "auto", which only Hugging Face\'s Trainer fills in' in said and f"write {told}" in said
+    assert not (tmp_path / "swap").exists()

@@ -77,6 +77,13 @@ def test_bad_input_is_answered_before_anything_is_measured(
     assert fault in capsys.readouterr().err
 
 
+def test_aio_settings_that_make_no_queue_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text('{"aio": {"block_size": "auto"}}')
+    assert limits.main(["--path", str(tmp_path), "--config", str(config), "--size-mb", "1", "--no-keep"]) == 2
+    assert "aio: no queue can be made of" in capsys.readouterr().err
+
+
 def test_gradients_of_a_models_pieces_are_summed_where_the_model_is() -> None:
     timer = blocktime.BlockTimer(MODEL, blocktime.Batch(16, 1, "fp32"), "meta")  # any device but the host
     timer.sums.add("pre")

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import os
-import resource
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from faults import small_files
 
 from ds_vertical import cli
 from ds_vertical.config import ConfigError
 from ds_vertical.outfile import check_out, write_out
-
-
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond it (EFBIG), as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_new_file_has_the_modes_that_the_user_wants(tmp_path: Path) -> None:
@@ -54,7 +41,7 @@ def test_a_file_that_is_there_keeps_its_modes_and_its_link(tmp_path: Path) -> No
 def test_what_was_there_stays_where_the_disk_has_no_room(tmp_path: Path) -> None:
     out = tmp_path / "ds_config.json"
     out.write_text("old")
-    with largest_file(100), pytest.raises(ConfigError, match=r"ds_config\.json: cannot be written \(File too large\)"):
+    with small_files(100), pytest.raises(ConfigError, match=r"ds_config\.json: cannot be written \(File too large\)"):
         write_out(out, "new" * 1000)
     assert out.read_text() == "old" and os.listdir(tmp_path) == ["ds_config.json"]
 

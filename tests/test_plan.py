@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
+import resource
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +179,7 @@ def test_a_small_host_puts_parameters_on_ssd_and_a_small_device_activations(caps
         (["--model", "gpt_13m", "--machine", "a200"], 2, "no machine of that name"),
         (["--model", "gpt_13m", "--tokens-per-step", "0"], 2, "--tokens-per-step 0: write 1 or more"),
         (["--model", "gpt_13m", "--clip", "-1"], 2, "--clip -1"),
+        (["--model", "gpt_13m", "--tokens-per-step", "1024", "--micro-batch-size", "64"], 2, "write 4 or less"),
         (["--model", "gpt_13m", "--host-memory", "much"], 2, "--host-memory: 'much' is no amount of bytes: write one as 64G"),
         (["--model", "gpt_13m", "--host-memory", "0"], 2, "--host-memory: '0'"),
         (["--model", "gpt_13m", "--sequence-length", "100000"], 2, "positions; write"),
@@ -204,8 +208,36 @@ def test_a_machine_that_has_not_been_measured_is_told_how(
 
 
 @pytest.mark.slow
-def test_175b_is_planned_in_under_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """Processor time, since others may use the machine."""
-    start = time.process_time()
-    planned(capsys, "--model", "gpt_175b", "--tokens-per-step", "65536", "--machine", "a100_server")
-    assert time.process_time() - start < 10
+@pytest.mark.parametrize("clip", ["0", "1.0"])  # without clipping there are many more regimes
+def test_175b_is_planned_in_under_ten_seconds(clip: str) -> None:
+    """The command, start included; processor time, since others may use the machine."""
+    command = [sys.executable, "-m", "ds_vertical.cli", "plan", "--model", "gpt_175b", "--tokens-per-step", "65536"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*command, "--machine", "a100_server", "--clip", clip], check=True, capture_output=True, timeout=120)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+
+
+def test_what_does_not_fit_is_refused_and_never_timed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the user's own machine, where timing a block of a large model would take more memory than there is."""
+    report = {"machine": asdict(profile.read_profile("a100_server").machine), "capacity": {"host_bytes": 2e9, "ssd_bytes": 1e9}}
+    monkeypatch.setattr("ds_vertical.plan.cached_report", lambda path: report)
+    monkeypatch.setattr("ds_vertical.plan.time_pieces", lambda *_: pytest.fail("a block was timed"))
+    status, out, err = run(capsys, "--model", "gpt_175b", "--tokens-per-step", "4096")
+    assert status == 1 and not out and "host memory: " in err and "ssd memory: " in err and "MiB short" in err
+
+
+def test_ranks_of_one_machine_share_its_ssd_and_its_host(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "llama_3_8b", "--machine", "h200_server", "--micro-batch-size", "1", "--clip", "0"]
+    alone = planned(capsys, *options, "--tokens-per-step", "16384")
+    eight = planned(capsys, *options, "--tokens-per-step", str(8 * 16384), "--num-ranks", "8")
+    assert eight["tokens_per_step"] == 8 * alone["tokens_per_step"]
+    # Each rank steps an eighth of the model on an eighth of the cores: no faster than one rank on all of them.
+    assert eight["busy_s"]["adam"] == pytest.approx(alone["busy_s"]["adam"], rel=0.01)
+    machine = profile.read_profile("h200_server").machine
+    shared = machine.shared(8)
+    assert shared.ssd_read_bytes_per_s == machine.ssd_read_bytes_per_s / 8
+    assert shared.adam_elements_per_s == machine.adam_elements_per_s / 8
+    assert shared.copy_in_bytes_per_s == machine.copy_in_bytes_per_s  # a link of its own

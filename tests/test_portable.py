@@ -9,11 +9,8 @@ a parameter that starts at zero consists. In 16 bits a weight may then be rounde
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import zero_to_fp32 as stock_script
+from faults import small_files
 from harness import base_config, build_engine, counters, differing, dispose, largest_relative, read_state, read_weights, running
 from models import MixerModel, token_batches
 from test_export_fp32 import FROZEN, TiedModel, config_in, masters, train
@@ -180,17 +178,6 @@ class Stopped(Exception):
     """Raised in a save on purpose."""
 
 
-@contextlib.contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Within the block a write beyond that fails, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def gathered(model: nn.Module) -> list[str]:
     """Parameters that are there whole."""
     return [name for name, param in model.named_parameters() if not compat.is_partitioned(param)]
@@ -235,7 +222,7 @@ def test_it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone(
         with pytest.raises(StorageError, match="a portable checkpoint needs .* bytes for this rank until it is complete"):
             engine.save_checkpoint(str(folder), tag="two", portable=True)
         monkeypatch.undo()
-        with files_of_at_most(6_000_000), pytest.raises(StorageError, match="optim_states.pt: write: .*free space there"):
+        with small_files(6_000_000), pytest.raises(StorageError, match="optim_states.pt: write: .*free space there"):
             engine.save_checkpoint(str(folder), tag="two", portable=True)
         with pytest.raises(Exception, match="pickle"):
             engine.save_checkpoint(str(folder), tag="two", client_state={"f": lambda: None}, portable=True)
