@@ -240,15 +240,19 @@ def _choice_line(choice: dict[str, Any]) -> str:
 def table() -> str:
     """All results as markdown."""
     text = ["# Predicted and measured step times\n\n"]
-    text.append("Made by `benchmarks/predictions.py`; seconds, medians without the first step.\n")
+    text.append("Made by `benchmarks/predictions.py`; seconds, medians without the first step.")
+    text.append(" A prediction is the mean of one made right before the run and one right after it.\n")
     for path in sorted(FOLDER.glob("*.json")):
         content = json.loads(path.read_text())
         text.append(f"\n## {content['kind']}, {content['dtype']}, {content['machine']['cpu']}, {content['date']}\n\n")
-        text.append("| setting | predicted | measured | predicted / measured | bound |\n|---|---|---|---|---|\n")
+        heads = "setting | predicted | measured | predicted / measured | of the prediction before the run alone | bound"
+        text.append(f"| {heads} |\n")
+        text.append("|---|---|---|---|---|---|\n")
         for row in content["rows"]:
             ratio = row["predicted_s"] / row["measured_s"]
             bound = f"{row['bound_s']:.2f}" if "bound_s" in row else "not kept"
-            cells = f"{row['predicted_s']:.2f} | {row['measured_s']:.2f} | {ratio:.2f} | {bound}"
+            before = f"{both[0] / row['measured_s']:.2f}" if (both := row.get("before_and_after_s")) else "not kept"
+            cells = f"{row['predicted_s']:.2f} | {row['measured_s']:.2f} | {ratio:.2f} | {before} | {bound}"
             text.append(f"| {row['row']} | {cells} |\n")
         text += [_choice_line(choice) for choice in content.get("choices", [])]
     return "".join(text)

@@ -217,7 +217,7 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
     tokens = chosen.setting.micro_batch_size * chosen.setting.num_micro_batches * outline.sequence_length * ranks
     return {
         "model": {"name": outline.name, "elements": outline.num_elements, "sequence_length": outline.sequence_length},
-        "machine": {"name": machine.name, "date": machine.date, "assumed": list(machine.assumed)},
+        "machine": {"name": machine.name, "date": machine.date, "assumed": list(machine.assumed), "tuned_aio": machine.aio},
         "setting": asdict(chosen.setting),
         "tokens_per_step": tokens,
         "step_s": chosen.estimate_s,
@@ -289,6 +289,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         f" {found['written_bytes_per_day'] / 1e12:.1f} TB written a day{often}"
     )
     shown.append(f"on SSD: {found['ssd_bytes'] / 1e9:.1f} GB")
+    tuned = "the fastest tried here" if machine["tuned_aio"] else "the default; `ds-vertical limits --tune-aio` tries others"
+    shown.append("aio: " + ", ".join(f"{key} {value}" for key, value in found["config"]["aio"].items()) + f" ({tuned})")
     items = tuple(memory.Item(**item) for item in found["memory"])
     return [*shown, *memory.budget_lines(items), *(f"assumed: {text}" for text in machine["assumed"])]
 

@@ -3,9 +3,9 @@
 [Note: choosing] Every micro-batch size, number of blocks per layer and share of delayed steps makes a case of the linear
 program (`program`), which places what can rest in several tiers and bounds both sweeps. The best cases, and of them the best
 with every window, are then run through the simulator on the very schedule that the executor would run; its seconds decide, and
-among plans that differ by less than a hundredth the simplest. Models of many layers are ranked by two runs with fewer (a
-layer costs the same however many there are), and the chosen one is then simulated whole. The optimizer's pieces are taken
-coarser there than they are: some to a layer, which overlap as the real ones do.
+among plans that differ by less than a hundredth the simplest. Models of many layers are judged by two runs with fewer (a
+layer costs the same however many there are). The optimizer's pieces are taken coarser there than they are: some to a layer,
+which overlap as the real ones do.
 """
 
 from __future__ import annotations
