@@ -224,6 +224,13 @@ def report_machine() -> dict[str, Any]:
     return describe_machine()
 
 
+def _fastest_line(rows: list[dict[str, Any]]) -> str:
+    """How good a choice among these very rows is."""
+    chosen, best = (min(rows, key=lambda row: row[key]) for key in ("predicted_s", "measured_s"))
+    over = chosen["measured_s"] / best["measured_s"]
+    return f"\nPredicted fastest: `{chosen['row']}`, measured {over:.3f} x the best, `{best['row']}`.\n"
+
+
 def _choice_line(choice: dict[str, Any]) -> str:
     setting, placement = choice["setting"], choice["setting"]["placement"]
     sizes = f"micro-batches of {setting['micro_batch_size']}, M = {setting['num_micro_batches']}"
@@ -254,6 +261,7 @@ def table() -> str:
             before = f"{both[0] / row['measured_s']:.2f}" if (both := row.get("before_and_after_s")) else "not kept"
             cells = f"{row['predicted_s']:.2f} | {row['measured_s']:.2f} | {ratio:.2f} | {before} | {bound}"
             text.append(f"| {row['row']} | {cells} |\n")
+        text += [_fastest_line(content["rows"])] if content["kind"] == "sweep" else []
         text += [_choice_line(choice) for choice in content.get("choices", [])]
     return "".join(text)
 

@@ -63,7 +63,11 @@ def _parser() -> argparse.ArgumentParser:
 def write(folders: Sequence[Path], out: Path, step: int | None = None) -> dict[str, Any]:
     """The page and its charts, written to `out`. Returns where they are, and all figures. Raises ConfigError."""
     opened = [open_folder(folder) for folder in folders]
-    every = [findings.find(folder, name, step) for folder, name in zip(opened, names(opened), strict=True)]
+    try:
+        every = [findings.find(folder, name, step) for folder, name in zip(opened, names(opened), strict=True)]
+    except KeyError as error:
+        told = f"what it holds lacks {error}, written by another version or by hand"
+        raise ConfigError(f"{', '.join(map(str, folders))}: {told}; run `ds-vertical ab` again") from error
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -86,6 +86,15 @@ def test_the_page_needs_nothing_from_outside(written: tuple[Path, dict[str, Any]
     assert {link[1:] for link in outward if link and link.startswith("#")} <= ids
 
 
+def test_an_ab_json_of_another_shape_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copied(tmp_path, "old", "ab.json")
+    ab = json.loads((folder / "ab.json").read_text())
+    del ab["arms"]["vertical"]["losses"]
+    (folder / "ab.json").write_text(json.dumps(ab))
+    assert report.main([str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert "lacks 'losses'" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_charts_lie_beside_the_page_and_in_it(written: tuple[Path, dict[str, Any]]) -> None:
     out, told = written
     files = [Path(path) for path in told["charts"]]
