@@ -17,7 +17,7 @@ from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_no
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.utils import get_norm_dtype
 
-from ds_vertical.compat import ZeroParam, get_accelerator, second_generation
+from ds_vertical.compat import ZeroParam, get_accelerator, is_persistent, second_generation
 
 _NORM_PIECE = 250_000_000  # elements that stock's norm takes at a time
 
@@ -51,9 +51,10 @@ def close_step(optimizer: Any) -> None:
 
 
 def gather_persistent(optimizer: Any, chosen: Callable[[ZeroParam], bool] = lambda _: True) -> None:
-    """Bring the parameters that stay on the device (those `chosen`) back there, with their new values."""
+    """Bring the parameters that stay on the device (those `chosen`) back there, with their new values. Those that lie on SSD
+    do not stay, though DeepSpeed counts them: at once they would need more buffers than there are."""
     away = (param for param in optimizer.persistent_parameters if param.ds_status == ZeroParamStatus.NOT_AVAILABLE)
-    params = [param for param in away if chosen(param)]
+    params = [param for param in away if is_persistent(param) and chosen(param)]
     if params:
         params[0].all_gather(params)
 

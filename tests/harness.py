@@ -349,3 +349,16 @@ def counters(engine: Any) -> dict[str, Any]:
     """The engine's counters and learning rates, by name."""
     names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
     return {name: getattr(engine, name) for name in names} | {"lr": engine.get_lr()}
+
+
+class TwoMemories:
+    """`compat` on a machine whose host and device are two memories: put in the place of a module's own."""
+
+    @staticmethod
+    def is_one_memory() -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        from ds_vertical import compat
+
+        return getattr(compat, name)

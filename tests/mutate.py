@@ -275,6 +275,13 @@ MUTATIONS = (
         _CLEAN + "run_that_is_unknown_by_now_is_kept_unless_named",
     ),
     Mutation(
+        "ssd-gathered-as-persistent",
+        "compat_state.py",
+        "if is_persistent(param) and chosen(param)",
+        "if chosen(param)",
+        "test_numerics.py::test_parameters_on_ssd_may_count_as_persistent",
+    ),
+    Mutation(
         "hole-not-noticed",
         "files.py",
         "(hole := _first_hole(path, size_bytes, mounts)) < size_bytes",

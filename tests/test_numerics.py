@@ -366,13 +366,16 @@ def test_snake_changes_the_last_bits_at_most(tmp_path: Path, stock_run: Run, blo
 
 @pytest.mark.parametrize("clip", [0.05, 0.0])
 def test_parameters_on_ssd_may_count_as_persistent(tmp_path: Path, clip: float) -> None:
-    """With so high a threshold every parameter is "small", those on SSD too; they lie in buffers that the next layer needs."""
+    """With so high a threshold every parameter is "small", those on SSD too; they lie in buffers that the next layer needs, and
+    there are more of them than buffers: none can be gathered with the others, by an evaluation between steps either."""
     seen = []
     for persistence in (0, 10**7):
         made = base_config(tmp_path / str(persistence), num_micro_batches=2, dtype="fp32", clip=clip, persistence=persistence)
-        with running(small_buffers(made, 600_000), partial(MixerModel, 6, 512), vertical=True) as (engine, model):
+        with running(small_buffers(made, 600_000), partial(MixerModel, 7, 512), vertical=True) as (engine, model):
             assert bytes_by_tier(engine.layers)["ssd"] > 0
-            losses = [engine.train_batch(iter(step)).item() for step in token_batches(3, 2)]
+            losses = []
+            for step in token_batches(3, 2):
+                losses += [engine.train_batch(iter(step)).item(), engine.eval_batch(iter(step)).item()]
             seen.append((losses, read_weights(model)))
     assert seen[0][0] == seen[1][0]
     assert differing(seen[0][1], seen[1][1]) == []

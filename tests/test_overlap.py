@@ -7,6 +7,7 @@ late and in any order, and memory is read late. Who uses either before its wait 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import time
@@ -17,14 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
-from harness import Run, assert_identical, base_config, run_arm, small_buffers
+from harness import Run, TwoMemories, assert_identical, base_config, run_arm, small_buffers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from models import MixerModel, token_batches
 
-from ds_vertical import engine, native, sweeps
+from ds_vertical import engine, native, stores, sweeps
 from ds_vertical.disk import DiskQueue
 from ds_vertical.executor import Executor, Handler
 from ds_vertical.schedule import Event, Op
@@ -79,7 +81,10 @@ def run(numbers: Numbers, timing: Timing, folder: Path) -> Run:
         small_buffers(config, 600_000)
     build = partial(MixerModel, numbers.num_layers, WIDTH[numbers.wide][numbers.dtype], dropout=0.1, vocab=61)
     batches = token_batches(NUM_STEPS, numbers.num_micro_batches, vocab=61, rows=1, shortest=3)
-    return run_arm(config, build, batches, vertical=True)
+    # Where host and device are one memory nothing would move to the host.
+    apart = mock.patch.object(stores, "compat", TwoMemories()) if moved else contextlib.nullcontext()
+    with apart:
+        return run_arm(config, build, batches, vertical=True)
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
-from harness import assert_identical, base_config, run_arm, running
+from harness import TwoMemories, assert_identical, base_config, run_arm, running
 from models import MixerModel, token_batches
 
 import ds_vertical.stores
-from ds_vertical import compat, locked, native
+from ds_vertical import locked, native
 from ds_vertical.memory import MemoryBudgetError
 from ds_vertical.parcels import AwayTier, HostMemory, Parcel, Parcels
 
@@ -127,17 +127,6 @@ def test_buffers_on_the_way_to_the_file_are_not_counted(opened: Any) -> None:
 # ---- in an engine, with host memory as if it were not the device's
 
 
-class _Apart:
-    """`compat`, where host and device are two memories."""
-
-    @staticmethod
-    def is_one_memory() -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(compat, name)
-
-
 MIXER = partial(MixerModel, 3, 512, dropout=0.1)
 
 
@@ -152,7 +141,7 @@ HALVES = {"device": "ssd", "share": 0.5, "host_share": 0.5}
 def test_the_same_bits_from_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     batches = token_batches(3, 4, rows=1, shortest=5)
     expected = run_arm(config_in(tmp_path), MIXER, batches, vertical=True)
-    monkeypatch.setattr(ds_vertical.stores, "compat", _Apart())
+    monkeypatch.setattr(ds_vertical.stores, "compat", TwoMemories())
     most = 0
     put = Parcels.put
 
@@ -171,7 +160,7 @@ def test_too_many_micro_batches_for_the_budget_are_refused_in_the_first_step_and
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = token_batches(2, 4, rows=1, shortest=5)
-    monkeypatch.setattr(ds_vertical.stores, "compat", _Apart())
+    monkeypatch.setattr(ds_vertical.stores, "compat", TwoMemories())
     given = config_in(tmp_path, activations={"device": "host"})
     expected = run_arm(given, MIXER, batches, vertical=True)
     with running(given, MIXER, vertical=True) as (engine, _):
