@@ -25,7 +25,7 @@ from ds_vertical.facts import accelerator, describe_machine, versions
 from ds_vertical.finding import first_line
 from ds_vertical.hfmodel import build_config, read_fields
 from ds_vertical.hostload import core_s_per_byte, core_share
-from ds_vertical.limits_cache import keep_report
+from ds_vertical.limits_cache import check_keeping, keep_report
 from ds_vertical.machine import Machine
 from ds_vertical.outfile import check_out, write_out
 from ds_vertical.shapes import named_shape
@@ -49,12 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_out(options.out)
         if options.ssd_limit is not None and not options.limited:
             return _run_limited(options, arguments)
+        keeps = not (options.limited or options.no_keep)  # a limited disk is not this machine
+        if keeps and options.path.is_dir():
+            check_keeping(options.path)
         report = measure(options)
         report["ssd_limit"] = json.loads(options.limited) if options.limited else None
         text = json.dumps(report, indent=2, allow_nan=False)
         if options.out:
             write_out(options.out, text + "\n")
-        keeps = not (options.limited or options.no_keep)  # a limited disk is not this machine
         kept = keep_report(report, options.path) if keeps else None
     except (ConfigError, OSError) as error:
         print(f"ds-vertical limits: {error}", file=sys.stderr)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ds_vertical.config import ConfigError
 from ds_vertical.opcache import cache_root
-from ds_vertical.outfile import replace_file
+from ds_vertical.outfile import replace_file, try_place
 
 
 def report_path(folder: str | os.PathLike[str]) -> Path:
@@ -27,13 +29,27 @@ def report_path(folder: str | os.PathLike[str]) -> Path:
 def keep_report(report: dict[str, Any], folder: str | os.PathLike[str]) -> Path:
     """Put a report in place of the last one, whole or not at all. Raises ConfigError."""
     path = report_path(folder)
-    try:
+    with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         replace_file(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def check_keeping(folder: str | os.PathLike[str]) -> None:
+    """Raise ConfigError where `keep_report` could not write."""
+    path = report_path(folder)
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try_place(path)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         advice = "name another folder in DS_VERTICAL_CACHE, or give --no-keep and --out FILE"
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); {advice}") from error
-    return path
+        raise ConfigError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
 
 
 def cached_report(folder: str | os.PathLike[str] | None) -> dict[str, Any] | None:

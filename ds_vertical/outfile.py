@@ -16,11 +16,16 @@ def check_out(out: Path | None) -> None:
     if out is None or _is_stream(out):
         return
     try:
-        if out.is_dir():
-            raise IsADirectoryError("it is a folder")
-        os.unlink(_beside(out))
+        try_place(out)
     except OSError as error:
         raise _refused(out, error) from error
+
+
+def try_place(out: Path) -> None:
+    """As `check_out`, of a file; raises OSError."""
+    if out.is_dir():
+        raise IsADirectoryError("it is a folder")
+    os.unlink(_beside(out))
 
 
 def write_out(out: Path, text: str) -> None:

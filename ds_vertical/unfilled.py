@@ -36,7 +36,8 @@ _LENIENT: Final = (_ZERO, "bf16", "bfloat16", "fp16")
 
 
 class Unfilled(NamedTuple):
-    """`line`: to write instead. `harm`: what DeepSpeed does; where it takes its default, training goes on (`harmless`)."""
+    """`line`: to write instead, or what else to do. `harm`: what DeepSpeed does; where it takes its default, training goes on
+    (`harmless`)."""
 
     path: str
     line: str
@@ -66,7 +67,8 @@ def refuse_unfilled(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for every value that DeepSpeed would fail on or misunderstand."""
     harmful = [each for each in find_unfilled(config) if not each.harmless]
     if harmful:
-        raise ConfigError("\n".join(f"{each.found}; write {each.line}" for each in harmful))
+        told = (f"{each.found}; {each.line if each.line == _REMOVE else f'write {each.line}'}" for each in harmful)
+        raise ConfigError("\n".join(told))
 
 
 def _autos(value: Any, path: str) -> Iterator[tuple[str, str]]:
