@@ -201,20 +201,19 @@ class VerticalStage3(ChunkedStage3):
         guess = float(self.loss_scale)  # before it is updated
         norm = compat_state.open_step(self)
         self._norm_memory.clear()
+        with self.persistent_gathered():
+            self._decide_with(norm, guess)
+
+    def _decide_with(self, norm: torch.Tensor | None, guess: float) -> None:
         if norm is None and self.regime.stops:
             raise NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
         self._opened = True
         with self.agreed("train_batch"):
-            if norm is None:
-                self._skip()
-            else:
-                self._let_count(compat_state.combined_scale(self, norm), guess)
-        self.gather_persistent()
-
-    def _skip(self) -> None:
-        self.regime.note(self._tried, False)
-        if not self._tried:
-            self.gradients.conclude((), hit=False)
+            if norm is not None:
+                return self._let_count(compat_state.combined_scale(self, norm), guess)
+            self.regime.note(self._tried, False)
+            if not self._tried:
+                self.gradients.conclude((), hit=False)
 
     def _let_count(self, scale: Any, guess: float) -> None:
         came_true = float(scale) == guess

@@ -495,10 +495,17 @@ MUTATIONS = (
     ),
     Mutation(
         "persistent-left-partitioned-by-a-step",
-        "optimizer.py",
-        "        self.gather_persistent()\n\n    def _skip",
-        "\n    def _skip",
+        "subgroups.py",
+        "            raise\n        self.gather_persistent()",
+        "            raise",
         _BARE,
+    ),
+    Mutation(
+        "persistent-left-partitioned-by-a-step-that-ends-the-run",
+        "subgroups.py",
+        "            self.gather_persistent()\n            raise",
+        "            raise",
+        "test_nonfinite.py::test_what_stays_on_the_device_is_there_after_a_step_that_ends_the_run",
     ),
     Mutation(
         "persistent-gathered-ahead-of-its-step",

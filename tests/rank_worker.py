@@ -22,6 +22,7 @@ from unittest import mock
 # run as a script, so this folder is first on the path
 import harness
 import numpy as np
+import rank_persistent
 import torch
 from faults import small_files
 from torch import nn
@@ -134,6 +135,11 @@ class Poison(torch.autograd.Function):
         return grads[0] * float("nan")
 
 
+def poison(rank: int) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    """A `loss_fn` whose gradients are not finite on rank 1."""
+    return lambda loss, _: Poison.apply(loss) if rank == 1 else loss
+
+
 def stop(folder: Path, rank: int, clip: float) -> list[str]:
     """A good step, then one whose gradients are not finite on rank 1 only: what this rank is told, then and later."""
     made = config(folder, "fp32", clip=clip)
@@ -143,7 +149,7 @@ def stop(folder: Path, rank: int, clip: float) -> list[str]:
         good, bad, _ = batches(rank, 2)
         engine.train_batch(iter(good))
         for call in (
-            lambda: engine.train_batch(iter(bad), lambda loss, _: Poison.apply(loss) if rank == 1 else loss),
+            lambda: engine.train_batch(iter(bad), poison(rank)),
             lambda: engine.train_batch(iter(good)),
             lambda: engine.save_checkpoint(str(folder.parent / "stopped")),
         ):
@@ -380,6 +386,9 @@ def main() -> int:
     results["shared room"] = lack_shared_room(Path(job["folder"]))
     results["watched"] = watch(Path(job["folder"]), rank)
     results["gradient room"] = lack_gradient_room(Path(job["folder"]), rank)
+    kept = config(Path(job["folder"]), "fp32"), OddModel, batches(rank, 2), rank
+    results["persistent"] = rank_persistent.trained(*kept)
+    results["persistent failed"] = rank_persistent.failing(*kept, poison(rank), Path(job["out"]) / "failed")
     results["resumed"] = resume(Path(job["folder"]), rank)
     whole = results["fp32 delay 0.3"]
     results["suffered"] = suffer(Path(job["folder"]), rank, whole["weights"] | whole["state"])

@@ -3,7 +3,7 @@ forward; and training goes on as if nobody had looked, or from what was written.
 
 Stock (state in host memory, where it is right) and the vertical arm train side by side; every route is taken on both. What
 the vertical arm issues ahead of the next step is in flight then: no part of a step is computed before somebody waits for
-it, and parameters are read as soon as they may be, so that a copy which a write makes old is old; or, in one regime, no
+it, and parameters are read as soon as they may be, so that a copy which a write makes old is old; or, in two regimes, no
 sooner than somebody waits for them.
 """
 
@@ -55,11 +55,12 @@ REGIMES: dict[str, dict[str, Any]] = {
         section={"optimizer_delay": 1.0, "keep_gradients": True},
     ),
     "all early, on SSD": dict(clip=0.0, section={"optimizer_delay": 0.0, "keep_gradients": True}),
+    "all delayed, reads late": dict(clip=0.05, section={"optimizer_delay": 1.0, "keep_gradients": True}),
 }
 
 
-DELAYED, EARLY, HOST, ALL_EARLY = REGIMES
-FROZEN = "blocks.1.down.weight"  # in one regime: read ahead beside the new values of its layer
+DELAYED, EARLY, HOST, ALL_EARLY, LATE = REGIMES
+FROZEN = "blocks.1.down.weight"  # where all is delayed: read ahead beside the new values of its layer
 
 
 def build_model() -> nn.Module:
@@ -84,7 +85,7 @@ class Pair:
 
     def __init__(self, folder: Path, regime: str) -> None:
         options = REGIMES[regime]
-        build = build_frozen if regime == DELAYED else build_model
+        build = build_frozen if regime in (DELAYED, LATE) else build_model
         self.batches = iter(token_batches(200, NUM_MICRO_BATCHES))
         self.sound = True
         self.leaves_steps = options["section"]["optimizer_delay"] > 0
@@ -95,7 +96,7 @@ class Pair:
         self.late = LateSteps(self.vertical)
         self.reads = None
         if options.get("params", "nvme") == "nvme":
-            self.reads = (LateReads if regime == EARLY else SoonReads).of(self.vertical)
+            self.reads = (LateReads if regime in (EARLY, LATE) else SoonReads).of(self.vertical)
 
     def step(self) -> None:
         """One step of both; afterwards the vertical arm has issued what it could for its next forward."""

@@ -62,7 +62,9 @@ def bytes_in(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-@pytest.mark.parametrize(("dtype", "where"), [("fp32", "first"), *(pytest.param(*c, marks=slow) for c in (("bf16", "last"),))])
+@pytest.mark.parametrize(
+    ("dtype", "where"), [("fp32", "first"), *(pytest.param("bf16", where, marks=slow) for where in ("first", "last"))]
+)
 def test_a_skipped_step_changes_nothing(tmp_path: Path, dtype: str, where: str, clip: float) -> None:
     """Neither where somebody looks between, nor where what is due meets it."""
     ends = []
@@ -196,6 +198,20 @@ def test_where_nothing_was_stepped_the_state_is_whole(
             ends.append((contents(engine, model), counters(engine)))
     assert differing(ends[0][0], ends[1][0]) == []
     assert ends[0][1] == ends[1][1]
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0], ids=["torn", "whole"])
+def test_what_stays_on_the_device_is_there_after_a_step_that_ends_the_run(tmp_path: Path, clip: float) -> None:
+    """Nothing flushes in between, and the values are those before the step."""
+    made = config(tmp_path, "fp32", clip, "stop")
+    del made["zero_optimization"]["stage3_param_persistence_threshold"]
+    with running(made, partial(SpoilableModel, 512), vertical=True) as (engine, model):
+        step(engine, 0)
+        before = [block.bias.detach().clone() for block in model.blocks]
+        assert all(bias.numel() == 512 and bias.any() for bias in before)
+        with pytest.raises(NonFiniteError):
+            step(engine, 1, ("last", NAN))
+        assert [torch.equal(block.bias, bias) for block, bias in zip(model.blocks, before, strict=True)] == [True] * 3
 
 
 # ---- stop: bits and bytes

@@ -213,6 +213,35 @@ def test_a_norm_that_is_not_finite_on_one_rank_stops_both(fp32: TwoRanks) -> Non
     assert [rank["stop"] for rank in fp32.ranks] == [expected, expected]
 
 
+def test_what_stays_on_the_device_may_be_read_on_one_rank_after_each_step(fp32: TwoRanks) -> None:
+    """Without DeepSpeed, which stock allows; the values are stock's, and so is all else."""
+    for rank, found in enumerate(each["persistent"] for each in fp32.ranks):
+        stock, vertical = found["stock"], found["vertical"]
+        for step, (expected, seen) in enumerate(zip(stock["seen"], vertical["seen"], strict=True)):
+            assert (seen is None) == (rank == 1)
+            assert seen is None or (seen.shape == (rank_worker.VOCAB,) and not torch.equal(seen, torch.ones(rank_worker.VOCAB)))
+            if seen is not None:
+                assert_close({f"step {step}": expected}, {f"step {step}": seen}, TOLERANCE)
+        assert_close(stock["weights"], vertical["weights"], TOLERANCE)
+        assert differing(vertical["weights"], fp32.weights("vertical")) == [], "the threshold has changed the result"
+        assert vertical["ssd_bytes"] > NUM_MATRICES * MIN_SSD_BYTES
+
+
+def test_what_stays_on_the_device_is_there_on_all_ranks_when_its_step_fails_on_one(fp32: TwoRanks) -> None:
+    expected = [
+        ["NonFiniteError", "OtherRankError", "OtherRankError", "OtherRankError"],
+        ["NonFiniteError", "OSError", "TornStateError", "TornStateError"],
+    ]
+    for rank, found in enumerate(each["persistent failed"] for each in fp32.ranks):
+        assert [told.partition(":")[0] for told in found["told"]] == expected[rank], found["told"]
+        if rank == 0:
+            before, not_taken, *torn = found["seen"]
+            assert torch.equal(before, not_taken)
+            assert [value.shape for value in torn] == [before.shape] * 3
+    assert "rank 1: OSError: no luck here" in fp32.ranks[0]["persistent failed"]["told"][1]
+    assert not (fp32.swap.parent / "failed").exists()
+
+
 def test_the_first_rank_alone_says_how_the_steps_go(fp32: TwoRanks) -> None:
     first, second = (rank["watched"] for rank in fp32.ranks)
     assert "step 2 | " in first["line"] and "Train_vertical_tokens_per_s.csv" in first["rows"]
