@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,20 @@ def test_fio_is_asked_for_the_same_transfers(tmp_path: Path) -> None:
     words = fio.command(tmp_path, 1 << 20, 3, aio, ["read", "write"])
     same = {"--direct=1", "--bs=131072", "--iodepth=4", "--numjobs=2", "--size=524288", "--offset_increment=524288"}
     assert same <= set(words) and "--rw=read" in words and "--rw=write" in words
+
+
+def test_fio_has_its_memory_in_huge_pages_as_we_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in fio's place says what it was started with; the user's own tunables stay."""
+    program = tmp_path / "fio"
+    program.write_text('#!/bin/sh\necho "$GLIBC_TUNABLES" "$@" >> ' + f"{tmp_path}/asked\n" + "echo '{\"jobs\": []}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.perturb=7")
+    fio.rates(tmp_path, 1 << 20, 1, {"block_size": 65536, "queue_depth": 2, "intra_op_parallelism": 1})
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 3
+    for line in asked:
+        assert line.startswith("glibc.malloc.perturb=7:glibc.malloc.hugetlb=1 ") and " --iomem_align=2097152 " in line
 
 
 @pytest.mark.skipif(not fio.installed(), reason="fio is not installed")
