@@ -131,7 +131,7 @@ class Forecast:
         return Settings(
             self._num_micro_batches,
             self._resolved.prefetch_layers,
-            slots=min(memory.SLOTS, len(self._piece_bytes)),
+            slots=memory.num_slots(len(self._piece_bytes), self._resolved.overlap),
             held_share=self._held_share,
             one_memory=self._one_memory,
             layer_major=self._resolved.order == "vertical",

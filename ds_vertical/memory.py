@@ -39,6 +39,11 @@ _KNOBS: Final = (
 )
 
 
+def num_slots(num_pieces: int, overlap: bool) -> int:
+    """Pieces of state in memory at a time. Without overlap one: it is read, computed and written before the next is read."""
+    return min(SLOTS if overlap else 1, num_pieces)
+
+
 class MemoryBudgetError(ValueError):
     """A run that would not fit; names the tier, the bytes, and each JSON key whose change alone makes it fit."""
 

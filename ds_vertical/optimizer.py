@@ -83,7 +83,8 @@ class VerticalStage3(ChunkedStage3):
         together.require(file.sizes)
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, compat.device_name() != "cpu")
         sizes = bytes_read(chunks, file.extents)
-        self._slots = [locked.lock_host_bytes(max(sizes)) for _ in sizes[: memory.SLOTS]]
+        num_slots = memory.num_slots(len(sizes), self._vertical.overlap)
+        self._slots = [locked.lock_host_bytes(max(sizes)) for _ in range(num_slots)]
         self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer, begin, self.checksums)
         self._updates = updates
         made_of = (chunks, self._kernel(self.optimizer), self._pipeline, updates, self.checksums)

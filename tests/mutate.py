@@ -494,6 +494,13 @@ MUTATIONS = (
         _EARLY_TOY,
     ),
     Mutation(
+        "pieces-in-flight-without-overlap",
+        "memory.py",
+        "SLOTS if overlap else 1",
+        "SLOTS",
+        "test_trace.py::test_without_overlap_no_two_resources_work_at_a_time",
+    ),
+    Mutation(
         "persistent-left-partitioned-by-a-step",
         "subgroups.py",
         "            raise\n        self.gather_persistent()",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import running
-from models import token_batches
+from harness import base_config, running, small_buffers
+from models import MixerModel, token_batches
 from test_engine_api import build_model, host_config, initialize, ssd_config
 from test_executor import Log
 
@@ -199,6 +201,26 @@ def test_the_engine_writes_each_step(tmp_path: Path) -> None:
         summary = summarize(step)
         assert 0 < summary.busy_s["compute"] < summary.step_s and summary.bytes["ssd_read"] > 0
         assert 0 <= summary.outside_s < summary.step_s
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.5, 1.0])
+def test_without_overlap_no_two_resources_work_at_a_time(tmp_path: Path, delay: float) -> None:
+    """Not between the pieces of one optimizer step either. With overlap they do. (A piece's span of CPU Adam ends when its
+    writes have been issued, so these two are not held against each other.)"""
+    shared, pairs = {}, set(itertools.combinations(RESOURCES, 2)) - {("ssd_write", "adam")}
+    for overlap in (True, False):
+        folder = tmp_path / str(overlap)
+        section = {"overlap": overlap, "optimizer_delay": delay, "blocks_per_layer": 3, "trace": str(folder)}
+        pieces = {"sub_group_size": 300_000, "section": section}  # six in a layer, more than there are slots
+        made = base_config(tmp_path / "ssd", num_micro_batches=2, dtype="fp32", clip=0.0, **pieces)
+        with running(small_buffers(made), partial(MixerModel, 6), vertical=True) as (engine, _):
+            for micro_batches in token_batches(3, 2):
+                engine.train_batch(iter(micro_batches))
+        spans = [span for step in recorded(folder) for span in step.spans if span.resource]
+        assert {span.resource for span in spans} >= {"compute", "ssd_read", "ssd_write", "adam"}
+        busy = {resource: [(s.start, s.end) for s in spans if s.resource == resource] for resource in RESOURCES}
+        shared[overlap] = sum(intersection(busy[a], busy[b]) for a, b in pairs)
+    assert shared[True] > 0 == shared[False]
 
 
 def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
