@@ -63,7 +63,7 @@ class Due:
 
 class Stepper:
     """Turns the step of a unit into jobs of the pipeline. See [Note: generations]. `checksums`: those of the state's files.
-    `overlap`: where false, a step's ticket waits for all its transfers."""
+    `overlap`: where false, a step waits for its transfers, too."""
 
     def __init__(
         self,
@@ -94,6 +94,8 @@ class Stepper:
         if not parts:
             return None
         targets = self._updates.open_update(unit, self._ranges(parts), early)
+        if not self._overlap:
+            self._updates.complete_update(unit)  # what is read beside the new values
         if early:
             self.generations.step_early(part.chunk for part in parts)
         jobs = [self._job(unit, part, due, targets, early) for part in parts]
