@@ -82,7 +82,7 @@ def main() -> None:
     content = measure(options)
     folder = run.ROOT / "benchmarks" / "gains"
     folder.mkdir(exist_ok=True)
-    shape = f"m{options.micro_batches}_s{options.tokens}_{options.dtype}"
+    shape = f"m{options.micro_batches}_s{options.tokens}_{options.dtype}{'_limited' if options.ssd_limit else ''}"
     name = f"gpt_101m_{shape}_{report.instructions()}_{datetime.date.today()}"
     (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     for row, values in content["rows"].items():
