@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ds_vertical import compat_pools, files, hostmemory, locked, memory, ranks
+from ds_vertical import compat_pools, files, hostmemory, locked, ranks
 from ds_vertical.budget import Forecast
 from ds_vertical.config import SECTION, Resolved
 from ds_vertical.memory import MemoryBudgetError
@@ -149,7 +149,8 @@ def _mib(count: int) -> str:
 def _queues(forecast: Forecast, resolved: Resolved) -> list[float]:
     """Of each queue of asynchronous I/O, how many operations may be in it at a time: each has its file open."""
     shards = [forecast.files.on_ssd] * 2  # parameters read, written
-    parts = [memory.SLOTS * _READ_PER_PART, memory.SLOTS * (_READ_PER_PART - 1)]
+    slots = forecast.settings.slots
+    parts = [slots * _READ_PER_PART, slots * (_READ_PER_PART - 1)]
     gradients = [math.inf] * (resolved.gradient_host_share < 1)
     activations = [math.inf] * (2 if resolved.moved_shares[1] else 0)
     return [*shards, *parts, *gradients, *activations]

@@ -31,7 +31,7 @@ from ds_vertical.schedule import LEAD, MAX_STEPS, PRE
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
 STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
-_FIXED: Final = "(fixed)"
+_IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
 _KNOBS: Final = (
     # field of Settings, JSON path, least value
     ("window", "vertical_schedule.prefetch_layers", 0),
@@ -45,7 +45,7 @@ def num_slots(num_pieces: int, overlap: bool) -> int:
 
 
 class MemoryBudgetError(ValueError):
-    """A run that would not fit; names the tier, the bytes, and each JSON key whose change alone makes it fit."""
+    """A run that would not fit; names the tier, the bytes, and each number in the JSON whose change alone makes it fit."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one purpose in one tier; `key`: the JSON path that changes them most directly."""
+    """Bytes of one purpose in one tier; `key`: the JSON path that changes them most directly, in brackets what else does."""
 
     tier: str
     what: str
@@ -103,7 +103,7 @@ def _host(shape: ModelShape, settings: Settings) -> Iterator[Item]:
     yield _item("host", "parameters at rest", resting, "zero_optimization.offload_param.device")
     resting = rank * shape.state_bytes * (1 - placement.state_on_ssd)
     yield _item("host", "optimizer state at rest", resting, "zero_optimization.offload_optimizer.device")
-    yield _item("host", "optimizer slots", settings.slots * _slot_bytes(shape, settings), _FIXED)
+    yield _item("host", "optimizer slots", settings.slots * _slot_bytes(shape, settings), _IN_FLIGHT)
     yield _item("host", "gradients", _gradients(shape, settings) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
     kept = settings.num_micro_batches * shape.num_layers * shape.activation_bytes * placement.activations_on_host
     yield _item("host", "activations", kept, "gradient_accumulation_steps")

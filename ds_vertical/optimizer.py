@@ -83,12 +83,12 @@ class VerticalStage3(ChunkedStage3):
         together.require(file.sizes)
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, compat.device_name() != "cpu")
         sizes = bytes_read(chunks, file.extents)
-        num_slots = memory.num_slots(len(sizes), self._vertical.overlap)
-        self._slots = [locked.lock_host_bytes(max(sizes)) for _ in range(num_slots)]
-        self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer, begin, self.checksums)
+        overlap = self._vertical.overlap
+        self._slots = [locked.lock_host_bytes(max(sizes)) for _ in range(memory.num_slots(len(sizes), overlap))]
+        self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer, begin, self.checksums, overlap)
         self._updates = updates
         made_of = (chunks, self._kernel(self.optimizer), self._pipeline, updates, self.checksums)
-        self._stepper = Stepper(*made_of, overlap=self._vertical.overlap)
+        self._stepper = Stepper(*made_of, overlap=overlap)
         self.powers = Powers.made_with(self.optimizer.defaults["betas"])
 
     def _kernel(self, adam: Any) -> CpuAdam:
@@ -193,8 +193,8 @@ class VerticalStage3(ChunkedStage3):
 
     def open_step(self) -> None:
         """Take the global norm and decide whether the step is skipped (non-finite norm, overflow); else what is not
-        stepped early is due. Raises NonFiniteError instead of skipping where the regime stops; OtherRankError, with nothing
-        decided, where another rank's part of the step has failed."""
+        stepped early is due. Raises NonFiniteError instead of skipping where the regime stops; OtherRankError where another
+        rank's part of the step has failed. What stays on the device is back there, also where all ranks raise."""
         with self.agreed("train_batch"):
             if self._left:
                 raise RuntimeError(f"units {list(self._left)} have not taken the step before this one")
@@ -202,19 +202,17 @@ class VerticalStage3(ChunkedStage3):
         guess = float(self.loss_scale)  # before it is updated
         norm = compat_state.open_step(self)
         self._norm_memory.clear()
-        with self.persistent_gathered():
-            self._decide_with(norm, guess)
-
-    def _decide_with(self, norm: torch.Tensor | None, guess: float) -> None:
         if norm is None and self.regime.stops:
-            raise NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
+            error = NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
+            ranks.raise_after(error, self.gather_persistent)
         self._opened = True
-        with self.agreed("train_batch"):
+        with self.agreed("train_batch", self.gather_persistent):
             if norm is not None:
-                return self._let_count(compat_state.combined_scale(self, norm), guess)
-            self.regime.note(self._tried, False)
-            if not self._tried:
-                self.gradients.conclude((), hit=False)
+                self._let_count(compat_state.combined_scale(self, norm), guess)
+            else:
+                self.regime.note(self._tried, False)
+                if not self._tried:
+                    self.gradients.conclude((), hit=False)
 
     def _let_count(self, scale: Any, guess: float) -> None:
         came_true = float(scale) == guess
@@ -328,10 +326,10 @@ class VerticalStage3(ChunkedStage3):
             self._inside -= 1
 
     @contextlib.contextmanager
-    def agreed(self, what: str) -> Iterator[None]:
+    def agreed(self, what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
         """As `ranks.agreed`. After another rank's failure nothing is done with it that it may not be there for."""
         self._apart = ranks.world_size() > 1
-        with ranks.agreed(what):
+        with ranks.agreed(what, then):
             yield
         self._apart = False
 

@@ -68,6 +68,7 @@ class Batch:
 class StepPipeline:
     """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
     `begin` is called on the thread, ahead of the first. `checksums`: told of all that is written, asked about all that is read.
+    `overlap`: where false, a job starts when the one before it, its writes included, is complete.
 
     An error of a job is raised by the wait of its batch and of every later one, until `recover`.
     """
@@ -80,8 +81,10 @@ class StepPipeline:
         tracer: Tracer | None = None,
         begin: Callable[[], None] = lambda: None,
         checksums: Checksums | None = None,
+        overlap: bool = True,
     ) -> None:
         self._begin = begin
+        self._overlap = overlap
         self._tracer = tracer or Tracer()
         self._checksums = checksums or Checksums()
         self._slots = tuple(Slot(data) for data in slots)
@@ -207,7 +210,9 @@ class StepPipeline:
     def _advance(self) -> None:
         """Start the reads that have a slot, those of what is expected last; then compute the oldest job, then complete writes
         where nothing is left."""
-        while self._start_one(patient=not self._reading):
+        if not self._overlap:
+            self._settle()
+        while self._start_one(patient=not self._reading) and self._overlap:
             pass
         self._read_ahead()
         if self._reading:

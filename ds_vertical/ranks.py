@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import deepspeed
 import torch
@@ -43,9 +43,10 @@ def all_gathered(value: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def agreed(what: str) -> Iterator[None]:
+def agreed(what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
     """All ranks leave the block, or all of them raise: those without an error of their own OtherRankError. Collective; the
-    block itself must have no collective that another rank's error would leave alone."""
+    block itself must have no collective that another rank's error would leave alone. `then`, which may be collective, follows
+    on all ranks either way; not after an interrupt, or where the ranks do not hear each other any more."""
     error: Exception | None = None
     try:
         yield
@@ -55,9 +56,19 @@ def agreed(what: str) -> Iterator[None]:
         said = all_gathered(None if error is None else f"{type(error).__name__}: {error}")
         others = [f"rank {number}: {text}" for number, text in enumerate(said) if text is not None]
         if error is None:
-            raise OtherRankError(f"{what} failed on {len(others)} of {len(said)} ranks; {others[0]}")
+            error = OtherRankError(f"{what} failed on {len(others)} of {len(said)} ranks; {others[0]}")
     if error is not None:
-        raise error
+        raise_after(error, then)
+    then()
+
+
+def raise_after(error: Exception, then: Callable[[], None]) -> NoReturn:
+    """Raise `error` after a call of `then`, whose own error becomes a note."""
+    try:
+        then()
+    except Exception as other:
+        error.add_note(f"and then {type(other).__name__}: {other}")
+    raise error
 
 
 # ---- failures

@@ -10,6 +10,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,12 @@ def load(engine: Any, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, di
         engine.optimizer.flush_state()  # what is due belongs to the state that is replaced
     compat_state.partition_all(engine.optimizer)
     try:
-        with ranks.agreed("load_checkpoint"):
+        with ranks.agreed("load_checkpoint", partial(compat_state.gather_persistent, engine.optimizer)):
             client_state = loading.run()
     except BaseException as error:
         engine.optimizer.condition.tear(error, HALF_LOADED)
         engine.optimizer.condition.tell(error)
         raise
-    compat_state.gather_persistent(engine.optimizer)
     _warn(engine, saved)
     return str(folder / manifest.NAME), client_state
 

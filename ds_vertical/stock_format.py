@@ -7,10 +7,10 @@ disk of the checkpoint. CPU Adam's powers of beta have no place in the format: s
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +38,12 @@ def save(
     with ranks.agreed("save_checkpoint"):
         engine.optimizer.flush()
     with new_folder(save_dir, tag, save_latest) as folder:
-        with _partitioned(engine.optimizer), ranks.agreed("save_checkpoint"):
+        compat_state.partition_all(engine.optimizer)  # only shards of parameters, until all ranks have written theirs
+        with ranks.agreed("save_checkpoint", partial(compat_state.gather_persistent, engine.optimizer)):
             _write(engine, folder.beside, client_state, exclude_frozen)
             if ranks.rank() == 0 and not manifest.complete_tags(save_dir):  # else the script that reads those stays
                 compat_state.place_stock_scripts(engine, save_dir)
     return folder.path
-
-
-@contextlib.contextmanager
-def _partitioned(optimizer: Any) -> Iterator[None]:
-    """Within the block there are only shards of parameters. All ranks leave it, or all raise."""
-    compat_state.partition_all(optimizer)
-    try:
-        yield
-    except Exception:
-        compat_state.gather_persistent(optimizer)
-        raise
-    compat_state.gather_persistent(optimizer)
 
 
 def _write(engine: Any, folder: Path, client_state: Mapping[str, Any], exclude_frozen: bool) -> None:

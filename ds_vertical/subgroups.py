@@ -5,8 +5,7 @@ Overridden private methods of DeepSpeed are marked `override` and listed in `com
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,17 +87,6 @@ class ChunkedStage3(StateRoutes):
             compat_state.gather_persistent(self, lambda param: settled or not self._waits(param))
         finally:
             self._inside -= 1
-
-    @contextlib.contextmanager
-    def persistent_gathered(self) -> Iterator[None]:
-        """What stays on the device is back there after the block, also where all ranks raise. An interrupt may be one rank's
-        alone, so nothing collective follows it: the next flush brings it back."""
-        try:
-            yield
-        except Exception:
-            self.gather_persistent()
-            raise
-        self.gather_persistent()
 
     def _waits(self, param: compat.ZeroParam) -> bool:
         return compat.is_on_ssd(param) or (self.steps(param) and id(param) not in self._persistent)

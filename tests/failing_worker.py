@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def state_without_padding(engine: Any, model: Any, rank: int) -> dict[str, torch
     return {name: share[: max(0, ends[name])] for name, share in shares.items()}
 
 
+def prepare_vote(optimizer: Any, dies: bool) -> None:
+    """One has its norm, and is gone where the ranks agree that the step counts; the other tells of the next collective."""
+    if dies:
+        optimizer.step_persistent = partial(kill, None)
+    else:
+        optimizer.gather_persistent = lambda: print("gathers")
+
+
 def fail(engine: Any, how: str, steps: list[Any]) -> None:
     if how == "disk":
         cut_state(engine)
@@ -67,7 +76,7 @@ def fail(engine: Any, how: str, steps: list[Any]) -> None:
         cut_state(engine)
     elif how in LOSSES:
         engine.train_batch(iter(steps[0]), LOSSES[how])
-    elif how == "loop":
+    elif how in ("loop", "vote"):
         for step in itertools.cycle(steps):
             engine.train_batch(iter(step))
     elif how == "data":
@@ -111,6 +120,8 @@ def main() -> int:
         (folder / "failing").touch()
         return 0
     engine.train_batch(iter(first))
+    if how == "vote":
+        prepare_vote(engine.optimizer, rank == failing)
     if rank == failing:
         (folder / "failing").touch()
         fail(engine, how, others)

@@ -23,11 +23,13 @@ LIMIT_S = 60  # a wait that takes longer hangs
 class Rig:
     """A pipeline with `num_slots` slots of `slot_bytes`, and what it computed, in order."""
 
-    def __init__(self, num_slots: int = 3, slot_bytes: int = 8 * BLOCK, begin: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, num_slots: int = 3, slot_bytes: int = 8 * BLOCK, begin: Callable[[], None] = lambda: None, overlap: bool = True
+    ) -> None:
         self.memory = mmap.mmap(-1, num_slots * slot_bytes)
         slots = torch.frombuffer(self.memory, dtype=torch.uint8).view(num_slots, slot_bytes)
         self.reader, self.writer = (DiskQueue(native.checked_aio().Queue(BLOCK, 8, False)) for _ in range(2))
-        self.pipeline = StepPipeline(list(slots), self.reader, self.writer, begin=begin)
+        self.pipeline = StepPipeline(list(slots), self.reader, self.writer, begin=begin, overlap=overlap)
         self.computed: list[str] = []
 
     def add_one(self, what: str, *extents: Extent, outputs: Sequence[Extent] | None = None, beside: bool = False) -> Job:
@@ -60,8 +62,8 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
     """Makes rigs, which end with the test and leave no thread."""
     made: list[Rig] = []
 
-    def make(*args: Any) -> Rig:
-        made.append(Rig(*args))
+    def make(*args: Any, **kwargs: Any) -> Rig:
+        made.append(Rig(*args, **kwargs))
         return made[-1]
 
     yield make

@@ -99,6 +99,26 @@ def test_nothing_is_issued_ahead_without_a_window(tmp_path: Path) -> None:
         assert reads.issued and not reads.left and not engine._params._ahead
 
 
+def test_without_overlap_no_read_of_parameters_is_under_way_beside_cpu_adam(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a part of a shard's new values lies beside is read before the step, and its pieces are stepped after that."""
+    left: list[int] = []
+    with running(config_in(tmp_path, 0.5, 0, overlap=False), BUILD, vertical=True) as (engine, _):
+        reads, kernel = LateReads.of(engine), engine.optimizer._stepper._kernel
+        update = kernel.update
+
+        def watched(*args: Any) -> None:
+            left.append(len(reads.left))
+            update(*args)
+
+        monkeypatch.setattr(kernel, "update", watched)
+        for number in range(2):
+            step(engine, number)
+        engine.flush()
+    assert len(left) >= 4 * NUM_LAYERS and not any(left) and reads.issued
+
+
 def test_delayed_steps_are_issued_before_train_batch_returns_and_once(tmp_path: Path) -> None:
     """The first units' steps are under way; the next schedule takes them over, bit for bit as if it had issued them."""
     ends, losses, state_bytes = [], [], []

@@ -62,8 +62,9 @@ def stock_buffers(engine: Any) -> list[torch.Tensor]:
         ({"clip": 0.0, "sub_group_size": 300_001}, {"prefetch_layers": 0, "optimizer_delay": 0.5}),
         ({"clip": 0.0, "max_in_cpu": 600_000}, {"prefetch_layers": 4}),
         ({"clip": 1.0, "optimizer": "cpu"}, {"optimizer_delay": 1.0}),
+        ({"clip": 0.0, "sub_group_size": 300_001}, {"overlap": False, "optimizer_delay": 0.5}),
     ],
-    ids=["speculating", "early, small chunks", "some in host memory", "state in host memory"],
+    ids=["speculating", "early, small chunks", "some in host memory", "state in host memory", "one at a time"],
 )
 def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any], section: dict[str, Any]) -> None:
     from ds_vertical.budget import Forecast, groups_of
@@ -78,6 +79,7 @@ def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any
         assert [list(chunk.params) for chunk in forecast.chunks] == optimizer.fp16_groups
         assert items["parameter buffers"] == engine._params.host_bytes > 0
         assert items.get("optimizer slots", 0) == sum(slots)
+        assert len(slots) <= 1 or engine.vertical.overlap
         assert items.get("parameters at rest", 0) == tiers["host"] + tiers["device"]
         resting = [i for i in range(len(optimizer.fp16_groups)) if not optimizer._swappable_optimizer_subgroup(i)]
         assert items.get("optimizer state at rest", 0) == 12 * sum(

@@ -57,6 +57,7 @@ HOWS = {
     "raise": ("train_batch failed on 1 of 2 ranks; rank {}: ValueError: no luck here", 1),
     "disk": ("train_batch failed on 1 of 2 ranks; rank {}: DiskError: ", 1),
     "portable": ("save_checkpoint failed on 1 of 2 ranks; rank {}: DiskError: ", 1),
+    "vote": ("train_batch: rank {} is gone without a word (pid ", -9),
     "data": ("train_batch: rank {} has ended without an error: do all ranks have as many batches", 0),
     "outside": ("train_batch: rank {} failed: KeyError: 'in the user-written code'", 1),
     "stay": ("train_batch failed on 1 of 2 ranks; rank {}: ValueError: no luck here", -9),
@@ -74,6 +75,7 @@ def test_one_ranks_failure_ends_the_other_and_is_named(tmp_path: Path, how: str,
     assert found.codes[1 - failing] == 1 and found.seconds < LIMIT_S
     assert found.codes[failing] == status, own
     assert "The above exception was" not in other and "During handling of" not in other, "the cause is not on top"
+    assert "gathers" not in other, "a collective after one that failed"
     if how == "again":  # they were in step, but the other one has ended
         assert f"OtherRankError: train_batch: rank {1 - failing} " in own, own
     if how == "portable":

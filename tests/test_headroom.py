@@ -117,7 +117,7 @@ def test_room_for_a_checkpoint_is_told_and_demanded_where_one_is_sure(
 
 
 def forecast(on_ssd: int) -> Any:
-    return SimpleNamespace(files=SimpleNamespace(on_ssd=on_ssd))
+    return SimpleNamespace(files=SimpleNamespace(on_ssd=on_ssd), settings=SimpleNamespace(slots=4))
 
 
 def settings() -> Resolved:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pipeline_rig
 import pytest
+import torch
 from faults import small_disk, small_files
 from pipeline_rig import BLOCK, Rig, assert_dead, blocks, pipeline_threads, values, within_limit, zeros
 
 from ds_vertical.disk import DiskError
+from ds_vertical.pipeline import Job
+from ds_vertical.slots import Extent
 
 make_rig, rig = pipeline_rig.make_rig, pipeline_rig.rig  # fixtures
 
@@ -61,6 +66,61 @@ def test_state_in_memory_needs_no_slot(rig: Rig, tmp_path: Path) -> None:
     wait = rig.submit(rig.add_one("memory"), rig.add_one("disk", blocks(file, 0, 2)), rig.add_one("memory again"))
     assert within_limit(wait) is None and rig.computed == ["memory", "disk", "memory again"]
     assert within_limit(rig.pipeline.drain) is None and values(file) == [1, 1]
+
+
+class Unfinished:
+    """A real queue that keeps the numbers of operations which nobody has seen to complete."""
+
+    def __init__(self, native: Any, left: set[tuple[int, int]]) -> None:
+        self.native = native
+        self.left = left
+
+    def _issue(self, operation: int) -> int:
+        self.left.add((id(self), operation))
+        return operation
+
+    def read(self, *args: Any) -> int:
+        return self._issue(self.native.read(*args))
+
+    def write(self, *args: Any) -> int:
+        return self._issue(self.native.write(*args))
+
+    def wait(self, operation: int) -> Any:
+        self.left.discard((id(self), operation))
+        return self.native.wait(operation)
+
+    def poll(self, _: int) -> None:
+        """As late as it may be."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_without_overlap_a_job_starts_when_the_one_before_it_is_complete(
+    make_rig: Callable[..., Rig], tmp_path: Path, overlap: bool
+) -> None:
+    """Also where it needs no slot, and where there are slots enough."""
+    rig, left = make_rig(3, 8 * BLOCK, overlap=overlap), set[tuple[int, int]]()
+    for queue in (rig.reader, rig.writer):
+        queue._native = Unfinished(queue.native, left)
+    files, seen = [zeros(tmp_path / str(i), 2) for i in range(3)], []
+
+    def job(name: str, *extents: Extent) -> Job:
+        made = rig.add_one(name, *extents)
+
+        def compute(views: Sequence[torch.Tensor]) -> None:
+            seen.append(len(left))
+            made.compute(views)
+
+        return dataclasses.replace(made, compute=compute)
+
+    for name in ("first", "second"):
+        on_disk = [job(name, blocks(file, 0, 2)) for file in files]
+        rig.submit(job(name), on_disk[0], job(name), *on_disk[1:], job(name))
+    assert within_limit(rig.pipeline.drain) is None
+    assert [values(file) for file in files] == [[2, 2]] * 3 and len(seen) == 12
+    assert any(seen) if overlap else not any(seen)
 
 
 def test_other_outputs_leave_the_state_that_was_read_alone(rig: Rig, tmp_path: Path) -> None:

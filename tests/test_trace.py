@@ -211,7 +211,7 @@ def test_without_overlap_no_two_resources_work_at_a_time(tmp_path: Path, delay: 
     for overlap in (True, False):
         folder = tmp_path / str(overlap)
         section = {"overlap": overlap, "optimizer_delay": delay, "blocks_per_layer": 3, "trace": str(folder)}
-        pieces = {"sub_group_size": 300_000, "section": section}  # six in a layer, more than there are slots
+        pieces = {"sub_group_size": 200_000, "section": section}  # six in a layer, more than there are slots
         made = base_config(tmp_path / "ssd", num_micro_batches=2, dtype="fp32", clip=0.0, **pieces)
         with running(small_buffers(made), partial(MixerModel, 6), vertical=True) as (engine, _):
             for micro_batches in token_batches(3, 2):
