@@ -14,7 +14,8 @@ from typing import Any
 
 ABSENT = "fio is not installed (Debian: apt-get install fio): the SSD's rates are not checked against it"
 _HUGE_PAGE_BYTES = 2 << 20
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"  # allocations are advised to be of huge pages (glibc from 2.35 on; fio has no option)
+# Allocations are advised to be of huge pages: glibc from 2.35 on, older ones ignore it. fio has no option for it.
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 def installed() -> bool:
