@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,6 +88,12 @@ def mean_loss(losses: list[torch.Tensor]) -> torch.Tensor:
 def count_tokens(batches: list[Any]) -> int:
     """Elements of `input_ids` (or of the first tensor) summed over the micro-batches."""
     return sum(_first_tensor(batch).numel() for batch in batches)
+
+
+def form_of(batch: Any) -> Hashable:
+    """Equal for micro-batches of the same structure: keys, types, dtypes and numbers of dimensions."""
+    leaves, spec = pytree.tree_flatten(batch)
+    return repr(spec), tuple((v.dtype, v.dim()) if isinstance(v, torch.Tensor) else type(v) for v in leaves)
 
 
 def _first_tensor(batch: Any) -> torch.Tensor:

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from ds_vertical import compat, compat_pools, compat_state, headroom, hostmemory, limits_cache, ranks, storage
-from ds_vertical.batches import LossFn
+from ds_vertical.batches import LossFn, form_of
 from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
-from ds_vertical.buffers import buffers_of_whole_steps
 from ds_vertical.choices import choose_gradient_tier, choose_timing
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, resolve
 from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
 from ds_vertical.files import check_length, make_private
 from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
+from ds_vertical.forwardstate import ForwardState, StateMissed
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import load_joint, suspended_hooks
 from ds_vertical.hostthreads import keep_cores_for_this_thread, serve_device
@@ -214,6 +214,7 @@ class VerticalEngine(SavingEngine):
         self._gradients = self._new_sums()
         self._activations = open_activations(vertical, layers, folder, new_queue, device, left)
         self._stopping = Stopping(vertical.on_signal, self.optimizer.regime)
+        self._state = ForwardState(self.module, layers, lambda: self.optimizer.num_decided)
         self._sweeps = Sweeps(
             layers,
             self._params,
@@ -222,6 +223,7 @@ class VerticalEngine(SavingEngine):
             activations=self._activations,
             others=OtherRanks(self._params, self.optimizer, self._stopping) if ranks.world_size() > 1 else None,
             leave=self._stopping.vote,
+            state=self._state,
         )
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)
         tiers = ", ".join(f"{tier} {count}" for tier, count in bytes_by_tier(layers).items())
@@ -268,7 +270,7 @@ class VerticalEngine(SavingEngine):
         if self.module.training:
             raise RuntimeError(_CALL_TRAIN_BATCH.format(name="forward"))
         with self._stopping.obeyed(self), torch.no_grad():
-            return self.evaluate([partial(self.call_module, *inputs, **kwargs)])[0]
+            return self.evaluate([Body(partial(self.call_module, *inputs, **kwargs), None, form_of((inputs, kwargs)))])[0]
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> NoReturn:  # override
         raise RuntimeError(_CALL_TRAIN_BATCH.format(name="backward"))
@@ -296,28 +298,36 @@ class VerticalEngine(SavingEngine):
             return self.module(*inputs, **kwargs)
 
     @ranks.together
-    def evaluate(self, runs: list[Any]) -> list[Any]:
-        """Run forwards (callables) layer-major without training; returns what each returned."""
-        schedule = build_evaluation(self.layers.num_layers, len(runs), window=self.vertical.prefetch_layers)
+    def evaluate(self, bodies: list[Body]) -> list[Any]:
+        """Run forwards layer-major without training; returns what each returned."""
+        schedule = build_evaluation(self.layers.num_layers, len(bodies), window=self.vertical.prefetch_layers)
         with self.optimizer.agreed("evaluation"):
             self.optimizer.flush()
         with suspended_hooks(self), self.optimizer.schedule_running():
-            return self._sweeps.evaluate(schedule, [Body(run, None) for run in runs])
+            return self._sweeps.evaluate(schedule, bodies)
 
-    def train_step(self, runs: list[Any], seeds: list[int]) -> list[torch.Tensor]:
+    def train_step(self, bodies: list[Body]) -> list[torch.Tensor]:
         """One step over forwards that return their losses, everything up to and including the units' optimizer steps."""
+        try:
+            return self._train_step(bodies)
+        except StateMissed as missed:  # nothing of the step counts
+            compat.log(f"ds_vertical: this step is run again: {missed}")
+            self._state.forget()
+            return self._train_step(bodies)
+
+    def _train_step(self, bodies: list[Body]) -> list[torch.Tensor]:
         vertical = self.vertical
         with self.optimizer.agreed("train_batch"):
             self._params.check_open()
             self.optimizer.check_whole()
             self._gradients.refuse_strays()
         compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
-        tiers = moved_tiers(vertical, len(runs))
+        tiers = moved_tiers(vertical, len(bodies))
         if self._activations is not None:
             self._activations.open_step(tiers)
         schedule = self.ran = build_training(
             self.layers.num_layers,
-            len(runs),
+            len(bodies),
             order=vertical.order,
             snake=vertical.snake,
             window=vertical.prefetch_layers,
@@ -330,12 +340,10 @@ class VerticalEngine(SavingEngine):
         )
 
         def scale(loss: torch.Tensor) -> torch.Tensor:
-            return self.optimizer.scale_if_loss(loss / len(runs))
+            return self.optimizer.scale_if_loss(loss / len(bodies))
 
-        bodies = [Body(run, seed) for run, seed in zip(runs, seeds, strict=True)]
         noted = self._activations is not None
         with (
-            buffers_of_whole_steps(self.module, lambda: self.optimizer.num_decided),
             suspended_hooks(self, joints=True, noted=noted),
             torch.enable_grad(),
             self.optimizer.schedule_running(),

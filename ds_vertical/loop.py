@@ -16,8 +16,10 @@ from ds_vertical.account import DTYPES
 from ds_vertical.batches import LossFn
 from ds_vertical.layers import check_trainable, refuse_batch_flags
 from ds_vertical.metrics import StepRecorder
+from ds_vertical.modulestate import global_generators_seeded
 from ds_vertical.progress import Progress
 from ds_vertical.survey import Surveyor, model_config
+from ds_vertical.sweeps import Body
 from ds_vertical.threadstate import ThreadState, applied
 
 
@@ -167,6 +169,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             each.training = training
 
 
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Within the block torch's, Python's and NumPy's random streams are those of a micro-batch's seed."""
+    with applied(ThreadState.capture().seeded(seed)), global_generators_seeded(seed):
+        yield
+
+
 class StockLoop(Loop):
     """Stock's own forward, backward and step, one micro-batch after the other."""
 
@@ -186,7 +195,7 @@ class StockLoop(Loop):
 
     def _micro_batch(self, index: int, batch: Any, num_micro_batches: int, loss_fn: LossFn | None) -> torch.Tensor:
         seed = self.seed_of(index)
-        with contextlib.nullcontext() if seed is None else applied(ThreadState.capture().seeded(seed)):
+        with contextlib.nullcontext() if seed is None else _seeded(seed):
             loss = micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn)
             self.engine.backward(loss / num_micro_batches, scale_wrt_gas=False)
         return loss.detach()
@@ -207,13 +216,17 @@ class VerticalLoop(Loop):
         seeds = [self.seed_of(index) for index in range(len(batches))]
         fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
         with self.engine.tracer.step():
-            losses = self.engine.train_step([partial(self._loss, batch, loss_fn) for batch in batches], fresh)
+            losses = self.engine.train_step([self._body(*each, loss_fn) for each in zip(batches, fresh, strict=True)])
             self.count_samples(len(batches))
             self.engine.conclude_step(len(batches))
         return losses
 
     def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
-        return self.engine.evaluate([partial(self._loss, batch, loss_fn) for batch in batches])
+        return self.engine.evaluate([self._body(batch, None, loss_fn) for batch in batches])
+
+    def _body(self, batch: Any, seed: int | None, loss_fn: LossFn | None) -> Body:
+        functions = () if loss_fn is None else (loss_fn,)
+        return Body(partial(self._loss, batch, loss_fn), seed, micro.form_of(batch), functions)
 
     def _loss(self, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
         inputs = compat.inputs_of(self.engine, batch)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,42 +22,32 @@ from greenlet import GreenletExit, getcurrent
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ds_vertical.buffers import buffers_kept
+from ds_vertical.blockcall import (
+    BlockCall,
+    BlockGraph,
+    changed,
+    is_given_as_it_is,
+    leaf_of,
+    other_buffers,
+    put_leaves,
+    requires_grad,
+    tensors_among,
+    twins_of,
+    versions_of,
+    with_state,
+    written_by,
+)
+from ds_vertical.blockstate import BlockState
+from ds_vertical.forwardstate import HORIZONTAL, SMALL_NUMEL, StateMissed, StepState
 from ds_vertical.layers import LayerError, LayerMap, Unit
+from ds_vertical.reachable import container_of
 from ds_vertical.segments import Segments, Taken
 from ds_vertical.stubs import Coroutine, Stubs
 from ds_vertical.threadstate import ThreadState, applied, inference_guard
 
 _NOTHING = range(0)  # no block may run: prefix and suffix
-
-
-@dataclass(frozen=True)
-class BlockGraph:
-    """A block's autograd graph from end to end: the twins of its inputs by the inputs' ids, and its outputs (flattened)."""
-
-    twins: dict[int, torch.Tensor]
-    outputs: list[Any]
-
-
-@dataclass
-class BlockCall:
-    """What backward needs of one block call: its arguments (flattened), leaves made of its outputs, state at its entry.
-
-    `graph` is None where backward recomputes.
-    """
-
-    args: list[Any]
-    spec: pytree.TreeSpec
-    leaves: list[Any]
-    state: ThreadState
-    context: contextvars.Context
-    versions: list[int]
-    graph: BlockGraph | None
-
-    def drop_leaf_grads(self) -> list[torch.Tensor | None]:
-        grads = [leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
-        self.leaves = []
-        return grads
+_PREFIX = -1
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
 
 class MicroBatch:
@@ -67,6 +56,7 @@ class MicroBatch:
     `body` runs the user's unmodified forward and returns anything; `advance` runs it up to a layer's end, `finish` to
     its own end. `keep` says whether block inputs are kept for backward (training) or not (evaluation). `run_on`: run the
     glue after a layer, up to the next one's call, at once; so that nobody holds a layer's inputs while the forward is parked.
+    `modules`: what the modules hold for each micro-batch, of which this is number `index`; None: nothing of it is handled.
     """
 
     def __init__(
@@ -77,7 +67,11 @@ class MicroBatch:
         state: ThreadState,
         keep: bool,
         run_on: bool = False,
+        modules: StepState | None = None,
+        index: int = 0,
     ) -> None:
+        self._modules = modules
+        self._index = index
         self.layers = layers
         self.stubs = stubs
         self.keep = keep
@@ -102,7 +96,7 @@ class MicroBatch:
     def start(self) -> None:
         """Run the prefix: up to the first block call."""
         self._first_node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
-        self._switch(_NOTHING)
+        self._switch(_NOTHING, _PREFIX)
 
     def advance(self, layer: int, keep_graph: bool = False) -> None:
         """Run the glue before layer `layer` and the layer itself. Raises LayerError when the model calls another one.
@@ -111,7 +105,7 @@ class MicroBatch:
         """
         blocks = self.layers.layers[layer]
         self._keep_graph = keep_graph
-        self._switch(blocks)
+        self._switch(blocks, layer)
         if self._done_block != blocks[-1]:
             if not self._coroutine.dead:
                 self._wrong_order(f"the model called block {self._path(self._parked_at)} out of turn")
@@ -119,7 +113,7 @@ class MicroBatch:
 
     def finish(self) -> Any:
         """Run the suffix to the end of the forward and return what `body` returned."""
-        self._switch(_NOTHING)
+        self._switch(_NOTHING, None)
         if not self._coroutine.dead:
             self._wrong_order("the model called a block once more after its last layer")
         result, self.result = self.result, None
@@ -133,11 +127,16 @@ class MicroBatch:
         self.calls.clear()
         self._segments.clear()
 
-    def _switch(self, target: range) -> None:
+    def _switch(self, target: range, layer: int | None) -> None:
+        """Let the forward go on, through a layer (_PREFIX: up to the first, None: from the last to its end)."""
         self._target = target
         self._coroutine.parent = getcurrent()
+        if self._modules is not None:
+            self._modules.enter(self._index, layer)
         with self._entered():
             self._coroutine.switch()
+        if self._modules is not None:
+            self._modules.leave(self._index, layer)
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
@@ -195,43 +194,65 @@ class MicroBatch:
         return self.stubs.raw[block](*args, **kwargs)
 
     def _run_kept(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flat, spec = pytree.tree_flatten((args, kwargs))
+        flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=partial(is_given_as_it_is, kwargs))
         self._refuse_cache(block, flat)
         state = ThreadState.capture()
         context = contextvars.copy_context()
-        versions = _versions(flat)
+        found = self._find_state(block, flat)
+        inputs = with_state(flat, found)
+        versions = versions_of(inputs)
         twins: dict[int, torch.Tensor] = {}
-        given = _twins(flat, twins)
+        given, _ = twins_of(flat, twins), twins_of(inputs[len(flat) :], twins)
         args, kwargs = pytree.tree_unflatten(given, spec)
+        if found is not None:
+            found.lend(twins)
         try:
             output = self.stubs.raw[block](*args, **kwargs)  # see [Note: grad mode]
         except RuntimeError as error:
             if "in-place operation" in str(error):
                 self._refuse_in_place(block, error)
             raise
-        if versions != _versions(flat):
-            self._refuse_in_place(block, None)
-        left = pytree.tree_leaves((args, kwargs))
-        if len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True)):
-            raise LayerError(
-                f"block {self._path(block)} writes into a list or dict that it was given; what it hands on that way would be"
-                " lost: change the block to return it"
-            )
         outputs, out_spec = pytree.tree_flatten(output)
         self._refuse_opaque(block, outputs)
-        leaves = [_leaf(value) for value in outputs]
-        if any(map(_requires_grad, leaves)):
-            graph = BlockGraph(twins, outputs) if self._keep_graph else None
-            self.calls[block] = BlockCall(flat, spec, leaves, state, context, versions, graph)
+        leaves = [leaf_of(value) for value in outputs]
+        returned = pytree.tree_unflatten(leaves, out_spec)
+        originals = {id(value): value for value in inputs if id(value) in twins}
+        if found is not None:
+            found.settle(twins, originals)
+        kept = found.tensors() if found is not None else set[int]()
+        if changed(inputs, versions, kept):
+            self._refuse_in_place(block, None)
+        written = written_by(found, outputs, originals)
+        replaced = {id(value): leaf for value, leaf in zip(outputs, leaves, strict=True) if isinstance(value, torch.Tensor)}
+        for position, value in list(written.items()):
+            if id(value) in replaced:
+                del written[position]
+            else:
+                replaced[id(value)] = leaf_of(value)
+        leaves += [replaced[id(value)] for value in written.values()]
+        put_leaves(found, outputs, replaced)
+        if any(map(requires_grad, leaves)):
+            graph = BlockGraph(twins, [*outputs, *written.values()]) if self._keep_graph else None
+            self.calls[block] = BlockCall(
+                inputs, len(flat), spec, found, list(written), leaves, state, context, versions, graph
+            )
         self._segments.begin(leaves)
-        return pytree.tree_unflatten(leaves, out_spec)
+        return returned
+
+    def _find_state(self, block: int, flat: Sequence[Any]) -> BlockState | None:
+        if self._modules is None:
+            return None
+        carriers = [value for value in flat if type(value) not in _PLAIN and container_of(value) is not None]
+        return self._modules.at_call(block, carriers)
 
     def _refuse_opaque(self, block: int, values: Sequence[Any]) -> None:
         for value in values:
-            if not isinstance(value, torch.Tensor) and any(map(_requires_grad, getattr(value, "__dict__", {}).values())):
+            if isinstance(value, torch.Tensor) or container_of(value) is not None:
+                continue
+            if any(map(requires_grad, getattr(value, "__dict__", {}).values())):
                 raise LayerError(
                     f"block {self._path(block)} returned a {type(value).__name__}, whose tensors cannot be told apart; return a"
-                    " tensor, tuple, list, dict or a class registered with torch.utils._pytree"
+                    " tensor, tuple, list, dict or an object of a class of your own"
                 )
 
     def _refuse_in_place(self, block: int, cause: Exception | None) -> NoReturn:
@@ -239,6 +260,15 @@ class MicroBatch:
             f"block {self._path(block)} writes one of its inputs in place; its recompute would start from the changed"
             " input: change the block to write a copy"
         ) from cause
+
+    def _refuse_late_write(self, block: int, largest_numel: int) -> NoReturn:
+        """A buffer has been written that no step before has written: in the forward, and once more in the recompute."""
+        if largest_numel <= SMALL_NUMEL:
+            raise StateMissed(f"a buffer of {self._path(block)}")
+        raise LayerError(
+            f"a buffer of block {self._path(block)} with up to {largest_numel} elements is written for the first time, after a"
+            f" step that did not write it; write it from the first step on, {HORIZONTAL}"
+        )
 
     def _refuse_cache(self, block: int, flat: Sequence[Any]) -> None:
         for value in flat:
@@ -256,6 +286,7 @@ class MicroBatch:
 
     def backward_layer(self, layer: int) -> None:
         """Run backward through a layer's blocks, last first, and through the glue before each; recompute what kept no graph."""
+        self._hold_own_state(layer)
         for block in reversed(self.layers.layers[layer]):
             self._backward_block(block)
             if block > 0:
@@ -263,6 +294,7 @@ class MicroBatch:
 
     def backward_prefix(self) -> None:
         """Run backward through the prefix."""
+        self._hold_own_state(_PREFIX)
         self._segments.run(0)
         self._segments.clear()
 
@@ -276,12 +308,12 @@ class MicroBatch:
     def handed_over(self, layer: int) -> list[torch.Tensor]:
         """The tensors with which a parked forward calls a layer; none unless it is parked there."""
         there = self.parked_call and self._parked_at == self.layers.layers[layer][0]
-        return _tensors(pytree.tree_leaves(self.parked_call)) if there else []
+        return tensors_among(pytree.tree_leaves(self.parked_call)) if there else []
 
     def inputs(self, layer: int) -> list[torch.Tensor]:
         """The tensors that the backward of a layer's blocks takes; none before its forward."""
         calls = (self.calls.get(block) for block in self.layers.layers[layer])
-        return _tensors(value for call in calls if call is not None for value in call.args)
+        return tensors_among(value for call in calls if call is not None for value in call.args)
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether this forward made the tensor: as a block's output, or by a node of its own."""
@@ -301,11 +333,16 @@ class MicroBatch:
             return self._segments.take_waiting(wanted)
         call = self.calls.get(self.layers.layers[unit][-1])
         taken: list[Taken] = []
-        for leaf in _tensors(call.leaves if call is not None else ()):
+        for leaf in tensors_among(call.leaves if call is not None else ()):
             if leaf.grad is not None and wanted(leaf.grad):
                 taken.append((leaf.grad, partial(setattr, leaf, "grad")))
                 leaf.grad = None
         return taken
+
+    def _hold_own_state(self, layer: int) -> None:
+        """What the modules hold is what autograd has saved of it, without a copy, in this micro-batch's forward."""
+        if self._modules is not None:
+            self._modules.enter(self._index, layer)
 
     def _backward_block(self, block: int) -> None:
         call = self.calls.pop(block, None)
@@ -314,7 +351,7 @@ class MicroBatch:
         grads = call.drop_leaf_grads()
         if all(grad is None for grad in grads):
             return
-        if call.versions != _versions(call.args):
+        if changed(call.args, call.versions, call.found.tensors() if call.found is not None else ()):
             raise LayerError(
                 f"an input of block {self._path(block)} was changed in place after the block had run; its backward would take"
                 " the changed input: change a copy"
@@ -322,21 +359,32 @@ class MicroBatch:
         if call.graph is not None:
             self._run_graph(call, call.graph, grads)
             return
-        with buffers_kept(self.layers.blocks[block].module):
-            self._run_graph(call, self._recompute(block, call), grads)
-
-    def _recompute(self, block: int, call: BlockCall) -> BlockGraph:
         twins: dict[int, torch.Tensor] = {}
-        args, kwargs = pytree.tree_unflatten(_twins(call.args, twins), call.spec)
+        given = twins_of(call.args, twins)[: call.num_given]
+        # until the backward is through: autograd may have saved what the modules hold
+        with call.found.replayed(twins) if call.found is not None else contextlib.nullcontext():
+            self._run_graph(call, BlockGraph(twins, self._recompute(block, call, given)), grads)
+
+    def _recompute(self, block: int, call: BlockCall, given: list[Any]) -> list[Any]:
+        """The block's outputs, with their graph."""
+        args, kwargs = pytree.tree_unflatten(given, call.spec)
+        module = self.layers.blocks[block].module
+        kept = call.found.tensors() if call.found is not None else set[int]()
+        buffers = other_buffers(module, kept)
+        counts = versions_of(buffers)
         with applied(call.state), torch.enable_grad():
             output = call.context.run(self.stubs.raw[block], *args, **kwargs)
-        return BlockGraph(twins, pytree.tree_leaves(output))
+        if counts != versions_of(buffers):
+            self._refuse_late_write(block, max(each.numel() for each in buffers))
+        outputs = pytree.tree_leaves(output)
+        written = written_by(call.found, outputs) if call.written else {}
+        return [*outputs, *(written.get(position) for position in call.written)]
 
     def _run_graph(self, call: BlockCall, graph: BlockGraph, grads: Sequence[torch.Tensor | None]) -> None:
         pairs = [
             (value, grad)
             for value, grad in zip(graph.outputs, grads, strict=True)
-            if grad is not None and _requires_grad(value)
+            if grad is not None and requires_grad(value)
         ]
         if not pairs:
             return
@@ -351,36 +399,3 @@ class MicroBatch:
             grad = twins[key].grad
             if grad is not None:
                 self._segments.wait(value, grad)
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among the values, each once."""
-    return list({id(value): value for value in values if isinstance(value, torch.Tensor)}.values())
-
-
-def _requires_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _versions(values: Sequence[Any]) -> list[int]:
-    """How often each tensor has been written in place; inference tensors keep no count (nor does autograd save them)."""
-    return [value._version for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
-
-def _twins(values: Sequence[Any], twins: dict[int, torch.Tensor]) -> list[Any]:
-    return [_twin(value, twins) for value in values]
-
-
-def _twin(value: Any, twins: dict[int, torch.Tensor]) -> Any:
-    """A detached copy (same storage) of a boundary tensor, the same copy for the same tensor."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
-        return value
-    if not value.requires_grad:
-        return value.detach()
-    if id(value) not in twins:
-        twins[id(value)] = value.detach().requires_grad_()
-    return twins[id(value)]

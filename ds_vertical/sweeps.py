@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from ds_vertical.activations import ActivationStore
 from ds_vertical.company import Company, Others, StepLeft
 from ds_vertical.executor import Executor, Handler
+from ds_vertical.forwardstate import ForwardState, StepState
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hostmemory import resident_bytes
 from ds_vertical.layers import LayerMap, Unit
@@ -80,10 +81,15 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Body:
-    """One micro-batch's forward: `run` is the user's unmodified code; `seed` of its random streams (None: the caller's)."""
+    """One micro-batch's forward: `run` is the user's unmodified code; `seed` of its random streams (None: the caller's).
+
+    `form`: equal for micro-batches of the same structure; `functions`: the user's that it calls besides the model.
+    """
 
     run: Callable[[], Any]
     seed: int | None
+    form: Hashable = None
+    functions: tuple[Any, ...] = ()
 
 
 def memory_bytes() -> dict[str, int]:
@@ -94,7 +100,8 @@ def memory_bytes() -> dict[str, int]:
 
 class Sweeps:
     """Runs schedules over one model: holds what every pass shares. `others`: the ranks of the run, None where there is one.
-    `leave` is asked behind each layer, ahead of the norm: where it says yes (on all ranks) the pass ends there, in StepLeft."""
+    `leave` is asked behind each layer, ahead of the norm: where it says yes (on all ranks) the pass ends there, in StepLeft.
+    `state`: what the modules hold that belongs to one forward; None: nothing is."""
 
     def __init__(
         self,
@@ -106,7 +113,9 @@ class Sweeps:
         activations: ActivationStore | None = None,
         others: Others | None = None,
         leave: Callable[[], bool] = lambda: False,
+        state: ForwardState | None = None,
     ) -> None:
+        self.state = state
         self.leave = leave
         self.layers = layers
         self.params = params
@@ -124,8 +133,8 @@ class Sweeps:
         scale: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
-        with preserved(), Stubs(self.layers.blocks) as stubs:
-            micro_batches = self._micro_batches(bodies, stubs, keep=True, moved=schedule.moved)
+        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
+            micro_batches = self._micro_batches(bodies, stubs, modules, keep=True, moved=schedule.moved)
             company = self._company()
             parts = gradients, optimizer, scale, self.activations
             hints = schedule.coming if self.overlap else {}
@@ -135,8 +144,8 @@ class Sweeps:
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
-        with preserved(), Stubs(self.layers.blocks) as stubs:
-            micro_batches = self._micro_batches(bodies, stubs, keep=False)
+        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
+            micro_batches = self._micro_batches(bodies, stubs, modules, keep=False)
             company = self._company()
             evaluation = _Evaluation(schedule, micro_batches, self.params, self.leave, company)
             self._run(schedule, evaluation.handlers(), micro_batches, company)
@@ -147,11 +156,19 @@ class Sweeps:
     def _company(self) -> Company | None:
         return None if self.others is None else Company(self.others)
 
-    def _micro_batches(self, bodies: Sequence[Body], stubs: Stubs, keep: bool, moved: Collection[int] = ()) -> list[MicroBatch]:
+    def _state_of(self, bodies: Sequence[Body]) -> contextlib.AbstractContextManager[StepState | None]:
+        if self.state is None:
+            return contextlib.nullcontext()
+        functions = list(dict.fromkeys(function for body in bodies for function in body.functions))
+        return self.state.opened([body.form for body in bodies], [body.seed for body in bodies], functions)
+
+    def _micro_batches(
+        self, bodies: Sequence[Body], stubs: Stubs, modules: StepState | None, keep: bool, moved: Collection[int] = ()
+    ) -> list[MicroBatch]:
         state = ThreadState.capture()
         states = [state if body.seed is None else state.seeded(body.seed) for body in bodies]
         return [
-            MicroBatch(body.run, self.layers, stubs, own, keep, run_on=index in moved)
+            MicroBatch(body.run, self.layers, stubs, own, keep, run_on=index in moved, modules=modules, index=index)
             for index, (body, own) in enumerate(zip(bodies, states, strict=True))
         ]
 

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -58,11 +59,14 @@ class TripBackward(torch.autograd.Function):
 class TripBlock(MixerBlock):
     """`arm(first, last)`: raise in the calls with these numbers, counted from the arming."""
 
-    calls_to_trip = 0
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.counter = ModuleType("counter")  # of which no copy is taken: recomputes count on
+        self.counter.calls_to_trip = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls_to_trip -= 1
-        if self.calls_to_trip == 0:
+        self.counter.calls_to_trip -= 1
+        if self.counter.calls_to_trip == 0:
             with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
                 raise Tripped("layer")
         return super().forward(x)
@@ -81,7 +85,7 @@ class TripModel(MixerModel):
     def arm(self, where: str) -> None:
         self.where, self.forwards = where, 0
         # in layer-major order a block's first calls are its forwards, then come its recomputes
-        self.blocks[1].calls_to_trip = {"layer": 2, "recompute": NUM_MICRO_BATCHES + 2}.get(where, 0)
+        self.blocks[1].counter.calls_to_trip = {"layer": 2, "recompute": NUM_MICRO_BATCHES + 2}.get(where, 0)
 
     def trip(self, where: str) -> None:
         if self.where == where and self.forwards == 2:
@@ -240,10 +244,11 @@ class WatchingBlock(MixerBlock):
 
     def __init__(self) -> None:
         super().__init__(512)
-        self.seen: list[tuple[bool, float, int, int]] = []
+        self.seen = ModuleType("seen")  # of which no copy is taken: a recompute's calls count, too
+        self.seen.calls = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append((torch.is_autocast_enabled("cpu"), GAIN.get(), LENGTH.get(), x.shape[1]))
+        self.seen.calls.append((torch.is_autocast_enabled("cpu"), GAIN.get(), LENGTH.get(), x.shape[1]))
         return super().forward(x) + GAIN.get() * LENGTH.get() * torch.tanh(self.up(x))
 
 
@@ -291,7 +296,7 @@ def watched(
 
     def note(engine: Any, step: int) -> None:
         if type(engine).__name__ == "VerticalEngine":
-            calls = [call for block in engine.module.blocks for call in block.seen]
+            calls = [call for block in engine.module.blocks for call in block.seen.calls]
             runs = 2 * len(engine.module.blocks) - 1  # the last layer runs once: no recompute
             assert len(calls) == (step + 1) * NUM_MICRO_BATCHES * runs
             seen.update(calls)

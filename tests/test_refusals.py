@@ -198,13 +198,11 @@ class Block(nn.Module):
         self.linear = nn.Linear(16, 16)
         self.spoils = ""
 
-    def forward(self, hidden: torch.Tensor, side: torch.Tensor, notes: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
         if self.spoils == "hidden":
             hidden.add_(1)
         elif self.spoils == "side":
             side.mul_(2)
-        elif self.spoils == "notes":
-            notes.append(hidden)
         return hidden + torch.tanh(self.linear(hidden)) * side
 
 
@@ -220,7 +218,7 @@ class Unruly(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden, side = self.embed(inputs), inputs.mean(-1, keepdim=True)
         for index in self.order:
-            hidden = self.blocks[index](hidden, side, [])
+            hidden = self.blocks[index](hidden, side)
         return hidden.square().mean()
 
 
@@ -254,7 +252,6 @@ IN_PLACE = r"block blocks\.1 writes one of its inputs in place.*write a copy"
         ([], "", r"the model's forward ended before block blocks\.0"),
         ([0, 1, 2], "hidden", IN_PLACE),
         ([0, 1, 2], "side", IN_PLACE),
-        ([0, 1, 2], "notes", r"block blocks\.1 writes into a list or dict.*return it"),
     ],
     ids=str,
 )

@@ -137,32 +137,6 @@ def test_an_input_changed_after_its_block_is_refused(tmp_path: Path) -> None:
         assert engine.train_batch(iter(STEPS[0])) > 0
 
 
-class Opaque:
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
-
-
-class OpaqueBlock(MixerBlock):
-    def forward(self, x: Any) -> Any:
-        return Opaque(super().forward(x.hidden if isinstance(x, Opaque) else x))
-
-
-class OpaqueModel(WithBlocks):
-    block = OpaqueBlock
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return next_token_loss(self.head(self.norm(x.hidden)), labels)
-
-
-def test_outputs_whose_tensors_cannot_be_found_are_refused(tmp_path: Path) -> None:
-    with running(config_in(tmp_path), OpaqueModel, vertical=True) as (engine, _):
-        with pytest.raises(LayerError, match=r"block blocks\.0 returned a Opaque.*return a tensor"):
-            engine.train_batch(iter(STEPS[0]))
-
-
 class External(MixerModel):
     """The model uses a parameter of a block outside it, and says so to DeepSpeed."""
 

@@ -1,0 +1,173 @@
+"""What a block finds in modules and in objects that it is given, as it is called, and what it leaves there.
+
+See `forwardstate` for the items of which this is made, and `microbatch` for the calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ds_vertical.holders import key_of
+from ds_vertical.modulestate import OUTSIDE, Item, Pairs, PlaceItem, TensorItem, put_back, tensors_of
+from ds_vertical.reachable import Container, container_of, containers, owner_key, with_tensors
+
+
+@dataclass(eq=False)
+class Known:
+    """An item that changes, and the parts of the forward that change it, by the layers that they go through. `spread`: these
+    are several; `settled`: a whole forward has shown it."""
+
+    item: Item
+    spread: bool = False
+    settled: bool = False
+    writers: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Track:
+    """An item and its versions in the step that runs: the one before it, each micro-batch's own, the one that is installed.
+
+    `ended`: micro-batches whose forwards are over; `begun`: those that began with another's version, or with none.
+    """
+
+    known: Known
+    base: Any
+    installed: Any
+    ended: set[int]
+    own: dict[int, Any] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+
+    @property
+    def item(self) -> Item:
+        return self.known.item
+
+    def version(self, micro_batch: int) -> Any:
+        """See [Note: versions]."""
+        if micro_batch in self.own:
+            return self.own[micro_batch]
+        self.begun.add(micro_batch)
+        before = [i for i in self.own if i < micro_batch and (not self.known.spread or i in self.ended)]
+        return self.own[max(before)] if before else self.base
+
+    def install(self, version: Any) -> None:
+        if version is not self.installed:
+            self.item.install(version)
+            self.installed = version
+
+
+class Learner(Protocol):
+    """The step that a call belongs to."""
+
+    tracks: list[Track]
+
+    def learn(self, regions: Iterable[int] | None) -> list[Track]:
+        """Find what has changed in these regions that nobody knew of; `tracks` have it afterwards."""
+        ...
+
+
+class BlockState:
+    """The state that a block's call began with, so that the recompute in the backward begins with it, too.
+
+    What the block reads of it that requires grad stands for itself by a twin while the block runs, as an argument does, and
+    what it writes that requires grad is an output like those that it returns.
+    """
+
+    def __init__(self, step: Learner, block: int, tracks: Sequence[Track], carriers: Sequence[Container]) -> None:
+        self._step = step
+        self._block = block
+        self._carriers = carriers
+        self._versions: list[tuple[Track, Any]] = [(track, track.item.capture()) for track in tracks]
+        self._carried: Pairs = tuple((container, container.read()) for container in carriers)
+
+    def _pairs(self) -> Pairs:
+        """All places and containers with their contents at the call."""
+        places = (pair for track, version in self._versions if isinstance(track.item, PlaceItem) for pair in version)
+        return _once((*places, *self._carried))
+
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors that require grad which the block can reach, each once."""
+        return list({id(tensor): tensor for _, tensor in tensors_of(self._pairs())}.values())
+
+    def lend(self, twins: dict[int, torch.Tensor]) -> None:
+        """Let twins stand for the tensors, while the block runs. `twins`: by the tensors' ids."""
+        for container, contents in self._pairs() if twins else ():
+            changed = {key: with_tensors(value, twins) for key, value in contents.items()}
+            if any(changed[key] is not contents[key] for key in contents):
+                container.write(changed)
+
+    def settle(self, twins: dict[int, torch.Tensor], originals: dict[int, torch.Tensor]) -> None:
+        """The block has run: twins give way to the tensors that they stood for (`originals`: by id)."""
+        known = {id(track) for track, _ in self._versions}
+        self._step.learn([self._block])
+        for track in self._step.tracks:  # new ones: they were at the call what they were before the step
+            if id(track) not in known and track.item.region in (OUTSIDE, self._block):
+                self._versions.append((track, track.base))
+        _replace(self._now(), {id(twin): originals[key] for key, twin in twins.items()})
+
+    def written(self, but: Collection[int] = ()) -> dict[tuple[int, ...], torch.Tensor]:
+        """The tensors that require grad, by position, `but` those with these ids."""
+        return {place: tensor for place, tensor in tensors_of(self._now()) if id(tensor) not in but}
+
+    def replace(self, leaves: dict[int, torch.Tensor]) -> None:
+        """Let leaves stand for what the block has written, from now on. `leaves`: by the ids of what was written."""
+        if leaves:
+            _replace(self._now(), leaves)
+
+    def tensors(self) -> set[int]:
+        """Keys of the storages whose elements are kept (`holders.key_of`)."""
+        items = (track.item for track, _ in self._versions)
+        return {key_of(item.tensor.untyped_storage()) for item in items if isinstance(item, TensorItem)}
+
+    def _now(self) -> Pairs:
+        places = [pair for track, _ in self._versions if isinstance(track.item, PlaceItem) for pair in track.item.capture()]
+        below = containers([container.owner for container in self._carriers]) if self._carriers else []
+        return _once((*places, *((container, container.read()) for container in below)))
+
+    @contextlib.contextmanager
+    def replayed(self, twins: dict[int, torch.Tensor]) -> Iterator[None]:
+        """Within the block everything is as at the call, with the twins in their places; afterwards as before."""
+        after = [(track, track.item.capture()) for track, _ in self._versions]
+        carried = self._now()
+        for track, version in self._versions:
+            track.item.install(version)
+        put_back(self._carried)
+        self.lend(twins)
+        try:
+            yield
+        finally:
+            for track, version in after:
+                track.item.install(version)
+            put_back(carried)
+
+
+def tensors_in_objects(values: Iterable[Any]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """The tensors that require grad in objects among the values, with their positions."""
+    objects = [value for value in values if not isinstance(value, torch.Tensor) and container_of(value) is not None]
+    return list(tensors_of((each, each.read()) for each in containers(objects))) if objects else []
+
+
+def replace_in_objects(values: Iterable[Any], leaves: dict[int, torch.Tensor]) -> None:
+    """Let leaves stand for tensors in objects among the values, by id."""
+    objects = [value for value in values if not isinstance(value, torch.Tensor) and container_of(value) is not None]
+    if objects:
+        _replace(tuple((each, each.read()) for each in containers(objects)), leaves)
+
+
+def _replace(pairs: Pairs, replaced: dict[int, torch.Tensor]) -> None:
+    for container, contents in pairs:
+        changed = {key: with_tensors(value, replaced) for key, value in contents.items()}
+        if any(changed[key] is not contents[key] for key in contents):
+            container.write(changed)
+
+
+def _once(pairs: Iterable[tuple[Container, Any]]) -> Pairs:
+    """Each container once, in the order in which they come."""
+    found: dict[Hashable, tuple[Container, Any]] = {}
+    for container, contents in pairs:
+        found.setdefault(owner_key(container), (container, contents))
+    return tuple(found.values())

@@ -1,0 +1,224 @@
+"""What can be changed of the Python objects that a value leads to, read and put back one container at a time.
+
+A `Container` is one object whose contents may change: a list, a dict, a set, a deque, an object with attributes. Its contents
+are shallow: references, by key. `containers` finds all of them below some values. Modules, parameters, functions, classes and
+the objects of torch, DeepSpeed and this package end the search: what they hold is no state of one forward.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import sys
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+MISSING: Final = object()  # in the place of a value that is not there
+MOST_CONTAINERS: Final = 20_000  # below one value; more are no state of a forward
+
+_ATOMS: Final = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, nn.Module, torch.dtype, torch.device)
+_ATOMS_TOO: Final = (torch.Tensor, torch.Generator, types.ModuleType, types.CodeType, types.BuiltinFunctionType, range, slice)
+_CALLED: Final = (types.FunctionType, types.MethodType, partial)
+_LIBRARIES: Final = frozenset({"torch", "deepspeed", "ds_vertical", "greenlet", "numpy", "accelerate", "tokenizers"})
+_ENDS: Final = _LIBRARIES | (frozenset(sys.stdlib_module_names) - {"collections", "types", "__main__"})
+
+Contents = Mapping[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Container:
+    """One object whose contents may change. `read`: key -> value, now; `write`: make the contents these."""
+
+    owner: Any
+    read: Callable[[], dict[Any, Any]]
+    write: Callable[[Contents], None]
+
+
+def owner_key(container: Container) -> Hashable:
+    """Tells a container's owner from others while it lives."""
+    return container.owner if isinstance(container.owner, tuple) else id(container.owner)
+
+
+def container_of(value: Any) -> Container | None:
+    """The container that a value is; None for one that cannot change, or that ends the search."""
+    if isinstance(value, _ATOMS) or isinstance(value, _ATOMS_TOO) or isinstance(value, _CALLED):
+        return None
+    if isinstance(value, list | collections.deque):
+        return Container(value, lambda: dict(enumerate(value)), lambda contents: _refill(value, contents.values()))
+    if isinstance(value, dict):
+        return Container(value, lambda: dict(value), lambda contents: _update(value, contents))
+    if isinstance(value, set):
+        return Container(value, lambda: {each: each for each in value}, lambda contents: _refill_set(value, contents))
+    if isinstance(value, tuple | frozenset):
+        return None
+    if _ends_the_search(type(value)):
+        return None
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        return Container(value, lambda: dict(attributes), lambda contents: _update(attributes, contents))
+    slots = [name for cls in type(value).__mro__ for name in _slots_of(cls)]
+    return Container(value, partial(_read_slots, value, slots), partial(_write_slots, value, slots)) if slots else None
+
+
+def _slots_of(cls: type) -> Sequence[str]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _read_slots(value: Any, slots: Sequence[str]) -> dict[Any, Any]:
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)}
+
+
+def _write_slots(value: Any, slots: Sequence[str], contents: Contents) -> None:
+    for name in slots:
+        if name in contents:
+            object.__setattr__(value, name, contents[name])
+        elif hasattr(value, name):
+            object.__delattr__(value, name)
+
+
+def _ends_the_search(cls: type) -> bool:
+    """Whether instances of a class are none of the user's: those of libraries, which keep what they keep."""
+    root = cls.__module__.partition(".")[0]
+    if issubclass(cls, collections.UserDict | collections.UserList):
+        return False
+    return root in _ENDS
+
+
+def _refill(value: Any, contents: Iterable[Any]) -> None:
+    kept = list(contents)
+    value.clear()
+    value.extend(kept)
+
+
+def _refill_set(value: set[Any], contents: Contents) -> None:
+    value.clear()
+    value.update(contents)
+
+
+def _update(value: dict[Any, Any], contents: Contents) -> None:
+    kept = dict(contents)
+    value.clear()
+    value.update(kept)
+
+
+def containers(values: Iterable[Any], most: int = MOST_CONTAINERS) -> list[Container]:
+    """Every container that the values are or lead to, each once, in an order that depends on the contents alone.
+
+    Raises TooMany where there are more than `most`.
+    """
+    found: list[Container] = []
+    seen: set[int] = set()
+    waiting = collections.deque(values)
+    while waiting:
+        value = waiting.popleft()
+        if isinstance(value, tuple | frozenset):
+            waiting.extend(value)
+            continue
+        container = container_of(value)
+        if container is None or id(value) in seen:
+            continue
+        seen.add(id(value))
+        found.append(container)
+        if len(found) > most:
+            raise TooMany
+        waiting.extend(container.read().values())
+    return found
+
+
+class TooMany(Exception):
+    """A value leads to more containers than a forward's state has."""
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are the same object, or numbers and strings that are equal."""
+    if one is other:
+        return True
+    return type(one) is type(other) and isinstance(one, int | float | complex | str | bytes) and one == other
+
+
+def same_contents(one: Contents, other: Contents) -> bool:
+    """Whether two contents have the same keys, in the same order, and the same values."""
+    if len(one) != len(other):
+        return False
+    pairs = zip(one.items(), other.items(), strict=True)
+    return all((a is c or (not isinstance(a, torch.Tensor) and a == c)) and same_value(b, d) for (a, b), (c, d) in pairs)
+
+
+def tensors_in(value: Any) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """The tensors that a value is or that lie in its tuples, with their places in these."""
+    if isinstance(value, torch.Tensor):
+        yield (), value
+    elif isinstance(value, tuple):
+        for index, member in enumerate(value):
+            for place, tensor in tensors_in(member):
+                yield (index, *place), tensor
+
+
+def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
+    """The value with tensors replaced, by id, in its tuples too; the same object where none of them is."""
+    if isinstance(value, torch.Tensor):
+        return replaced.get(id(value), value)
+    if isinstance(value, tuple):
+        members = [with_tensors(member, replaced) for member in value]
+        if all(new is old for new, old in zip(members, value, strict=True)):
+            return value
+        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    return value
+
+
+# ---- functions: what their code can reach
+
+
+def is_foreign(function: Any) -> bool:
+    """Whether a function is a library's, whose globals are no state of a user's forward."""
+    home = getattr(function, "__module__", None) or "builtins"
+    return home.partition(".")[0] in _ENDS | {"transformers", "builtins"}
+
+
+def called(value: Any) -> Iterator[types.FunctionType]:
+    """The Python functions behind something that is called, unwrapped."""
+    while True:
+        if isinstance(value, partial):
+            value = value.func
+        elif isinstance(value, types.MethodType):
+            value = value.__func__
+        else:
+            break
+    if isinstance(value, types.FunctionType):
+        yield value
+        inner = getattr(value, "__wrapped__", None)
+        if inner is not None and inner is not value:
+            yield from called(inner)
+
+
+def bound(value: Any) -> Iterator[Any]:
+    """The objects that something which is called carries with it: arguments of a partial, the instance of a method."""
+    while True:
+        if isinstance(value, partial):
+            yield from value.args
+            yield from value.keywords.values()
+            value = value.func
+        elif isinstance(value, types.MethodType):
+            yield value.__self__
+            value = value.__func__
+        else:
+            break
+    if not isinstance(value, types.FunctionType):
+        yield value
+    else:
+        yield from value.__defaults__ or ()
+
+
+def names_used(code: types.CodeType) -> Iterator[str]:
+    """The global names that a function's code uses, with those of the functions written in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_used(constant)
