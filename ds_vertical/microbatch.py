@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ds_vertical.buffers import buffers_kept
 from ds_vertical.layers import LayerError, LayerMap, Unit
-from ds_vertical.segments import Segments, Taken
+from ds_vertical.segments import Segments, Taken, take_as_it_comes
 from ds_vertical.stubs import Coroutine, Stubs
 from ds_vertical.threadstate import ThreadState, applied, inference_guard
 
@@ -346,11 +346,13 @@ class MicroBatch:
             waiting = self._segments.take(value)
             if waiting is not None:  # sums of later blocks start this block's sums: see [Note: segments]
                 pairs.append((twins[key], waiting))
+        nodes = [take_as_it_comes(twins[key]) for key in received]  # held as long as backward runs
         torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
         for key, value in received.items():
             grad = twins[key].grad
             if grad is not None:
                 self._segments.wait(value, grad)
+        del nodes
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
