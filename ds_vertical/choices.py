@@ -6,6 +6,7 @@ nothing else. Gradients wait in host memory, which is faster than any SSD, as fa
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -70,7 +71,8 @@ def choose_timing(
         return resolved
     chosen, ranks_here = None, ranks.ranks_on_this_host()
     if report is not None and ranks.rank() == 0:
-        chosen = _chosen(section, resolved, forecast, model, report, room, ranks_here)
+        with contextlib.suppress(CostsError):  # of an older version, or nothing that this model can be planned by: the rules
+            chosen = _chosen(section, resolved, forecast, model, report, room, ranks_here)
     planned = ranks.all_gathered(chosen)[0]
     if planned is None:
         return resolved
@@ -89,11 +91,8 @@ def _chosen(
     room: Room,
     ranks_here: int,
 ) -> tuple[int, float | None, str] | None:
-    """(prefetch_layers, optimizer_delay, why) for the JSON's nulls; None where the report cannot tell."""
-    try:
-        profile = Profile.from_dict("this machine", report)
-    except CostsError:
-        return None  # of an older version; measuring again mends it
+    """(prefetch_layers, optimizer_delay, why) for the JSON's nulls; None where the report cannot tell. Raises CostsError."""
+    profile = Profile.from_dict("this machine", report)
     seconds = _estimate(forecast.shape, profile, resolved.blocks_per_layer, _tokens(model, forecast.micro_batch_size))
     if seconds is None:
         return None
@@ -124,7 +123,9 @@ def _tokens(model: nn.Module, micro_batch_size: int) -> int:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None)
-    return micro_batch_size * min(_MOST_TOKENS, positions if isinstance(positions, int) else _MOST_TOKENS)
+    if not (isinstance(positions, int) and positions > 0):  # XLNet's is -1: no limit
+        return micro_batch_size * _MOST_TOKENS
+    return micro_batch_size * min(_MOST_TOKENS, positions)
 
 
 def _estimate(shape: ModelShape, profile: Profile, blocks_per_layer: int, tokens: int) -> Seconds | None:

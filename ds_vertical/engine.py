@@ -17,6 +17,7 @@ from ds_vertical import compat, compat_pools, compat_state, headroom, hostmemory
 from ds_vertical.batches import LossFn, form_of
 from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
 from ds_vertical.choices import choose_gradient_tier, choose_timing
+from ds_vertical.compiled import refuse_compiled_around, refuse_engine_compile
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, resolve
 from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
@@ -133,6 +134,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
         check_optimizer(kwargs["optimizer"])
     check_trainable(model)
     layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
+    refuse_compiled_around(model, layers.blocks)
     refuse_foreign_model(model, config)
     refuse_late_fp32(model, config)
     if isinstance(kwargs["model_parameters"], Iterator):
@@ -277,6 +279,9 @@ class VerticalEngine(SavingEngine):
 
     def step(self, lr_kwargs: Any = None) -> NoReturn:  # override
         raise RuntimeError(_CALL_TRAIN_BATCH.format(name="step"))
+
+    def compile(self, *_: Any, **__: Any) -> NoReturn:  # override
+        refuse_engine_compile()
 
     def conclude_step(self, num_micro_batches: int) -> None:
         """What stock's `step` does at the boundary: optimizer, scheduler, counters, monitor, printing."""

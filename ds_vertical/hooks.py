@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
 from ds_vertical import native
+from ds_vertical.compiled import any_compiled, graph_break, refuse_compiled_around
 from ds_vertical.holders import note_alias
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -39,16 +40,16 @@ def load_joint() -> Callable[[torch.Tensor], torch.Tensor]:
     return joint
 
 
-def _joint_hook(noted: bool) -> Callable[..., Any]:
+def _joint_hook(noted: bool, breaks: bool) -> Callable[..., Any]:
     """What stands where one of stock's backward hooks stood: see [Note: joints]. `noted`: its tensor is known as one over the
-    memory of the tensor before it."""
+    memory of the tensor before it. `breaks`: no compiler looks into it."""
     joint = load_joint()
     apart = (lambda tensor: note_alias(joint(tensor))) if noted else joint
 
     def hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
         return apply_to_tensors_only(apart, output[0] if output else inputs)
 
-    return hook
+    return torch.compiler.disable(hook) if breaks else hook
 
 
 @contextlib.contextmanager
@@ -58,13 +59,19 @@ def suspended_hooks(engine: Any, *, joints: bool = False, noted: bool = False) -
     [Note: joints] To hear of the backward pass, stock puts an identity node at every module's positional inputs and at its
     outputs. That decides the order in which autograd adds the gradients of a tensor used more than once, hence the last
     bits (RMSNorm uses its input twice, its caller once more). `joints` keeps such nodes: gradients come out with stock's bits.
-    `noted`: what they make is told to `holders`.
+    `noted`: what they make is told to `holders`. Where modules are compiled hooks that do nothing stay, see
+    [Note: compiled blocks].
     """
     offload = engine.optimizer.parameter_offload
     handles: list[Any] = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
     handles += [engine.module_forward_pre_hook, engine.module_forward_post_hook]
-    kept_as_joints = {handle.id for handle in list[Any](offload.backward_hooks)} if joints else set()
-    hook = _joint_hook(noted)
+    breaks = any_compiled(engine.module)
+    in_place: dict[int, Callable[..., Any]] = {}
+    if breaks:
+        refuse_compiled_around(engine.module, engine.layers.blocks)
+        in_place |= {handle.id: graph_break for handle in list[Any]([*offload.forward_hooks, *offload.backward_hooks])}
+    if joints:
+        in_place |= dict.fromkeys((handle.id for handle in list[Any](offload.backward_hooks)), _joint_hook(noted, breaks))
     ids: dict[int, set[int]] = {}
     hooks: dict[int, Any] = {}
     for handle in handles:
@@ -75,8 +82,8 @@ def suspended_hooks(engine: Any, *, joints: bool = False, noted: bool = False) -
     kept = {key: list(owner.items()) for key, owner in hooks.items()}
     for key, owner in hooks.items():
         for hook_id in ids[key]:
-            if hook_id in kept_as_joints:
-                owner[hook_id] = hook
+            if hook_id in in_place:
+                owner[hook_id] = in_place[hook_id]
             else:
                 owner.pop(hook_id, None)
     try:

@@ -41,7 +41,7 @@ from ds_vertical.blockstate import BlockState
 from ds_vertical.forwardstate import HORIZONTAL, SMALL_NUMEL, StateMissed, StepState
 from ds_vertical.layers import LayerError, LayerMap, Unit
 from ds_vertical.reachable import container_of
-from ds_vertical.segments import Segments, Taken
+from ds_vertical.segments import Segments, Taken, take_as_it_comes
 from ds_vertical.stubs import Coroutine, Stubs
 from ds_vertical.threadstate import ThreadState, applied, inference_guard
 
@@ -394,8 +394,10 @@ class MicroBatch:
             waiting = self._segments.take(value)
             if waiting is not None:  # sums of later blocks start this block's sums: see [Note: segments]
                 pairs.append((twins[key], waiting))
+        nodes = [take_as_it_comes(twins[key]) for key in received]  # held as long as backward runs
         torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
         for key, value in received.items():
             grad = twins[key].grad
             if grad is not None:
                 self._segments.wait(value, grad)
+        del nodes

@@ -9,6 +9,7 @@ added one by one in the order in which stock's whole graph adds them: the same b
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Segments:
         self._starts.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                self._output_of[get_gradient_edge(leaf).node] = len(self._starts) - 1
+                self._output_of[take_as_it_comes(leaf)] = len(self._starts) - 1
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The gradient that waits for `tensor`, which waits no longer."""
@@ -156,6 +157,25 @@ class Segments:
             if grad is not None:
                 variable: torch.Tensor = leaf.variable  # type: ignore[attr-defined]
                 variable.grad = grad if variable.grad is None else variable.grad + grad
+
+
+def take_as_it_comes(leaf: torch.Tensor) -> Node:
+    """Let a leaf's gradient have the layout that it comes in, as it has in stock, whose graph goes on there; autograd would lay
+    it out as the leaf is, and reductions round by the layout. Returns the node to which that is said: it has to be held until
+    a graph has it.
+    """
+    node = get_gradient_edge(leaf).node
+    reference = weakref.ref(leaf)  # nobody's hold on its memory: see `holders`
+
+    def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
+        (grad,), target = grads, reference()
+        if grad is None or target is None:
+            return None
+        target.grad = grad if target.grad is None else target.grad + grad
+        return (None,)
+
+    node.register_prehook(take)  # type: ignore[attr-defined]
+    return node
 
 
 def _is_leaf(node: Node) -> bool:

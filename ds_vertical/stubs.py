@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from greenlet import getcurrent, greenlet
 
+from ds_vertical.compiled import raw_forward
 from ds_vertical.layers import Block
 
 
@@ -25,20 +27,26 @@ class Coroutine(greenlet):
 class Stubs:
     """While active, every block's `forward` hands its call to the coroutine that makes it.
 
-    Outside a coroutine (a recompute runs the raw forward itself) a block's forward is its own.
+    Outside a coroutine (a recompute runs the raw forward itself) a block's forward is its own. What compiles a block's call
+    is off meanwhile, and around its raw forward: see [Note: compiled blocks].
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
-        self.raw: list[Callable[..., Any]] = [block.module.forward for block in blocks]
+        self.raw: list[Callable[..., Any]] = [raw_forward(block.module) for block in blocks]
         self._kept = [block.module.__dict__.get("forward") for block in blocks]
+        self._compiled = {index: call for index, b in enumerate(blocks) if (call := b.module._compiled_call_impl) is not None}
 
     def __enter__(self) -> Stubs:
         for index, block in enumerate(self.blocks):
             object.__setattr__(block.module, "forward", self._stub(index))
+        for index in self._compiled:
+            object.__setattr__(self.blocks[index].module, "_compiled_call_impl", None)
         return self
 
     def __exit__(self, *_: object) -> None:
+        for index, call in self._compiled.items():
+            object.__setattr__(self.blocks[index].module, "_compiled_call_impl", call)
         for block, kept in zip(self.blocks, self._kept, strict=True):
             if kept is None:
                 block.module.__dict__.pop("forward", None)
@@ -48,6 +56,7 @@ class Stubs:
     def _stub(self, index: int) -> Callable[..., Any]:
         raw = self.raw[index]
 
+        @torch.compiler.disable  # where the user's own compiled function calls a block, its graph ends here
         def forward(*args: Any, **kwargs: Any) -> Any:
             current = getcurrent()
             if isinstance(current, Coroutine):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,20 @@ def test_a_report_that_cannot_tell_leaves_the_rules(tmp_path: Path, measured: An
     measured(found)
     with running(config(tmp_path), model, vertical=True) as (engine, _):
         assert engine.vertical.prefetch_layers == 1 and "planned" not in engine.vertical.reasons["prefetch_layers"]
+
+
+class NoLimit(MixerModel):
+    """Its configuration gives -1 for sequences of any length, as XLNet's does."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 512)
+        self.config = SimpleNamespace(max_position_embeddings=-1)
+
+
+def test_a_model_without_a_longest_sequence_is_planned_for(tmp_path: Path, measured: Any) -> None:
+    measured(report())
+    with running(config(tmp_path), NoLimit, vertical=True) as (engine, _):
+        assert "which nothing beats" in engine.vertical.reasons["prefetch_layers"]
 
 
 def test_a_window_that_does_not_fit_is_not_chosen(tmp_path: Path, measured: Any) -> None:
