@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +131,20 @@ def test_set_aside_that_fails_half_way_puts_every_file_back(
 CONTENT = b"0123456789"
 
 
+def numbers() -> dict[str, Any]:
+    """What a run is besides its tensors, as c81cdc9 wrote it."""
+    group = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0, "bias_correction": True, "amsgrad": False}
+    return {
+        "counters": {"global_steps": 7, "global_samples": 14, "micro_steps": 14, "skipped_steps": 0},
+        "loss_scaler": {},
+        "adam_w_mode": True,
+        "groups": [group],
+        "powers": {"step": 7, "beta1": 0.9, "beta2": 0.999, "anchor": 1},
+        "has_scheduler": False,
+        "stream_seed": 7,
+    }
+
+
 def write_checkpoint(folder: Path, tag: str, rank_count: int = 1) -> RankManifest:
     """A small checkpoint; rank 0's manifest."""
     found, first = [], None
@@ -138,9 +153,9 @@ def write_checkpoint(folder: Path, tag: str, rank_count: int = 1) -> RankManifes
         place.mkdir(parents=True)
         (place / "chunk.bin").write_bytes(CONTENT)
         saved = SavedFile(len(CONTENT), tuple(read_pieces(place / "chunk.bin", 2, 8)))
-        places = {"master": (Range("chunk.bin", 2, 4), Range("chunk.bin", 6, 2)), "weight": ()}
-        tensors = {"w": SavedTensor((3, 2), "bfloat16", 6, 0, 7, places)}
-        made = RankManifest(rank, rank_count, {"chunk.bin": saved}, tensors, {"a.b": 0.1}, {"groups": [{"lr": 1e-3}]})
+        places = {"weight": (Range("chunk.bin", 2, 4), Range("chunk.bin", 6, 2))}
+        tensors = {"w": SavedTensor((3, 1), "bfloat16", 3, None, 0, places)}
+        made = RankManifest(rank, rank_count, {"chunk.bin": saved}, tensors, {"a.b": 0.1}, numbers())
         data = made.to_json()
         (place / manifest.NAME).write_bytes(data)
         found.append((len(data), checksum(data)))
