@@ -13,6 +13,7 @@ from typing import Any
 
 from ds_vertical import trees
 from ds_vertical.mounts import mount_of, read_mounts
+from ds_vertical.regular import open_regular
 from ds_vertical.remedies import remedy
 from ds_vertical.storage import NUM_SHOWN, StorageError, claimed_at, fail
 
@@ -70,7 +71,7 @@ def _first_hole(path: Path, size_bytes: int, mounts: str) -> int:
     such place, and on file systems that keep written zeros as holes (zfs) or may."""
     if not size_bytes or mount_of(path, mounts).kind not in _HOLES_ARE_UNWRITTEN:
         return size_bytes
-    with naming(path, "read"), path.open("rb", buffering=0) as file:
+    with naming(path, "read"), os.fdopen(open_regular(path), "rb", buffering=0) as file:
         return os.lseek(file.fileno(), 0, os.SEEK_HOLE)
 
 

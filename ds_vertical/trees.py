@@ -65,7 +65,7 @@ def remove_named(fd: int, name: str, dir_fd: int) -> None:
 
 def _remove_folder(name: str, dir_fd: int, shown: Path, depth: int) -> list[Failure]:
     with opened(name, dir_fd) as fd:
-        if _mount(fd) != _mount(dir_fd):
+        if mount(fd) != mount(dir_fd):
             raise OSError(errno.EBUSY, "something is mounted there, which is left")
         if depth > _DEEPEST:
             raise OSError(errno.ELOOP, "the folders in it are nested too deeply")
@@ -75,7 +75,7 @@ def _remove_folder(name: str, dir_fd: int, shown: Path, depth: int) -> list[Fail
         return failures
 
 
-def _mount(fd: int) -> tuple[int, str]:
+def mount(fd: int) -> tuple[int, str]:
     """What tells a mounted folder from the one that it is mounted in; a folder mounted a second time has the same device."""
     lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
     return os.fstat(fd).st_dev, next((line for line in lines if line.startswith("mnt_id:")), "")
@@ -88,7 +88,7 @@ def make_private(fd: int) -> Iterator[Failure]:
             if not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
                 continue
             with opened(name, fd) as inner:
-                if _mount(inner) != _mount(fd):
+                if mount(inner) != mount(fd):
                     continue
                 if os.fstat(inner).st_mode & 0o077:
                     os.fchmod(inner, 0o700)

@@ -779,8 +779,8 @@ MUTATIONS = (
     Mutation(
         "placed-file-not-synced",
         "tagfolder.py",
-        "        os.fsync(fd)\n        yield",
-        "        yield",
+        "            file.flush()\n            os.fsync(fd)\n",
+        "            file.flush()\n",
         f"{_DURABLE}[nvme-False]",
     ),
     # ways out of checkpoints
