@@ -22,6 +22,7 @@ from ds_vertical import compat, compat_state, files, manifest, ranks, runstate
 from ds_vertical.checksums import LARGEST_READ, Piece, checksum
 from ds_vertical.generations import FP32_BYTES, KINDS
 from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile, SavedTensor
+from ds_vertical.regular import open_regular
 from ds_vertical.remedies import remedy
 from ds_vertical.storage import StorageError, fail, owned
 from ds_vertical.tagfolder import TagFolder, check_tag, sync_file, sync_folder, write_synced
@@ -55,7 +56,7 @@ def save(
     Raises CheckpointError (tag, client state), StorageError or OSError (files), OtherRankError, TornStateError.
     """
     with ranks.agreed("save_checkpoint"):
-        check_tag(tag)
+        check_tag(tag, save_dir)
         _check_loadable("client_state", client_state)
     with ranks.agreed("save_checkpoint"):
         engine.optimizer.flush()
@@ -140,6 +141,7 @@ class RankSave:
         self._describe()
         try:
             self._folder.mkdir(mode=0o700)
+            os.chmod(self._folder, 0o700)  # whatever the umask takes away
             self._check_room()
             saved = self._write_memory(client_state)
             reach("memory written")
@@ -307,6 +309,7 @@ def _write_pieces(path: Path, buffers: Iterable[memoryview]) -> SavedFile:
     with files.naming(path, "write"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb", buffering=0) as file:
+            os.fchmod(fd, 0o600)
             for data in buffers:
                 for start in range(0, len(data), LARGEST_READ):
                     piece = data[start : start + LARGEST_READ]
@@ -346,9 +349,10 @@ def _copy(path: Path, target: Path, wanted: list[tuple[int, int]]) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with contextlib.ExitStack() as stack:
         with files.naming(path, "open"):
-            source = stack.enter_context(path.open("rb", buffering=0)).fileno()
+            source = stack.enter_context(os.fdopen(open_regular(path), "rb", buffering=0)).fileno()
         with files.naming(target, "write"):
             fd = stack.enter_context(os.fdopen(os.open(target, flags, 0o600), "wb", buffering=0)).fileno()
+            os.fchmod(fd, 0o600)
             os.truncate(fd, path.stat().st_size)
         for start, data in _pieces_of(source, path, wanted):
             with files.naming(target, "write"):

@@ -13,6 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
+from ds_vertical.regular import open_regular
+
 ALGORITHM: Final = "xxh3_64"
 LARGEST_READ: Final = 1 << 23
 
@@ -152,21 +154,19 @@ class Checksums:
 def read_pieces(path: Path, start: int, end: int) -> list[Piece]:
     """Checksums of bytes [start, end) of a file, read in pieces. Raises OSError, EOFError where the file is shorter."""
     found = []
-    with path.open("rb", buffering=0) as file:
+    fd = open_regular(path)
+    try:
         while start < end:
             num_bytes = min(LARGEST_READ, end - start)
-            found.append(Piece(start, num_bytes, _checksum(file.fileno(), path, start, num_bytes)))
+            found.append(Piece(start, num_bytes, checksum_of(fd, path, start, num_bytes)))
             start += num_bytes
+    finally:
+        os.close(fd)
     return found
 
 
-def is_whole(path: Path, piece: Piece) -> bool:
-    """Whether a piece of a file still has its checksum. Raises OSError, EOFError where the file is shorter."""
-    with path.open("rb", buffering=0) as file:
-        return _checksum(file.fileno(), path, piece.offset, piece.num_bytes) == piece.checksum
-
-
-def _checksum(fd: int, path: Path, start: int, num_bytes: int) -> int:
+def checksum_of(fd: int, path: Path, start: int, num_bytes: int) -> int:
+    """Of bytes of an open file. Raises OSError, EOFError where the file is shorter."""
     state, left = xxhash.xxh3_64(), num_bytes
     while left:
         data = os.pread(fd, min(left, LARGEST_READ), start)

@@ -7,11 +7,11 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ds_vertical import storage
+from ds_vertical import locks, storage
 from ds_vertical.files import disk_bytes
 from ds_vertical.finding import Case, gib
 from ds_vertical.tenants import Tenant, examine, remove, tenants
@@ -23,8 +23,8 @@ _EPILOG: Final = """examples:
   ds-vertical clean --path /mnt/nvme --remove 20260131-235959-node7-1f2e3d4c
 
 A run's folder is live while one of its owners is, and stale once all are known to be gone. It is unknown where that cannot
-be told here: its owners are, or were, on another host, or no lock names them. An unknown one is removed only by its name, a
-live one never.
+be told here: its owners are, or were, on another host. An unknown one is removed only by its name, a live one never. A folder
+in which no lock says that a run made it under its name is never removed, whatever it is called.
 
 Exit status: 0; 1 where something that was to be removed could not be; 2 for bad usage."""
 
@@ -104,7 +104,7 @@ def _roots(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tupl
         parser.error(f"--path {options.path}: no such folder; write the nvme_path of the runs")
     roots = tuple(path.resolve() for path in Case(options.config, options.path).nvme_paths)
     for root in roots:
-        if storage.lock_files(root):
+        if (above := locks.owner_above(root)) is not None and above[0] == root:
             parser.error(f"{root}: the folder of a run; name the one above it: --path {root.parent}")
     return tuple(dict.fromkeys(roots))
 
@@ -141,8 +141,8 @@ def _owner(tenant: Tenant) -> str:
     """Whose the folder is, and how that is known, in words."""
     if tenant.fault:
         return f"a run {tenant.fault}"
-    if not tenant.owners:
-        return "no lock says whose it is"
+    if not tenant.is_ours:
+        return "no lock in it says that a run made it under this name"
     first = str(tenant.owners[0] or "a process that did not write its name")
     others = f" and {len(tenant.owners) - 1} more" if len(tenant.owners) > 1 else ""
     if tenant.state == "live":
@@ -152,12 +152,14 @@ def _owner(tenant: Tenant) -> str:
 
 def _lines(entry: Entry) -> Iterator[str]:
     yield f"  {entry.word:8}{gib(entry.num_bytes):>10}  {entry.name}  {_owner(entry.tenant)}"
-    if entry.result == "kept":
+    folder = entry.tenant.folder
+    if not entry.tenant.is_ours:
+        yield f"{'':22}-> never removed here: rm -r {folder}  # once you know what it is"
+    elif entry.result == "kept":
         yield f"{'':22}-> not removed: end the run first"
     elif entry.error:
         yield from (f"{'':22}-> {line}" for line in entry.error.splitlines())
     elif entry.word == "unknown" and not entry.tenant.fault:
-        folder = entry.tenant.folder
         yield f"{'':22}-> ds-vertical clean --path {folder.parent} --remove {folder.name}  # once you know that it is over"
 
 
@@ -176,7 +178,7 @@ def _described(entry: Entry) -> dict[str, Any]:
     """JSON form; `since`: when the first of its owners took its lock."""
     tenant = entry.tenant
     owners = [
-        {"state": state, **(asdict(owner) if owner else {})}
+        {"state": state, **(locks.plain_entry(owner) if owner else {})}
         for state, group in (("live", tenant.live), ("unknown", tenant.elsewhere), ("gone", tenant.gone))
         for owner in group
     ]

@@ -301,8 +301,11 @@ def write_stock_files(
 
 
 def place_stock_scripts(engine: Any, folder: Path) -> None:
-    """Copy DeepSpeed's scripts that convert its checkpoints into a folder of such."""
+    """Copy DeepSpeed's scripts that convert its checkpoints into a folder of such; to be changed by others under no umask."""
     engine._copy_recovery_script(str(folder))
+    for script in (folder / "zero_to_fp32.py", folder / "zero_to_torch.py"):
+        if script.is_file():
+            script.chmod(script.stat().st_mode & 0o755)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ds_vertical import compat, compat_pools, compat_state, headroom, hostmemory, limits_cache, ranks, storage
+from ds_vertical import compat, compat_pools, compat_state, headroom, hostmemory, limits_cache, ranks, storage, surroundings
 from ds_vertical.batches import LossFn, form_of
 from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
 from ds_vertical.choices import choose_gradient_tier, choose_timing
@@ -22,7 +22,7 @@ from ds_vertical.config import ConfigError, Resolved, explain, load_section, res
 from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
 from ds_vertical.files import check_length, make_private
-from ds_vertical.foreign import refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
+from ds_vertical.foreign import nvme_paths, refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
 from ds_vertical.forwardstate import ForwardState, StateMissed
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import load_joint, suspended_hooks
@@ -59,6 +59,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     Raises ConfigError (the JSON path, the value, what to write) and StorageError (the folder is in use).
     """
     raw = read_config(config)
+    surroundings.check(nvme_paths(raw))
     section = load_section(raw)
     if section is not None:
         check(raw, section)
@@ -99,6 +100,7 @@ def initialize(
     kwargs |= dict(training_data=training_data, lr_scheduler=lr_scheduler)
     args, given = _single_config(args, kwargs.pop("config"), kwargs.pop("config_params"))
     raw = read_config(given)
+    surroundings.check(nvme_paths(raw))
     section = load_section(raw)
     resolved = resolve(section, torch.initial_seed()) if section is not None else None
     if resolved is None or not resolved.enabled:

@@ -11,9 +11,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_vertical import trees
 from ds_vertical.mounts import mount_of, read_mounts
+from ds_vertical.regular import open_regular
 from ds_vertical.remedies import remedy
-from ds_vertical.storage import NUM_SHOWN, StorageError, fail
+from ds_vertical.storage import NUM_SHOWN, StorageError, claimed_at, fail
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ def _first_hole(path: Path, size_bytes: int, mounts: str) -> int:
     such place, and on file systems that keep written zeros as holes (zfs) or may."""
     if not size_bytes or mount_of(path, mounts).kind not in _HOLES_ARE_UNWRITTEN:
         return size_bytes
-    with naming(path, "read"), path.open("rb", buffering=0) as file:
+    with naming(path, "read"), os.fdopen(open_regular(path), "rb", buffering=0) as file:
         return os.lseek(file.fileno(), 0, os.SEEK_HOLE)
 
 
@@ -120,7 +122,7 @@ def set_aside(pairs: Mapping[Path, Path], vacated: Collection[Path] = ()) -> Non
             os.link(path, aside)
             made[path] = aside
         for path in pairs:
-            path.unlink() if path in vacated else os.replace(fresh[path], path)
+            _unlink(path) if path in vacated else os.replace(fresh[path], path)
     except BaseException as error:
         _put_back(made)
         remove(fresh.values())
@@ -151,23 +153,39 @@ def disk_bytes(folder: Path) -> int:
 
 def make_private(folder: Path) -> None:
     """Give every folder below a run's mode 0700: DeepSpeed makes its own as the umask says. Its files it makes 0600."""
-    for root, names, _ in os.walk(folder):
-        for path in (os.path.join(root, name) for name in names):
-            try:
-                mode = os.lstat(path).st_mode
-                if stat.S_ISDIR(mode) and mode & 0o077:
-                    os.chmod(path, 0o700)
-            except OSError as error:
-                logger.warning("%s: set mode 0700: %s", path, error.strerror)
+    try:
+        with _inside(folder) as fd:
+            for path, error in trees.make_private(fd):
+                logger.warning("%s: set mode 0700: %s", folder / path, error.strerror)
+    except OSError as error:
+        logger.warning("%s: set mode 0700: %s", folder, error.strerror)
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[int]:
+    """A folder's descriptor; in one that this process has claimed it is opened from that, wherever its path leads by now."""
+    run = next((run for parent in (folder, *folder.parents) if (run := claimed_at(parent)) is not None), None)
+    fd = os.open(folder, trees.FOLDER) if run is None else run.inside(folder)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def remove(paths: Iterable[Path]) -> None:
     """Delete files that are there. Raises StorageError for one that cannot be."""
     for path in paths:
         try:
-            path.unlink(missing_ok=True)
+            _unlink(path)
+        except FileNotFoundError:
+            continue
         except OSError as error:
             raise fail(path, "delete", error, "delete it by hand") from error
+
+
+def _unlink(path: Path) -> None:
+    with _inside(path.parent) as fd:
+        os.unlink(path.name, dir_fd=fd)
 
 
 def _existing(path: Path) -> Path:
@@ -207,6 +225,8 @@ def _make_parents(folder: Path, undo: contextlib.ExitStack) -> None:
     for parent in reversed(missing):
         try:
             parent.mkdir(mode=0o700)
+            with trees.opened(parent) as fd:
+                os.fchmod(fd, 0o700)  # whatever the umask takes away
         except FileExistsError:
             continue  # another rank was first
         except OSError as error:
@@ -220,6 +240,7 @@ def _allocate(path: Path, size_bytes: int, undo: contextlib.ExitStack) -> None:
         try:
             fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
             undo.callback(_undo, os.unlink, path)
+            os.fchmod(fd, 0o600)
         except FileExistsError:
             fd = os.open(path, flags)
             undo.callback(_undo, os.truncate, path, os.fstat(fd).st_size)

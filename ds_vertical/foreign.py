@@ -25,6 +25,11 @@ def run_folder(config: dict[str, Any]) -> Path | None:
     return next((Path(section["nvme_path"]) for section in _offload_sections(config)), None)
 
 
+def nvme_paths(config: dict[str, Any]) -> list[str]:
+    """Those in use."""
+    return [section["nvme_path"] for section in _offload_sections(config)]
+
+
 def unclaimed_paths(config: dict[str, Any]) -> list[str]:
     """The nvme_paths in use that `prepare` has not replaced by this run's folder."""
     return [s["nvme_path"] for s in _offload_sections(config) if storage.owned(s["nvme_path"]) is None]

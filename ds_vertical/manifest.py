@@ -6,18 +6,23 @@ folder's manifest, written last, names the ranks' manifests. Imports neither tor
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_vertical.checksums import ALGORITHM, Piece, checksum, is_whole
+from ds_vertical.checksums import ALGORITHM, Piece, checksum, checksum_of
+from ds_vertical.manifest_schema import FORMAT, NAME, folder_faults, rank_faults
+from ds_vertical.regular import is_plain_name, open_regular, parse_json, read_regular
 
-FORMAT = 1
-NAME = "ds_vertical.json"  # of the folder's manifest, and of each rank's
 LATEST = "latest"
 NUM_SHOWN = 5
+_MOST_BYTES = 1 << 26  # of the folder's manifest, which names each rank's with its size
+_MOST_RANK_BYTES = 1 << 31
+_MOST_LATEST_BYTES = 1 << 12
 
 
 class CheckpointError(RuntimeError):
@@ -113,10 +118,10 @@ def folder_manifest(tag: str, ranks: Sequence[tuple[int, int]]) -> bytes:
 def read_folder(tag_folder: Path) -> dict[str, Any]:
     """The folder's manifest. Raises CheckpointError: no such folder, one of stock DeepSpeed, another format."""
     path = tag_folder / NAME
-    if not tag_folder.is_dir():
+    if not is_plain_name(tag_folder.name) or not tag_folder.is_dir():
         there = ", ".join(complete_tags(tag_folder.parent)) or "none"
         raise CheckpointError(f"{tag_folder}: there is no such checkpoint; complete ones in {tag_folder.parent}: {there}")
-    if not path.is_file():
+    if not os.path.lexists(path):
         stock = next((file.name for pattern in ("*_states.pt", "zero") for file in tag_folder.glob(pattern)), None)
         if stock is not None:
             raise CheckpointError(
@@ -125,42 +130,99 @@ def read_folder(tag_folder: Path) -> dict[str, Any]:
                 " with stock, save the weights with save_16bit_model and start from those"
             )
         raise CheckpointError(f"{tag_folder}: no {NAME} in it: no checkpoint, or not a complete one; name another tag")
-    found = _object(path)
+    data = _read(path, _MOST_BYTES)
+    found = _parsed(path, data)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: not a manifest")
     if found.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {found.get('format')!r}; this version reads format {FORMAT}")
+    _raise_for(path, folder_faults(data))
     return found
 
 
 def read_rank(tag_folder: Path, rank: int) -> RankManifest:
-    """A rank's manifest, checked against the folder's. Raises CheckpointError."""
-    ranks = read_folder(tag_folder).get("ranks", {})
+    """A rank's manifest, checked against the folder's and by the schema, whole. Raises CheckpointError."""
+    folder = read_folder(tag_folder)
+    described = folder["ranks"].get(str(rank))
     path = rank_folder(tag_folder, rank) / NAME
-    if str(rank) not in ranks:
-        raise CheckpointError(f"{tag_folder}: saved by {len(ranks)} rank(s); rank {rank} was none of them")
+    if described is None:
+        raise CheckpointError(f"{tag_folder}: saved by {folder['world_size']} rank(s); rank {rank} was none of them")
+    data = _read(path, _MOST_RANK_BYTES)
+    if described != {"num_bytes": len(data), "checksum": checksum(data)}:
+        raise CheckpointError(f"{path}: not as it was saved (size or checksum differ)")
+    _parsed(path, data)
+    _raise_for(path, rank_faults(data, rank, folder["world_size"]))
+    return RankManifest.from_json(data)
+
+
+def read_latest(folder: Path) -> str | None:
+    """The tag that `latest` in a folder names; None where there is no such file. Raises CheckpointError."""
+    path = folder / LATEST
     try:
-        data = path.read_bytes()
-        if ranks[str(rank)] != {"num_bytes": len(data), "checksum": checksum(data)}:
-            raise CheckpointError(f"{path}: not as it was saved (size or checksum differ)")
-        return RankManifest.from_json(data)
+        tag = read_regular(path, _MOST_LATEST_BYTES).decode().strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: read: {error.strerror}; name a tag to load, or write one into it") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not a tag ({error}); name a tag to load, or write one into it") from error
+    if not is_plain_name(tag):
+        raise CheckpointError(
+            f"{path}: names {_short(tag)}, which is no folder beside it; name a tag to load, or write one into it"
+        )
+    return tag
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        return read_regular(path, limit)
     except OSError as error:
         raise CheckpointError(f"{path}: read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+
+
+def _parsed(path: Path, data: bytes) -> Any:
+    try:
+        return parse_json(data)
+    except ValueError as error:
         raise CheckpointError(f"{path}: not a manifest ({error})") from error
 
 
+def _raise_for(path: Path, found: list[str]) -> None:
+    if found:
+        more = [f"... and {len(found) - NUM_SHOWN} more"] if len(found) > NUM_SHOWN else []
+        shown = "\n".join(found[:NUM_SHOWN] + more)
+        raise CheckpointError(f"{path}: not a manifest that can be loaded; take another tag\n{shown}")
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 60 else repr(text[:60]) + "..."
+
+
 def faults(folder: Path, files: Mapping[str, SavedFile]) -> Iterator[str]:
-    """What is wrong with a rank's files: missing, of another size, bytes that have changed. Reads all of them."""
+    """What is wrong with a rank's files: missing, no files, of another size, bytes that have changed. Reads all of them."""
     for name, saved in files.items():
         path = folder / name
         try:
-            num_bytes = path.stat().st_size
-            if num_bytes != saved.num_bytes:
-                yield f"{path}: {num_bytes} bytes, {saved.num_bytes} were saved"
-                continue
-            bad = [piece for piece in saved.pieces if not is_whole(path, piece)]
-            yield from (f"{path}: bytes {piece.offset} to {piece.end} have another checksum than when saved" for piece in bad)
-        except (OSError, EOFError) as error:
-            yield f"{path}: {getattr(error, 'strerror', None) or error}"
+            fd = open_regular(path)
+        except OSError as error:
+            yield f"{path}: {error.strerror}"
+            continue
+        try:
+            yield from _content_faults(path, fd, saved)
+        finally:
+            os.close(fd)
+
+
+def _content_faults(path: Path, fd: int, saved: SavedFile) -> Iterator[str]:
+    num_bytes = os.fstat(fd).st_size
+    if num_bytes != saved.num_bytes:
+        yield f"{path}: {num_bytes} bytes, {saved.num_bytes} were saved"
+        return
+    try:
+        bad = [piece for piece in saved.pieces if checksum_of(fd, path, piece.offset, piece.num_bytes) != piece.checksum]
+        yield from (f"{path}: bytes {piece.offset} to {piece.end} have another checksum than when saved" for piece in bad)
+    except (OSError, EOFError) as error:
+        yield f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
 def check(tag_folder: Path, manifest: RankManifest) -> None:
@@ -189,17 +251,9 @@ def complete_tags(folder: Path) -> list[str]:
     """Tags of the checkpoints in a folder, the newest first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.glob(f"*/{NAME}") if not path.parent.name.startswith(".")]
-    return [path.parent.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)]
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not a manifest ({error})") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: not a manifest")
-    return found
+    found: list[tuple[int, str]] = []
+    for path in folder.glob(f"*/{NAME}"):
+        with contextlib.suppress(OSError):  # a link to nowhere, or gone meanwhile
+            if not path.parent.name.startswith("."):
+                found.append((path.stat().st_mtime_ns, path.parent.name))
+    return [tag for _, tag in sorted(found, key=lambda each: each[0], reverse=True)]

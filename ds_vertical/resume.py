@@ -20,6 +20,8 @@ from ds_vertical import compat, compat_state, files, manifest, ranks, runstate
 from ds_vertical.checkpoint import LOOSE
 from ds_vertical.generations import KINDS
 from ds_vertical.manifest import NUM_SHOWN, CheckpointError, Range, RankManifest, SavedTensor
+from ds_vertical.regular import is_plain_name, open_regular
+from ds_vertical.storage import StorageError
 from ds_vertical.torn import HALF_LOADED
 
 _PIECE = 1 << 21  # elements moved at a time
@@ -42,12 +44,11 @@ class Wanted:
 
 def latest_tag(load_dir: Path) -> str | None:
     """The tag that `latest` names; None, with a warning, where there is no such file."""
-    try:
-        return (load_dir / manifest.LATEST).read_text().strip()
-    except FileNotFoundError:
+    tag = manifest.read_latest(load_dir)
+    if tag is None:
         there = ", ".join(manifest.complete_tags(load_dir)) or "none"
         compat.log(f"ds_vertical: warning: no file {load_dir / manifest.LATEST}; name a tag to load (complete ones: {there})")
-        return None
+    return tag
 
 
 def load(engine: Any, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, dict[str, Any]]:
@@ -58,11 +59,13 @@ def load(engine: Any, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, di
     """
     folder = load_dir / tag
     with ranks.agreed("load_checkpoint"):
+        if not is_plain_name(tag):
+            raise CheckpointError(f"load_checkpoint: tag {tag!r}: no name of a folder in {load_dir}")
         saved = manifest.read_rank(folder, ranks.rank())
         _check_fits(engine, folder, saved, wanted)
         manifest.check(folder, saved)
         loading = _Loading(engine, manifest.rank_folder(folder, saved.rank), saved, wanted)
-        _raise_for(folder, loading.buffer_differences())
+        _raise_for(folder, loading.loose_faults())
         loading.make_room()
     with ranks.agreed("load_checkpoint"):
         engine.optimizer.flush_state()  # what is due belongs to the state that is replaced
@@ -178,7 +181,7 @@ class _Reader:
 
     def _read_range(self, found: Range, inside: int, view: memoryview) -> None:
         path, position = self._folder / found.file, found.offset + inside
-        with files.naming(path, "read"), path.open("rb", buffering=0) as file:
+        with files.naming(path, "read"), os.fdopen(open_regular(path), "rb", buffering=0) as file:
             while view:
                 count = os.preadv(file.fileno(), [view], position)
                 if not count:
@@ -187,15 +190,20 @@ class _Reader:
 
 
 def _read_loose(path: Path) -> dict[str, Any]:
-    """Raises CheckpointError for a file that would have to be unpickled, StorageError where it cannot be read."""
+    """Raises CheckpointError for a file that is none or would have to be unpickled, StorageError where it cannot be read."""
     try:
-        with files.naming(path, "read"):
-            return torch.load(path, weights_only=True, map_location="cpu")
+        with files.naming(path, "read"), os.fdopen(open_regular(path), "rb") as file:
+            return torch.load(file, weights_only=True, map_location="cpu")
+    except StorageError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, numbers, strings and collections of these, which no save of ours writes, and is"
             " not unpickled: that can run anything"
         ) from error
+    except Exception as error:  # of many types, by what torch finds in a file that it has not written
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path}: cannot be loaded ({type(error).__name__}: {reason}); take another tag") from error
 
 
 class _Loading:
@@ -210,9 +218,9 @@ class _Loading:
         self._reader = _Reader(folder, saved.tensors)
         self._loose = _read_loose(folder / LOOSE)
 
-    def buffer_differences(self) -> list[str]:
-        """Of the model's buffers, which may be of another model as parameters may."""
-        return runstate.buffer_differences(self._engine, self._loose["buffers"])
+    def loose_faults(self) -> list[str]:
+        """What of the loose ends could not be put back: none, others than they must be, or of another model."""
+        return list(runstate.loose_faults(self._engine, self._loose, self._wanted.scheduler, self._wanted.run))
 
     def make_room(self) -> None:
         """Have a file to write for every weight. Raises StorageError."""
@@ -285,7 +293,7 @@ class _Loading:
 
     def _read_state(self, param: Any, kind: str, target: torch.Tensor, first: int) -> None:
         name = self._names[id(param)]
-        if kind in self._saved.tensors[name].places:
+        if kind in self._saved.tensors[name].places or kind != KINDS[0]:
             self._reader.read(name, kind, target, first)
             return
         weight = torch.empty(target.numel(), dtype=param.dtype)  # not trained when it was saved: the master is the weight
@@ -303,7 +311,7 @@ class _Writer:
 
     def __enter__(self) -> _Writer:
         with files.naming(self._path, "open"):
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._fd = open_regular(self._path, os.O_WRONLY | os.O_NOFOLLOW)
         return self
 
     def write(self, offset: int, data: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -91,14 +91,74 @@ def set_random_states(found: Mapping[str, Any]) -> None:
     """Those of torch, the device, Python and NumPy."""
     states = found["random"]
     torch.set_rng_state(states["torch"])
-    version, inner, gauss = states["python"]
-    random.setstate((version, tuple(inner), gauss))
+    random.setstate(_python_state(states["python"]))
     if "device" in states and not compat.is_one_memory():
         compat.get_accelerator().set_rng_state(states["device"])
     if "numpy" in states:
         import numpy
 
         numpy.random.set_state(states["numpy"])
+
+
+def loose_faults(engine: Any, found: Any, scheduler: bool, run: bool) -> Iterator[str]:
+    """What of the loose ends could not be put back, before anything is. `scheduler`, `run`: these are wanted."""
+    where = "loose.pt"
+    kinds = {"lr_scheduler": (dict, type(None)), "random": (dict,), "buffers": (dict,), "client_state": (dict,)}
+    entries = found if isinstance(found, dict) else {}
+    wrong = [key for key, kind in kinds.items() if key not in entries or not isinstance(entries[key], kind)]
+    if wrong:
+        yield f"{where}: {', '.join(wrong)}: missing, or of another kind"
+        return
+    if not all(isinstance(buffer, torch.Tensor) for buffer in found["buffers"].values()):
+        yield f"{where}: buffers: not all of them are tensors"
+        return
+    yield from buffer_differences(engine, found["buffers"])
+    if scheduler and engine.lr_scheduler is not None:
+        yield from (f"{where}: lr_scheduler: {fault}" for fault in _scheduler_faults(engine, found["lr_scheduler"]))
+    if run:
+        yield from (f"{where}: random: {fault}" for fault in _random_faults(found["random"]))
+
+
+def _scheduler_faults(engine: Any, found: Mapping[str, Any] | None) -> Iterator[str]:
+    here = engine.lr_scheduler.state_dict()
+    if found is None:
+        yield "missing"
+        return
+    for key, value in here.items():
+        if key not in found:
+            yield f"{key} is missing"
+        elif value is not None and found[key] is not None and _family(value) != _family(found[key]):
+            yield f"{key}: {type(found[key]).__name__}, and {type(value).__name__} here"
+
+
+def _family(value: Any) -> type:
+    """Numbers of all kinds are one, and so are sequences."""
+    families = ((int | float, float), (list | tuple, list))
+    return next((family for kinds, family in families if isinstance(value, kinds)), type(value))
+
+
+def _random_faults(states: Mapping[str, Any]) -> Iterator[str]:
+    """Each state is tried on a generator that nobody uses."""
+    trials: dict[str, Callable[[], Any]] = {
+        "torch": lambda: torch.Generator().set_state(states["torch"]),
+        "python": lambda: random.Random().setstate(_python_state(states["python"])),
+    }
+    if "device" in states and not compat.is_one_memory():
+        trials["device"] = lambda: states["device"].new_empty(0, dtype=torch.uint8).copy_(states["device"][:0])
+    if "numpy" in states:
+        import numpy
+
+        trials["numpy"] = lambda: numpy.random.RandomState().set_state(states["numpy"])
+    for name, trial in trials.items():
+        try:
+            trial()
+        except Exception as error:  # of many types, by what is wrong with the state
+            yield f"{name}: no state of a generator ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+
+
+def _python_state(state: Any) -> tuple[Any, ...]:
+    version, inner, gauss = state
+    return version, tuple(inner), gauss
 
 
 # ---- buffers of the model

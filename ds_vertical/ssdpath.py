@@ -247,7 +247,7 @@ def _told(tenant: Tenant) -> Finding:
         return warning(f"{folder}: a live run ({who}) uses the disk, which shares its rate", "wait for it, or use another disk")
     if tenant.elsewhere:
         return warning(f"{folder}: a run of another host ({who}), of which nothing can be told here", f"ssh {_host(tenant)}")
-    return warning(f"{folder}: the folder of a run, without a lock that says whose", f"{clean} {folder.name}  # if it is over")
+    return warning(f"{folder}: named like a run's folder, without a lock that says so", f"rm -r {folder}  # if you know it")
 
 
 def _host(tenant: Tenant) -> str:

@@ -20,6 +20,7 @@ from ds_vertical import compat, compat_state, files, manifest, ranks
 from ds_vertical.checkpoint import new_folder
 from ds_vertical.compat_state import StockGroup
 from ds_vertical.generations import FP32_BYTES, KINDS
+from ds_vertical.regular import open_regular
 from ds_vertical.shards import Shard
 from ds_vertical.storage import StorageError, fail
 from ds_vertical.tagfolder import check_tag, sync_file
@@ -34,7 +35,7 @@ def save(
     (files), OtherRankError, TornStateError; what pickle raises of `client_state`.
     """
     with ranks.agreed("save_checkpoint"):
-        check_tag(tag)
+        check_tag(tag, save_dir)
     with ranks.agreed("save_checkpoint"):
         engine.optimizer.flush()
     with new_folder(save_dir, tag, save_latest) as folder:
@@ -166,7 +167,7 @@ def _read(path: Path, offset: int, target: torch.Tensor) -> None:
     """Fill a tensor (contiguous, in host memory) with a file's bytes from `offset` on. Raises OSError."""
     array: Any = target.view(torch.uint8).numpy()
     view = memoryview(array)
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         while view:
             count = os.preadv(file.fileno(), [view], offset)
             if not count:

@@ -1,8 +1,8 @@
 """The folder of a run: one claimed folder per run on each SSD path.
 
 Stock's `zero.Init` clears the bare `nvme_path`, so two jobs that share one destroy each other's files. Here every
-run works in `nvme_path/<run id>`, which each rank holds with a lock file of its own. Only a claimed folder is ever
-deleted. Imports neither torch nor deepspeed.
+run works in `nvme_path/<run id>`, which each rank holds with a lock file of its own. Only a folder whose locks say that a run
+made it is ever deleted, and through its descriptor: see `trees`. Imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import contextlib
 import copy
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+
+from ds_vertical import locks, trees
+from ds_vertical.locks import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -51,45 +51,15 @@ def new_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{host}-{secrets.token_hex(4)}"
 
 
-@dataclass(frozen=True)
-class Owner:
-    """Who holds a lock file. `start_ticks` (clock ticks since boot) tells a process from a later one of its pid."""
-
-    pid: int
-    host: str
-    rank: int
-    start_ticks: int
-    since: str
-
-    @classmethod
-    def me(cls, rank: int) -> Owner:
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        return cls(os.getpid(), socket.gethostname(), rank, _start_ticks(os.getpid()) or 0, since)
-
-    @classmethod
-    def read(cls, lock: Path) -> Owner | None:
-        """The owner written in a lock file; None where the file is gone, unreadable or was never fully written."""
-        try:
-            entry = json.loads(lock.read_text(encoding="utf-8"))
-            return cls(*(entry[key] for key in ("pid", "host", "rank", "start_ticks", "since")))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def __str__(self) -> str:
-        return f"pid {self.pid} on host {self.host} (rank {self.rank}), since {self.since}"
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot, or None where there is no such process."""
-    try:
-        line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The command's name, in parentheses, may itself hold spaces and parentheses; field 22 counts from the last one.
-    return int(line.rpartition(")")[2].split()[19])
-
-
 _claimed: dict[Path, RunFolder] = {}
+
+
+class Guard(NamedTuple):
+    """A run's folder while its own flock is held, with the descriptors of it and of the folder that it lies in."""
+
+    path: Path
+    root: int
+    fd: int
 
 
 class RunFolder:
@@ -98,22 +68,27 @@ class RunFolder:
     A forked child holds nothing: neither its exit nor its `release` touches the parent's folder.
     """
 
-    def __init__(self, path: Path, rank: int, lock_fd: int) -> None:
-        self.path = path
+    def __init__(self, guard: Guard, rank: int) -> None:
+        self.path = guard.path
         self.rank = rank
-        self._lock_fd = lock_fd
+        self._fd = os.open(".", trees.FOLDER, dir_fd=guard.fd)  # opened anew: the guard's own goes with its flock
+        try:
+            self._lock_fd = _take_lock(guard, rank)
+        except StorageError:
+            os.close(self._fd)
+            raise
         self._pid = os.getpid()
 
     @property
     def lock_path(self) -> Path:
-        return _lock_path(self.path, self.rank)
+        return self.path / locks.lock_name(self.rank)
 
     @classmethod
     def claim(cls, nvme_path: str | os.PathLike[str], run_id: str, rank: int) -> RunFolder:
         """Create `nvme_path/<run id>` (mode 0700) where needed and take this rank's lock in it.
 
-        A lock left by a dead process is taken over. Raises StorageError where a live process holds it, where
-        `nvme_path` is itself a run's folder, and where the folder cannot be made.
+        A lock left by a dead process is taken over. Raises StorageError where a live process holds it, where the folder is
+        somebody else's, where `nvme_path` is itself a run's folder, and where the folder cannot be made.
         """
         if not _RUN_ID.fullmatch(run_id):
             raise StorageError(f"run id {run_id!r}: not safe as a folder name; use letters, digits, - and _")
@@ -123,15 +98,16 @@ class RunFolder:
         if path in _claimed:
             raise StorageError(f"{path}: claim: this process holds it already; use a new run id (new_run_id())")
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_shared(root)
         except OSError as error:
             raise fail(root, "create the swap folder", error, "write a writable folder as nvme_path") from error
-        with guarded(path, create=True):
+        with guarded(path, create=True) as guard:
             try:
-                folder = cls(path, rank, _take_lock(path, rank))
+                _refuse_others_folder(guard)
+                folder = cls(guard, rank)
             except StorageError:
                 with contextlib.suppress(OSError):  # not empty: a run's folder, with its owner's files
-                    path.rmdir()
+                    trees.remove_named(guard.fd, path.name, guard.root)
                 raise
         _claimed[path] = folder
         return folder
@@ -145,17 +121,46 @@ class RunFolder:
             return
         del _claimed[self.path]
         try:
-            with guarded(self.path, create=False):
-                if any(lock.standing != "gone" for lock in locks(self.path) if lock.path != self.lock_path):
-                    self.lock_path.unlink(missing_ok=True)
-                else:
-                    remove_tree(self.path)
+            with guarded(self.path, create=False) as guard:
+                self._give_up(guard)
         except FileNotFoundError:
-            logger.warning("%s: the run's folder was removed by someone else before its release", self.path)
+            self._tell_gone()
         except OSError as error:
             raise fail(self.path, "release", error, "delete the folder by hand") from error
         finally:
             os.close(self._lock_fd)
+            os.close(self._fd)
+
+    def _give_up(self, guard: Guard) -> None:
+        own = locks.lock_name(self.rank)
+        if not os.path.samestat(os.fstat(guard.fd), os.fstat(self._fd)):
+            self._tell_gone()
+        elif any(lock.standing != "gone" for lock in locks.locks_in(guard.fd) if lock.name != own):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(own, dir_fd=guard.fd)
+        else:
+            remove_tree(guard)
+
+    def _tell_gone(self) -> None:
+        where = os.readlink(f"/proc/self/fd/{self._fd}")
+        now = "" if where.endswith(" (deleted)") else f": it is {where} now; delete it by hand"
+        logger.warning("%s: the run's folder was removed by someone else before its release, or renamed%s", self.path, now)
+
+    def forget(self) -> None:
+        """Close what a forked child shares with its parent: kept open, the parent's lock would outlive the parent."""
+        os.close(self._lock_fd)
+        os.close(self._fd)
+
+    def inside(self, path: Path) -> int:
+        """A descriptor of a folder in this one, opened from the one that was claimed, following no links. Raises OSError."""
+        fd = os.open(".", trees.FOLDER, dir_fd=self._fd)
+        for name in path.relative_to(self.path).parts:
+            outer = fd
+            try:
+                fd = os.open(name, trees.FOLDER | os.O_NOFOLLOW, dir_fd=outer)
+            finally:
+                os.close(outer)
+        return fd
 
 
 def owned(path: str | os.PathLike[str]) -> RunFolder | None:
@@ -164,62 +169,83 @@ def owned(path: str | os.PathLike[str]) -> RunFolder | None:
     return next((_claimed[parent] for parent in (real, *real.parents) if parent in _claimed), None)
 
 
+def claimed_at(path: Path) -> RunFolder | None:
+    """The folder claimed by this process under exactly this name."""
+    return _claimed.get(path)
+
+
 def claimed() -> list[Path]:
     """The run folders that this process holds."""
     return list(_claimed)
 
 
-def _lock_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.lock"
-
-
-def lock_files(folder: Path) -> list[Path]:
-    return [lock for lock in sorted(folder.glob("rank*.lock")) if re.fullmatch(r"rank\d+\.lock", lock.name)]
+def make_shared(path: Path) -> None:
+    """A folder and those above it, for all runs (mode 0775 less the umask: world-writable under none). Raises OSError."""
+    try:
+        path.mkdir(mode=0o775, exist_ok=True)
+    except FileNotFoundError:
+        make_shared(path.parent)
+        path.mkdir(mode=0o775, exist_ok=True)
 
 
 def _refuse_run_folder(root: Path) -> None:
     """A prepared configuration given to another process would nest one run's folder inside another's."""
-    for parent in (root, *root.parents):
-        paths = lock_files(parent) if parent.is_dir() and os.access(parent, os.R_OK) else []
-        owner = next((owner for path in paths if (owner := Owner.read(path))), None)
-        if owner is not None:
-            raise StorageError(
-                f"{root}: claim: {parent} is the folder of a run, of {owner}; "
-                "give the original configuration, whose nvme_path is the bare SSD folder"
-            )
+    found = locks.owner_above(root)
+    if found is not None:
+        raise StorageError(
+            f"{root}: claim: {found[0]} is the folder of a run, of {found[1]}; "
+            "give the original configuration, whose nvme_path is the bare SSD folder"
+        )
+
+
+def _refuse_others_folder(guard: Guard) -> None:
+    """A folder that holds anything and no lock of a run was made by somebody else, and would be deleted at the end of ours."""
+    there = locks.locks_in(guard.fd)
+    names = set(os.listdir(guard.fd)) - {lock.name for lock in there if not _size(lock.name, guard.fd)}
+    if names and not locks.is_of_run(there, guard.path.name):
+        raise StorageError(
+            f"{guard.path}: claim: holds {min(names)}, and no lock in it says that a run made it; use a new run id"
+            " (new_run_id())"
+        )
+
+
+def _size(name: str, folder: int) -> int:
+    return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
 
 
 @contextlib.contextmanager
-def guarded(path: Path, create: bool) -> Iterator[None]:
+def guarded(path: Path, create: bool) -> Iterator[Guard]:
     """Hold the folder's own flock for a moment: ranks claim and release, and others look and delete, one after another.
 
     A folder that its last holder deleted while we waited is not the one we opened; then start again. Raises
     FileNotFoundError where there is none and none is to be made.
     """
-    while True:
-        fd = _open_folder(path, create)
-        try:
+    with trees.opened(path.parent, follow=True) as root:
+        while True:
+            fd = _open_folder(path, root, create)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            except OSError as error:
-                raise fail(path, "flock", error, "use an nvme_path on a local file system") from error
-            if not _same_file(fd, path):
-                continue
-            yield
-            return
-        finally:
-            os.close(fd)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX)
+                except OSError as error:
+                    raise fail(path, "flock", error, "use an nvme_path on a local file system") from error
+                if not trees.is_at(fd, path.name, root):
+                    continue
+                yield Guard(path, root, fd)
+                return
+            finally:
+                os.close(fd)
 
 
-def _open_folder(path: Path, create: bool) -> int:
+def _open_folder(path: Path, root: int, create: bool) -> int:
     """A descriptor of the folder, made where asked; FileNotFoundError where it is not there and not to be made."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    is_new = False
     for retries_left in reversed(range(_NUM_RETRIES)):
         try:
             if create:
                 with contextlib.suppress(FileExistsError):
-                    path.mkdir(mode=0o700)
-            fd = os.open(path, flags)
+                    os.mkdir(path.name, mode=0o700, dir_fd=root)
+                    is_new = True
+            fd = os.open(path.name, trees.FOLDER | os.O_NOFOLLOW, dir_fd=root)
             break
         except OSError as error:
             vanished = isinstance(error, FileNotFoundError)
@@ -232,45 +258,42 @@ def _open_folder(path: Path, create: bool) -> int:
     if uid != os.geteuid():
         os.close(fd)
         raise StorageError(f"{path}: claim: the folder belongs to user id {uid}, not to us; use a new run id")
+    if is_new:
+        os.fchmod(fd, 0o700)  # whatever the umask takes away
     return fd
 
 
-def _same_file(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-
-
-def _take_lock(folder: Path, rank: int) -> int:
+def _take_lock(guard: Guard, rank: int) -> int:
     """Create this rank's lock file, or take over a dead process's; returns the descriptor that holds the flock."""
-    lock = _lock_path(folder, rank)
     with contextlib.ExitStack() as undo:
         try:
-            fd = _open_lock(lock, undo)
+            fd = _open_lock(guard, rank, undo)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps(asdict(Owner.me(rank))).encode() + b"\n", 0)
+            os.pwrite(fd, Owner.me(rank, guard.path.name).to_json(), 0)
         except OSError as error:
             remedy = "use a new run id, and an nvme_path whose file system has locks (flock) and free space"
-            raise fail(lock, "take the rank's lock", error, remedy) from error
+            raise fail(guard.path / locks.lock_name(rank), "take the rank's lock", error, remedy) from error
         undo.pop_all()
     return fd
 
 
-def _open_lock(lock: Path, undo: contextlib.ExitStack) -> int:
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+def _open_lock(guard: Guard, rank: int, undo: contextlib.ExitStack) -> int:
+    name = locks.lock_name(rank)
     try:
-        fd = os.open(lock, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=guard.fd)
         undo.callback(os.close, fd)
-        undo.callback(lock.unlink, missing_ok=True)
+        undo.callback(os.unlink, name, dir_fd=guard.fd)
+        os.fchmod(fd, 0o600)
     except FileExistsError:
-        fd = os.open(lock, flags)
+        fd = locks.open_lock(name, guard.fd)
         undo.callback(os.close, fd)
-        owner = Owner.read(lock)
-        if _standing(fd, owner) != "gone":
-            raise _held(lock, owner) from None
-        logger.warning("%s: left by a process that is gone (%s); taken over", lock, owner)
+        owner, is_empty = locks.read_owner(fd)
+        if locks.standing(fd, owner) != "gone":
+            raise _held(guard.path / name, owner) from None
+        if owner is None and not is_empty:
+            raise StorageError(f"{guard.path / name}: claim: no lock of ours, by what is in it; use a new run id") from None
+        logger.warning("%s: left by a process that is gone (%s); taken over", guard.path / name, owner)
     return fd
 
 
@@ -282,66 +305,26 @@ def _held(lock: Path, owner: Owner | None) -> StorageError:
     )
 
 
-Standing = Literal["live", "elsewhere", "gone"]
-
-
-class Lock(NamedTuple):
-    """A rank's lock file; owner None: it did not write its name. "elsewhere": on another host, alive or not."""
-
-    path: Path
-    owner: Owner | None
-    standing: Standing
-
-
-def _standing(fd: int, owner: Owner | None) -> Standing:
-    """How the owner of an open lock fares. Another host's flock may be invisible here, so that one is never called gone."""
-    here = owner is None or owner.host == socket.gethostname()
-    if owner is not None and here and owner.start_ticks and _start_ticks(owner.pid) == owner.start_ticks:
-        return "live"
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "live"
-    return "gone" if here else "elsewhere"
-
-
-def locks(folder: Path) -> list[Lock]:
-    """The locks in a run's folder. Only under `guarded`: while one is looked at, a rank that wants it would be refused."""
-    found = []
-    for path in lock_files(folder):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            owner = Owner.read(path)
-            found.append(Lock(path, owner, _standing(fd, owner)))
-        finally:
-            os.close(fd)
-    return found
-
-
-def remove_tree(folder: Path) -> None:
+def remove_tree(guard: Guard) -> None:
     """Delete a run's folder, its locks last, so that what a failure or a kill leaves of it is known for a dead run's.
 
-    Only under `guarded`. Raises StorageError, after deleting what could be deleted, naming what could not.
+    Raises StorageError, after deleting what could be deleted, naming what could not.
     """
-    failures: list[StorageError] = []
-
-    def keep(_function: Any, path: Any, info: Any) -> None:
-        failures.append(fail(path, "delete", info[1], "delete it by hand"))
-
-    names = {path.name for path in lock_files(folder)}
-    for entry in list(folder.iterdir()) if folder.is_dir() else []:
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, onerror=keep)
-        elif entry.name not in names:
-            try:
-                entry.unlink()
-            except OSError as error:
-                keep(None, entry, (type(error), error, None))
+    names = locks.lock_names(guard.fd)
+    failures = trees.remove_inside(guard.fd, guard.path, but=names)
     if not failures:
-        shutil.rmtree(folder, onerror=keep)
+        failures = trees.remove_inside(guard.fd, guard.path)
+    if not failures:
+        try:
+            trees.remove_named(guard.fd, guard.path.name, guard.root)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failures.append((guard.path, error))
     if failures:
-        shown = "\n".join(map(str, failures[:NUM_SHOWN]))
-        raise StorageError(f"{folder}: delete: {len(failures)} entries could not be deleted:\n{shown}")
+        told = [str(fail(path, "delete", error, "delete it by hand")) for path, error in failures]
+        shown = "\n".join(told[:NUM_SHOWN])
+        raise StorageError(f"{guard.path}: delete: {len(failures)} entries could not be deleted:\n{shown}")
 
 
 def release_all() -> None:
@@ -356,7 +339,7 @@ def release_all() -> None:
 def _forget_in_child() -> None:
     """A forked child shares the parent's locks; were it to keep them open, they would outlive the parent."""
     for folder in _claimed.values():
-        os.close(folder._lock_fd)
+        folder.forget()
     _claimed.clear()
 
 

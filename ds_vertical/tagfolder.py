@@ -1,9 +1,9 @@
 """The folder of a tag: written beside it, then switched, so that it is complete or absent whenever the process ends.
 
 [Note: leftovers] A save that was killed leaves its folder beside, with links to files of gone runs that hold space on the disk,
-or a file that was to replace one among the tags. The next save to the same place deletes them. Who writes such a folder or file
-holds a lock on it, which ends with the process; and nothing is deleted that may be the only copy of a checkpoint: an earlier
-one that could not be exchanged for the new at once.
+or one with a file that was to replace one among the tags. The next save to the same place deletes them, by the marks in them
+(`leftovers`). Who writes such a folder holds a lock on it, which ends with the process; and nothing is deleted that may be the
+only copy of a checkpoint: an earlier one that could not be exchanged for the new at once.
 
 Imports neither torch nor deepspeed.
 """
@@ -16,14 +16,12 @@ import errno
 import fcntl
 import logging
 import os
-import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from ds_vertical import leftovers, storage, trees
 from ds_vertical.files import naming
-from ds_vertical.manifest import LATEST, NAME, CheckpointError
+from ds_vertical.manifest import LATEST, CheckpointError
 from ds_vertical.remedies import remedy
 from ds_vertical.storage import fail
 
@@ -32,9 +30,9 @@ logger = logging.getLogger(__name__)
 _AT_FDCWD: Final = -100
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
 _RENAME_EXCHANGE: Final = 2
-_BESIDE: Final = re.compile(r"\.(?P<tag>.+)\.(?P<token>[0-9a-f]{8})(?P<old>\.old)?")
-_PLACED: Final = re.compile(rf"\..+\.[0-9a-f]{{8}}\.({LATEST}|zero_to_fp32\.py)")  # on its way to its place among the tags
-_OF_A_CHECKPOINT: Final = re.compile(rf"{re.escape(NAME)}|rank\d+|\w+_states\.pt")  # ours, and DeepSpeed's
+_AROUND_A_TAG: Final = len(".") + len(".0123abcd.old")  # bytes that the longest name of a folder beside has more than the tag
+_BELOW_A_TAG: Final = 100  # bytes that the longest path of a file in it has more
+_NAMES_BESIDE: Final = (LATEST, "zero_to_fp32.py")
 _NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY)  # a kernel or file system that cannot exchange two names
 
 
@@ -45,6 +43,8 @@ class TagFolder:
     def __init__(self, save_dir: Path, tag: str, token: str) -> None:
         self.path = save_dir / tag
         self.beside = save_dir / f".{tag}.{token}"
+        self._token = token
+        self._run = next((run.name for run in storage.claimed()), None) or storage.new_run_id()
         self._lock: int | None = None
         self._is_unclear = False  # which of the two folders is which
 
@@ -54,10 +54,9 @@ class TagFolder:
         try:
             self._refuse_others_files()
             make_folder(self.beside.parent)
-            for path in leftovers(self.beside.parent):
-                _remove(path)
-            self.beside.mkdir(mode=0o700)
-            self._lock = _lock(self.beside)
+            for found in leftovers.find(self.beside.parent):
+                leftovers.remove(*found)
+            self._lock = self._made(self.beside)
         except OSError as error:
             raise fail(self.beside, "create the folder", error, f"{remedy(error.errno)}; or save elsewhere") from error
 
@@ -69,18 +68,21 @@ class TagFolder:
         """
         try:
             _sync(self.beside, _FOLDER)
+            self._mark_earlier()
             old = self._replace()
             try:
                 _sync(self.path.parent, _FOLDER)
             except OSError:
                 self._put_back(old)
                 raise
+            with trees.opened(self.path) as fd:
+                leftovers.unmark(fd)
         except OSError as error:
             raise fail(self.path, "switch to the new folder", error, remedy(error.errno)) from error
         finally:
             self._unlock()
         if old is not None:
-            _remove(old)
+            self._remove(old)
 
     def write_latest(self) -> None:
         """Name the tag in `latest`, in one step. Raises StorageError."""
@@ -88,26 +90,58 @@ class TagFolder:
 
     def place(self, name: str, data: bytes, remedy: str, mode: int = 0o600) -> None:
         """Write a file among the tags, or replace it, in one step. Raises StorageError."""
-        path, new = self.path.with_name(name), self.path.with_name(f"{self.beside.name}.{name}")
+        path, folder = self.path.with_name(name), self.path.with_name(f"{self.beside.name}.new")
         try:
-            with _written(new, data, mode):  # and locked
-                os.replace(new, path)
+            lock = self._made(folder)
+            try:
+                write_synced(folder / name, data, mode)
+                os.replace(folder / name, path)
+            finally:
+                os.close(lock)
+                self._remove(folder)
             sync_folder(path.parent)
         except OSError as error:
             raise fail(path, "replace", error, remedy) from error
+
+    def _made(self, folder: Path) -> int:
+        """Make a folder beside the tags, marked as ours; its descriptor, which holds its lock. Raises OSError."""
+        folder.mkdir(mode=0o700)
+        fd = os.open(folder, trees.FOLDER | os.O_NOFOLLOW)
+        try:
+            os.fchmod(fd, 0o700)  # whatever the umask takes away
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftovers.mark(fd, self._run, self.path.name, self._token)
+        except BaseException:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            raise
+        return fd
+
+    def _mark_earlier(self) -> None:
+        """The tag's folder is about to be one beside; under its own name the mark means nothing."""
+        if self.path.exists():
+            with trees.opened(self.path) as fd:
+                leftovers.mark(fd, self._run, self.path.name, self._token)
+
+    def _remove(self, folder: Path) -> None:
+        leftovers.remove(folder, self.path.name, self._token)
 
     def discard(self) -> None:
         """Delete `beside` after a failure."""
         self._unlock()
         if not self._is_unclear:
-            _remove(self.beside)
+            self._remove(self.beside)
 
     def _refuse_others_files(self) -> None:
-        inside = sorted(self.path.iterdir()) if self.path.is_dir() else [self.path] if self.path.exists() else []
-        others = [path.name for path in inside if path == self.path or not _OF_A_CHECKPOINT.fullmatch(path.name)]
-        if others:
+        if self.path.is_symlink():
+            raise CheckpointError(f"{self.path}: a symbolic link, in whose place the new folder would be; give another tag")
+        inside = leftovers.others_files(self.path) if self.path.is_dir() else iter([self.path.name] * self.path.exists())
+        other = next(inside, None)
+        if other is not None:
             raise CheckpointError(
-                f"{self.path}: holds {others[0]}, which is no part of a checkpoint, and would be deleted with the folder that"
+                f"{self.path}: holds {other}, which is no part of a checkpoint, and would be deleted with the folder that"
                 " the new one replaces; give another tag, or move that away"
             )
 
@@ -143,64 +177,38 @@ class TagFolder:
         self._is_unclear = False
 
 
-def leftovers(save_dir: Path) -> list[Path]:
-    """Folders and files that killed saves left in `save_dir` and that nobody needs. See [Note: leftovers]."""
-    everything = sorted(save_dir.iterdir())
-    found = [(path, match) for path in everything if (match := _BESIDE.fullmatch(path.name)) and path.is_dir()]
-    between = {match["token"] for _, match in found if match["old"] and not (save_dir / match["tag"]).exists()}
-    folders = [path for path, match in found if match["token"] not in between]
-    files = [path for path in everything if _PLACED.fullmatch(path.name) and path.is_file() and not path.is_symlink()]
-    return [path for path in (*folders, *files) if _is_free(path)]
-
-
-def _is_free(path: Path) -> bool:
-    """Whether nobody writes the folder or file; False where that cannot be told."""
-    try:
-        lock = _lock(path)
-    except OSError:
-        return False
-    if lock is not None:
-        os.close(lock)
-    return lock is not None
-
-
-def _lock(path: Path) -> int | None:
-    """Lock a folder or file until its descriptor is closed, at the latest by the end of this process; None where a file system
-    has no locks. Raises OSError: somebody has it locked."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            return None
-        raise
-    return fd
-
-
-def check_tag(tag: str) -> None:
-    """Raise CheckpointError for a tag that is no name of a folder."""
-    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == LATEST:
+def check_tag(tag: str, save_dir: Path | None = None) -> None:
+    """Raise CheckpointError for a tag, or a folder for it, that cannot be used, before anything is made."""
+    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag in _NAMES_BESIDE:
         raise CheckpointError(f"tag {tag!r}: not usable as a folder's name; use letters, digits, - and _")
+    if tag != tag.strip() or not tag.isprintable():
+        raise CheckpointError(f"tag {tag!r}: begins or ends with a blank, or has what cannot be printed; write {_plain(tag)!r}")
+    folder = Path() if save_dir is None else save_dir
+    try:
+        above, num_bytes = len(os.fsencode(folder.absolute())), len(os.fsencode(tag))
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{str(folder)!a}, tag {tag!a}: no names that this process can give to files ({error.encoding}); set LC_ALL=C.UTF-8"
+        ) from error
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    most = min(os.pathconf(there, "PC_NAME_MAX") - _AROUND_A_TAG, os.pathconf("/", "PC_PATH_MAX") - above - _BELOW_A_TAG)
+    if num_bytes > most:
+        raise CheckpointError(f"tag {tag[:20]!r}...: has {num_bytes} bytes; write one of at most {max(0, most)} for {folder}")
+
+
+def _plain(tag: str) -> str:
+    return "".join(letter for letter in tag if letter.isprintable()).strip()
 
 
 def write_synced(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write a new file that survives a power cut from then on. Raises StorageError."""
-    with naming(path, "write"), _written(path, data, mode):
-        pass
-
-
-@contextlib.contextmanager
-def _written(path: Path, data: bytes, mode: int) -> Iterator[None]:
-    """Within the block a new file is there with all its bytes, and locked, where the file system has locks."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-    with os.fdopen(fd, "wb") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.write(data)
-        file.flush()
-        os.fsync(fd)
-        yield
+    with naming(path, "write"):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)  # whatever the umask takes away
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
 
 
 def make_folder(path: Path) -> None:
@@ -209,7 +217,7 @@ def make_folder(path: Path) -> None:
     is_new = not path.is_dir()
     if is_new:
         make_folder(path.parent)
-        path.mkdir(exist_ok=True)
+        path.mkdir(mode=0o775, exist_ok=True)  # world-writable under no umask
     try:
         _sync(path.parent, _FOLDER)
     except OSError as error:
@@ -249,14 +257,3 @@ def _exchange(one: Path, other: Path) -> bool:
     if ctypes.get_errno() in _NOT_THERE:
         return False
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), os.fspath(other))
-
-
-def _remove(path: Path) -> None:
-    """Delete a folder or file that nobody needs; what cannot be deleted does no harm."""
-    try:
-        if path.is_file():
-            path.unlink()
-        elif path.exists():
-            shutil.rmtree(path)
-    except OSError as error:
-        logger.warning("%s: delete: %s; delete it by hand", path, error.strerror)

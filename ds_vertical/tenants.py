@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ds_vertical import storage
-from ds_vertical.storage import Owner, StorageError
+from ds_vertical import locks, storage
+from ds_vertical.locks import Owner
+from ds_vertical.storage import Guard, StorageError
 
 _RUN_NAME = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9-]+-[0-9a-f]{8}")  # see storage.new_run_id
 
@@ -24,7 +25,8 @@ Outcome = Literal["removed", "gone", "kept"]
 class Tenant:
     """A run's folder, with the owners of its locks by how they fare; None: one that did not write its name.
 
-    `fault`: why the folder could not be looked into.
+    `fault`: why the folder could not be looked into. `is_ours`: a lock in it says that a run made it under this name; anything
+    else that looks like a run's folder is left to people.
     """
 
     folder: Path
@@ -32,6 +34,7 @@ class Tenant:
     elsewhere: tuple[Owner | None, ...] = ()  # on other hosts, alive or not
     gone: tuple[Owner | None, ...] = ()
     fault: str = ""
+    is_ours: bool = True
 
     @property
     def owners(self) -> tuple[Owner | None, ...]:
@@ -42,7 +45,7 @@ class Tenant:
         """A run is stale once every owner is known to be gone."""
         if self.live:
             return "live"
-        return "stale" if self.gone and not self.elsewhere and not self.fault else "unknown"
+        return "stale" if self.gone and self.is_ours and not self.elsewhere and not self.fault else "unknown"
 
 
 def tenants(nvme_path: str | os.PathLike[str]) -> list[Tenant]:
@@ -55,42 +58,44 @@ def examine(folder: Path) -> Tenant | None:
     """The tenant of one folder; None where it is no run's, or was given up meanwhile."""
     named = _RUN_NAME.fullmatch(folder.name) is not None
     try:
-        uid = folder.stat().st_uid
+        uid = folder.lstat().st_uid
         if uid != os.geteuid():
             fault = f"of user id {uid}, who alone can see whether it is alive"
             return Tenant(folder, fault=fault) if named else None
-        if not named and not storage.lock_files(folder):
+        if not named and not locks.lock_names(folder):
             return None
-        with storage.guarded(folder, create=False):
-            return _look(folder)
+        with storage.guarded(folder, create=False) as guard:
+            found = _look(guard)
     except FileNotFoundError:
         return None
     except (OSError, StorageError) as error:
         return Tenant(folder, fault=f"that cannot be looked into: {error}")
+    return found if named or found.is_ours else None
 
 
 def remove(folder: Path, named: bool) -> Outcome:
-    """Delete a dead run's folder; `named`: also one of which nothing can be told here. "kept": it is live, or may be.
+    """Delete a dead run's folder; `named`: also one of which nothing can be told here. "kept": it is live, or may be, or is
+    no run's.
 
     The folder is judged anew under its guard, so a run that has started in it since it was listed keeps it. Raises
     StorageError or OSError, after deleting what could be deleted, where something could not.
     """
     try:
-        with storage.guarded(folder, create=False):
-            state = _look(folder).state
-            if state == "live" or (state == "unknown" and not named):
+        with storage.guarded(folder, create=False) as guard:
+            found = _look(guard)
+            if found.state == "live" or not found.is_ours or (found.state == "unknown" and not named):
                 return "kept"
-            storage.remove_tree(folder)
+            storage.remove_tree(guard)
     except FileNotFoundError:
         return "gone"
     return "removed"
 
 
-def _look(folder: Path) -> Tenant:
-    """To be called under the folder's guard."""
-    locks = storage.locks(folder)
+def _look(guard: Guard) -> Tenant:
+    found = locks.locks_in(guard.fd)
 
-    def owners(standing: storage.Standing) -> tuple[Owner | None, ...]:
-        return tuple(lock.owner for lock in locks if lock.standing == standing)
+    def owners(standing: locks.Standing) -> tuple[Owner | None, ...]:
+        return tuple(lock.owner for lock in found if lock.standing == standing)
 
-    return Tenant(folder, owners("live"), owners("elsewhere"), owners("gone"))
+    is_ours = locks.is_of_run(found, guard.path.name)
+    return Tenant(guard.path, owners("live"), owners("elsewhere"), owners("gone"), is_ours=is_ours)

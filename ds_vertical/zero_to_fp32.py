@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ except ImportError:
 FORMAT, ALGORITHM = 1, "xxh3_64"
 NAME, LATEST, LOOSE = "ds_vertical.json", "latest", "loose.pt"
 PIECE_BYTES = 1 << 23
+FolderName = str | os.PathLike[str]
 UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 debug = False
@@ -56,17 +58,13 @@ class SavedTensor:
         return self._read()
 
 
-# ---- reading a checkpoint
-
-
 class Checkpoint:
     """The folder of a tag. Raises ExportError: no such folder, not complete, of another format, damaged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         described = _folder_manifest(folder)
-        numbers = range(described["world_size"])
-        self._ranks = [_Rank(folder / f"rank{number}", described["ranks"][str(number)]) for number in numbers]
+        self._ranks = [_Rank(folder / f"rank{n}", described["ranks"][str(n)]) for n in range(described["world_size"])]
         self._tensors: Mapping[str, Any] = self._ranks[0].entry["tensors"]
         self._tied: Mapping[str, str] = self._ranks[0].entry["tied"]
 
@@ -113,29 +111,28 @@ class _Rank:
         data, self.entry = _manifest(folder / NAME)
         if len(data) != described["num_bytes"] or (xxh3_64 is not None and _checksum([data]) != described["checksum"]):
             raise ExportError(f"{folder / NAME}: not as it was saved (size or checksum differ); take another tag")
-        self._loaded: dict[str, Any] = {}
 
     def share(self, name: str) -> int:
-        """Elements of the rank's share of a parameter, padding included."""
-        return self.entry["tensors"][name]["numel"]
+        return self.entry["tensors"][name]["numel"]  # padding included
 
     def verify(self, names: Sequence[str], with_buffers: bool) -> None:
         """Raise ExportError unless all files of these parameters are as they were saved."""
         needed = {LOOSE} if with_buffers else set()
         for name in names:
-            kind, _ = self._stored(name)
-            needed |= {file for file, _, _ in self.entry["tensors"][name]["places"][kind]}
+            kind, dtype = self._stored(name)
+            for file, offset, num_bytes in self.entry["tensors"][name]["places"][kind]:
+                total = self.entry["files"][file]["num_bytes"]
+                if num_bytes % dtype.itemsize or not 0 <= offset <= offset + num_bytes <= total:
+                    raise ExportError(f"{self._folder}: {name}: no {num_bytes} bytes at {offset} of {file}, of {total}")
+                needed.add(file)
         for file in sorted(needed):
-            if debug:
-                print(f"{self._folder / file}: {self.entry['files'][file]['num_bytes']} bytes")
             self._verify_file(file, self.entry["files"][file])
 
     def read(self, name: str, target: torch.Tensor) -> None:
         """Fill `target` (1-d, contiguous) with the first elements of the rank's share."""
         kind, dtype = self._stored(name)
-        ranges = self.entry["tensors"][name]["places"][kind]
         start = 0
-        for file, offset, num_bytes in ranges:
+        for file, offset, num_bytes in self.entry["tensors"][name]["places"][kind]:
             count = min(num_bytes // dtype.itemsize, target.numel() - start)
             for data in _pieces(self._path(file), offset, count * dtype.itemsize):
                 piece = torch.frombuffer(data, dtype=dtype)
@@ -146,13 +143,11 @@ class _Rank:
 
     def load(self, file: str) -> dict[str, Any]:
         """What rests in a file of tensors, mapped: it takes memory as it is used."""
-        if file not in self._loaded:
-            try:
-                self._loaded[file] = torch.load(str(self._path(file)), map_location="cpu", mmap=True, weights_only=True)
-            except Exception as error:  # of many types, where nobody has verified the file
-                reason = str(error).partition("\n")[0]
-                raise ExportError(f"{self._folder / file}: cannot be loaded ({reason})") from error
-        return self._loaded[file]
+        try:
+            return torch.load(str(self._path(file)), map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # of many types, where nobody has verified the file
+            reason = str(error).partition("\n")[0]
+            raise ExportError(f"{self._folder / file}: cannot be loaded ({reason})") from error
 
     def _stored(self, name: str) -> tuple[str, torch.dtype]:
         """Which of a parameter's tensors is taken: the fp32 master, or the weight of one that is not trained."""
@@ -160,7 +155,7 @@ class _Rank:
         return ("master", torch.float32) if "master" in entry["places"] else ("weight", _dtype(entry["dtype"]))
 
     def _path(self, file: str) -> Path:
-        if Path(file).name != file:
+        if Path(file).name != file or file == "..":
             raise ExportError(f"{self._folder / NAME}: names a file elsewhere: {file}")
         return self._folder / file
 
@@ -171,15 +166,16 @@ class _Rank:
             raise ExportError(f"{path}: {found} bytes, {entry['num_bytes']} were saved; take another tag")
         for offset, num_bytes, checksum in entry["pieces"] if xxh3_64 is not None else ():
             if _checksum(_pieces(path, offset, num_bytes)) != checksum:
-                end = offset + num_bytes
-                raise ExportError(f"{path}: bytes {offset} to {end} have another checksum than when saved; take another tag")
+                raise ExportError(
+                    f"{path}: bytes {offset} to {offset + num_bytes} have another checksum than when saved; take another tag"
+                )
 
 
 def _folder_manifest(folder: Path) -> dict[str, Any]:
     path = folder / NAME
     if not folder.is_dir():
         raise ExportError(f"{folder}: there is no such checkpoint; complete ones in {folder.parent}: {_tags(folder.parent)}")
-    if not path.is_file():
+    if not os.path.lexists(path):
         if any(folder.glob("*_states.pt")):
             raise ExportError(
                 f"{folder}: in DeepSpeed's own format, which its own script converts:"
@@ -196,28 +192,45 @@ def _folder_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _tags(folder: Path) -> str:
-    """Names of the complete checkpoints in a folder."""
     found = sorted(path.parent.name for path in folder.glob(f"*/{NAME}") if not path.parent.name.startswith("."))
     return ", ".join(found) or "none"
 
 
 def _manifest(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """The bytes of a manifest, and what they say."""
     try:
-        data = path.read_bytes()
+        with _open(path) as file:
+            data = file.readall()
         return data, json.loads(data)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ExportError(f"{path}: cannot be read ({reason}); take another tag") from error
 
 
+def _open(path: Path) -> Any:
+    """A regular file, to read; opening a FIFO would wait for somebody who writes."""
+    file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ExportError(f"{path}: not a regular file; take another tag")
+    return file
+
+
+def _latest(folder: Path) -> str:
+    path = folder / LATEST
+    try:
+        with _open(path) as file:
+            return file.read(4096).decode().strip()
+    except (OSError, ValueError) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
+        raise ExportError(f"{path}: {reason}; name a tag with -t (complete ones: {_tags(folder)})") from error
+
+
 def _pieces(path: Path, start: int, num_bytes: int) -> Iterator[bytearray]:
     """Bytes [start, start + num_bytes) of a file in pieces of whole elements."""
-    with path.open("rb", buffering=0) as file:
+    with _open(path) as file:
         file.seek(start)
         while num_bytes:
-            data = bytearray(min(num_bytes, PIECE_BYTES))
-            view = memoryview(data)
+            view = memoryview(data := bytearray(min(num_bytes, PIECE_BYTES)))
             while view:
                 count = file.readinto(view)
                 if not count:
@@ -235,26 +248,18 @@ def _checksum(pieces: Any) -> int:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    if not isinstance(found := getattr(torch, name, None), torch.dtype):
         raise ExportError(f"dtype {name!r}: unknown to torch {torch.__version__}")
     return found
 
 
 def _buffer(value: torch.Tensor) -> SavedTensor:
-    """As DeepSpeed's: in fp32 where it is a floating-point number."""
     dtype = torch.float32 if value.is_floating_point() else value.dtype
     return SavedTensor(value.shape, dtype, lambda: value.to(dtype, copy=True).contiguous())
 
 
-# ---- the calls of DeepSpeed's script
-
-
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | os.PathLike[str],
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-    lazy_mode: bool = False,
+    checkpoint_dir: FolderName, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
     """The model's state dict in fp32 on the host, out of `<checkpoint_dir>/<tag>` (None: the tag that `latest` names).
 
@@ -264,19 +269,19 @@ def get_fp32_state_dict_from_zero_checkpoint(
     if tag is None:
         if (folder / NAME).is_file():
             raise ExportError(f"{folder}: is the folder of one tag; give the one above it, and -t {folder.resolve().name}")
-        if not (folder / LATEST).is_file():
-            raise ExportError(f"{folder / LATEST}: no such file; name a tag with -t (complete ones: {_tags(folder)})")
-        tag = (folder / LATEST).read_text().strip()
+        tag = _latest(folder)
     try:
+        if tag in ("", ".", "..") or "/" in tag or len(os.fsencode(tag)) > 255:
+            raise ExportError(f"{folder}: there is no such checkpoint: {tag[:60]!r} is no name of a folder in it")
         state = Checkpoint(folder / tag).state(exclude_frozen_parameters)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
         raise ExportError(f"{folder / tag}: a manifest in it is none ({type(error).__name__}: {error})") from error
     return dict(state) if lazy_mode else _tensors(state, shared=True)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
+    checkpoint_dir: FolderName,
+    output_dir: FolderName,
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
@@ -290,10 +295,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     whole = "model.safetensors" if safe_serialization else "pytorch_model.bin"
     shards = _split(state, limit)
     stem, _, ending = whole.rpartition(".")
-    names = [f"{stem}-{number:05d}-of-{len(shards):05d}.{ending}" for number in range(1, len(shards) + 1)]
-    names = names if len(shards) > 1 else [whole]
-    output = Path(output_dir)
-    output.mkdir(parents=True, exist_ok=True)
+    last = len(shards)
+    names = [f"{stem}-{number:05d}-of-{last:05d}.{ending}" for number in range(1, last + 1)] if last > 1 else [whole]
+    (output := Path(output_dir)).mkdir(parents=True, exist_ok=True)
     for name, members in zip(names, shards, strict=True):
         shard = {member: state[member] for member in members}
         part = output / f".{name}.part"
@@ -310,9 +314,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         (output / f"{whole}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def load_state_dict_from_zero_checkpoint(
-    model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
-) -> torch.nn.Module:
+def load_state_dict_from_zero_checkpoint(model: Any, checkpoint_dir: FolderName, tag: str | None = None) -> Any:
     """The model, moved to the host, with the checkpoint's fp32 weights in it. For a model outside any engine."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
@@ -342,7 +344,6 @@ def _saver(safe_serialization: bool) -> Callable[[dict[str, torch.Tensor], str],
 
 
 def _num_bytes(size: str | int) -> int:
-    """Bytes of a size such as "5GB"."""
     if isinstance(size, int):
         return size
     text = size.strip()
@@ -385,11 +386,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-t", "--tag", help="the checkpoint's tag, e.g. global_step1; else the one that `latest` names")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out parameters that are not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="print what is read")
-    given = parser.parse_args(arguments)
-    debug = given.debug
-    options = (given.max_shard_size, given.safe_serialization, given.tag, given.exclude_frozen_parameters)
+    given = vars(parser.parse_args(arguments))
+    debug = given.pop("debug")
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(given.checkpoint_dir, given.output_dir, *options)
+        convert_zero_checkpoint_to_fp32_state_dict(**given)
     except (RuntimeError, OSError) as error:  # torch's own, too: a disk that is full
         print(f"zero_to_fp32.py: error: {error}", file=sys.stderr)
         return 1

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from test_storage import Job, jobs, write_lock
 
-from ds_vertical import clean, storage, tenants
+from ds_vertical import clean, locks, storage, tenants
 from ds_vertical.files import disk_bytes, make_private
 from ds_vertical.tenants import Tenant
 
@@ -62,7 +62,7 @@ def test_every_state_is_told(
 ) -> None:
     live, stale = job(tmp_path, "live", 0), dead("stale")
     write_lock(tmp_path / "far", host="node7", since="2026-11-20 01:02:03 UTC")
-    write_lock(tmp_path / "half").joinpath("rank0.lock").write_text("{")
+    (write_lock(tmp_path / "half") / "rank1.lock").touch()
     for name in (WITHOUT_LOCK, "zero_stage_3", "just_a_folder"):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to(stale)
@@ -77,8 +77,8 @@ def test_every_state_is_told(
     assert runs["stale"]["since"] == runs["stale"]["owners"][0]["since"] and "gone" in runs["stale"]["why"]
     assert runs["far"]["since"] == "2026-11-20 01:02:03 UTC" and runs["far"]["owners"][0]["host"] == "node7"
     assert "on another host, so nothing can be told of it here" in runs["far"]["why"]
-    assert "no lock says whose it is" in runs[WITHOUT_LOCK]["why"] and runs[WITHOUT_LOCK]["owners"] == []
-    assert "a process that did not write its name" in runs["half"]["why"] and runs["half"]["since"] is None
+    assert "no lock in it says that a run made it" in runs[WITHOUT_LOCK]["why"] and runs[WITHOUT_LOCK]["owners"] == []
+    assert "and 1 more" in runs["half"]["why"] and len(runs["half"]["owners"]) == 2
     assert all(run["result"] is None for run in runs.values())
     assert clean.main(["--path", str(tmp_path)]) == 0
     text = capsys.readouterr().out
@@ -132,11 +132,17 @@ def test_another_users_folder_is_told_and_left(
     assert status == 1 and report["runs"][WITHOUT_LOCK]["result"] == "failed" and swapped(folder)
 
 
-def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (write_lock(tmp_path / "run1") / "rank1.lock").symlink_to(tmp_path)  # opened with O_NOFOLLOW
+def test_a_folder_that_cannot_be_looked_into_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: int) -> Any:
+        raise OSError(5, "Input/output error")
+
+    write_lock(tmp_path / "run1")
+    monkeypatch.setattr(locks, "locks_in", fails)
     status, report = said(capsys, "--path", tmp_path, "--remove")
     assert status == 0 and report["counts"] == {"unknown": 1}
-    assert report["runs"]["run1"]["why"].startswith("a run that cannot be looked into: [Errno 40]")
+    assert report["runs"]["run1"]["why"].startswith("a run that cannot be looked into: [Errno 5]")
 
 
 # ---- what is removed
@@ -157,9 +163,11 @@ def test_only_stale_ones_are_removed_unless_named(
     assert re.search(r"^  removed  .*two", text, re.M) and text.endswith("1 live, 1 removed (0.0 MiB), 2 unknown\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == [WITHOUT_LOCK, "far", "live"]
     status, report = said(capsys, "--path", tmp_path, "--remove", "far", WITHOUT_LOCK)
-    assert status == 0 and report["counts"] == {"live": 1, "removed": 2}
-    assert [path.name for path in tmp_path.iterdir()] == ["live"] and swapped(tmp_path / "live")
-    assert live.finish() == 0 and list(tmp_path.iterdir()) == []
+    assert status == 1 and report["counts"] == {"live": 1, "removed": 1, "kept": 1}
+    assert clean.main(["--path", str(tmp_path), "--remove", WITHOUT_LOCK]) == 1
+    assert f"-> never removed here: rm -r {tmp_path}/{WITHOUT_LOCK}" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == [WITHOUT_LOCK, "live"] and swapped(tmp_path / "live")
+    assert live.finish() == 0 and (tmp_path / WITHOUT_LOCK / "zero_stage_3").is_dir()
 
 
 def test_a_live_run_is_not_removed_by_name_either(
@@ -290,16 +298,16 @@ def waits() -> bool:
     return any(re.search(rf"-> FLOCK .* {os.getpid()} ", line) for line in lines)
 
 
-def behind_the_guard(folder: Path, act: Callable[[], Any], meanwhile: Callable[[], None]) -> Any:
+def behind_the_guard(folder: Path, act: Callable[[], Any], meanwhile: Callable[[storage.Guard], None]) -> Any:
     """What `act` returns in a thread that has to wait for the folder's guard, held here until `meanwhile` has run."""
     result: list[Any] = []
     thread = threading.Thread(target=lambda: result.append(act()))
-    with storage.guarded(folder, create=False):
+    with storage.guarded(folder, create=False) as guard:
         thread.start()
         while thread.is_alive() and not waits():
             time.sleep(0.005)
         assert thread.is_alive(), "it did not wait"
-        meanwhile()
+        meanwhile(guard)
     thread.join(timeout=200)
     return result[0]
 
@@ -307,7 +315,7 @@ def behind_the_guard(folder: Path, act: Callable[[], Any], meanwhile: Callable[[
 def test_a_removal_waits_for_a_claim_that_is_under_way(tmp_path: Path, dead: Callable[..., Path]) -> None:
     folder, held = dead("run1"), []
     outcome = behind_the_guard(
-        folder, lambda: tenants.remove(folder, named=True), lambda: held.append(storage._take_lock(folder, 1))
+        folder, lambda: tenants.remove(folder, named=True), lambda guard: held.append(storage._take_lock(guard, 1))
     )
     assert outcome == "kept" and swapped(folder)
     os.close(held[0])
@@ -316,7 +324,7 @@ def test_a_removal_waits_for_a_claim_that_is_under_way(tmp_path: Path, dead: Cal
 def test_a_look_waits_for_a_claim_that_is_under_way(tmp_path: Path, dead: Callable[..., Path]) -> None:
     """A lock that is looked at cannot be taken at that moment: the run would be refused."""
     folder, held = dead("run1"), []
-    found = behind_the_guard(folder, lambda: tenants.examine(folder), lambda: held.append(storage._take_lock(folder, 1)))
+    found = behind_the_guard(folder, lambda: tenants.examine(folder), lambda guard: held.append(storage._take_lock(guard, 1)))
     assert isinstance(found, Tenant) and found.state == "live"
     os.close(held[0])
 
@@ -379,13 +387,14 @@ def test_the_jsons_folders_are_meant(tmp_path: Path, job: Callable[..., Job], ca
         (("--path", "{}/none"), "/none: no such folder; write the nvme_path of the runs"),
         (("--path", "{}/run1"), "/run1: the folder of a run; name the one above it: --path {}"),
         (("--config", "{}/none.json"), "/none.json: no such file; name a DeepSpeed JSON"),
-        (("--config", "{}/run1/rank0.lock"), "/rank0.lock: "),
+        (("--config", "{}/half.json"), "/half.json: "),
     ],
 )
 def test_bad_usage_exits_2_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
-    write_lock(tmp_path / "run1").joinpath("rank0.lock").write_text("{")
+    write_lock(tmp_path / "run1")
+    (tmp_path / "half.json").write_text("{")
     with pytest.raises(SystemExit) as caught:
         clean.main([argument.format(tmp_path) for argument in arguments])
     assert caught.value.code == 2 and words.format(tmp_path) in capsys.readouterr().err

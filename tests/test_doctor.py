@@ -556,14 +556,14 @@ def test_live_runs_are_told_from_dead_ones(tmp_path: Path, hold: Any) -> None:
     (tmp_path / "dead" / "state.swp").write_bytes(bytes(3 << 20))
     entry = json.loads((tmp_path / "live" / "rank0.lock").read_text())
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "rank0.lock").write_text(json.dumps(entry | {"host": "node7", "pid": 1}))
+    (tmp_path / "elsewhere" / "rank0.lock").write_text(json.dumps(entry | {"host": "node7", "pid": 1, "run": "elsewhere"}))
     (tmp_path / "zero_stage_3").mkdir()
     (tmp_path / "just a folder").mkdir()
     (tmp_path / "20260131-235959-node7-1f2e3d4c").mkdir()
     said = {Path(finding.found.split(": ")[0]).name: finding for finding in ssdpath.runs(at(tmp_path))}
     nameless = said.pop("20260131-235959-node7-1f2e3d4c")
     assert set(said) == {"live", "dead", "elsewhere", "zero_stage_3"}
-    assert "without a lock that says whose" in nameless.found and "--remove 20260131-235959-node7" in nameless.remedy
+    assert "without a lock that says so" in nameless.found and f"rm -r {tmp_path}/20260131-235959-node7" in nameless.remedy
     assert f"a live run (pid {live.pid} on host {socket.gethostname()}" in said["live"].found
     assert "3.0 MiB left by a run that is dead" in said["dead"].found and f"pid {dead.pid} " in said["dead"].found
     assert said["dead"].remedy == f"ds-vertical clean --path {tmp_path} --remove"

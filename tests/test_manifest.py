@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ds_vertical import manifest, tagfolder
+from ds_vertical import leftovers, manifest, tagfolder, trees
 from ds_vertical.checksums import Checksums, Piece, checksum, read_pieces
 from ds_vertical.files import set_aside
 from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile, SavedTensor
@@ -130,6 +131,20 @@ def test_set_aside_that_fails_half_way_puts_every_file_back(
 CONTENT = b"0123456789"
 
 
+def numbers() -> dict[str, Any]:
+    """What a run is besides its tensors, as c81cdc9 wrote it."""
+    group = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0, "bias_correction": True, "amsgrad": False}
+    return {
+        "counters": {"global_steps": 7, "global_samples": 14, "micro_steps": 14, "skipped_steps": 0},
+        "loss_scaler": {},
+        "adam_w_mode": True,
+        "groups": [group],
+        "powers": {"step": 7, "beta1": 0.9, "beta2": 0.999, "anchor": 1},
+        "has_scheduler": False,
+        "stream_seed": 7,
+    }
+
+
 def write_checkpoint(folder: Path, tag: str, rank_count: int = 1) -> RankManifest:
     """A small checkpoint; rank 0's manifest."""
     found, first = [], None
@@ -138,9 +153,9 @@ def write_checkpoint(folder: Path, tag: str, rank_count: int = 1) -> RankManifes
         place.mkdir(parents=True)
         (place / "chunk.bin").write_bytes(CONTENT)
         saved = SavedFile(len(CONTENT), tuple(read_pieces(place / "chunk.bin", 2, 8)))
-        places = {"master": (Range("chunk.bin", 2, 4), Range("chunk.bin", 6, 2)), "weight": ()}
-        tensors = {"w": SavedTensor((3, 2), "bfloat16", 6, 0, 7, places)}
-        made = RankManifest(rank, rank_count, {"chunk.bin": saved}, tensors, {"a.b": 0.1}, {"groups": [{"lr": 1e-3}]})
+        places = {"weight": (Range("chunk.bin", 2, 4), Range("chunk.bin", 6, 2))}
+        tensors = {"w": SavedTensor((3, 1), "bfloat16", 3, None, 0, places)}
+        made = RankManifest(rank, rank_count, {"chunk.bin": saved}, tensors, {"a.b": 0.1}, numbers())
         data = made.to_json()
         (place / manifest.NAME).write_bytes(data)
         found.append((len(data), checksum(data)))
@@ -250,7 +265,13 @@ def test_the_new_folders_above_a_tag_survive_a_power_cut(tmp_path: Path, monkeyp
     """They and the one that somebody else may just have made."""
     synced: list[Path] = []
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (real(fd), synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")))))
+
+    def sync(fd: int) -> None:
+        real(fd)
+        if (path := Path(os.readlink(f"/proc/self/fd/{fd}"))).is_dir():
+            synced.append(path)
+
+    monkeypatch.setattr(os, "fsync", sync)
     TagFolder(tmp_path / "runs" / "one", "tag", "00000001").make()
     assert synced == [tmp_path.parent, tmp_path, tmp_path / "runs"]
     synced.clear()
@@ -337,14 +358,15 @@ from ds_vertical.tagfolder import TagFolder
 
 folder = TagFolder(Path(sys.argv[1]), "killed", "0123abcd")
 folder.make()
-(folder.beside / "state").write_text("half of it")
+(folder.beside / "rank0").mkdir()
+(folder.beside / "rank0" / "chunk0.master.0.bin").write_text("half of it")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_what_a_killed_save_left_is_deleted_by_the_next(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=100)
-    assert done.returncode == -9 and (tmp_path / ".killed.0123abcd" / "state").exists()
+    assert done.returncode == -9 and (tmp_path / ".killed.0123abcd" / "rank0").exists()
     under_way = TagFolder(tmp_path, "other", "00000001")
     under_way.make()
     assert sorted(each.name for each in tmp_path.iterdir()) == [".other.00000001"]
@@ -366,7 +388,7 @@ folder.write_latest()
 
 def test_a_file_that_was_to_replace_one_is_deleted_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED_BEFORE_LATEST, str(tmp_path)], timeout=100)
-    assert done.returncode == -9 and [path.name for path in tmp_path.iterdir()] == [".killed.0123abcd.latest"]
+    assert done.returncode == -9 and [path.name for path in tmp_path.iterdir()] == [".killed.0123abcd.new"]
     (tmp_path / ".mine.0123abcd.txt").touch()  # somebody else's
     replace, seen = os.replace, list[str]()
 
@@ -377,7 +399,7 @@ def test_a_file_that_was_to_replace_one_is_deleted_by_the_next(tmp_path: Path, m
 
     monkeypatch.setattr(os, "replace", watch)
     TagFolder(tmp_path, "tag", "00000001").write_latest()
-    assert seen == [".mine.0123abcd.txt", ".other.00000002", ".tag.00000001.latest"]
+    assert seen == [".mine.0123abcd.txt", ".other.00000002", ".tag.00000001.new"]
     assert (tmp_path / "latest").read_text() == "tag"
 
 
@@ -385,9 +407,11 @@ def test_the_only_copies_of_a_checkpoint_are_no_leftovers(tmp_path: Path) -> Non
     """Killed between the two renames of a file system that cannot exchange names."""
     for name in (".tag.00000001", ".tag.00000001.old", ".tag.00000002"):
         (tmp_path / name).mkdir()
-    assert [each.name for each in tagfolder.leftovers(tmp_path)] == [".tag.00000002"]
+        with trees.opened(tmp_path / name) as fd:
+            leftovers.mark(fd, "run", "tag", name.split(".")[2])
+    assert [path.name for path, _, _ in leftovers.find(tmp_path)] == [".tag.00000002"]
     (tmp_path / "tag").mkdir()
-    assert len(tagfolder.leftovers(tmp_path)) == 3
+    assert len(leftovers.find(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", ".hidden", "a/b", "latest"])
