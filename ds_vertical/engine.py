@@ -36,6 +36,7 @@ from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.progress import Progress
 from ds_vertical.saving import SavingEngine
+from ds_vertical.spinwait import WATCH
 from ds_vertical.stopping import Stopping, leave_on_sigterm
 from ds_vertical.stores import bytes_by_tier, describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
 from ds_vertical.subgroups import check_optimizer
@@ -301,7 +302,7 @@ class VerticalEngine(SavingEngine):
         schedule = build_evaluation(self.layers.num_layers, len(runs), window=self.vertical.prefetch_layers)
         with self.optimizer.agreed("evaluation"):
             self.optimizer.flush()
-        with suspended_hooks(self), self.optimizer.schedule_running():
+        with WATCH.watching(), suspended_hooks(self), self.optimizer.schedule_running():
             return self._sweeps.evaluate(schedule, [Body(run, None) for run in runs])
 
     def train_step(self, runs: list[Any], seeds: list[int]) -> list[torch.Tensor]:
@@ -335,6 +336,7 @@ class VerticalEngine(SavingEngine):
         bodies = [Body(run, seed) for run, seed in zip(runs, seeds, strict=True)]
         noted = self._activations is not None
         with (
+            WATCH.watching(),
             buffers_of_whole_steps(self.module, lambda: self.optimizer.num_decided),
             suspended_hooks(self, joints=True, noted=noted),
             torch.enable_grad(),
