@@ -210,12 +210,13 @@ def _batches(options: argparse.Namespace, vocabulary: int, device: Any) -> Itera
     import train
 
     samples = Samples(vocabulary, options.tokens, bool(options.loaders))
-    ahead = {"prefetch_factor": 1 << 12} if options.loaders else {}
-    loader = torch.utils.data.DataLoader(samples, batch_size=1, num_workers=options.loaders, **ahead)
+    ahead = AHEAD if options.loaders else None
+    loader = torch.utils.data.DataLoader(samples, num_workers=options.loaders, prefetch_factor=ahead)
     return (train.to_batch(ids.numpy(), device) for ids in loader)
 
 
 SAMPLE_S = 0.02  # of a worker for a sample
+AHEAD = 1 << 12  # samples: for longer than a run takes
 
 
 class Samples:

@@ -22,6 +22,8 @@ _GROUPS: Final = Path("/sys/fs/cgroup")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _WORKING: Final = (0, 1, 2, 5, 6)  # fields of /proc/stat: user, nice, system, irq, softirq
 _LOOK_S: Final = 0.5
+_LOOK_AGAIN_S: Final = 2.0
+_NOTED: Final = 0.25  # cores
 
 
 def cores() -> frozenset[int]:
@@ -68,7 +70,11 @@ class Host:
     @classmethod
     def now(cls) -> Host:
         names = {f"cpu{number}" for number in cores()}
-        lines = (line.split() for line in (_PROC / "stat").read_text(encoding="ascii", errors="replace").splitlines())
+        try:
+            text = (_PROC / "stat").read_text(encoding="ascii", errors="replace")
+        except OSError:  # hidden from this process: others seem to do nothing
+            text = ""
+        lines = (line.split() for line in text.splitlines())
         ticks = sum(int(fields[1 + each]) for fields in lines if fields and fields[0] in names for each in _WORKING)
         return cls(time.perf_counter(), time.process_time(), ticks / _TICKS_PER_S)
 
@@ -94,7 +100,7 @@ class Taker:
 
 
 class Processes:
-    """The CPU time of all processes that can be seen, as of some moment."""
+    """The CPU time of all other processes that can be seen, as of some moment."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
@@ -124,6 +130,39 @@ def look(seconds: float = _LOOK_S) -> tuple[float, list[Taker]]:
     processes, host = Processes(), Host.now()
     time.sleep(seconds)
     return Host.now().others_since(host), Processes().since(processes)
+
+
+class Neighbours:
+    """What a step finds of other work on the cores, in words for one line; none where it was denied none."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Threads, Host] | None = None
+        self._processes: Processes | None = None
+        self._taker: Taker | None = None
+
+    def begin(self) -> None:
+        self._before = Threads.now(), Host.now()
+
+    def words(self) -> list[str]:
+        """Of the time since `begin`."""
+        if self._before is None:
+            return []
+        threads, host = self._before
+        now = Host.now()
+        others = now.others_since(host)
+        if min(others, Threads.now().denied_since(threads)) < _NOTED:
+            self._processes = self._taker = None
+            return []
+        self._look(now.at)
+        who = "" if self._taker is None else f": {self._taker.name} (pid {self._taker.pid})"
+        return [f"others work on {others:.1f} of {len(cores())} cores{who}"]
+
+    def _look(self, at: float) -> None:
+        """At the processes, now and then: there may be thousands."""
+        if self._processes is None or at - self._processes.at > _LOOK_AGAIN_S:
+            before, self._processes = self._processes, Processes()
+            if before is not None:
+                self._taker = next(iter(self._processes.since(before)), None)
 
 
 def quota(groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")) -> float | None:
