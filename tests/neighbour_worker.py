@@ -1,4 +1,5 @@
-"""Trains on two cores with a team of two threads, alone and beside a busy process on the same cores. Prints seconds as JSON.
+"""Trains on two cores with a team of two threads, alone and beside a busy process on the same cores. Prints seconds as JSON:
+those of each step, and those that this process computed or waited awake in it.
 
     python neighbour_worker.py FOLDER NUM_STEPS [BUSY]
 
@@ -42,12 +43,12 @@ def main() -> None:
     engine = ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     batch = token_batches(1, NUM_MICRO_BATCHES, shortest=TOKENS)[0]
 
-    def steps(number: int) -> list[float]:
+    def steps(number: int) -> list[dict[str, float]]:
         found = []
         for _ in range(number):
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             engine.train_batch(iter(batch))
-            found.append(time.perf_counter() - start)
+            found.append({"step_s": time.perf_counter() - start, "used_s": time.process_time() - used})
         return found
 
     steps(3)
@@ -65,7 +66,7 @@ def main() -> None:
     end = time.monotonic() + 2
     while num_threads() != threads and time.monotonic() < end:  # those of a team end on their own
         time.sleep(0.01)
-    print(json.dumps({"step_s": phases, "threads": [threads, num_threads()]}))
+    print(json.dumps({"phases": phases, "threads": [threads, num_threads()]}))
     engine.destroy()
 
 

@@ -25,7 +25,8 @@ from ds_vertical.finding import Case
 
 TESTS = Path(__file__).resolve().parent
 NUM_BATCHES = 2
-MOST_SLOWDOWN = 4  # by one process on two cores, and after it: 1.5 is usual, and 13 where threads wait awake
+MOST_SLOWDOWN = {1: 4, 2: 8}  # by so many processes on two cores; 1.5 to 1.8 by one is usual
+MOST_USED = 1.4  # of the cores, over a step alone: less than 1 is usual, and 2 where threads wait awake beside others
 
 
 @contextlib.contextmanager
@@ -72,8 +73,9 @@ def train(folder: Path, num_steps: int, num_busy: int) -> dict[str, Any]:
 @pytest.mark.parametrize("num_busy", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_busy_neighbour_takes_its_share_and_no_more(tmp_path: Path, num_busy: int) -> None:
     found = train(tmp_path, 4, num_busy)
-    alone, beside, after = found["step_s"]
-    assert median(beside + after) < MOST_SLOWDOWN * median(alone), found
+    alone, beside, _ = ({key: median(step[key] for step in steps) for key in steps[0]} for steps in found["phases"])
+    assert beside["used_s"] < MOST_USED * alone["used_s"], found
+    assert beside["step_s"] < MOST_SLOWDOWN[num_busy] * alone["step_s"], found
     first, last = found["threads"]
     assert last <= first, found
 
