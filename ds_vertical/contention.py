@@ -23,6 +23,7 @@ _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _WORKING: Final = (0, 1, 2, 5, 6)  # fields of /proc/stat: user, nice, system, irq, softirq
 _LOOK_S: Final = 0.5
 _LOOK_AGAIN_S: Final = 2.0
+_SHORTEST_S: Final = 0.25
 _NOTED: Final = 0.25  # cores
 
 
@@ -133,29 +134,33 @@ def look(seconds: float = _LOOK_S) -> tuple[float, list[Taker]]:
 
 
 class Neighbours:
-    """What a step finds of other work on the cores, in words for one line; none where it was denied none."""
+    """What steps find of other work on the cores, in words for one line; none where they were denied none."""
 
     def __init__(self) -> None:
         self._before: tuple[Threads, Host] | None = None
+        self._words: list[str] = []
         self._processes: Processes | None = None
         self._taker: Taker | None = None
 
     def begin(self) -> None:
-        self._before = Threads.now(), Host.now()
+        """A step begins. Of short ones several count as one: the kernel counts others' work in ticks."""
+        if self._before is None:
+            self._before = Threads.now(), Host.now()
 
     def words(self) -> list[str]:
-        """Of the time since `begin`."""
-        if self._before is None:
-            return []
-        threads, host = self._before
+        """At the end of a step."""
         now = Host.now()
+        if self._before is None or now.at - self._before[1].at < _SHORTEST_S:
+            return self._words
+        (threads, host), self._before = self._before, None
         others = now.others_since(host)
         if min(others, Threads.now().denied_since(threads)) < _NOTED:
-            self._processes = self._taker = None
-            return []
+            self._words, self._processes, self._taker = [], None, None
+            return self._words
         self._look(now.at)
         who = "" if self._taker is None else f": {self._taker.name} (pid {self._taker.pid})"
-        return [f"others work on {others:.1f} of {len(cores())} cores{who}"]
+        self._words = [f"others work on {others:.1f} of {len(cores())} cores{who}"]
+        return self._words
 
     def _look(self, at: float) -> None:
         """At the processes, now and then: there may be thousands."""
