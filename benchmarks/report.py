@@ -68,16 +68,20 @@ def fit_line(seconds: Mapping[int, float]) -> dict[str, float]:
 
 
 def markdown(
-    found: Sequence[Result], gains: Sequence[Mapping[str, Any]] = (), saves: Sequence[Mapping[str, Any]] = ()
+    found: Sequence[Result],
+    gains: Sequence[Mapping[str, Any]] = (),
+    saves: Sequence[Mapping[str, Any]] = (),
+    busy: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The whole of benchmarks/README.md; `gains` as `gains.measure` gives them, `saves` as `saves.main` writes them."""
+    """The whole of benchmarks/README.md; `gains` as `gains.measure` gives them, `saves` and `busy` as `saves.main` and
+    `busy.main` write them."""
     tables = [result for result in found if result.content.get("kind") != "straight"]
     columns = ("M", "tokens", "dtype", "clip", "disk", "stock arm", "stock s", "vertical s", "ratio")
     columns += ("bound s", "step/bound", "sim s", "read", "written", "outside", "peak/formula", "peak/stock", "date, processor")
     lines = [_row(columns), _row(["---"] * len(columns)), *(_row(_cells(result)) for result in tables)]
     straight = [_straight(result) for result in found if result.content.get("kind") == "straight"]
     commands = [f"- `{result.file}`{_commit(result)}: `{' '.join(result.content['command'])}`" for result in found]
-    parts = [_HEAD, "\n".join(lines), *straight, *map(_gains, gains), *map(saves_table, saves)]
+    parts = [_HEAD, "\n".join(lines), *straight, *map(_gains, gains), *map(saves_table, saves), *map(busy_table, busy)]
     parts.append("## Commands\n\n" + "\n".join(commands))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
@@ -167,6 +171,25 @@ def saves_table(content: Mapping[str, Any]) -> str:
             moved = (_number(each[name] / count) for name in ("read_bytes", "write_bytes"))
             after = _number(each["step_after_s"] / usual[arm]) if "tag" in each else _NONE
             lines.append(_row((arm, call, _number(each["returned_s"]), _number(each["synced_s"]), *moved, after)))
+    return title + "\n\n" + "\n".join(lines)
+
+
+def busy_table(content: Mapping[str, Any]) -> str:
+    """Both arms beside other work on the cores."""
+    machine, steps = content["machine"], content["step_s"]
+    title = (
+        f"## Beside other work\n\n`{content['model']}`, M = {content['micro_batches']}, {content['tokens']} tokens, clipping"
+        f" {content['clip']:g}, disk full, against `{content['stock']}.json` (`busy.py`), {content['date'][:10]},"
+        f" {machine['num_cores']} cores {machine['cpu']} ({content['checkout']['commit']}). Medians of {content['rounds']}"
+        f" steps of each, in turn; losses {'equal bit for bit' if content['losses_equal'] else 'DIFFERENT'}."
+    )
+    columns = ("beside", "stock s", "vertical s", "stock / vertical", "stock / alone", "vertical / alone")
+    lines = [_row(columns), _row(["---"] * len(columns))]
+    alone = {arm: _median(values) for arm, values in next(iter(steps.values())).items()}
+    for name, taken in steps.items():
+        stock, vertical = (_median(taken[arm]) for arm in ("stock", "vertical"))
+        figures = (stock, vertical, stock / vertical, stock / alone["stock"], vertical / alone["vertical"])
+        lines.append(_row((name, *map(_number, figures))))
     return title + "\n\n" + "\n".join(lines)
 
 

@@ -141,10 +141,10 @@ def run_straight(row: Row, out: Path, steps: int, repeat: int) -> dict[str, Any]
 
 
 def write_table(folder: Path) -> None:
-    """benchmarks/README.md from the results in `folder`, and the gains and costs of checkpoints beside it."""
-    kinds = ("gains", "saves")
-    gains, saves = ([json.loads(path.read_text()) for path in sorted((folder.parent / kind).glob("*.json"))] for kind in kinds)
-    (folder.parent / "README.md").write_text(report.markdown(report.results(folder), gains, saves))
+    """benchmarks/README.md from the results in `folder`, and the gains, costs of checkpoints and steps beside other work."""
+    kinds = ("gains", "saves", "busy")
+    further = ([json.loads(path.read_text()) for path in sorted((folder.parent / kind).glob("*.json"))] for kind in kinds)
+    (folder.parent / "README.md").write_text(report.markdown(report.results(folder), *further))
 
 
 def here(command: Sequence[str]) -> list[str]:

@@ -30,6 +30,7 @@ CHECKS: Final = (
     Check("compile locks", "ds_vertical.installation.compile_locks"),
     Check("memory", "ds_vertical.hardware.memory"),
     Check("aio events", "ds_vertical.hardware.aio_events"),
+    Check("other work", "ds_vertical.hardware.other_work"),
     Check("config", "ds_vertical.jsoncheck.refusals"),
     Check("keys", "ds_vertical.jsoncheck.near_misses"),
     Check("auto", "ds_vertical.jsoncheck.autos"),

@@ -37,6 +37,7 @@ from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.progress import Progress
 from ds_vertical.saving import SavingEngine
+from ds_vertical.spinwait import WATCH
 from ds_vertical.stopping import Stopping, leave_on_sigterm
 from ds_vertical.stores import bytes_by_tier, describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
 from ds_vertical.subgroups import check_optimizer
@@ -310,7 +311,7 @@ class VerticalEngine(SavingEngine):
         schedule = build_evaluation(self.layers.num_layers, len(bodies), window=self.vertical.prefetch_layers)
         with self.optimizer.agreed("evaluation"):
             self.optimizer.flush()
-        with suspended_hooks(self), self.optimizer.schedule_running():
+        with WATCH.watching(), suspended_hooks(self), self.optimizer.schedule_running():
             return self._sweeps.evaluate(schedule, bodies)
 
     def train_step(self, bodies: list[Body]) -> list[torch.Tensor]:
@@ -351,6 +352,7 @@ class VerticalEngine(SavingEngine):
 
         noted = self._activations is not None
         with (
+            WATCH.watching(),
             suspended_hooks(self, joints=True, noted=noted),
             torch.enable_grad(),
             self.optimizer.schedule_running(),

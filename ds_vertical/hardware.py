@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ds_vertical import hostmemory, opcache
+from ds_vertical import contention, hostmemory, opcache
 from ds_vertical.finding import Case, Finding, error, gib, ok, warning
 
 _SIMD: Final = {
@@ -21,6 +21,8 @@ _LEAST_HOST_BYTES: Final = 1 << 30  # the interpreter with torch and deepspeed t
 _LOCKED_BYTES: Final = 16 << 20
 _SMALL_BYTES: Final = 1 << 20
 _LEAST_AIO_EVENTS: Final = 1024
+_OTHER_CORES: Final = 0.25  # of others that a step is not slowed by
+_TAKERS: Final = 3  # named
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _BUILD: Final = "ds-vertical build-ops"
 
@@ -73,6 +75,29 @@ def aio_events(case: Case) -> Iterator[Finding]:
         yield error(found, "sysctl -w fs.aio-max-nr=1048576  # as root")
     else:
         yield ok(f"asynchronous I/O: {taken} of {most} events are taken")
+
+
+def other_work(case: Case) -> Iterator[Finding]:
+    """Cores that this process's threads would have to share: with other processes, or with a control group's quota."""
+    num_cores, wanted = len(contention.cores()), _num_threads()
+    others, takers = contention.look()
+    quota = contention.quota()
+    if wanted + others > num_cores + _OTHER_CORES:
+        names = ", ".join(map(str, takers[:_TAKERS])) or "none that this process may see"
+        found = f"other work: other processes work on {others:.1f} of {num_cores} cores ({names}), and a step wants {wanted}"
+        remedy = f"renice -n 19 -p {takers[0].pid}  # or end it; a data loader: a smaller num_workers" if takers else ""
+        yield warning(found, remedy or "end what runs on this host beside this container")
+    else:
+        yield ok(f"other work: other processes work on {others:.1f} of {num_cores} cores")
+    if quota is not None and quota < min(wanted, num_cores):
+        found = f"other work: this control group leaves {quota:g} cores' worth of time (cpu.max), and a step wants {wanted}"
+        yield warning(found, f"export OMP_NUM_THREADS={max(1, int(quota))}  # or raise the quota")
+
+
+def _num_threads() -> int:
+    """Threads that torch takes for an operation."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(given) if given.isdigit() and int(given) > 0 else len(contention.cores())
 
 
 def page_locked(case: Case) -> Iterator[Finding]:

@@ -5,7 +5,8 @@ there are cores, whether they work or not, the runtime lets them sleep between a
 every operation of every team starts with waking them. A process group's worker with a team of its own, made by one
 collective, is enough; so is CPU Adam on a second thread. So where the device is the host, only the thread that trains has a
 team, and all others compute on one core, which is what is left for them anyway. A thread that torch never asked (one whose
-first work is CPU Adam's own kernel) would take all cores: `adam` lets torch ask.
+first work is CPU Adam's own kernel) would take all cores: `adam` lets torch ask. Beside other work on the cores the team is to
+sleep after all: see `spinwait`.
 
 Beside a device the host's cores are CPU Adam's. Where several ranks share them, each with a team of all cores, the teams keep
 each other off the cores; so a rank's team is its share, unless OMP_NUM_THREADS says how large it is.

@@ -21,6 +21,7 @@ from ds_vertical import compat, ranks
 from ds_vertical.account import Account, Facts, RanStep, Share
 from ds_vertical.bound import step_bound
 from ds_vertical.config import ConfigError
+from ds_vertical.contention import Neighbours
 from ds_vertical.limits_cache import training_report
 from ds_vertical.machine import CostsError, Machine
 from ds_vertical.pace import BusyMeter, Goal, Pace, Reading
@@ -31,6 +32,7 @@ from ds_vertical.trace import Tracer, now
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _ON_THE_HOST = ("ssd_read", "ssd_write", "adam")  # work whose seconds the host knows whatever the device does
+_RATES = 2  # words ahead of those about others: what a step takes, which they explain
 _NOT_OF_THE_SHAPE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
@@ -48,6 +50,7 @@ class Progress:
         self._drawn = first and (is_terminal(sys.stderr) if shown is None else shown)
         self._monitored = first and engine.monitor.enabled
         self._pace = Pace()
+        self._neighbours = Neighbours()
         self._goals: Goals | None = None
         self._asked_for_goals = False
         self._words: list[str] = []
@@ -71,6 +74,7 @@ class Progress:
             yield
             return
         self._pace.begin(now())
+        self._neighbours.begin()
         words = [f"step {self._engine.global_steps + 1}", *self._words]
         drawn = self._drawn and (self._forced or is_terminal(sys.stderr))  # which somebody may have redirected since
         try:
@@ -88,6 +92,7 @@ class Progress:
         reading = self._pace.end(now(), tokens * ranks.world_size(), self._goal(tokens, batches))
         all_told = self._pace.meter is not None and "compute" in self._pace.meter.resources
         self._words = reading.words(all_told)
+        self._words[_RATES:_RATES] = self._neighbours.words()
         if self._monitored:
             self._write(reading, loss)
 

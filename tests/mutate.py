@@ -1291,6 +1291,20 @@ MUTATIONS = (
         "test_hostthreads.py::test_ranks_beside_devices_share_the_cores_for_adam",
     ),
     Mutation(
+        "threads-wait-awake-beside-others",
+        "spinwait.py",
+        "                if awake.denied():\n",
+        "                if awake.denied() and False:\n",
+        "test_contention.py::test_a_busy_neighbour_takes_its_share_and_no_more",
+    ),
+    Mutation(
+        "own-threads-are-others",
+        "contention.py",
+        "max(0.0, min(waited, len(cores()) * seconds - (self.used_s - before.used_s)) / seconds)",
+        "waited / seconds",
+        "test_contention.py::test_what_our_own_threads_take_from_each_other_is_not_denied",
+    ),
+    Mutation(
         "thread-begins-on-no-device",
         "pipeline.py",
         "            self._begin()\n",

@@ -16,6 +16,7 @@ from ds_vertical import ab, facts
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import commits  # noqa: E402
 import gains  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
@@ -163,3 +164,46 @@ def test_a_measurement_names_the_commit_and_what_differs_from_it_but_for_results
     assert facts._commit(tmp_path) == head
     code.write_text("another")
     assert facts._commit(tmp_path) == f"{head}-dirty"
+
+
+BUSY_CONTENT = {
+    "date": "2026-11-24T08:40:00+00:00",
+    "model": "gpt_101m",
+    "machine": {"num_cores": 2, "cpu": "AMD EPYC"},
+    "checkout": {"commit": "abc", "changed": False},
+    "stock": "stock_pipelined",
+    "micro_batches": 16,
+    "tokens": 8,
+    "clip": 0.0,
+    "rounds": 2,
+    "losses_equal": True,
+    "step_s": {
+        "nothing": {"stock": [9.0, 11.0], "vertical": [2.0, 3.0]},
+        "one busy core": {"stock": [14.0, 16.0], "vertical": [5.0, 5.0]},
+    },
+}
+
+
+def test_steps_beside_other_work_are_held_against_those_alone() -> None:
+    table = report.busy_table(BUSY_CONTENT)
+    assert "| nothing | 10.00 | 2.50 | 4.00 | 1.00 | 1.00 |" in table and "equal bit for bit" in table
+    assert "| one busy core | 15.00 | 5.00 | 3.00 | 1.50 | 2.00 |" in table
+    assert table in report.markdown([], busy=[BUSY_CONTENT])
+
+
+@pytest.mark.slow
+def test_two_checkouts_step_in_turn(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    small = ["--model", "gpt_13m", "--config", str(ROOT / "configs" / "gpt_13m_cpu.json"), "--micro-batches", "2"]
+    wanted = ["--pairs", "3", "--warm-up", "1", "--busy", "1", "--folder", str(tmp_path), "--out", str(out)]
+    assert commits.main([str(ROOT), "HEAD", *small, *wanted]) == 0
+    found = json.loads(out.read_text())
+    assert [pair["order"] for pair in found["pairs"]] == ["AB", "BA", "AB"]
+    assert all(pair["ratio"] == pair["B"] / pair["A"] for pair in found["pairs"])
+    assert found["median_ratio"] == sorted(pair["ratio"] for pair in found["pairs"])[1]
+    assert found["losses_equal"] and found["busy"] == 1 and found["micro_batches"] == 2
+    assert found["commits"]["A"]["commit"] == found["commits"]["B"]["commit"] and not found["commits"]["B"]["changed"]
+    assert not [text for text in (str(ROOT), str(tmp_path)) if text in out.read_text()]
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    worktrees = subprocess.run(["git", "-C", str(ROOT), "worktree", "list"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in worktrees
