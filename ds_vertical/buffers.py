@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from ds_vertical.changes import Changed
 from ds_vertical.layers import LayerError
 
 _SMALL_BUFFER = 1 << 16  # elements of a buffer up to which a recompute may write it: it is copied and put back
@@ -39,11 +40,12 @@ def buffers_of_whole_steps(module: nn.Module, num_decided: Callable[[], int]) ->
     counts: unless `num_decided`, of the steps that do, has grown by then."""
     before = num_decided()
     kept = [(buffer, buffer.clone()) for buffer in module.buffers() if buffer.numel() <= _SMALL_BUFFER]
-    try:
-        yield
-    except BaseException:
+
+    def put_back() -> None:
         if num_decided() == before:
             with torch.no_grad():
                 for buffer, copy in kept:
                     buffer.copy_(copy)
-        raise
+
+    with Changed(put_back, only_if_failed=True):
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -17,6 +17,7 @@ from ds_vertical import compat, compat_pools, compat_state, headroom, hostmemory
 from ds_vertical.batches import LossFn
 from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
 from ds_vertical.buffers import buffers_of_whole_steps
+from ds_vertical.calls import RUNNING
 from ds_vertical.choices import choose_gradient_tier, choose_timing
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, resolve
 from ds_vertical.configfile import read_config
@@ -224,6 +225,8 @@ class VerticalEngine(SavingEngine):
             leave=self._stopping.vote,
         )
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)
+        self._num_running = 0
+        self.optimizer.calls.restore, self.optimizer.calls.tear = self._restore, self.optimizer.condition.tear
         tiers = ", ".join(f"{tier} {count}" for tier, count in bytes_by_tier(layers).items())
         compat.log(
             f"ds_vertical: vertical schedule ACTIVE: order {vertical.order}, {layers.describe()}; bytes of parameters on this"
@@ -252,13 +255,13 @@ class VerticalEngine(SavingEngine):
     # ---- training
 
     def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
-        with self._stopping.obeyed(self), ranks.shared("train_batch"):
+        with self._stopping.obeyed(self), self.optimizer.calls.call("train_batch"), ranks.shared("train_batch"):
             return self._loop.train_batch(data_iter, loss_fn)
 
     train_batch.__doc__ = Loop.train_batch.__doc__
 
     def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
-        with self._stopping.obeyed(self), ranks.shared("eval_batch"):
+        with self._stopping.obeyed(self), self.optimizer.calls.call("eval_batch"), ranks.shared("eval_batch"):
             return self._loop.eval_batch(data_iter, loss_fn)
 
     eval_batch.__doc__ = Loop.eval_batch.__doc__
@@ -267,7 +270,7 @@ class VerticalEngine(SavingEngine):
         """The model's outputs in evaluation mode, without gradients. In training mode raises RuntimeError."""
         if self.module.training:
             raise RuntimeError(_CALL_TRAIN_BATCH.format(name="forward"))
-        with self._stopping.obeyed(self), torch.no_grad():
+        with self._stopping.obeyed(self), self.optimizer.calls.call("forward"), torch.no_grad():
             return self.evaluate([partial(self.call_module, *inputs, **kwargs)])[0]
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> NoReturn:  # override
@@ -301,7 +304,7 @@ class VerticalEngine(SavingEngine):
         schedule = build_evaluation(self.layers.num_layers, len(runs), window=self.vertical.prefetch_layers)
         with self.optimizer.agreed("evaluation"):
             self.optimizer.flush()
-        with suspended_hooks(self), self.optimizer.schedule_running():
+        with self.optimizer.calls.running(), suspended_hooks(self), self.optimizer.schedule_running():
             return self._sweeps.evaluate(schedule, [Body(run, None) for run in runs])
 
     def train_step(self, runs: list[Any], seeds: list[int]) -> list[torch.Tensor]:
@@ -334,13 +337,30 @@ class VerticalEngine(SavingEngine):
 
         bodies = [Body(run, seed) for run, seed in zip(runs, seeds, strict=True)]
         noted = self._activations is not None
+        self._num_running = len(runs)
         with (
+            self.optimizer.calls.running(),
             buffers_of_whole_steps(self.module, lambda: self.optimizer.num_decided),
             suspended_hooks(self, joints=True, noted=noted),
             torch.enable_grad(),
             self.optimizer.schedule_running(),
         ):
             return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, scale)
+
+    def _restore(self, level: int, take_back: Callable[[], None]) -> None:
+        """Put in order what a call has left that ended by an error or an interrupt, cut anywhere; where that is cut, again. A
+        step that counts is concluded."""
+        if level == RUNNING:
+            if self._activations is not None:
+                self._activations.abandon()  # before the forwards end: see there
+            self._sweeps.end_forwards()
+            take_back()
+            self.optimizer.abandon()  # before the release: steps write into buffers handed over
+        self._params.release_all()
+        if level == RUNNING:
+            self._gradients.drop_all()
+            if self.optimizer.counts and self.optimizer.failure is None:
+                self._loop.conclude(self._num_running)
 
     def flush(self) -> None:
         """Take the optimizer steps that the last `train_batch` left to the next forward. Whatever reads the weights
@@ -349,6 +369,8 @@ class VerticalEngine(SavingEngine):
 
     def destroy(self) -> None:
         """As DeepSpeed's, and give the host buffers back. Calling it twice is harmless."""
+        if (calls := getattr(self.optimizer, "calls", None)) is not None:
+            calls.check_process("destroy")
         params = getattr(self, "_params", None)  # absent where the engine's construction failed
         activations = getattr(self, "_activations", None)
         stopping = getattr(self, "_stopping", None)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from greenlet import getcurrent, greenlet
 
+from ds_vertical.changes import Changed
 from ds_vertical.layers import Block
 
 
@@ -32,13 +33,20 @@ class Stubs:
         self.blocks = blocks
         self.raw: list[Callable[..., Any]] = [block.module.forward for block in blocks]
         self._kept = [block.module.__dict__.get("forward") for block in blocks]
+        self._changed = Changed(self._put_back, self._take_over)
 
     def __enter__(self) -> Stubs:
-        for index, block in enumerate(self.blocks):
-            object.__setattr__(block.module, "forward", self._stub(index))
+        self._changed.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self._changed.__exit__(*error)
+
+    def _take_over(self) -> None:
+        for index, block in enumerate(self.blocks):
+            object.__setattr__(block.module, "forward", self._stub(index))
+
+    def _put_back(self) -> None:
         for block, kept in zip(self.blocks, self._kept, strict=True):
             if kept is None:
                 block.module.__dict__.pop("forward", None)

@@ -114,6 +114,7 @@ class Sweeps:
         self.tracer = tracer
         self.activations = activations
         self.others = others
+        self._live: Sequence[MicroBatch] = ()  # of the pass under way, or of one that was cut
 
     def train(
         self,
@@ -150,10 +151,17 @@ class Sweeps:
     def _micro_batches(self, bodies: Sequence[Body], stubs: Stubs, keep: bool, moved: Collection[int] = ()) -> list[MicroBatch]:
         state = ThreadState.capture()
         states = [state if body.seed is None else state.seeded(body.seed) for body in bodies]
-        return [
+        self._live = live = [
             MicroBatch(body.run, self.layers, stubs, own, keep, run_on=index in moved)
             for index, (body, own) in enumerate(zip(bodies, states, strict=True))
         ]
+        return live
+
+    def end_forwards(self) -> None:
+        """No forward outlives its pass, wherever that was cut."""
+        for micro_batch in self._live:
+            micro_batch.close()
+        self._live = ()
 
     def _run(
         self,
@@ -181,6 +189,7 @@ class Sweeps:
         )
         try:
             executor.run(schedule)
+            self._live = ()
         except BaseException as error:
             try:
                 self._clean_up(micro_batches, gradients, optimizer)
