@@ -97,9 +97,9 @@ class Calls:
         """Raises RuntimeError in a forked child."""
         if self._pid != os.getpid():
             raise RuntimeError(
-                f"engine.{name}(): process {os.getpid()} was forked from process {self._pid}, which built the engine: its threads"
-                " and transfers are there only, and both would write the same files; call it there, or start a process that"
-                ' needs an engine with multiprocessing\'s "spawn" and build one in it'
+                f"engine.{name}(): process {os.getpid()} was forked from {self._pid}, which built the engine and has its"
+                " threads and transfers; both would write the same files: call it there, or start a process that needs one"
+                ' with multiprocessing\'s "spawn" and build it there'
             )
 
     def begin(self, call: _Call) -> bool:
@@ -115,7 +115,7 @@ class Calls:
         if running.is_mine():
             return False
         raise RuntimeError(
-            f"engine.{call.name}(): thread {running.thread.name!r} is in engine.{running.name}() of the same engine, and goes on; call"
+            f"engine.{call.name}(): thread {running.thread.name!r} is in engine.{running.name}() of the same engine; call"
             " the engine from one thread, or take turns with a lock around every call"
         )
 
@@ -124,9 +124,9 @@ class Calls:
         running = self._running
         assert running is not None
         raise RuntimeError(
-            f"engine.{name}(): called within engine.{running.name}() of the same engine (by the loss function, the data iterator,"
-            " a hook or the model's forward), whose micro-batches are half-way; let such code set a flag, and make the call"
-            f" once {running.name} has returned"
+            f"engine.{name}(): called within engine.{running.name}() of the same engine (by the loss function, the data"
+            " iterator, a hook or the model's forward), whose micro-batches are half-way; let such code set a flag, and make"
+            f" the call once {running.name} has returned"
         )
 
     def put_in_order(self, call: _Call) -> None:

@@ -51,22 +51,19 @@ class VerticalStage3(ChunkedStage3):
         stops = vertical.on_nonfinite == "stop"
         self._new_regime = partial(Regime, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
         self.regime = self._new_regime(certain=False, on_ssd=False)  # another where the state turns out to be on SSD
-        self.condition = Condition()
-        self.calls = Calls()
+        self.condition, self.calls = Condition(), Calls()
         self.checksums = Checksums(vertical.verify)  # of this rank's files of state and parameters
         self._dynamic_scale = bool(kwargs.get("dynamic_loss_scale"))
-        self._tried = False  # whether parts of this step have been taken early
-        self._hit = False  # whether they count, and have not been committed yet
+        self._tried = self._hit = False  # whether parts of this step have been taken early; count, and are not committed yet
         self._share: Share = "delayed"  # of every unit that is due
-        self._opened = False
-        self._inside = 0
+        self.counts = False  # a step has been decided, be it to skip it, that the engine has not counted yet
         self._apart = False  # the ranks have not agreed that all is well since one of them failed
         self._settled = True  # nothing due, nothing in flight
         self._due: Due | None = None
         self._left: dict[Unit, None] = {}  # units whose step is due, in the order of their next use
         self._ahead: dict[Unit, Ticket] = {}  # steps issued for the next forward, which has not taken them over yet
         self._norm_memory = compat_state.NormMemory()
-        self.num_reductions = self.num_decided = 0  # units reduced, and steps that count, so far
+        self._inside = self.num_reductions = self.num_decided = 0  # running schedules; units reduced, steps that count
         super().__init__(*args, layers=layers, **kwargs)
 
     def start_pipeline(
@@ -203,20 +200,18 @@ class VerticalStage3(ChunkedStage3):
                 raise RuntimeError(f"units {list(self._left)} have not taken the step before this one")
         self._settled = False  # the persistent parameters have been partitioned, whatever comes of the norm
         guess = float(self.loss_scale)  # before it is updated
-        scaler, concluded = compat_state.loss_scaler_numbers(self), []
-        put_back = partial(compat_state.set_loss_scaler_numbers, self, scaler)
-        with Changed(lambda: concluded or self._opened or put_back(), only_if_failed=True):
+        scale_as_before = partial(compat_state.set_loss_scaler_numbers, self, compat_state.loss_scaler_numbers(self))
+        with Changed(lambda: self.counts or scale_as_before(), only_if_failed=True):
             norm = compat_state.open_step(self)
             self._norm_memory.clear()
             if norm is None and self.regime.stops:
-                concluded.append(True)
                 error = NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
                 ranks.raise_after(error, self.gather_persistent)
             with self.agreed("train_batch", self.gather_persistent):
                 if norm is not None:
                     self._let_count(compat_state.combined_scale(self, norm), guess)
                 else:
-                    self._opened = True
+                    self.counts = True
                     self.regime.note(self._tried, False)
                     if not self._tried:
                         self.gradients.conclude((), hit=False)
@@ -226,7 +221,7 @@ class VerticalStage3(ChunkedStage3):
         self.regime.note(self._tried, came_true)
         settings = self._settings()
         with self.condition.torn_if_interrupted():
-            self._opened = True
+            self.counts = True
             due = self._decide(settings, scale, hit=came_true and self._tried)
             self.step_persistent(lambda unit, chunks: self._stepper.step(unit, chunks, due, "all"))
 
@@ -288,9 +283,8 @@ class VerticalStage3(ChunkedStage3):
 
     def step_unit(self, unit: Unit, ahead: bool = False) -> Ticket | None:
         """Issue what is due of a unit: read state, CPU Adam, write state and parameters."""
-        if unit not in self._left:
+        if unit not in self._left or self._due is None:
             return None
-        assert self._due is not None
         with self.condition.torn_if_interrupted():  # the unit's step is neither taken nor due
             ticket = self._stepper.step(unit, self.scheduled_chunks_of(unit), self._due, self._share)
             if ahead and ticket is not None:
@@ -305,16 +299,11 @@ class VerticalStage3(ChunkedStage3):
     def stepped_ahead(self, unit: Unit) -> Ticket | None:
         return self._ahead.pop(unit, None)
 
-    @property
-    def counts(self) -> bool:
-        """Whether a step has been decided, be it to skip it, that the engine has not counted yet."""
-        return self._opened
-
     def step(self, closure: Any = None) -> None:  # override
         """Conclude the step that the schedule opened; the engine calls this where stock would take the whole step."""
-        if not self._opened:
+        if not self.counts:
             raise RuntimeError("optimizer.step() outside a schedule: call engine.train_batch(data_iter)")
-        self._opened = self._tried = False
+        self.counts = self._tried = False
         compat_state.close_step(self)
 
     # ---- outside the schedule
@@ -354,9 +343,9 @@ class VerticalStage3(ChunkedStage3):
             self.condition.refuse(failure)
 
     def abandon(self) -> None:
-        """After an error in a schedule: complete what is in flight and let early steps not have been (taken in place, they
-        have torn the state), unless the norm has been taken and made them count: the rest of that step is due. What failed
-        beside the current state is forgotten with the early steps. Raises nothing. Twice is harmless."""
+        """After an error in a schedule: complete what is in flight and let early steps not have been (in place, they have torn
+        the state), unless the norm has made them count: the rest of that step is due. What failed beside the current state is
+        forgotten with the early steps. Raises nothing; twice is harmless."""
         self._pipeline.wait_idle()
         if error := self.gradients.abandon(self._left):
             self.condition.tear(error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,26 +19,7 @@ from ds_vertical.disk import DiskQueue, Transfer, complete
 from ds_vertical.layers import Unit
 from ds_vertical.shards import Piece, Range, Shard, lay_out
 from ds_vertical.transfer import Backlog, BufferPool, HostBuffer, Lane, Ticket, recorder
-from ds_vertical.updates import Update
-
-
-@dataclass
-class Resident:
-    """A unit that is fetched or on its way: the parameters that were `partitioned` before, which nobody else has full; those of
-    them that this store gathered, and the buffer that backs them."""
-
-    buffer: HostBuffer | None
-    partitioned: list[nn.Parameter]
-    gathered: list[nn.Parameter]
-    ticket: Ticket
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A unit's shards on their way into a buffer, as they are in `version`, before anybody fetches them."""
-
-    buffer: HostBuffer
-    version: int
+from ds_vertical.updates import Copy, Resident, Update
 
 
 class ParamStore:

@@ -131,7 +131,7 @@ class Sweeps:
             parts = gradients, optimizer, scale, self.activations
             hints = schedule.coming if self.overlap else {}
             training = _Training(schedule, micro_batches, self.params, self.leave, company, *parts, hints)
-            self._run(schedule, training.handlers(), micro_batches, company, gradients, optimizer, self.tracer)
+            self._run(schedule, training.handlers(), company, gradients, optimizer, self.tracer)
         return training.losses
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
@@ -140,7 +140,7 @@ class Sweeps:
             micro_batches = self._micro_batches(bodies, stubs, keep=False)
             company = self._company()
             evaluation = _Evaluation(schedule, micro_batches, self.params, self.leave, company)
-            self._run(schedule, evaluation.handlers(), micro_batches, company)
+            self._run(schedule, evaluation.handlers(), company)
             if company is not None:
                 company.conclude()
         return evaluation.results
@@ -151,23 +151,21 @@ class Sweeps:
     def _micro_batches(self, bodies: Sequence[Body], stubs: Stubs, keep: bool, moved: Collection[int] = ()) -> list[MicroBatch]:
         state = ThreadState.capture()
         states = [state if body.seed is None else state.seeded(body.seed) for body in bodies]
-        self._live = live = [
-            MicroBatch(body.run, self.layers, stubs, own, keep, run_on=index in moved)
-            for index, (body, own) in enumerate(zip(bodies, states, strict=True))
-        ]
+        numbered = enumerate(zip(bodies, states, strict=True))
+        self._live = live = [MicroBatch(b.run, self.layers, stubs, own, keep, i in moved) for i, (b, own) in numbered]
         return live
 
     def end_forwards(self) -> None:
         """No forward outlives its pass, wherever that was cut."""
-        for micro_batch in self._live:
-            micro_batch.close()
+        with contextlib.ExitStack() as ends:
+            for micro_batch in self._live:
+                ends.callback(micro_batch.close)
         self._live = ()
 
     def _run(
         self,
         schedule: Schedule,
         handlers: Mapping[Op, Handler],
-        micro_batches: Sequence[MicroBatch],
         company: Company | None,
         gradients: GradientStore | None = None,
         optimizer: Optimizer | None = None,
@@ -192,7 +190,7 @@ class Sweeps:
             self._live = ()
         except BaseException as error:
             try:
-                self._clean_up(micro_batches, gradients, optimizer)
+                self._clean_up(gradients, optimizer)
             except Exception as later:  # the first one is the cause
                 error.add_note(f"and while that was cleaned up: {type(later).__name__}: {later}")
             finally:
@@ -200,9 +198,7 @@ class Sweeps:
                     company.accompany(schedule, self.overlap, error)
             raise
 
-    def _clean_up(
-        self, micro_batches: Sequence[MicroBatch], gradients: GradientStore | None, optimizer: Optimizer | None
-    ) -> None:
+    def _clean_up(self, gradients: GradientStore | None, optimizer: Optimizer | None) -> None:
         """After an error: each is called, the last one first, whatever another one raises."""
         with contextlib.ExitStack() as cleanup:
             if gradients is not None:
@@ -210,8 +206,7 @@ class Sweeps:
             cleanup.callback(self.params.release_all)
             if optimizer is not None:
                 cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
-            for micro_batch in micro_batches:
-                cleanup.callback(micro_batch.close)
+            cleanup.callback(self.end_forwards)
             if self.activations is not None:
                 cleanup.callback(self.activations.abandon)  # before the forwards end: see there
 
