@@ -1,4 +1,4 @@
-"""An interrupt at any boundary of a function: what follows has the bits of a run without it, or the engine says that it has not."""
+"""Interrupts at any function's boundary: what follows has the bits of a run without them, or the engine says it has not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_vertical.torn import TornStateError
 
-STEPS = [list(step) for step in token_batches(40, 2)]
+STEPS = [list(step) for step in token_batches(30, 2)]
 BUILD = partial(MixerModel, 2, 512)
 SECTION = {"seed": 3}
 
@@ -57,7 +57,7 @@ def in_train_batch(folder: Path, kind: str, count: int | None) -> None:
 
 @pytest.mark.parametrize("kind", ["early", "delayed"])
 def test_a_step_that_is_cut_anywhere(tmp_path: Path, kind: str) -> None:
-    in_train_batch(tmp_path, kind, 24)
+    in_train_batch(tmp_path, kind, 20)
 
 
 @pytest.mark.slow
@@ -186,8 +186,10 @@ def cuts_in(found: Counter[Site], files: tuple[str, ...], functions: tuple[str, 
 
 @pytest.mark.parametrize(
     ("files", "functions"),
-    [(("params.py", "compat.py"), ("ParamStore.release", "partition")), (("stubs.py", "hooks.py"), ("Stubs.", "suspended_hooks"))],
-    ids=["release", "forwards put back"],
+    [
+        pytest.param(("params.py", "compat.py"), ("ParamStore.release", "partition"), id="release"),
+        pytest.param(("stubs.py", "hooks.py"), ("Stubs.", "suspended_hooks"), id="forwards put back"),
+    ],
 )
 def test_an_interrupt_while_something_is_given_up(tmp_path: Path, files: tuple[str, ...], functions: tuple[str, ...]) -> None:
     """A unit's full values outlived the step; forwards and hooks were never put back."""
@@ -201,7 +203,8 @@ def test_an_interrupt_while_something_is_given_up(tmp_path: Path, files: tuple[s
 
 def test_a_call_that_was_cut_is_over(tmp_path: Path) -> None:
     """An interrupt in the very end of a call, where nothing puts things in order any more: the next call does, or a read."""
-    with running(base_config(tmp_path, num_micro_batches=2, dtype="fp32", section=SECTION), BUILD, vertical=True) as (engine, model):
+    config = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", section=SECTION), 600_000)
+    with running(config, BUILD, vertical=True) as (engine, model):
         engine.train_batch(iter(STEPS[0]))
         for use in (lambda: engine.train_batch(iter(STEPS[1])), lambda: read_weights(model), engine.flush):
             engine.optimizer.calls.end, end = _interrupted, engine.optimizer.calls.end
