@@ -1,6 +1,6 @@
 """Trains while somebody presses Ctrl-C at random times: `interrupt_worker.py FOLDER KIND COUNT SEED`.
 
-A thread sends SIGINT to the process, its default handler raises, the loop catches that and goes on with the next step. It prints
+A thread sends SIGINT to the process, its default handler raises, the loop catches that and goes on with the next step. Prints
 one line of JSON: how many signals were sent, in which calls, and what was torn or wrong afterwards.
 """
 
