@@ -197,8 +197,8 @@ class Trials:
             self._go_on(2)
             self._check_around(model)
             self.whole += 1
-        except TornStateError:
-            self.torn.append(str(cut))
+        except TornStateError as error:
+            self.torn.append(f"{cut}: {error}")
             self._drop()
         except Exception as error:
             self._is_wrong(cut, error)
