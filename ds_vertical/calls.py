@@ -131,6 +131,8 @@ class Calls:
 
     def put_in_order(self, call: _Call) -> None:
         """What the call has left, or the one before it."""
+        if call.level == NOTHING and num_open() <= call.changes:
+            return
         with shield.deferred(firmly=True):
             if call.level != NOTHING:
                 self.restore(call.level, partial(take_back, call.changes))

@@ -369,7 +369,7 @@ class VerticalEngine(SavingEngine):
 
     def destroy(self) -> None:
         """As DeepSpeed's, and give the host buffers back. Calling it twice is harmless."""
-        if (calls := getattr(self.optimizer, "calls", None)) is not None:
+        if (calls := getattr(getattr(self, "optimizer", None), "calls", None)) is not None:
             calls.check_process("destroy")
         params = getattr(self, "_params", None)  # absent where the engine's construction failed
         activations = getattr(self, "_activations", None)

@@ -281,20 +281,21 @@ class VerticalStage3(ChunkedStage3):
         if early or unit in self._left:
             self._stepper.expect(unit, self.scheduled_chunks_of(unit), "early" if early else self._share)
 
-    def step_unit(self, unit: Unit, ahead: bool = False) -> Ticket | None:
+    def step_unit(self, unit: Unit) -> Ticket | None:
         """Issue what is due of a unit: read state, CPU Adam, write state and parameters."""
         if unit not in self._left or self._due is None:
             return None
         with self.condition.torn_if_interrupted():  # the unit's step is neither taken nor due
             ticket = self._stepper.step(unit, self.scheduled_chunks_of(unit), self._due, self._share)
-            if ahead and ticket is not None:
-                self._ahead[unit] = ticket
             del self._left[unit]
         return ticket
 
     def step_ahead(self, unit: Unit) -> Ticket | None:
         """Issue what is due of a unit in the step that made it; the next forward waits for `stepped_ahead`."""
-        return self.step_unit(unit, ahead=True)
+        with self.condition.torn_if_interrupted():  # nobody would wait for it
+            if ticket := self.step_unit(unit):
+                self._ahead[unit] = ticket
+        return ticket
 
     def stepped_ahead(self, unit: Unit) -> Ticket | None:
         return self._ahead.pop(unit, None)

@@ -358,7 +358,7 @@ class ParamStore:
         for queue in (self.reads, self._writer):
             if queue is not None:
                 queue.settle()
-        for write in [write for writes in self._writes.values() for write in writes]:
+        for write in [write for writes in list(self._writes.values()) for write in writes]:
             complete(write)  # a failure is `error`
         for resident in self._resident.values():
             compat.rest(resident.partitioned)
