@@ -24,6 +24,7 @@ from ds_vertical.generations import FP32_BYTES, KINDS
 from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile, SavedTensor
 from ds_vertical.regular import open_regular
 from ds_vertical.remedies import remedy
+from ds_vertical.shield import deferred
 from ds_vertical.storage import StorageError, fail, owned
 from ds_vertical.tagfolder import TagFolder, check_tag, sync_file, sync_folder, write_synced
 
@@ -241,14 +242,15 @@ class RankSave:
             pieces = [piece for start, end in self._wanted[path] for piece in self._pieces(path, start, end)]
             saved[name] = SavedFile(path.stat().st_size, tuple(sorted(pieces)))
         reach("files shared")
-        try:
-            self._generations.set_aside(shared)
-            self._engine.param_store.set_aside(shared)
-        except StorageError:
-            raise  # every file is as it was
-        except BaseException as error:  # an interrupt, or files that could not be put back
-            self._optimizer.condition.tear(error)
-            raise
+        with deferred(firmly=True):
+            try:
+                self._generations.set_aside(shared)
+                self._engine.param_store.set_aside(shared)
+            except StorageError:
+                raise  # every file is as it was
+            except BaseException as error:  # an interrupt, or files that could not be put back
+                self._optimizer.condition.tear(error)
+                raise
         reach("files set aside")
         return saved
 

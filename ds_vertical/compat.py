@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vertical import opcache
+from ds_vertical.changes import Changed
 
 opcache.activate()  # before DeepSpeed can load an op
 
@@ -126,11 +127,9 @@ def gathering_on_save(engine: Any) -> Iterator[bool]:
     """Within the block `save_16bit_model` gathers; yields whether the JSON had asked for it."""
     zero = engine._config.zero_config
     asked = zero.gather_16bit_weights_on_model_save
-    zero.gather_16bit_weights_on_model_save = True
-    try:
+    name = "gather_16bit_weights_on_model_save"
+    with Changed(lambda: setattr(zero, name, asked), lambda: setattr(zero, name, True)):
         yield asked
-    finally:
-        zero.gather_16bit_weights_on_model_save = asked
 
 
 def aio_config(engine: Any) -> dict[str, Any]:
@@ -366,6 +365,19 @@ def gather(params: Sequence[ZeroParam]) -> list[torch.Tensor]:
 def partition(params: Iterable[ZeroParam]) -> None:
     for param in params:
         param.partition()
+
+
+def rest(params: Iterable[ZeroParam]) -> None:
+    """Leave of each parameter its shard only, where that rests, whatever state an interrupt has left it in. One that is
+    persistent, and whole, stays so."""
+    for param in params:
+        if is_persistent(param) and param.ds_status == ZeroParamStatus.AVAILABLE:
+            continue
+        if param.ds_status != ZeroParamStatus.NOT_AVAILABLE or param.data.numel():
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        if is_on_ssd(param) and not needs_read(param):
+            param.nvme_swapper.remove_partition_and_release_buffers([param])
 
 
 def unlink_shared_workspace(rank: int) -> None:

@@ -5,6 +5,9 @@ follow an operation is issued after its `wait`. The memory of an operation must 
 `DiskQueue` does not hold it; what is in flight when the process ends is completed first. Address, length and offset are
 multiples of ALIGNMENT_BYTES, as O_DIRECT demands. A write that makes its file longer is done by the kernel at once, in the
 queue's thread (ext4): preallocate.
+
+[Note: one call] The native queue tells of each completion once. So it is asked by a call of C that puts the answer away itself:
+an interrupt comes between two bytecodes, and would lose what the one has returned and the other not stored.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from ds_vertical.remedies import remedy
+from ds_vertical.shield import waiting
 
 ALIGNMENT_BYTES = 512
 
@@ -96,6 +100,7 @@ class Transfer:
         self._address = address
         self._queue = queue
         self._lock = threading.Lock()
+        self._answers: list[tuple[int, int, int, str, int, int]] = []
         self._completion: Completion | None = None
         issue = queue.native.read if is_read else queue.native.write
         self._id = issue(address, num_bytes, os.fsencode(path), offset)
@@ -105,14 +110,19 @@ class Transfer:
         """Whether nothing is in flight any more; raises nothing."""
         with self._lock:
             if self._completion is None:
-                self._take(self._queue.native.poll(self._id))
+                if not self._answers:
+                    self._answers.extend(filter(None, map(self._queue.native.poll, (self._id,))))  # see [Note: one call]
+                self._take()
             return self._completion is not None
 
+    @waiting
     def wait(self) -> Completion:
         """Complete the operation; later calls answer at once, the same. Raises DiskError when bytes are missing."""
         with self._lock:
             if self._completion is None:
-                self._take(self._queue.native.wait(self._id))
+                if not self._answers:
+                    self._answers.extend(map(self._queue.native.wait, (self._id,)))  # see [Note: one call]
+                self._take()
             completion = self._completion
         assert completion is not None
         if completion.errno:
@@ -123,9 +133,9 @@ class Transfer:
             raise error
         return completion
 
-    def _take(self, result: tuple[int, int, int, str, int, int] | None) -> None:
-        if result is not None:
-            self._completion = done = Completion(*result)
+    def _take(self) -> None:
+        if self._answers:
+            self._completion = done = Completion(*self._answers[0])
             self._queue.count(self.is_read, done.num_transferred)
             if self._queue.observer is not None:
                 resource = "ssd_read" if self.is_read else "ssd_write"
@@ -173,6 +183,12 @@ class DiskQueue:
         for write in writes:
             complete(write)
             self.failed_writes.pop(write, None)
+
+    @waiting
+    def settle(self) -> None:
+        """Return when nothing is in flight, of what an interrupt has made somebody forget either."""
+        if self._native is not None:
+            self._native.wait_all()
 
     def read(self, address: int, num_bytes: int, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
         """Start reading bytes [offset, offset + num_bytes) of `path` to `address`. Returns at once."""

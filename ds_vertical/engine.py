@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -16,6 +16,7 @@ from torch import nn
 from ds_vertical import compat, compat_pools, compat_state, headroom, hostmemory, limits_cache, ranks, storage, surroundings
 from ds_vertical.batches import LossFn, form_of
 from ds_vertical.budget import Forecast, check_memory, groups_of, host_room
+from ds_vertical.calls import RUNNING
 from ds_vertical.choices import choose_gradient_tier, choose_timing
 from ds_vertical.compiled import refuse_compiled_around, refuse_engine_compile
 from ds_vertical.config import ConfigError, Resolved, explain, load_section, resolve
@@ -231,6 +232,8 @@ class VerticalEngine(SavingEngine):
             state=self._state,
         )
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)
+        self._num_running = 0
+        self.optimizer.calls.restore, self.optimizer.calls.tear = self._restore, self.optimizer.condition.tear
         tiers = ", ".join(f"{tier} {count}" for tier, count in bytes_by_tier(layers).items())
         compat.log(
             f"ds_vertical: vertical schedule ACTIVE: order {vertical.order}, {layers.describe()}; bytes of parameters on this"
@@ -259,13 +262,13 @@ class VerticalEngine(SavingEngine):
     # ---- training
 
     def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
-        with self._stopping.obeyed(self), ranks.shared("train_batch"):
+        with self._stopping.obeyed(self), self.optimizer.calls.call("train_batch"), ranks.shared("train_batch"):
             return self._loop.train_batch(data_iter, loss_fn)
 
     train_batch.__doc__ = Loop.train_batch.__doc__
 
     def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
-        with self._stopping.obeyed(self), ranks.shared("eval_batch"):
+        with self._stopping.obeyed(self), self.optimizer.calls.call("eval_batch"), ranks.shared("eval_batch"):
             return self._loop.eval_batch(data_iter, loss_fn)
 
     eval_batch.__doc__ = Loop.eval_batch.__doc__
@@ -274,7 +277,7 @@ class VerticalEngine(SavingEngine):
         """The model's outputs in evaluation mode, without gradients. In training mode raises RuntimeError."""
         if self.module.training:
             raise RuntimeError(_CALL_TRAIN_BATCH.format(name="forward"))
-        with self._stopping.obeyed(self), torch.no_grad():
+        with self._stopping.obeyed(self), self.optimizer.calls.call("forward"), torch.no_grad():
             return self.evaluate([Body(partial(self.call_module, *inputs, **kwargs), None, form_of((inputs, kwargs)))])[0]
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> NoReturn:  # override
@@ -311,7 +314,7 @@ class VerticalEngine(SavingEngine):
         schedule = build_evaluation(self.layers.num_layers, len(bodies), window=self.vertical.prefetch_layers)
         with self.optimizer.agreed("evaluation"):
             self.optimizer.flush()
-        with WATCH.watching(), suspended_hooks(self), self.optimizer.schedule_running():
+        with self.optimizer.calls.running(), WATCH.watching(), suspended_hooks(self), self.optimizer.schedule_running():
             return self._sweeps.evaluate(schedule, bodies)
 
     def train_step(self, bodies: list[Body]) -> list[torch.Tensor]:
@@ -351,13 +354,30 @@ class VerticalEngine(SavingEngine):
             return self.optimizer.scale_if_loss(loss / len(bodies))
 
         noted = self._activations is not None
+        self._num_running = len(bodies)
         with (
+            self.optimizer.calls.running(),
             WATCH.watching(),
             suspended_hooks(self, joints=True, noted=noted),
             torch.enable_grad(),
             self.optimizer.schedule_running(),
         ):
             return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, scale)
+
+    def _restore(self, level: int, take_back: Callable[[], None]) -> None:
+        """Put in order what a call has left that ended by an error or an interrupt, cut anywhere; where that is cut, again. A
+        step that counts is concluded."""
+        if level == RUNNING:
+            if self._activations is not None:
+                self._activations.abandon()  # before the forwards end: see there
+            self._sweeps.end_forwards()
+            take_back()
+            self.optimizer.abandon()  # before the release: steps write into buffers handed over
+        self._params.release_all()
+        if level == RUNNING:
+            self._gradients.drop_all()
+            if self.optimizer.counts and self.optimizer.failure is None:
+                self._loop.conclude(self._num_running)
 
     def flush(self) -> None:
         """Take the optimizer steps that the last `train_batch` left to the next forward. Whatever reads the weights
@@ -366,6 +386,8 @@ class VerticalEngine(SavingEngine):
 
     def destroy(self) -> None:
         """As DeepSpeed's, and give the host buffers back. Calling it twice is harmless."""
+        if (calls := getattr(getattr(self, "optimizer", None), "calls", None)) is not None:
+            calls.check_process("destroy")
         params = getattr(self, "_params", None)  # absent where the engine's construction failed
         activations = getattr(self, "_activations", None)
         stopping = getattr(self, "_stopping", None)

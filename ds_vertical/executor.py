@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from ds_vertical.dependencies import dependencies
 from ds_vertical.schedule import Event, Op, Schedule, format_window
+from ds_vertical.shield import pause
 from ds_vertical.trace import Tracer, now
 from ds_vertical.transfer import Ticket
 
@@ -58,6 +59,7 @@ class Executor:
         index = 0
         try:
             for index, event in enumerate(schedule.events):
+                pause()
                 issue = now()
                 for needed in needs[index]:
                     if needed in flying:

@@ -24,6 +24,7 @@ from greenlet import getcurrent
 from torch import nn
 
 from ds_vertical.blockstate import BlockState, Known, Track
+from ds_vertical.changes import Changed
 from ds_vertical.layers import LayerError, LayerMap
 from ds_vertical.modulestate import (
     OUTSIDE,
@@ -79,16 +80,9 @@ class ForwardState:
             slots = survey(self.model, [block.module for block in self._layers.blocks], functions)
         decided = self._num_decided()
         step = StepState(self, self._layers, slots, seeds)
-        with _Watch(step, self._modules):
-            try:
-                yield step
-            except BaseException:
-                if self._num_decided() == decided:
-                    step.undo()
-                else:
-                    step.conclude()
-                raise
-        step.conclude()
+        with _Watch(step, self._modules).watching(), Changed(lambda: step.finish(self._num_decided() != decided)):
+            yield step
+            step.over = True
         self._known.update(wanted)
 
 
@@ -113,6 +107,7 @@ class StepState:
         self._written: set[int] = set()  # tracks of which an attribute was set, since they were looked at
         self._ended: set[int] = set()
         self._layer: int | None = None
+        self.over = False
         self.tracks: list[Track] = []
         self._by_key: dict[Hashable, Track] = {}
         for known in owner.items:
@@ -240,14 +235,20 @@ class StepState:
 
     # ---- the end
 
-    def conclude(self) -> None:
-        """The step is over: the modules hold what the last micro-batch has left."""
+    def finish(self, counts: bool) -> None:
+        """The step has ended. Where it `counts`, or is over without an error, the modules hold what the last micro-batch has
+        left, else what they held before. Twice is harmless."""
+        if self.over or counts:
+            self._conclude()
+        else:
+            self._undo()
+
+    def _conclude(self) -> None:
         for track in self.tracks:
             track.install(track.base if track.item.is_global else track.version(len(self._seeds)))
         self._owner.items = [known for known in self._owner.items if known.writers or not known.item.is_global]
 
-    def undo(self) -> None:
-        """The step does not count: the modules hold what they held before it."""
+    def _undo(self) -> None:
         self.learn(None)
         for buffer, before in self._buffers:
             buffer.data.copy_(before)
@@ -279,7 +280,7 @@ def _refuse_shared_generator(path: str) -> None:
 
 
 class _Watch:
-    """While active, tells a step of every attribute that a forward sets on a module of the model, ahead of it."""
+    """Tells a step of every attribute that a forward sets on a module of the model, ahead of it."""
 
     def __init__(self, step: StepState, modules: dict[int, str]) -> None:
         self._step = step
@@ -288,23 +289,26 @@ class _Watch:
         self._regions = {id(each): index for index, block in enumerate(layers.blocks) for each in block.module.modules()}
         self._set, self._delete = nn.Module.__setattr__, nn.Module.__delattr__
 
-    def __enter__(self) -> _Watch:
+    def watching(self) -> Changed:
+        """Within the block modules tell."""
+        return Changed(self._put_back, self._take_over)
+
+    def _take_over(self) -> None:
+        setter, deleter = self._set, self._delete
+
+        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+            self._note(module, name)
+            setter(module, name, value)
+
+        def delete_attribute(module: nn.Module, name: str) -> None:
+            self._note(module, name)
+            deleter(module, name)
+
         if self._modules:
-            setter, deleter = self._set, self._delete
-
-            def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-                self._note(module, name)
-                setter(module, name, value)
-
-            def delete_attribute(module: nn.Module, name: str) -> None:
-                self._note(module, name)
-                deleter(module, name)
-
             nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
             nn.Module.__delattr__ = delete_attribute  # type: ignore[method-assign]
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def _put_back(self) -> None:
         nn.Module.__setattr__ = self._set  # type: ignore[method-assign]
         nn.Module.__delattr__ = self._delete  # type: ignore[method-assign]
 

@@ -162,6 +162,8 @@ class GradientStore:
         self._waiting = None
         for unit in list(self._flat):
             self.drop(unit)
+        self._sums.clear()  # of a unit that an interrupt has given away in part
+        self._touched.clear()
         self.free()
         for params in self._units.values():
             for param in params:

@@ -192,11 +192,20 @@ class HeldGradients:
             self._release(held, part)
         self._units.pop(unit, None)
 
-    def abandon(self, due: Collection[Unit]) -> None:
-        """After an error: complete the writes in flight, and drop what belongs to no unit that is due."""
+    def abandon(self, due: Collection[Unit]) -> OSError | None:
+        """After an error: complete the writes in flight, and drop what belongs to no unit that is due. Returns the failure of a
+        write that one waits for which is."""
         self._file.complete()
-        for unit in [unit for unit in self._units if unit not in due]:
-            self.drop(unit)
+        failure: OSError | None = None
+        for unit, held in list(self._units.items()):
+            if unit not in due:
+                self.drop(unit)
+                continue
+            try:
+                self._written(held)
+            except OSError as error:
+                failure = failure or error
+        return failure
 
     def close(self) -> None:
         self._file.close()

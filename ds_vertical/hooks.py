@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
 from ds_vertical import native
+from ds_vertical.changes import Changed
 from ds_vertical.compiled import any_compiled, graph_break, refuse_compiled_around
 from ds_vertical.holders import note_alias
 
@@ -80,18 +81,24 @@ def suspended_hooks(engine: Any, *, joints: bool = False, noted: bool = False) -
             hooks[id(owner)] = owner
             ids.setdefault(id(owner), set()).add(handle.id)
     kept = {key: list(owner.items()) for key, owner in hooks.items()}
-    for key, owner in hooks.items():
-        for hook_id in ids[key]:
-            if hook_id in in_place:
-                owner[hook_id] = in_place[hook_id]
-            else:
-                owner.pop(hook_id, None)
-    try:
-        yield
-    finally:
+    as_before: dict[int, list[tuple[int, Any]]] = {}
+
+    def suspend() -> None:
         for key, owner in hooks.items():
-            added = [item for item in owner.items() if item[0] not in dict(kept[key])]
-            removed = {hook_id for hook_id, _ in kept[key]} - ids[key] - set(owner)
+            for hook_id in ids[key]:
+                if hook_id in in_place:
+                    owner[hook_id] = in_place[hook_id]
+                else:
+                    owner.pop(hook_id, None)
+
+    def put_back() -> None:
+        for key, owner in hooks.items():
+            if key not in as_before:  # an interrupt may have emptied it since
+                added = [item for item in owner.items() if item[0] not in dict(kept[key])]
+                removed = {hook_id for hook_id, _ in kept[key]} - ids[key] - set(owner)
+                as_before[key] = [(hook_id, own) for hook_id, own in kept[key] if hook_id not in removed] + added
             owner.clear()
-            owner.update((hook_id, hook) for hook_id, hook in kept[key] if hook_id not in removed)
-            owner.update(added)
+            owner.update(as_before[key])
+
+    with Changed(put_back, suspend):
+        yield

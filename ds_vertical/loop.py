@@ -14,6 +14,7 @@ from ds_vertical import batches as micro
 from ds_vertical import compat, gauge, ranks
 from ds_vertical.account import DTYPES
 from ds_vertical.batches import LossFn
+from ds_vertical.changes import Changed
 from ds_vertical.layers import check_trainable, refuse_batch_flags
 from ds_vertical.metrics import StepRecorder
 from ds_vertical.modulestate import global_generators_seeded
@@ -157,16 +158,15 @@ def _epochs(loader: Iterable[Any]) -> Iterator[Any]:
         yield from loader
 
 
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Changed:
     """Evaluation mode for the block; every submodule's own mode is put back."""
     modes = [(each, each.training) for each in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for each, training in modes:
             each.training = training
+
+    return Changed(put_back, module.eval)
 
 
 @contextlib.contextmanager
@@ -214,12 +214,24 @@ class VerticalLoop(Loop):
         if self.engine.training_dataloader is None:
             self.engine.tput_timer.start()
         seeds = [self.seed_of(index) for index in range(len(batches))]
-        fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
-        with self.engine.tracer.step():
+        optimizer, random_state = self.engine.optimizer, torch.get_rng_state()
+        num_decided = optimizer.num_decided
+
+        def put_back() -> None:
+            if optimizer.num_decided == num_decided:
+                torch.set_rng_state(random_state)
+
+        with self.engine.tracer.step(), Changed(put_back, only_if_failed=True):
+            fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
             losses = self.engine.train_step([self._body(*each, loss_fn) for each in zip(batches, fresh, strict=True)])
-            self.count_samples(len(batches))
-            self.engine.conclude_step(len(batches))
+            self.conclude(len(batches))
         return losses
+
+    def conclude(self, num_micro_batches: int) -> None:
+        """A step counts: so do its samples."""
+        with self.engine.optimizer.condition.torn_if_interrupted():
+            self.count_samples(num_micro_batches)
+            self.engine.conclude_step(num_micro_batches)
 
     def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
         return self.engine.evaluate([self._body(batch, None, loss_fn) for batch in batches])

@@ -17,6 +17,8 @@ from torch import nn
 
 from ds_vertical import compat, compat_state, files, locked, memory, native, ranks, together
 from ds_vertical.adam import AdamSettings, CpuAdam, Powers
+from ds_vertical.calls import FLUSHED, Calls
+from ds_vertical.changes import Changed
 from ds_vertical.checksums import ChecksumError, Checksums
 from ds_vertical.config import Resolved
 from ds_vertical.disk import DiskQueue
@@ -49,21 +51,19 @@ class VerticalStage3(ChunkedStage3):
         stops = vertical.on_nonfinite == "stop"
         self._new_regime = partial(Regime, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
         self.regime = self._new_regime(certain=False, on_ssd=False)  # another where the state turns out to be on SSD
-        self.condition = Condition()
+        self.condition, self.calls = Condition(), Calls()
         self.checksums = Checksums(vertical.verify)  # of this rank's files of state and parameters
         self._dynamic_scale = bool(kwargs.get("dynamic_loss_scale"))
-        self._tried = False  # whether parts of this step have been taken early
-        self._hit = False  # whether they count, and have not been committed yet
+        self._tried = self._hit = False  # whether parts of this step have been taken early; count, and are not committed yet
         self._share: Share = "delayed"  # of every unit that is due
-        self._opened = False
-        self._inside = 0
+        self.counts = False  # a step has been decided, be it to skip it, that the engine has not counted yet
         self._apart = False  # the ranks have not agreed that all is well since one of them failed
         self._settled = True  # nothing due, nothing in flight
         self._due: Due | None = None
         self._left: dict[Unit, None] = {}  # units whose step is due, in the order of their next use
         self._ahead: dict[Unit, Ticket] = {}  # steps issued for the next forward, which has not taken them over yet
         self._norm_memory = compat_state.NormMemory()
-        self.num_reductions = self.num_decided = 0  # units reduced, and steps that count, so far
+        self._inside = self.num_reductions = self.num_decided = 0  # running schedules; units reduced, steps that count
         super().__init__(*args, layers=layers, **kwargs)
 
     def start_pipeline(
@@ -200,25 +200,29 @@ class VerticalStage3(ChunkedStage3):
                 raise RuntimeError(f"units {list(self._left)} have not taken the step before this one")
         self._settled = False  # the persistent parameters have been partitioned, whatever comes of the norm
         guess = float(self.loss_scale)  # before it is updated
-        norm = compat_state.open_step(self)
-        self._norm_memory.clear()
-        if norm is None and self.regime.stops:
-            error = NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
-            ranks.raise_after(error, self.gather_persistent)
-        self._opened = True
-        with self.agreed("train_batch", self.gather_persistent):
-            if norm is not None:
-                self._let_count(compat_state.combined_scale(self, norm), guess)
-            else:
-                self.regime.note(self._tried, False)
-                if not self._tried:
-                    self.gradients.conclude((), hit=False)
+        scale_as_before = partial(compat_state.set_loss_scaler_numbers, self, compat_state.loss_scaler_numbers(self))
+        with Changed(lambda: self.counts or scale_as_before(), only_if_failed=True):
+            norm = compat_state.open_step(self)
+            self._norm_memory.clear()
+            if norm is None and self.regime.stops:
+                error = NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
+                ranks.raise_after(error, self.gather_persistent)
+            with self.agreed("train_batch", self.gather_persistent):
+                if norm is not None:
+                    self._let_count(compat_state.combined_scale(self, norm), guess)
+                else:
+                    self.counts = True
+                    self.regime.note(self._tried, False)
+                    if not self._tried:
+                        self.gradients.conclude((), hit=False)
 
     def _let_count(self, scale: Any, guess: float) -> None:
         came_true = float(scale) == guess
         self.regime.note(self._tried, came_true)
+        settings = self._settings()
         with self.condition.torn_if_interrupted():
-            due = self._decide(self._settings(), scale, hit=came_true and self._tried)
+            self.counts = True
+            due = self._decide(settings, scale, hit=came_true and self._tried)
             self.step_persistent(lambda unit, chunks: self._stepper.step(unit, chunks, due, "all"))
 
     def _decide(self, settings: list[AdamSettings], scale: Any, hit: bool) -> Due:
@@ -279,20 +283,18 @@ class VerticalStage3(ChunkedStage3):
 
     def step_unit(self, unit: Unit) -> Ticket | None:
         """Issue what is due of a unit: read state, CPU Adam, write state and parameters."""
-        if unit not in self._left:
+        if unit not in self._left or self._due is None:
             return None
-        assert self._due is not None
-        del self._left[unit]
-        try:
-            return self._stepper.step(unit, self.scheduled_chunks_of(unit), self._due, self._share)
-        except BaseException as error:  # an interrupt, too: the unit's step is neither taken nor due
-            self.condition.tear(error)
-            raise
+        with self.condition.torn_if_interrupted():  # the unit's step is neither taken nor due
+            ticket = self._stepper.step(unit, self.scheduled_chunks_of(unit), self._due, self._share)
+            del self._left[unit]
+        return ticket
 
     def step_ahead(self, unit: Unit) -> Ticket | None:
         """Issue what is due of a unit in the step that made it; the next forward waits for `stepped_ahead`."""
-        if ticket := self.step_unit(unit):
-            self._ahead[unit] = ticket
+        with self.condition.torn_if_interrupted():  # nobody would wait for it
+            if ticket := self.step_unit(unit):
+                self._ahead[unit] = ticket
         return ticket
 
     def stepped_ahead(self, unit: Unit) -> Ticket | None:
@@ -300,9 +302,9 @@ class VerticalStage3(ChunkedStage3):
 
     def step(self, closure: Any = None) -> None:  # override
         """Conclude the step that the schedule opened; the engine calls this where stock would take the whole step."""
-        if not self._opened:
+        if not self.counts:
             raise RuntimeError("optimizer.step() outside a schedule: call engine.train_batch(data_iter)")
-        self._opened = self._tried = False
+        self.counts = self._tried = False
         compat_state.close_step(self)
 
     # ---- outside the schedule
@@ -311,19 +313,17 @@ class VerticalStage3(ChunkedStage3):
     def schedule_running(self) -> Iterator[None]:
         """Within the block the schedule fetches parameters, and knows what is due: no flush. Raises as `check_whole`."""
         self.check_whole()
-        self._inside += 1
-        try:
-            yield
-        except BaseException as error:
-            if self._stepper.torn or isinstance(error, ChecksumError):
-                self.condition.tear(error)
-            if self.failure is not None:
-                self.condition.tell(error)
-            elif isinstance(error, (OSError, StorageError)):
-                error.add_note(WHOLE)
-            raise
-        finally:
-            self._inside -= 1
+        with self.inside():
+            try:
+                yield
+            except BaseException as error:
+                if self._stepper.torn or isinstance(error, ChecksumError):
+                    self.condition.tear(error)
+                if self.failure is not None:
+                    self.condition.tell(error)
+                elif isinstance(error, (OSError, StorageError)):
+                    error.add_note(WHOLE)
+                raise
 
     @contextlib.contextmanager
     def agreed(self, what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -344,11 +344,12 @@ class VerticalStage3(ChunkedStage3):
             self.condition.refuse(failure)
 
     def abandon(self) -> None:
-        """After an error in a schedule: complete what is in flight and let early steps not have been (taken in place, they
-        have torn the state), unless the norm has been taken and made them count: the rest of that step is due. What failed
-        beside the current state is forgotten with the early steps. Raises nothing."""
+        """After an error in a schedule: complete what is in flight and let early steps not have been (in place, they have torn
+        the state), unless the norm has made them count: the rest of that step is due. What failed beside the current state is
+        forgotten with the early steps. Raises nothing; twice is harmless."""
         self._pipeline.wait_idle()
-        self.gradients.abandon(self._left)
+        if error := self.gradients.abandon(self._left):
+            self.condition.tear(error)
         if self._hit and self.failure is None:
             self.conclude_early()
         else:
@@ -360,21 +361,23 @@ class VerticalStage3(ChunkedStage3):
     def flush(self) -> None:
         """Take what is left of the last step and bring all state to where it rests. Every use of the weights, gradients
         or state outside a schedule calls this first."""
-        if self._inside:
+        if self._inside and self.calls.is_mine:
             return
-        if self._settled:
-            self.check_whole()
-            return
-        with contextlib.ExitStack() as finally_:
-            finally_.callback(self.gather_persistent, settled=True)  # all ranks are in it, whatever has failed on this one
-            with self.schedule_running():
-                for unit in tuple(self._left):
-                    if ticket := self.step_ahead(unit):  # the next forward waits for it where an interrupt ends this wait
-                        ticket.wait()
-                    self._updates.close_updates()
-                self._complete()
-        self._ahead.clear()
-        self._settled = True
+        with self.calls.joined("flush"):
+            if self._settled:
+                self.check_whole()
+                return
+            self.calls.leaves(FLUSHED)
+            with contextlib.ExitStack() as finally_:
+                finally_.callback(self.gather_persistent, settled=True)  # all ranks are in it, whatever has failed on this one
+                with self.schedule_running():
+                    for unit in tuple(self._left):
+                        if ticket := self.step_ahead(unit):  # the next forward waits for it where an interrupt ends this wait
+                            ticket.wait()
+                        self._updates.close_updates()
+                    self._complete()
+            self._ahead.clear()
+            self._settled = True
 
     def flush_state(self) -> None:
         """`flush`, and all optimizer state in the files in which DeepSpeed looks for it."""

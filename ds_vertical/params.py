@@ -6,10 +6,8 @@ optimizer makes new values. Each such event counts the unit's version up; a copy
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,28 +15,11 @@ from torch import nn
 
 from ds_vertical import compat, files, locked
 from ds_vertical.checksums import Checksums
-from ds_vertical.disk import DiskQueue, Transfer
+from ds_vertical.disk import DiskQueue, Transfer, complete
 from ds_vertical.layers import Unit
 from ds_vertical.shards import Piece, Range, Shard, lay_out
 from ds_vertical.transfer import Backlog, BufferPool, HostBuffer, Lane, Ticket, recorder
-from ds_vertical.updates import Update
-
-
-@dataclass
-class Resident:
-    """A unit that is fetched or on its way: the parameters this store gathered, and the buffer that backs them."""
-
-    buffer: HostBuffer | None
-    gathered: list[nn.Parameter]
-    ticket: Ticket
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A unit's shards on their way into a buffer, as they are in `version`, before anybody fetches them."""
-
-    buffer: HostBuffer
-    version: int
+from ds_vertical.updates import Copy, Resident, Update
 
 
 class ParamStore:
@@ -117,7 +98,7 @@ class ParamStore:
         if missing:
             buffer = self._take(unit)
         ticket = Ticket(f"fetch {unit}", lambda: self._arrive(unit, shards), sum(s.num_bytes for s in missing))
-        self._resident[unit] = Resident(buffer, [], ticket)
+        self._resident[unit] = Resident(buffer, [p for p in self._units[unit] if compat.is_partitioned(p)], [], ticket)
         if buffer is not None:
             self._read(unit, missing, buffer)
         return ticket
@@ -239,13 +220,12 @@ class ParamStore:
 
     def release(self, unit: Unit) -> None:
         """Give up the full parameters of a unit; its shards on SSD are unchanged."""
-        resident = self._resident.pop(unit)
-        try:
-            compat.partition(param for param in resident.gathered if not compat.is_persistent(param))
-        finally:
-            if resident.buffer is not None:
-                self._pool(unit).put_back(resident.buffer)
-            self._backlog.mark()
+        resident = self._resident[unit]
+        compat.partition(param for param in resident.gathered if not compat.is_persistent(param))
+        if resident.buffer is not None:
+            self._pool(unit).put_back(resident.buffer)
+        self._backlog.mark()
+        del self._resident[unit]  # not before: an interrupt must not forget what is full
 
     # ---- new values from the optimizer
 
@@ -373,15 +353,25 @@ class ParamStore:
     # ---- the end
 
     def release_all(self) -> None:
-        """Release whatever is fetched or on its way, after an error: all of it, whatever another read's failure is."""
-        with contextlib.ExitStack() as cleanup:
-            cleanup.callback(self._backlog.clear)  # called last
-            for other in self._ahead:
-                cleanup.callback(self._drop_ahead, other)
-            for unit, resident in self._resident.items():
-                cleanup.callback(self.release, unit)
-                if resident.buffer is not None:
-                    cleanup.callback(resident.buffer.wait_reads)
+        """Release whatever is fetched or on its way, after an error or an interrupt, which may have cut anything: nothing is in
+        flight when the queues say so, and free buffers are those without new values. No step may be under way."""
+        for queue in (self.reads, self._writer):
+            if queue is not None:
+                queue.settle()
+        for write in [write for writes in list(self._writes.values()) for write in writes]:
+            complete(write)  # a failure is `error`
+        for resident in self._resident.values():
+            compat.rest(resident.partitioned)
+        self._resident.clear()
+        self._ahead.clear()
+        self._backlog.clear()
+        updates = [*self._updates.values(), *(update for updates in self._drained.values() for update in updates)]
+        taken = {id(update.buffer) for update in updates if not update.returned}
+        for buffer in self._buffers:
+            if id(buffer) not in taken:
+                buffer.complete_reads()
+        for pool in (self._layer_buffers, self._pre_buffers):
+            pool.reset(taken)
 
     def close(self) -> None:
         """Release everything and give the host buffers back. The store cannot be used afterwards."""

@@ -224,6 +224,8 @@ class Parcels:
         """Forget everything, after an error, once nothing is in flight any more."""
         if self._stream is not None:
             self._stream.synchronize()
+        for queue in self._queues:
+            queue.settle()
         for buffer in (*self._load_buffers, *self._save_buffers):
             for transfer in (*buffer.reads, *buffer.writes):
                 _complete(transfer)
@@ -232,6 +234,7 @@ class Parcels:
             for write in parcel.writes:
                 _complete(write)
             self._forget(parcel)
+        self._extents = Extents()
         self._unwritten.clear()
         self._coming.clear()
         self._loads, self._saves = BufferPool(self._load_buffers), BufferPool(self._save_buffers)
@@ -277,8 +280,9 @@ class Parcels:
         return self._memory.lock(num_bytes)
 
     def _unlock_free(self) -> None:
-        for data in [data for sizes in self._free_host.values() for data in sizes]:
-            self._memory.unlock(data)
+        for free in self._free_host.values():
+            while free:
+                self._memory.unlock(free.pop())
         self._free_host.clear()
 
     def _take(self, pool: BufferPool, num_bytes: int) -> HostBuffer:
@@ -293,9 +297,9 @@ class Parcels:
             except BaseException:
                 pool.put_back(buffer)
                 raise
-            if buffer.data.numel():
-                self._memory.unlock(buffer.data)
-            buffer.data = data
+            small, buffer.data = buffer.data, data  # never twice, wherever an interrupt comes
+            if small.numel():
+                self._memory.unlock(small)
         return buffer
 
 

@@ -8,6 +8,9 @@ nothing submitted has use for read what is expected next: see [Note: reading ahe
 [Note: failures] After the first failure nothing more is computed. A job that writes beside what is current leaves the state
 as it was, whatever becomes of it; any other one that failed, or was not run any more, has torn it. So has whoever finds that
 what it reads is not what was written.
+
+[Note: the lock] Other threads than the pipeline's own, where interrupts come, take the lock itself and no condition, whose
+methods are Python's: one that is cut between taking it and saying so keeps it for ever. They wait by a lock of their own.
 """
 
 from __future__ import annotations
@@ -20,15 +23,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from ds_vertical.checksums import ChecksumError, Checksums
 from ds_vertical.disk import DiskQueue, Transfer, complete
 from ds_vertical.expected import Coming, Expectations
+from ds_vertical.shield import waiting
 from ds_vertical.slots import Extent, Slot
 from ds_vertical.trace import Tracer, now
 from ds_vertical.transfer import Ticket
+
+_TURN_S: Final = 1.0
 
 
 @dataclass
@@ -95,7 +102,10 @@ class StepPipeline:
         self._submitted: deque[tuple[Job, Batch]] = deque()
         self._reading: deque[tuple[Job, Batch, Slot | None]] = deque()
         self._writes: dict[Path, list[tuple[Extent, Transfer]]] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # for the pipeline's thread; see [Note: the lock]
+        self._turns: list[threading.Lock] = []  # of those who wait for a change
+        self._runs = threading.Lock()
         self._idle = True
         self._closed = False
         self._error: BaseException | None = None
@@ -106,7 +116,7 @@ class StepPipeline:
     def submit(self, what: str, jobs: Sequence[Job], finish: Callable[[], None]) -> Ticket:
         """Queue jobs; `finish` runs on the pipeline's thread after the last. The ticket waits for all of it."""
         batch = Batch(jobs, finish)
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise RuntimeError(f"{what}: the optimizer pipeline is closed; build a new engine")
             self._wake()
@@ -118,7 +128,7 @@ class StepPipeline:
     def expect(self, jobs: Sequence[Coming]) -> None:
         """Read the state of jobs that will be submitted soon, in this order, as far as slots are free. A hint: whether
         they come does not matter."""
-        with self._changed:
+        with self._lock:
             if not self._closed and self._error is None:
                 self._wake()
                 self._expected.add(jobs)
@@ -129,7 +139,25 @@ class StepPipeline:
             thread = threading.Thread(target=self._run, name="ds_vertical optimizer", daemon=True)
             thread.start()  # raises where there are too many
             self._thread = thread
+        self._tell()
+
+    def _tell(self) -> None:
+        """Something has changed. The caller holds the lock."""
         self._changed.notify_all()
+        while self._turns:
+            self._turns.pop().release()
+
+    @waiting
+    def _await(self, is_so: Callable[[], object]) -> None:
+        """Return once `is_so`, whatever changes meanwhile."""
+        while True:
+            turn = threading.Lock()
+            turn.acquire()
+            with self._lock:
+                if is_so():
+                    return
+                self._turns.append(turn)
+            turn.acquire(timeout=_TURN_S)  # whoever was to release it may have been cut
 
     @property
     def error(self) -> BaseException | None:
@@ -138,9 +166,10 @@ class StepPipeline:
 
     def wait_idle(self) -> None:
         """Return when nothing is in flight, whatever came of it. Nothing is expected any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._idle)
+        self._await(lambda: self._idle)
+        with self._lock:
             self._expected.clear()
+            self._free_all()
 
     def drain(self) -> None:
         """Return when everything submitted is computed and on SSD. Raises the first error."""
@@ -150,17 +179,22 @@ class StepPipeline:
 
     def recover(self) -> None:
         """Be as before a failure, if it has left the state whole: see [Note: failures]. Nothing may be in flight."""
-        with self._changed:
+        with self._lock:
             if self._error is not None and not self._torn:
                 self._error = None
-                self._free.clear()
-                self._free.extend(self._slots)
+                self._free_all()
+
+    def _free_all(self) -> None:
+        """Nothing is in flight or expected, so all slots are free; an interrupt may have forgotten one."""
+        for slot in self._slots:
+            if slot not in self._free:
+                self._free.append(slot)
 
     def close(self) -> None:
         """Finish what was submitted and end the thread. Harmless when called twice; raises nothing."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._tell()
         if self._thread is not None:
             self._thread.join()
         self._expected.clear()
@@ -168,14 +202,16 @@ class StepPipeline:
         self._writer.close()
 
     def _wait(self, batch: Batch) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: batch.left == 0 or batch.error is not None)
-            if batch.error is not None:
-                raise batch.error
+        self._await(lambda: batch.left == 0 or batch.error is not None)
+        if batch.error is not None:
+            raise batch.error
 
     # ---- the thread
 
     def _run(self) -> None:
+        if not self._runs.acquire(blocking=False):
+            return  # an interrupt has cut the start of the first thread, which runs
+        self._thread = threading.current_thread()
         try:
             self._begin()
         except BaseException as error:  # handed to whoever waits
@@ -191,10 +227,10 @@ class StepPipeline:
 
     def _next(self) -> bool:
         """Wait for work; False when there is none left and the pipeline is closed."""
-        with self._changed:
+        with self._lock:
             if not self._busy:
                 self._idle = True
-                self._changed.notify_all()
+                self._tell()
                 self._changed.wait_for(lambda: self._submitted or self._closed or self._may_read_ahead())
             ahead = not self._closed and self._may_read_ahead()
             self._idle = not (self._busy or ahead)
@@ -221,13 +257,13 @@ class StepPipeline:
             self._settle()
 
     def _start_one(self, patient: bool) -> bool:
-        with self._changed:
+        with self._lock:
             if not self._submitted:
                 return False
             job, batch = self._submitted[0]
         if self._is_due(job.sources):
             return False  # what it is to read has not been computed yet
-        with self._changed:
+        with self._lock:
             expected = self._expected.claim(Coming(job.what, job.extents))
             self._expected.forget(job.targets)
         slot = None if expected is None else expected.slot
@@ -240,7 +276,7 @@ class StepPipeline:
             for extent, view in list(zip(job.sources, slot.views(job.sources), strict=True))[len(job.started) :]:
                 self._await_writes(extent)
                 job.started.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
-        with self._changed:
+        with self._lock:
             self._submitted.popleft()
         self._reading.append((job, batch, slot))
         return True
@@ -251,7 +287,7 @@ class StepPipeline:
 
     def _read_ahead(self) -> None:
         """Give free slots to what is expected, unless anything that is submitted waits for one."""
-        with self._changed:
+        with self._lock:
             while not self._submitted and (expected := self._expected.next()):
                 if self._is_due(expected.extents) or any(map(self._is_being_written, expected.extents)):
                     return
@@ -263,7 +299,7 @@ class StepPipeline:
 
     def _take_slot(self, patient: bool) -> Slot | None:
         """The slot that has been free longest; with `patient` wait for its writes, or take one from what is expected."""
-        with self._changed:
+        with self._lock:
             if patient and not self._free:
                 self._expected.give_back_last()
         if not self._free or not (patient or self._free[0].free):
@@ -319,9 +355,9 @@ class StepPipeline:
         finally:
             if slot is not None:
                 self._free.append(slot)
-            with self._changed:
+            with self._lock:
                 batch.left -= 1
-                self._changed.notify_all()
+                self._tell()
 
     def _settle(self) -> None:
         writes, self._writes = self._writes, {}
@@ -331,7 +367,7 @@ class StepPipeline:
 
     def _fail(self, error: BaseException) -> None:
         """Give the error to everything submitted; complete transfers in flight, whose memory is ours."""
-        with self._changed:
+        with self._lock:
             self._error = error
             dropped = [*self._submitted, *((job, batch) for job, batch, _ in self._reading)]
             self._torn |= any(not job.beside for job, _ in dropped)
@@ -339,7 +375,7 @@ class StepPipeline:
             self._expected.clear()
             for _, batch in dropped:
                 batch.error = batch.error or error
-            self._changed.notify_all()
+            self._tell()
         for job, _ in dropped:
             for transfer in job.started:
                 complete(transfer)

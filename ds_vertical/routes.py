@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_vertical import compat, compat_state
+from ds_vertical.calls import Calls
+from ds_vertical.changes import Changed
 from ds_vertical.checksums import Checksums
 from ds_vertical.held import GradientGoneError
 
@@ -33,6 +36,7 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
     """
 
     checksums: Checksums
+    calls: Calls
     _inside: int  # how many schedules are running
 
     def flush_state(self) -> None:
@@ -74,8 +78,13 @@ class StateRoutes(DeepSpeedZeroOptimizer_Stage3):
 
     # ---- masters and moments
 
+    def inside(self) -> Changed:
+        """Within the block gathering does not flush."""
+        before = self._inside
+        return Changed(partial(setattr, self, "_inside", before), partial(setattr, self, "_inside", before + 1))
+
     def _refuse_inside(self, call: str) -> None:
-        if self._inside:
+        if self._inside and self.calls.is_mine:
             raise RuntimeError(f"{call}: called within a step or an evaluation, where state is on its way; call it between two")
 
     def get_full_hp_param(self, param: Any, optim_state_key: Any = None) -> Any:

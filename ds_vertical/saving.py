@@ -26,7 +26,7 @@ class SavingEngine(compat.DeepSpeedEngine):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """As DeepSpeed's, gathering whatever the JSON says, and the model's `config.json` beside the weights."""
-        with compat.gathering_on_save(self) as asked:
+        with self.optimizer.calls.call("save_16bit_model"), compat.gathering_on_save(self) as asked:
             if not asked:
                 compat.log(
                     "ds_vertical: save_16bit_model gathers although zero_optimization."
@@ -64,7 +64,8 @@ class SavingEngine(compat.DeepSpeedEngine):
         self._check_between_steps("save_checkpoint")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         save = stock_format.save if portable else checkpoint.save
-        save(self, Path(save_dir), tag, dict(client_state), save_latest, exclude_frozen_parameters)
+        with self.optimizer.calls.call("save_checkpoint"):
+            save(self, Path(save_dir), tag, dict(client_state), save_latest, exclude_frozen_parameters)
         if portable:
             return True
         self.optimizer.condition.note_good(Path(save_dir, tag))
@@ -98,13 +99,14 @@ class SavingEngine(compat.DeepSpeedEngine):
             raise CheckpointError("load_checkpoint: load_module_strict=False and custom_load_fn are not available here")
         states, scheduler = (each and not load_module_only for each in (load_optimizer_states, load_lr_scheduler_states))
         wanted = resume.Wanted(optimizer=states, scheduler=scheduler, run=not load_module_only)
-        path, client_state = resume.load(self, Path(load_dir), found, wanted)
+        with self.optimizer.calls.call("load_checkpoint"):
+            path, client_state = resume.load(self, Path(load_dir), found, wanted)
         self.optimizer.condition.note_good(Path(load_dir, found))
         return path, client_state
 
     def _check_between_steps(self, call: str) -> None:
         """Raise unless the state is whole and at rest, or may be brought there."""
-        if self.optimizer._inside:
+        if self.optimizer._inside and self.optimizer.calls.is_mine:
             raise CheckpointError(
                 f"{call}: called within a step or an evaluation (by a signal's handler, a hook or the loss), where the state"
                 " is half-way; call it between two steps: let a handler set a flag"

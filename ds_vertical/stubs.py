@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from greenlet import getcurrent, greenlet
 
+from ds_vertical.changes import Changed
 from ds_vertical.compiled import raw_forward
 from ds_vertical.layers import Block
 
@@ -36,15 +37,22 @@ class Stubs:
         self.raw: list[Callable[..., Any]] = [raw_forward(block.module) for block in blocks]
         self._kept = [block.module.__dict__.get("forward") for block in blocks]
         self._compiled = {index: call for index, b in enumerate(blocks) if (call := b.module._compiled_call_impl) is not None}
+        self._changed = Changed(self._put_back, self._take_over)
 
     def __enter__(self) -> Stubs:
+        self._changed.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._changed.__exit__(*error)
+
+    def _take_over(self) -> None:
         for index, block in enumerate(self.blocks):
             object.__setattr__(block.module, "forward", self._stub(index))
         for index in self._compiled:
             object.__setattr__(self.blocks[index].module, "_compiled_call_impl", None)
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def _put_back(self) -> None:
         for index, call in self._compiled.items():
             object.__setattr__(self.blocks[index].module, "_compiled_call_impl", call)
         for block, kept in zip(self.blocks, self._kept, strict=True):

@@ -82,11 +82,8 @@ class ChunkedStage3(StateRoutes):
         """Bring what stays on the device back there, with its new values: users read it without DeepSpeed, on one rank alone,
         too. Collective where it is not there. `settled`: nothing is due, of those either that count as persistent and lay on
         SSD when chunks were made."""
-        self._inside += 1  # gathering flushes
-        try:
+        with self.inside():
             compat_state.gather_persistent(self, lambda param: settled or not self._waits(param))
-        finally:
-            self._inside -= 1
 
     def _waits(self, param: compat.ZeroParam) -> bool:
         return compat.is_on_ssd(param) or (self.steps(param) and id(param) not in self._persistent)

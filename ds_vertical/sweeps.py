@@ -123,6 +123,7 @@ class Sweeps:
         self.tracer = tracer
         self.activations = activations
         self.others = others
+        self._live: Sequence[MicroBatch] = ()  # of the pass under way, or of one that was cut
 
     def train(
         self,
@@ -139,7 +140,7 @@ class Sweeps:
             parts = gradients, optimizer, scale, self.activations
             hints = schedule.coming if self.overlap else {}
             training = _Training(schedule, micro_batches, self.params, self.leave, company, *parts, hints)
-            self._run(schedule, training.handlers(), micro_batches, company, gradients, optimizer, self.tracer)
+            self._run(schedule, training.handlers(), company, gradients, optimizer, self.tracer)
         return training.losses
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
@@ -148,7 +149,7 @@ class Sweeps:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=False)
             company = self._company()
             evaluation = _Evaluation(schedule, micro_batches, self.params, self.leave, company)
-            self._run(schedule, evaluation.handlers(), micro_batches, company)
+            self._run(schedule, evaluation.handlers(), company)
             if company is not None:
                 company.conclude()
         return evaluation.results
@@ -167,16 +168,24 @@ class Sweeps:
     ) -> list[MicroBatch]:
         state = ThreadState.capture()
         states = [state if body.seed is None else state.seeded(body.seed) for body in bodies]
-        return [
+        numbered = enumerate(zip(bodies, states, strict=True))
+        self._live = live = [
             MicroBatch(body.run, self.layers, stubs, own, keep, run_on=index in moved, modules=modules, index=index)
-            for index, (body, own) in enumerate(zip(bodies, states, strict=True))
+            for index, (body, own) in numbered
         ]
+        return live
+
+    def end_forwards(self) -> None:
+        """No forward outlives its pass, wherever that was cut."""
+        with contextlib.ExitStack() as ends:
+            for micro_batch in self._live:
+                ends.callback(micro_batch.close)
+        self._live = ()
 
     def _run(
         self,
         schedule: Schedule,
         handlers: Mapping[Op, Handler],
-        micro_batches: Sequence[MicroBatch],
         company: Company | None,
         gradients: GradientStore | None = None,
         optimizer: Optimizer | None = None,
@@ -198,9 +207,10 @@ class Sweeps:
         )
         try:
             executor.run(schedule)
+            self._live = ()
         except BaseException as error:
             try:
-                self._clean_up(micro_batches, gradients, optimizer)
+                self._clean_up(gradients, optimizer)
             except Exception as later:  # the first one is the cause
                 error.add_note(f"and while that was cleaned up: {type(later).__name__}: {later}")
             finally:
@@ -208,9 +218,7 @@ class Sweeps:
                     company.accompany(schedule, self.overlap, error)
             raise
 
-    def _clean_up(
-        self, micro_batches: Sequence[MicroBatch], gradients: GradientStore | None, optimizer: Optimizer | None
-    ) -> None:
+    def _clean_up(self, gradients: GradientStore | None, optimizer: Optimizer | None) -> None:
         """After an error: each is called, the last one first, whatever another one raises."""
         with contextlib.ExitStack() as cleanup:
             if gradients is not None:
@@ -218,8 +226,7 @@ class Sweeps:
             cleanup.callback(self.params.release_all)
             if optimizer is not None:
                 cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
-            for micro_batch in micro_batches:
-                cleanup.callback(micro_batch.close)
+            cleanup.callback(self.end_forwards)
             if self.activations is not None:
                 cleanup.callback(self.activations.abandon)  # before the forwards end: see there
 

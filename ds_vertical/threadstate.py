@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ds_vertical.changes import Changed
+
 
 @dataclass(frozen=True, slots=True)
 class AutocastState:
@@ -124,20 +126,22 @@ def inference_guard(inference: bool) -> Any:
 def applied(state: ThreadState) -> Iterator[None]:
     """Run a block under `state` and put the caller's state back, after an exception too."""
     outer = ThreadState.capture()
-    guard = inference_guard(state.inference)
-    state.apply()
-    try:
-        yield
-    finally:
-        del guard
+    guards: list[Any] = []
+
+    def enter() -> None:
+        guards.append(inference_guard(state.inference))
+        state.apply()
+
+    def leave() -> None:
+        guards.clear()
         outer.apply()
+
+    with Changed(leave, enter):
+        yield
 
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
     """Put the caller's thread state back at the end, after an exception too."""
-    outer = ThreadState.capture()
-    try:
+    with Changed(ThreadState.capture().apply):
         yield
-    finally:
-        outer.apply()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from ds_vertical.checksums import ChecksumError
+from ds_vertical.shield import deferred
 
 _TORN = (
     "the live state is torn: {why}. It can be neither trained on nor read nor saved; build a new engine from the last weights"
     " or checkpoint that were saved"
 )
+_HALF_DONE = "an interrupt has cut what must be done whole"
 _HALF_STEPPED = "part of it has taken a step that the rest has not"
 _SPOILT = "part of it is not on the disk any more as it was written"
 HALF_LOADED = "part of it is a checkpoint's, the rest is not"
@@ -35,15 +35,48 @@ class TornStateError(RuntimeError):
     """Some of the live state has taken a step that the rest has not, and cannot, or is lost. `__cause__`: what failed."""
 
 
+class Interrupted(RuntimeError):
+    """An interrupt has come in the middle of something, and what it was is known no more."""
+
+
+class _Section:
+    """See `Condition.torn_if_interrupted`. It is open before the first change and after the last: an interrupt may come ahead
+    of any `except`."""
+
+    def __init__(self, condition: Condition, opened: list[_Section]) -> None:
+        self._condition = condition
+        self._opened = opened
+        self._deferred = deferred(firmly=True)
+        self.cut = Interrupted("an interrupt, while state was changed")
+
+    def __enter__(self) -> None:
+        self._deferred.__enter__()
+        self._opened.append(self)
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self._condition.tear(error)
+        self._opened.remove(self)
+        self._deferred.__exit__()
+
+
 class Condition:
     """Whether the live state is whole, as far as transfers do not know it themselves, and which checkpoint is the last good
-    one. `failure`: what tore the state."""
+    one."""
 
     def __init__(self) -> None:
-        self.failure: BaseException | None = None
+        self._failure: BaseException | None = None
         self._why: str | None = None
+        self._open: list[_Section] = []
         self._last_good: Path | None = None
         self._told = False
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What tore the state."""
+        if self._failure is None and self._open:  # whoever was in it is gone, or asks in vain
+            self.tear(self._open[0].cut, _HALF_DONE)
+        return self._failure
 
     def note_good(self, checkpoint: Path) -> None:
         """A checkpoint (its folder, named by its tag) has been saved from the whole state, or loaded into it."""
@@ -51,17 +84,12 @@ class Condition:
 
     def tear(self, failure: BaseException, why: str | None = None) -> None:
         """The state is torn; the first reason counts. `why`: where no step tore it."""
-        if self.failure is None:
-            self.failure, self._why = failure, why
+        if self._failure is None:
+            self._failure, self._why = failure, why
 
-    @contextlib.contextmanager
-    def torn_if_interrupted(self) -> Iterator[None]:
+    def torn_if_interrupted(self) -> _Section:
         """What the block does to the live state it does whole, or not at all as far as anybody may go on from it."""
-        try:
-            yield
-        except BaseException as error:
-            self.tear(error)
-            raise
+        return _Section(self, self._open)
 
     def tell(self, error: BaseException) -> None:
         """`error` is about to be raised: say with it what has become of the state."""
@@ -69,8 +97,9 @@ class Condition:
         error.add_note(self._note(error))
 
     def refuse(self, failure: BaseException) -> NoReturn:
-        """Raise `failure` itself where nobody has been told (it came between two calls), else TornStateError."""
-        if not self._told:
+        """Raise `failure` itself where nobody has been told (it came between two calls), else TornStateError; so after an
+        interrupt, which everybody has heard of."""
+        if not self._told and isinstance(failure, Exception):
             self.tell(failure)
             raise failure
         raise TornStateError(f"{self._note(failure)}; what failed: {type(failure).__name__}: {failure}") from failure

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -177,6 +177,7 @@ class BufferPool:
 
     def __init__(self, buffers: list[HostBuffer]) -> None:
         self.num_buffers = len(buffers)
+        self._buffers = tuple(buffers)
         self._free = deque(buffers)
 
     @property
@@ -199,3 +200,9 @@ class BufferPool:
         """Twice is harmless: an interrupted clean-up is done again."""
         if all(free is not buffer for free in self._free):
             self._free.append(buffer)
+
+    def reset(self, taken: Collection[int]) -> None:
+        """All buffers are free but those `taken` (their ids), whatever an interrupt has forgotten."""
+        for buffer in self._buffers:
+            if id(buffer) not in taken:
+                self.put_back(buffer)

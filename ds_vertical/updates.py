@@ -1,14 +1,35 @@
-"""New values of a unit's parameters on their way from the optimizer to SSD."""
+"""What a unit's parameters are on their way with: from SSD to the device, and new values from the optimizer to SSD."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from ds_vertical.checksums import Checksums
 from ds_vertical.disk import DiskQueue, Transfer
 from ds_vertical.shards import Piece
-from ds_vertical.transfer import HostBuffer
+from ds_vertical.transfer import HostBuffer, Ticket
+
+
+@dataclass
+class Resident:
+    """A unit that is fetched or on its way: the parameters that were `partitioned` before, which nobody else has full; those of
+    them that this store gathered, and the buffer that backs them."""
+
+    buffer: HostBuffer | None
+    partitioned: list[nn.Parameter]
+    gathered: list[nn.Parameter]
+    ticket: Ticket
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A unit's shards on their way into a buffer, as they are in `version`, before anybody fetches them."""
+
+    buffer: HostBuffer
+    version: int
 
 
 @dataclass(eq=False)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +22,7 @@ from late import LateSteps
 from models import MixerModel, token_batches
 
 from ds_vertical import compat_state
+from ds_vertical.native import new_disk_queue
 from ds_vertical.stepper import Stepper
 from ds_vertical.transfer import Ticket
 
@@ -84,7 +92,7 @@ def test_an_interrupt_while_a_step_is_made_to_count_tears_the_state_loudly(
 
         def interrupted(*arguments: Any) -> Any:
             asked.append(arguments)
-            if place == "parameters" or (engine.optimizer._opened and len(asked) % 3 == 0):
+            if place == "parameters" or (engine.optimizer.counts and len(asked) % 3 == 0):
                 raise KeyboardInterrupt
             return moments(*arguments)
 
@@ -168,3 +176,109 @@ def test_whether_a_gradient_is_gone_does_not_depend_on_time(tmp_path: Path) -> N
                 engine.optimizer._pipeline.wait_idle()
             seen.append(gone(model))
     assert seen == [[True, True, False, False]] * 2
+
+
+class Alarm(Exception):
+    """What a handler of SIGALRM raises here, as one for a time limit does."""
+
+
+@contextlib.contextmanager
+def alarm(after_s: float) -> Iterator[None]:
+    """SIGALRM `after_s` after the block begins, whose handler raises Alarm; the handler before comes back."""
+
+    def ring(*_: Any) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_in_a_wait_for_the_disk_loses_no_completion(tmp_path: Path) -> None:
+    """It comes while the wait is under way, and is obeyed between the answer and its use."""
+    num_bytes = 16 << 20
+    (tmp_path / "file").write_bytes(os.urandom(num_bytes))
+    buffer = torch.empty(num_bytes + 4096, dtype=torch.uint8)
+    address = buffer.data_ptr() + -buffer.data_ptr() % 4096
+    queue = new_disk_queue({"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False})
+    num_interrupted = 0
+    for _ in range(40):
+        transfer = queue.read(address, num_bytes, tmp_path / "file")
+        try:
+            with alarm(0.001):
+                transfer.wait()
+        except Alarm:
+            num_interrupted += 1
+        assert transfer.wait().num_transferred == num_bytes
+    assert num_interrupted > 10, "no wait was interrupted"
+    assert queue.num_read_bytes == 40 * num_bytes
+    queue.close()
+
+
+class Sleeper(MixerModel):
+    """A model whose forward takes as long as it is told."""
+
+    seconds = 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end:
+            time.sleep(0.05)
+        return super().forward(*args, **kwargs)
+
+
+def test_a_signal_in_the_models_own_code_is_obeyed_there(tmp_path: Path) -> None:
+    with running(on_ssd(tmp_path, 0.0), partial(Sleeper, 3, 512), vertical=True) as (engine, model):
+        engine.train_batch(iter(STEPS[0]))
+        before = outcome(engine, model)
+        model.seconds, start = 20.0, time.monotonic()
+        with pytest.raises(Alarm), alarm(0.3):
+            engine.train_batch(iter(STEPS[1]))
+        assert time.monotonic() - start < 5
+        model.seconds = 0.0
+        assert engine.global_steps == 1 and not differing(before, outcome(engine, model))
+        engine.train_batch(iter(STEPS[1]))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_in_a_backward_waits_for_the_end_of_its_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, a second apart, it does not."""
+    with running(on_ssd(tmp_path, 0.0), BUILD, vertical=True) as (engine, model):
+        engine.train_batch(iter(STEPS[0]))
+        before = outcome(engine, model)
+        add, sent = engine._gradients.add, []
+
+        def press(times: int, unit: Any) -> None:
+            add(unit)
+            while len(sent) < times:
+                sent.append(time.monotonic())
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(1.1 if times > 1 else 0)
+            sent.append("came back")
+
+        for times in (1, 2):
+            sent.clear()
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(engine._gradients, "add", partial(press, times))
+                engine.train_batch(iter(STEPS[1]))
+            assert ("came back" in sent) == (times == 1)
+            assert engine.global_steps == 1 and not differing(before, outcome(engine, model))
+        engine.train_batch(iter(STEPS[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["early", "delayed", "activations", "memory"])
+def test_250_times_ctrl_c(tmp_path: Path, kind: str) -> None:
+    """With those of the other kinds a thousand. None is silent, and none leaves a state that cannot go on."""
+    worker = Path(__file__).with_name("interrupt_worker.py")
+    command = [sys.executable, str(worker), str(tmp_path), kind, "250", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["seen"]["step"] + result["seen"]["evaluate"] + result["seen"]["save"] == 250
+    assert not result["wrong"] and not result["torn"], result

@@ -1,0 +1,238 @@
+"""Interrupts at function boundaries of the package's code, one at a time, as a signal's handler raises them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from harness import digest, dispose, read_state, read_weights
+from torch import nn
+
+from ds_vertical.torn import TornStateError
+
+PACKAGE = str(Path(__import__("ds_vertical").__file__).parent)
+# what only shows, measures or plans; the rest is the engine's, the stores' and the queue's
+_LEFT_OUT = set(
+    "account blocktime costs cgroup gauge headroom hostload limits metrics plan planner progress simulate statusline survey"
+    " trace dependencies schedule program hostmemory opcache finding".split()
+)
+_INNER = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
+
+
+class Site(NamedTuple):
+    """A place between two bytecodes: a function's start ("call") or end ("return"), or the end of one of C ("c_return")."""
+
+    file: str
+    function: str
+    line: int
+    event: str
+    callee: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.function} {self.event} {self.callee}".rstrip()
+
+
+def _site(frame: FrameType, event: str, arg: Any) -> Site | None:
+    code = frame.f_code
+    if event not in ("call", "return", "c_return") or not code.co_filename.startswith(PACKAGE):
+        return None
+    name = code.co_filename[len(PACKAGE) + 1 :]
+    if name.removesuffix(".py") in _LEFT_OUT or code.co_name in _INNER:
+        return None
+    callee = getattr(arg, "__name__", "") if event == "c_return" else ""
+    line = frame.f_lineno if event == "c_return" else code.co_firstlineno
+    return Site(name, code.co_qualname, line, event, callee)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Counter[Site]]:
+    """How often each site is passed within the block."""
+    found: Counter[Site] = Counter()
+
+    def hook(frame: FrameType, event: str, arg: Any) -> None:
+        if (site := _site(frame, event, arg)) is not None:
+            found[site] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(hook)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+class Cut:
+    """Raises `error()` where a site is passed for the `number`-th time (from 1). `done`: it has."""
+
+    def __init__(self, site: Site, number: int, error: Callable[[], BaseException] = KeyboardInterrupt) -> None:
+        self.site = site
+        self.number = number
+        self.done: Any = False
+        self._error = error
+
+    def __str__(self) -> str:
+        return f"{self.site} #{self.number}"
+
+    def __enter__(self) -> Cut:
+        left = self.number
+
+        def hook(frame: FrameType, event: str, arg: Any) -> None:
+            nonlocal left
+            if not self.done and _site(frame, event, arg) == self.site:
+                left -= 1
+                if left == 0:
+                    self.done = True
+                    raise self._error()
+
+        sys.setprofile(hook)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
+def chosen(found: Counter[Site], count: int | None = None) -> list[Cut]:
+    """The first and the last time that each site is passed; `count` of them, evenly spread, where not all are wanted."""
+    cuts = [Cut(site, number) for site in found for number in sorted({1, found[site]})]
+    return cuts if count is None else [cuts[index * len(cuts) // count] for index in range(count)]
+
+
+def surroundings(model: nn.Module) -> dict[str, Any]:
+    """What a call of the engine's has to leave as it was, besides the state."""
+    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+    found: dict[str, Any] = {
+        "thread": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, torch.get_rng_state().tolist()),
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
+    }
+    for name, module in model.named_modules():
+        hooks = {key: list(value) for key, value in vars(module).items() if key.endswith("hooks")}
+        found[f"module {name}"] = list(vars(module)), module.training, hooks, module.forward
+    for name, param in model.named_parameters():
+        found[f"parameter {name}"] = param.requires_grad, param.grad is None, param.numel()
+    for name, buffer in model.named_buffers():
+        found[f"buffer {name}"] = buffer.tolist()
+    return found
+
+
+class Trials:
+    """Interrupts one run at many places, and says where what follows is not that of a run that nobody has interrupted.
+
+    A step that was interrupted has been taken or not, as `global_steps` tells, and the run goes on with the next one; where the
+    engine says that its state is torn, a new one starts over. `wrong`: what went on with other numbers, or broke; `torn`: where
+    the engine said so; `whole`: how many times the run went on.
+    """
+
+    def __init__(self, folder: Path, make: Callable[[Path], tuple[Any, nn.Module]], steps: Sequence[Any]) -> None:
+        self._folder = folder
+        self._make = make
+        self._steps = steps
+        self._expected: list[float] = []
+        self._digests: dict[int, str] = {}  # after the last steps, where engines end
+        self._engine: Any = None
+        self._model: Any = None
+        self._around: dict[str, Any] = {}
+        self._made = 0
+        self.whole = 0
+        self.torn: list[str] = []
+        self.wrong: list[str] = []
+        self._start()
+        for index, _ in enumerate(steps):
+            if index == 2:
+                with recorded() as self.found:
+                    self._expected.append(self._step())
+            else:
+                self._expected.append(self._step())
+            if index >= len(steps) - 5:
+                self._digests[index] = self._digest()
+        self._drop()
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._engine is not None:
+            self._check_state("the last one")
+            self._drop()
+
+    def ready(self) -> tuple[Any, nn.Module]:
+        """An engine with a step or two behind it, and as many before it."""
+        if self._engine is not None and self._engine.global_steps > len(self._steps) - 4:
+            self._check_state("the last one")
+            self._drop()
+        if self._engine is None:
+            self._start()
+            self._go_on(2)
+            self._around = surroundings(self._model)
+        return self._engine, self._model
+
+    def step(self) -> float:
+        """The next step of the run, whose loss is checked."""
+        index = self._engine.global_steps
+        loss = self._step()
+        if loss != self._expected[index]:
+            raise AssertionError(f"step {index}: loss {loss}, expected {self._expected[index]}")
+        return loss
+
+    def cut(self, cut: Any, action: Callable[[Any], object] | None = None) -> None:
+        """Interrupt a step, or another `action` on the engine, then go on for two steps."""
+        engine, model = self.ready()
+        try:
+            with cut:
+                self.step() if action is None else action(engine)
+        except KeyboardInterrupt:
+            pass
+        except AssertionError as error:
+            self._is_wrong(cut, error)
+            return
+        except Exception as error:
+            cut.done = cut.done or f"{type(error).__name__}: {error}"
+        try:
+            self._go_on(2)
+            self._check_around(model)
+            self.whole += 1
+        except TornStateError as error:
+            self.torn.append(f"{cut}: {error}")
+            self._drop()
+        except Exception as error:
+            self._is_wrong(cut, error)
+
+    def _check_around(self, model: nn.Module) -> None:
+        around = surroundings(model)
+        changed = [name for name in around | self._around if around.get(name) != self._around.get(name)]
+        assert not changed, f"not as before: {changed}"
+
+    def _is_wrong(self, cut: Any, error: BaseException) -> None:
+        self.wrong.append(f"{cut}: {type(error).__name__}: {error}")
+        self._drop()
+
+    def _go_on(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def _step(self) -> float:
+        return self._engine.train_batch(iter(self._steps[self._engine.global_steps])).item()
+
+    def _digest(self) -> str:
+        return digest(read_weights(self._model) | read_state(self._engine, self._model))
+
+    def _check_state(self, cut: Any) -> None:
+        while self._engine.global_steps - 1 not in self._digests:
+            self.step()
+        if self._digest() != self._digests[self._engine.global_steps - 1]:
+            self.wrong.append(f"{cut}: weights, masters or moments after step {self._engine.global_steps} differ")
+
+    def _start(self) -> None:
+        self._made += 1
+        self._engine, self._model = self._make(self._folder / str(self._made))
+
+    def _drop(self) -> None:
+        engine, self._engine, self._model = self._engine, None, None
+        with contextlib.suppress(Exception):  # of one that is torn
+            dispose(engine)

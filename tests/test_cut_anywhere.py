@@ -1,0 +1,214 @@
+"""Interrupts at any function's boundary: what follows has the bits of a run without them, or the engine says it has not."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cutting import Cut, Site, Trials, chosen, recorded
+from harness import base_config, build_engine, differing, dispose, read_state, read_weights, running, small_buffers
+from models import MixerModel, token_batches
+from torch import nn
+
+from ds_vertical.torn import TornStateError
+
+STEPS = [list(step) for step in token_batches(20, 2)]
+BUILD = partial(MixerModel, 2, 512)
+SECTION = {"seed": 3}
+
+# what decides how a step is taken: when, from where, and what may be thrown away again
+KINDS: dict[str, dict[str, Any]] = {
+    "early": {"clip": 0.0},
+    "delayed": {"clip": 0.05, "section": SECTION | {"optimizer_delay": 1.0}},
+    "speculating": {"clip": 0.05},
+    "half": {"clip": 0.0, "section": SECTION | {"optimizer_delay": 0.5}},
+    "at once": {"clip": 0.05, "section": SECTION | {"optimizer_delay": 0.0, "optimizer_speculation": False}},
+    "in place": {"clip": 0.0, "section": SECTION | {"on_nonfinite": "stop"}},
+    "activations": {"clip": 0.0, "section": SECTION | {"activations": {"device": "ssd"}}},
+    "gradients": {"clip": 0.05, "section": SECTION | {"gradient_host_share": 0.0, "optimizer_speculation": False}},
+    "no overlap": {"clip": 0.0, "section": SECTION | {"overlap": False}},
+    "memory": {"clip": 0.05, "params": "cpu", "optimizer": "cpu"},
+    "persistent": {"clip": 0.0, "persistence": None},
+    "fp16": {"clip": 0.05, "dtype": "fp16"},
+}
+
+
+def make(kind: str, folder: Path) -> tuple[Any, nn.Module]:
+    options = {"num_micro_batches": 2, "dtype": "fp32", "section": SECTION} | KINDS[kind]
+    config = base_config(folder, **options)
+    return build_engine(config if kind == "memory" else small_buffers(config, 600_000), BUILD, vertical=True)
+
+
+def in_train_batch(folder: Path, kind: str, count: int | None) -> None:
+    with Trials(folder, partial(make, kind), STEPS) as trials:
+        cuts = chosen(trials.found, count)
+        assert len(trials.found) > 600, "boundaries of functions are not seen"
+        for cut in cuts:
+            trials.cut(cut)
+    assert not trials.wrong, "\n".join(trials.wrong)
+    assert sum(bool(cut.done) for cut in cuts) > 0.85 * len(cuts), "most of them were to be reached"
+    assert len(trials.torn) < 0.35 * len(cuts), "\n".join(trials.torn)  # only where a step is being made to count
+
+
+@pytest.mark.parametrize("kind", ["early", "delayed"])
+def test_a_step_that_is_cut_anywhere(tmp_path: Path, kind: str) -> None:
+    in_train_batch(tmp_path, kind, 14)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_cut_everywhere(tmp_path: Path, kind: str) -> None:
+    in_train_batch(tmp_path, kind, None)
+
+
+# ---- what is no step
+
+
+def evaluate(engine: Any) -> None:
+    engine.eval_batch(iter(STEPS[0]))
+
+
+def save(engine: Any, folder: Path) -> None:
+    engine.save_checkpoint(str(folder), tag=f"step{engine.global_steps}")
+
+
+def weights(engine: Any, folder: Path) -> None:
+    engine.save_16bit_model(str(folder))
+
+
+def sites_of(action: Callable[[Any], object], trials: Trials) -> Counter[Site]:
+    engine, _ = trials.ready()
+    with recorded() as found:
+        action(engine)
+    return found
+
+
+def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None:
+    actions: dict[str, Callable[[Any], object]] = {
+        "evaluate": evaluate,
+        "save": partial(save, folder=folder / "saved"),
+        "weights": partial(weights, folder=folder / "weights"),
+        "flush": lambda engine: engine.flush(),
+        "read": lambda engine: read_weights(engine.module),
+    }
+    with Trials(folder, partial(make, kind), STEPS) as trials:
+        cuts = chosen(sites_of(actions[name], trials), count)
+        for cut in cuts:
+            trials.cut(cut, actions[name])
+            shutil.rmtree(folder / "saved", ignore_errors=True)
+    assert not trials.wrong, "\n".join(trials.wrong)
+    assert len(trials.torn) < 0.35 * len(cuts), "\n".join(trials.torn)
+
+
+@pytest.mark.parametrize("name", ["evaluate", "save"])
+def test_a_call_between_steps_that_is_cut_anywhere(tmp_path: Path, name: str) -> None:
+    between_steps(tmp_path, "delayed", name, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["evaluate", "save", "weights", "flush", "read"])
+@pytest.mark.parametrize("kind", ["early", "delayed", "memory"])
+def test_a_call_between_steps_that_is_cut_everywhere(tmp_path: Path, kind: str, name: str) -> None:
+    between_steps(tmp_path, kind, name, None)
+
+
+def loads(folder: Path, kind: str, count: int | None) -> None:
+    """A load that is cut has happened, or has not, or has torn the state."""
+    engine, model = make(kind, folder / "first")
+    made, wrong = 1, []
+    try:
+        for step in STEPS[:2]:
+            engine.train_batch(iter(step))
+        engine.save_checkpoint(str(folder / "saved"), tag="two")
+        saved = read_weights(model) | read_state(engine, model)
+        with recorded() as found:
+            engine.load_checkpoint(str(folder / "saved"), tag="two")
+        for cut in chosen(found, count):
+            engine.train_batch(iter(STEPS[2]))
+            trained = read_weights(model) | read_state(engine, model)
+            try:
+                with cut:
+                    engine.load_checkpoint(str(folder / "saved"), tag="two")
+            except KeyboardInterrupt:
+                pass
+            try:
+                state = read_weights(model) | read_state(engine, model)
+                if differing(saved, state) and differing(trained, state):
+                    wrong.append(str(cut))
+                engine.load_checkpoint(str(folder / "saved"), tag="two")
+                assert not differing(saved, read_weights(model) | read_state(engine, model))
+            except TornStateError:
+                made += 1
+                _dispose(engine)
+                engine, model = make(kind, folder / str(made))
+                engine.load_checkpoint(str(folder / "saved"), tag="two")
+    finally:
+        _dispose(engine)
+    assert not wrong, "\n".join(wrong)
+
+
+def _dispose(engine: Any) -> None:
+    try:
+        dispose(engine)
+    except Exception as error:
+        assert "torn" in str(error)
+
+
+def test_a_load_that_is_cut_anywhere(tmp_path: Path) -> None:
+    loads(tmp_path, "delayed", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["early", "delayed", "memory"])
+def test_a_load_that_is_cut_everywhere(tmp_path: Path, kind: str) -> None:
+    loads(tmp_path, kind, None)
+
+
+# ---- what was found
+
+
+def cuts_in(found: Counter[Site], files: tuple[str, ...], functions: tuple[str, ...]) -> list[Cut]:
+    named = [site for site in found if site.file in files and any(name in site.function for name in functions)]
+    return [Cut(site, number) for site in named for number in range(1, found[site] + 1)]
+
+
+@pytest.mark.parametrize(
+    ("files", "functions"),
+    [
+        pytest.param(("params.py", "compat.py"), ("ParamStore.release", "partition"), id="release"),
+        pytest.param(("stubs.py", "hooks.py"), ("Stubs.", "suspended_hooks"), id="forwards put back"),
+    ],
+)
+def test_an_interrupt_while_something_is_given_up(tmp_path: Path, files: tuple[str, ...], functions: tuple[str, ...]) -> None:
+    """A unit's full values outlived the step; forwards and hooks were never put back."""
+    with Trials(tmp_path, partial(make, "early"), STEPS) as trials:
+        cuts = cuts_in(trials.found, files, functions)
+        assert len(cuts) > 8
+        for cut in cuts[:: max(1, len(cuts) // 8)]:
+            trials.cut(cut)
+    assert not trials.wrong and not trials.torn, "\n".join(trials.wrong + trials.torn)
+
+
+def test_a_call_that_was_cut_is_over(tmp_path: Path) -> None:
+    """An interrupt in the very end of a call, where nothing puts things in order any more: the next call does, or a read."""
+    config = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", section=SECTION), 600_000)
+    with running(config, BUILD, vertical=True) as (engine, model):
+        engine.train_batch(iter(STEPS[0]))
+        for use in (lambda: engine.train_batch(iter(STEPS[1])), lambda: read_weights(model), engine.flush):
+            engine.optimizer.calls.end, end = _interrupted, engine.optimizer.calls.end
+            with pytest.raises(KeyboardInterrupt):
+                engine.eval_batch(iter(STEPS[0]))
+            engine.optimizer.calls.end = end
+            use()
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,161 @@
+"""An engine's calls come one at a time, from the process that built it: any other is refused at once, and harms nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from harness import base_config, differing, read_state, read_weights, running
+from models import MixerModel, token_batches
+
+BUILD = partial(MixerModel, 2, 64)
+STEPS = [list(step) for step in token_batches(3, 2)]
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    return base_config(folder, num_micro_batches=2, dtype="fp32", params="cpu", optimizer="cpu", section={"seed": 5})
+
+
+def outcome(engine: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return read_weights(model) | read_state(engine, model)
+
+
+@pytest.fixture(scope="module")
+def untroubled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    with running(config_in(tmp_path_factory.mktemp("untroubled")), BUILD, vertical=True) as (engine, model):
+        for step in STEPS:
+            engine.train_batch(iter(step))
+        return outcome(engine, model)
+
+
+def calls_of(engine: Any) -> dict[str, Callable[[], Any]]:
+    return {
+        "train_batch": lambda: engine.train_batch(iter(STEPS[0])),
+        "eval_batch": lambda: engine.eval_batch(iter(STEPS[0])),
+        "save_16bit_model": lambda: engine.save_16bit_model("nowhere"),
+    }
+
+
+def nested(engine: Any, refused: list[str]) -> None:
+    for name, call in calls_of(engine).items():
+        with pytest.raises(RuntimeError, match=rf"engine.{name}\(\): called within engine.train_batch\(\)") as raised:
+            call()
+        refused.append(str(raised.value))
+
+
+def in_loss(engine: Any, model: Any, refused: list[str]) -> tuple[Iterator[Any], Any]:
+    def loss_fn(outputs: Any, batch: Any) -> Any:
+        nested(engine, refused)
+        return outputs.loss if hasattr(outputs, "loss") else outputs
+
+    return iter(STEPS[1]), loss_fn
+
+
+def in_data(engine: Any, model: Any, refused: list[str]) -> tuple[Iterator[Any], Any]:
+    def data() -> Iterator[Any]:
+        for batch in STEPS[1]:
+            nested(engine, refused)
+            yield batch
+
+    return data(), None
+
+
+def in_hook(engine: Any, model: Any, refused: list[str]) -> tuple[Iterator[Any], Any]:
+    handles: list[Any] = []
+
+    def hook(*_: Any) -> None:
+        handles.pop().remove()
+        nested(engine, refused)
+
+    handles.append(model.blocks[1].register_forward_hook(hook))
+    return iter(STEPS[1]), None
+
+
+@pytest.mark.parametrize("place", [in_loss, in_data, in_hook])
+def test_a_call_within_a_step_is_refused_and_the_step_goes_on(
+    tmp_path: Path, untroubled: dict[str, torch.Tensor], place: Callable[..., Any]
+) -> None:
+    refused: list[str] = []
+    with running(config_in(tmp_path), BUILD, vertical=True) as (engine, model):
+        engine.train_batch(iter(STEPS[0]))
+        engine.train_batch(*place(engine, model, refused))
+        assert refused and "once train_batch has returned" in refused[0]
+        engine.train_batch(iter(STEPS[2]))
+        assert not differing(untroubled, outcome(engine, model))
+
+
+def test_a_step_that_such_a_call_ends_is_as_if_it_had_not_been(tmp_path: Path, untroubled: dict[str, torch.Tensor]) -> None:
+    with running(config_in(tmp_path), BUILD, vertical=True) as (engine, model):
+        engine.train_batch(iter(STEPS[0]))
+        with pytest.raises(RuntimeError, match=r"engine.eval_batch\(\): called within engine.train_batch\(\)"):
+            engine.train_batch(iter(STEPS[1]), lambda *_: engine.eval_batch(iter(STEPS[0])))
+        for step in STEPS[1:]:
+            engine.train_batch(iter(step))
+        assert not differing(untroubled, outcome(engine, model))
+
+
+def test_two_threads_do_not_call_at_once(tmp_path: Path, untroubled: dict[str, torch.Tensor]) -> None:
+    """The second one is told; the first one's step is what it would have been. One after the other they may."""
+    told: list[BaseException] = []
+
+    def call_of_another(call: Callable[[], Any]) -> None:
+        def run() -> None:
+            try:
+                call()
+            except RuntimeError as error:
+                told.append(error)
+
+        thread = threading.Thread(target=run, name="the second")
+        thread.start()
+        thread.join()
+
+    def read() -> None:
+        with deepspeed.zero.GatheredParameters([next(model.parameters())]):
+            pass
+
+    with running(config_in(tmp_path), BUILD, vertical=True) as (engine, model):
+        engine.train_batch(iter(STEPS[0]))
+
+        def loss_fn(outputs: Any, batch: Any) -> Any:
+            for call in (*calls_of(engine).values(), engine.flush, read):
+                call_of_another(call)
+            return outputs
+
+        engine.train_batch(iter(STEPS[1]), loss_fn)
+        assert len(told) == 2 * 5
+        assert all("thread 'MainThread' is in engine.train_batch() of the same engine" in str(error) for error in told)
+        told.clear()
+        call_of_another(lambda: engine.train_batch(iter(STEPS[2])))
+        assert not told and not differing(untroubled, outcome(engine, model))
+
+
+def test_a_forked_child_is_told_and_its_parent_goes_on(tmp_path: Path, untroubled: dict[str, torch.Tensor]) -> None:
+    with running(config_in(tmp_path), BUILD, vertical=True) as (engine, model):
+        for step in STEPS[:2]:
+            engine.train_batch(iter(step))
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            said = []
+            for call in (*calls_of(engine).values(), engine.flush, engine.destroy):
+                try:
+                    call()
+                except RuntimeError as error:
+                    said.append(str(error))
+            os.write(writer, "\n".join(said).encode())
+            os._exit(0)
+        os.close(writer)
+        said = os.read(reader, 1 << 16).decode().splitlines()
+        os.waitpid(child, 0)
+        os.close(reader)
+        assert len(said) == 5 and all(f"process {child} was forked from {os.getpid()}" in line for line in said)
+        assert "engine.train_batch()" in said[0] and 'multiprocessing\'s "spawn"' in said[0]
+        engine.train_batch(iter(STEPS[2]))
+        assert not differing(untroubled, outcome(engine, model))
