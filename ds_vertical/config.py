@@ -107,6 +107,9 @@ class VerticalConfig(BaseModel):
     """A line below a step's output on rank 0: tokens/s, fraction of the bound, busiest resource. Null: on a terminal."""
     verify: bool = False
     """Hold each read of optimizer state, parameters and waiting gradients against the checksum taken when it was written."""
+    self_check: bool | None = None
+    """Before the first step run two micro-batches in torch's own order and in the schedule's, and end the run where outputs,
+    losses or gradients differ. Null: at the start of a run, and after a resume with another model."""
     on_signal: OnSignal | None = None
     """End a run that gets SIGTERM or SIGINT between two steps, with a checkpoint. Null: at once, without one."""
 
@@ -117,7 +120,7 @@ _NESTED: Mapping[str, type[BaseModel]] = {"activations": Activations, "on_signal
 _EXPECTED: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("enabled", "overlap", "seed_micro_batches"), ("true or false", "true")),
     **dict.fromkeys(("snake", "keep_gradients", "verify"), ("true or false", "false")),
-    **dict.fromkeys(("optimizer_speculation", "progress"), ("true, false or null", "null")),
+    **dict.fromkeys(("optimizer_speculation", "progress", "self_check"), ("true, false or null", "null")),
     "order": ('"vertical" or "horizontal"', '"vertical"'),
     "layers": ("null (discover) or a list with at least one dotted module path", '["model.layers"] or null'),
     "blocks_per_layer": ("an integer >= 1", "1"),
@@ -294,6 +297,7 @@ class Resolved:
     trace: str | None
     progress: bool | None
     verify: bool
+    self_check: bool | None
     on_signal: Mapping[str, Any] | None
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
@@ -310,6 +314,7 @@ _LATER: Mapping[str, str] = {
     "optimizer_speculation": "where it would lately have come true",
     "host_memory_bytes": "what the machine has at start",
     "progress": "where rank 0's stderr is a terminal",
+    "self_check": "at the start of a run, and after a resume with another model",
     "on_signal": "no checkpoint, the run ends at once",
 }
 

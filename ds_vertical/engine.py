@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -24,7 +25,7 @@ from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
 from ds_vertical.files import check_length, make_private
 from ds_vertical.foreign import nvme_paths, refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
-from ds_vertical.forwardstate import ForwardState, StateMissed
+from ds_vertical.forwardstate import ForwardState, until_known
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import load_joint, suspended_hooks
 from ds_vertical.hostthreads import keep_cores_for_this_thread, serve_device
@@ -38,6 +39,8 @@ from ds_vertical.params import ParamStore
 from ds_vertical.passes import build_evaluation, build_training
 from ds_vertical.progress import Progress
 from ds_vertical.saving import SavingEngine
+from ds_vertical.selfcheck import NUM_MICRO_BATCHES as NUM_CHECKED
+from ds_vertical.selfcheck import SelfCheck, model_fingerprint
 from ds_vertical.spinwait import WATCH
 from ds_vertical.stopping import Stopping, leave_on_sigterm
 from ds_vertical.stores import bytes_by_tier, describe_activations, in_chunk_order, moved_tiers, open_activations, open_tracer
@@ -233,6 +236,9 @@ class VerticalEngine(SavingEngine):
         )
         self._loop = VerticalLoop(self, vertical.seed if vertical.seed_micro_batches else None, progress)
         self._num_running = 0
+        self._folder = folder
+        self._is_checked = False
+        self.checked_model: str | None = None  # that of a self-check, or of the checkpoint that was loaded
         self.optimizer.calls.restore, self.optimizer.calls.tear = self._restore, self.optimizer.condition.tear
         tiers = ", ".join(f"{tier} {count}" for tier, count in bytes_by_tier(layers).items())
         compat.log(
@@ -315,16 +321,48 @@ class VerticalEngine(SavingEngine):
         with self.optimizer.agreed("evaluation"):
             self.optimizer.flush()
         with self.optimizer.calls.running(), WATCH.watching(), suspended_hooks(self), self.optimizer.schedule_running():
-            return self._sweeps.evaluate(schedule, bodies)
+            return until_known(partial(self._sweeps.evaluate, schedule, bodies), self._state.forget)
+
+    def check_itself(self, bodies: list[Body]) -> None:
+        """Before the first step, where the JSON asks for it: see `selfcheck`. Raises SelfCheckError on every rank."""
+        wanted = self.vertical.self_check
+        if self._is_checked or wanted is False:
+            return
+        model = model_fingerprint(self.module, self.vertical)
+        if wanted or self.checked_model != model:
+            self._check_itself([replace(bodies[index % len(bodies)], seed=index) for index in range(NUM_CHECKED)])
+        self._is_checked, self.checked_model = True, model
+
+    def _check_itself(self, bodies: list[Body]) -> None:
+        order, snake, window = self.vertical.order, self.vertical.snake, self.vertical.prefetch_layers
+        schedule = build_training(self.layers.num_layers, len(bodies), order=order, snake=snake, window=window)
+        with self.optimizer.agreed("self_check"):
+            self._params.check_open()
+            self._gradients.refuse_strays()
+            self.optimizer.flush()
+
+        def scale(loss: torch.Tensor) -> torch.Tensor:
+            return self.optimizer.scale_if_loss(loss / len(bodies))
+
+        parts = self.module, self.layers, self._sweeps, self._gradients, schedule, scale, self._folder
+        with (
+            self.optimizer.calls.running(),
+            WATCH.watching(),
+            suspended_hooks(self, joints=True),
+            torch.enable_grad(),
+            self.optimizer.schedule_running(),
+        ):
+            line, error = SelfCheck(*parts).run(bodies)
+        self._state.forget()
+        compat.log(f"ds_vertical: {line}")
+        with self.optimizer.agreed("self_check"):
+            if error is not None:
+                raise error
 
     def train_step(self, bodies: list[Body]) -> list[torch.Tensor]:
         """One step over forwards that return their losses, everything up to and including the units' optimizer steps."""
-        try:
-            return self._train_step(bodies)
-        except StateMissed as missed:  # nothing of the step counts
-            compat.log(f"ds_vertical: this step is run again: {missed}")
-            self._state.forget()
-            return self._train_step(bodies)
+        run = partial(self._train_step, bodies)
+        return until_known(run, self._state.forget, lambda line: compat.log(f"ds_vertical: {line}"))
 
     def _train_step(self, bodies: list[Body]) -> list[torch.Tensor]:
         vertical = self.vertical

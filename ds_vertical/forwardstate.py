@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from greenlet import getcurrent
 from torch import nn
@@ -45,6 +45,8 @@ from ds_vertical.modulestate import (
 from ds_vertical.reachable import containers, owner_key
 from ds_vertical.stubs import Coroutine
 
+T = TypeVar("T")
+_MOST_RUNS = 8  # of a step
 SMALL_NUMEL = 1 << 16  # elements of a buffer that is copied in every step, lest it change for the first time
 HORIZONTAL = 'or set vertical_schedule.order to "horizontal", which is exact'
 
@@ -94,6 +96,17 @@ class StateMissed(LayerError):
             f"{path} has changed during the forward in a way that could not be foreseen; keep what changes in the blocks, or in"
             f" the model's forward, {HORIZONTAL}"
         )
+
+
+def until_known(run: Callable[[], T], forget: Callable[[], None], say: Callable[[str], None] = lambda _: None) -> T:
+    """What a step returns. It is run again where state has changed in an unknown way, as long as each run learns more of it."""
+    for _ in range(_MOST_RUNS - 1):
+        try:
+            return run()
+        except StateMissed as missed:  # nothing of the step counts
+            say(f"this step is run again: {missed}")
+            forget()
+    return run()
 
 
 class StepState:

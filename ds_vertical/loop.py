@@ -221,10 +221,13 @@ class VerticalLoop(Loop):
             if optimizer.num_decided == num_decided:
                 torch.set_rng_state(random_state)
 
-        with self.engine.tracer.step(), Changed(put_back, only_if_failed=True):
+        with Changed(put_back, only_if_failed=True):
             fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
-            losses = self.engine.train_step([self._body(*each, loss_fn) for each in zip(batches, fresh, strict=True)])
-            self.conclude(len(batches))
+            bodies = [self._body(*each, loss_fn) for each in zip(batches, fresh, strict=True)]
+            self.engine.check_itself(bodies)
+            with self.engine.tracer.step():
+                losses = self.engine.train_step(bodies)
+                self.conclude(len(batches))
         return losses
 
     def conclude(self, num_micro_batches: int) -> None:

@@ -139,6 +139,7 @@ class Numbers(_Open):
     powers: Powers
     has_scheduler: bool
     stream_seed: int | None
+    checked_model: str | None = None
 
 
 class Rank(_Strict):

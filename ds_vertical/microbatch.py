@@ -71,7 +71,7 @@ class MicroBatch:
         index: int = 0,
     ) -> None:
         self._modules = modules
-        self._index = index
+        self.index = index
         self.layers = layers
         self.stubs = stubs
         self.keep = keep
@@ -132,11 +132,11 @@ class MicroBatch:
         self._target = target
         self._coroutine.parent = getcurrent()
         if self._modules is not None:
-            self._modules.enter(self._index, layer)
+            self._modules.enter(self.index, layer)
         with self._entered():
             self._coroutine.switch()
         if self._modules is not None:
-            self._modules.leave(self._index, layer)
+            self._modules.leave(self.index, layer)
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
@@ -342,7 +342,7 @@ class MicroBatch:
     def _hold_own_state(self, layer: int) -> None:
         """What the modules hold is what autograd has saved of it, without a copy, in this micro-batch's forward."""
         if self._modules is not None:
-            self._modules.enter(self._index, layer)
+            self._modules.enter(self.index, layer)
 
     def _backward_block(self, block: int) -> None:
         call = self.calls.pop(block, None)

@@ -14,7 +14,9 @@ from ds_vertical.layers import Block
 
 
 class Caller(Protocol):
-    """What takes a coroutine's block calls."""
+    """What takes a coroutine's block calls. `index`: the micro-batch's number in its step."""
+
+    index: int
 
     def call_block(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 

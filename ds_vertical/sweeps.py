@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ds_vertical.activations import ActivationStore
 from ds_vertical.company import Company, Others, StepLeft
@@ -142,6 +143,22 @@ class Sweeps:
             training = _Training(schedule, micro_batches, self.params, self.leave, company, *parts, hints)
             self._run(schedule, training.handlers(), company, gradients, optimizer, self.tracer)
         return training.losses
+
+    def check(
+        self,
+        schedule: Schedule,
+        bodies: Sequence[Body],
+        gradients: GradientStore,
+        scale: Callable[[torch.Tensor], torch.Tensor],
+        note_gradient: Callable[[int, nn.Parameter], None],
+    ) -> list[torch.Tensor]:
+        """Forwards and backwards of a training step, nothing else. `note_gradient` hears of each parameter of a layer that has
+        its gradient, with the micro-batch's number; the sums of `pre` are left to the caller. Returns the losses."""
+        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
+            micro_batches = self._micro_batches(bodies, stubs, modules, keep=True)
+            checking = _Checking(schedule, micro_batches, self.params, gradients, scale, self.layers, note_gradient)
+            self._run(schedule, checking.handlers(), self._company(), gradients)
+        return checking.losses
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
@@ -391,6 +408,51 @@ class _Training(_Pass):
 
     def commit(self, _: Event) -> None:
         self.optimizer.conclude_early()
+
+
+class _Checking(_Pass):
+    """Of a step, what computes: gradients are looked at as they come, and nothing is stepped."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        params: Params,
+        gradients: GradientStore,
+        scale: Callable[[torch.Tensor], torch.Tensor],
+        layers: LayerMap,
+        note_gradient: Callable[[int, nn.Parameter], None],
+    ) -> None:
+        super().__init__(schedule, micro_batches, params, lambda: False, None)
+        self.gradients = gradients
+        self.scale = scale
+        self.layers = layers
+        self.note_gradient = note_gradient
+        self.losses: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
+
+    def handlers(self) -> dict[Op, Handler]:
+        nothing: dict[Op, Handler] = dict.fromkeys(Op, lambda _: None)
+        return nothing | super().handlers() | {Op.HEAD: self.head, Op.B: self.backward}
+
+    def head(self, event: Event) -> None:
+        assert event.micro_batch is not None
+        micro_batch = self.micro_batch(event)
+        loss = micro_batch.finish()
+        self.losses[event.micro_batch] = loss.detach()
+        micro_batch.backward_suffix(self.scale(loss))
+        self.gradients.add("pre")
+
+    def backward(self, event: Event) -> None:
+        micro_batch = self.micro_batch(event)
+        if event.layer == "pre":
+            micro_batch.backward_prefix()
+        else:
+            assert isinstance(event.layer, int) and event.micro_batch is not None
+            micro_batch.backward_layer(event.layer)
+            for param in self.layers.units[event.layer]:
+                if param.grad is not None:
+                    self.note_gradient(event.micro_batch, param)
+        self.gradients.add("pre")
 
 
 def _move_handlers(store: ActivationStore, micro_batches: Sequence[MicroBatch]) -> dict[Op, Handler]:

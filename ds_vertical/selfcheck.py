@@ -1,0 +1,283 @@
+"""Before the first step: two micro-batches in torch's own order and in the schedule's, which must agree.
+
+In torch's order each runs from end to end on its own graph (`plainorder`); then both run as the schedule runs them, with
+stores, coroutines and recomputes, and no optimizer step. Compared are each block's output, the losses, each parameter's
+gradient and what modules hold afterwards: in bits, or as far as rounding goes. Modules, generators and gradients are then as
+they were.
+
+What two micro-batches cannot show, this cannot find: what happens every hundredth step, or to the third micro-batch only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from greenlet import getcurrent
+from torch import nn
+
+from ds_vertical.digests import Digest, digest, digests_of, largest_distance, total_norm
+from ds_vertical.forwardstate import until_known
+from ds_vertical.gradients import GradientStore
+from ds_vertical.layers import LayerError, LayerMap
+from ds_vertical.modulestate import (
+    Change,
+    Snapshot,
+    TensorItem,
+    global_generators,
+    global_generators_seeded,
+    same_bits,
+    survey,
+)
+from ds_vertical.plainorder import PlainOrder
+from ds_vertical.schedule import Schedule
+from ds_vertical.stubs import Coroutine
+from ds_vertical.sweeps import Body, Sweeps
+from ds_vertical.threadstate import ThreadState, applied, preserved
+
+NUM_MICRO_BATCHES: Final = 2
+_LEAST_SHARE: Final = 1e-2  # of the norm of a layer's gradients: what smaller ones are held against
+_REMEDY: Final = (
+    'set vertical_schedule.order to "horizontal", which runs one micro-batch after another, or change what the model does'
+    " there; vertical_schedule.self_check: false trains as it is"
+)
+
+
+class SelfCheckError(LayerError):
+    """The schedule computes something else than torch's own order: the message names the first layer and tensor that differ."""
+
+
+@dataclass
+class Record:
+    """What one order has computed: digests by micro-batch and block, or parameter."""
+
+    outputs: dict[tuple[int, int], list[Digest]] = field(default_factory=dict)
+    losses: list[Digest] = field(default_factory=list)
+    gradients: dict[tuple[int, int], Digest] = field(default_factory=dict)
+    around: list[Digest] = field(default_factory=list)
+
+    def note_output(self, micro_batch: int, block: int, output: Any) -> None:
+        self.outputs[micro_batch, block] = digests_of(output)
+
+    def note_gradient(self, micro_batch: int, param: nn.Parameter) -> None:
+        """And give it up."""
+        assert param.grad is not None
+        self.gradients[micro_batch, id(param)] = digest(param.grad)
+        param.grad = None
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What is checked: a model's layers, and how a step over them runs. `folder`: for what does not fit into memory."""
+
+    model: nn.Module
+    layers: LayerMap
+    sweeps: Sweeps
+    gradients: GradientStore
+    schedule: Schedule
+    scale: Callable[[torch.Tensor], torch.Tensor]
+    folder: Path | None
+
+    def run(self, bodies: Sequence[Body]) -> tuple[str, SelfCheckError | None]:
+        """Compare both orders over these micro-batches. Returns a line of what it took, and what is wrong."""
+        functions = [function for body in bodies for function in body.functions]
+        snapshot = Snapshot(survey(self.model, [block.module for block in self.layers.blocks], functions))
+        with preserved(), _generators_kept():
+            start = time.perf_counter()
+            plain = self._plain(bodies)
+            middle = time.perf_counter()
+            left = [(change, change.item.capture()) for change in snapshot.changes()]
+            _put_back(snapshot)
+            ours, error = self._tried(bodies)
+            own = [change.item.capture() for change, _ in left]
+            _put_back(snapshot)
+        if ours is not None:
+            found = (*self._differences(plain, ours), *_state_differences(left, own))
+            error = _error(f"{found[0]} from torch's own order") if found else None
+        took = f"{middle - start:.1f} s in torch's order, {time.perf_counter() - middle:.1f} s in the schedule's"
+        return f"self_check: {len(bodies)} micro-batches, {took}: {'they differ' if error else 'they agree'}", error
+
+    def _plain(self, bodies: Sequence[Body]) -> Record:
+        record = Record()
+        number = 0
+
+        def note_output(block: int, output: Any) -> None:
+            record.note_output(number, block, output)
+
+        def note_gradient(param: nn.Parameter) -> None:
+            record.note_gradient(number, param)
+
+        order = PlainOrder(self.layers, self.sweeps.params, self.folder)
+        with order.opened(note_output, note_gradient):
+            for number, body in enumerate(bodies):  # noqa: B007 - the closures read it
+                with _seeded(body.seed):
+                    record.losses.append(digest(order.run(body.run, self.scale)))
+                self.gradients.add("pre")
+        record.around = self._sums()
+        return record
+
+    def _tried(self, bodies: Sequence[Body]) -> tuple[Record | None, SelfCheckError | None]:
+        """What the schedule computes, or that it fails where torch's own order has not."""
+        try:
+            return self._scheduled(bodies), None
+        except (LayerError, torch.OutOfMemoryError, MemoryError, OSError):
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as failure:
+            what = str(failure).strip().partition("\n")[0]
+            error = _error(f"the schedule fails where torch's own order does not ({type(failure).__name__}: {what})")
+            error.__cause__ = failure
+            return None, error
+
+    def _scheduled(self, bodies: Sequence[Body]) -> Record:
+        state = self.sweeps.state
+        return until_known(partial(self._run_schedule, bodies), state.forget if state is not None else lambda: None)
+
+    def _run_schedule(self, bodies: Sequence[Body]) -> Record:
+        record = Record()
+        with contextlib.ExitStack() as hooks:
+            for number, block in enumerate(self.layers.blocks):
+                hooks.callback(block.module.register_forward_hook(_noting(record, number)).remove)
+            losses = self.sweeps.check(self.schedule, bodies, self.gradients, self.scale, record.note_gradient)
+        record.losses = [digest(loss) for loss in losses]
+        record.around = self._sums()
+        return record
+
+    def _sums(self) -> list[Digest]:
+        sums = [digest(total) for total in self.gradients.take("pre")]
+        self.gradients.drop("pre")
+        return sums
+
+    # ---- comparing
+
+    def _differences(self, plain: Record, ours: Record) -> Iterator[str]:
+        for (micro_batch, block), outputs in plain.outputs.items():
+            index, distance = largest_distance(ours.outputs.get((micro_batch, block), []), outputs)
+            if index >= 0:
+                yield f"{self._where(block)}: output tensor {index} of micro-batch {micro_batch} {_differs(distance)}"
+        index, distance = largest_distance(ours.losses, plain.losses)
+        if index >= 0:
+            yield f"the loss of micro-batch {index} {_differs(distance)}, though every layer's outputs agree"
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        for micro_batch in range(len(plain.losses)):
+            for layer in reversed(range(self.layers.num_layers)):
+                yield from self._gradient_differences(micro_batch, layer, plain, ours, names)
+        params = self.gradients.params("pre")
+        index, distance = largest_distance(ours.around, plain.around, _LEAST_SHARE * total_norm(plain.around))
+        if index >= 0:
+            yield f"the gradient of {names[id(params[index])]}, outside the layers, {_differs(distance)}"
+
+    def _gradient_differences(
+        self, micro_batch: int, layer: int, plain: Record, ours: Record, names: dict[int, str]
+    ) -> Iterator[str]:
+        params = self.layers.units[layer]
+        keys = [(micro_batch, id(param)) for param in params]
+        norm = total_norm(plain.gradients[key] for key in keys if key in plain.gradients)
+        for key in keys:
+            both = [[record.gradients[key]] if key in record.gradients else [] for record in (ours, plain)]
+            index, distance = largest_distance(both[0], both[1], _LEAST_SHARE * norm)
+            if index >= 0:
+                what = f"the gradient of {names.get(key[1], '?')} for micro-batch {micro_batch}"
+                yield f"{self._where(self.layers.layers[layer][0])}: {what} {_differs(distance)}, though outputs and loss agree"
+
+    def _where(self, block: int) -> str:
+        layer = next(index for index, blocks in enumerate(self.layers.layers) if block in blocks)
+        return f"layer {layer} ({self.layers.blocks[block].path})"
+
+
+def _error(what: str) -> SelfCheckError:
+    return SelfCheckError(f"vertical_schedule.self_check: {what}; nothing has been trained; {_REMEDY}")
+
+
+def model_fingerprint(model: nn.Module, settings: Any) -> str:
+    """The same for models of the same modules with the same code, under settings that order the arithmetic alike."""
+    told = hashlib.sha256(repr((settings.order, settings.snake, settings.blocks_per_layer, torch.__version__)).encode())
+    for path, module in model.named_modules():
+        told.update(f"{path} {_code_of(type(module))}".encode())
+    return told.hexdigest()
+
+
+@functools.cache
+def _code_of(cls: type) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # made in an interactive session, say
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _noting(record: Record, block: int) -> Callable[[nn.Module, Any, Any], None]:
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        current = getcurrent()
+        if isinstance(current, Coroutine):
+            record.note_output(current.micro_batch.index, block, output)
+
+    return note
+
+
+def _differs(distance: float) -> str:
+    if distance == float("inf"):
+        return "differs wholly"
+    return f"differs by {distance:.1e} of its norm"
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    state = ThreadState.capture()
+    own = state if seed is None else state.seeded(seed)
+    with applied(own.without_autocast_cache()), contextlib.nullcontext() if seed is None else global_generators_seeded(seed):
+        yield
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    kept = [(item, item.capture()) for item in global_generators()]
+    try:
+        yield
+    finally:
+        for item, state in kept:
+            item.install(state)
+
+
+def _put_back(snapshot: Snapshot) -> None:
+    for change in list(snapshot.changes()):
+        change.item.install(change.before)
+
+
+def _state_differences(left: Sequence[tuple[Change, Any]], own: Sequence[Any]) -> Iterator[str]:
+    """What modules hold after both orders: numbers and tensors; other objects are each order's own."""
+    for (change, plain), ours in zip(left, own, strict=True):
+        item = change.item
+        if item.is_generator:
+            same = item.is_global or item.same(plain, ours)
+        elif isinstance(item, TensorItem):
+            same = _close(plain, ours)
+        else:
+            values = [[value for _, contents in pairs for value in contents.values()] for pairs in (plain, ours)]
+            same = len(values[0]) == len(values[1]) and all(map(_agree, *values))
+        if not same:
+            yield f"what {item.path} holds afterwards, which the forward changes, differs"
+
+
+def _agree(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return _close(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_agree, one, other))
+    if isinstance(one, bool | int | float | complex | str | bytes):
+        return type(one) is type(other) and one == other
+    return type(one) is type(other)
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if same_bits(one, other):
+        return True
+    index, _ = largest_distance([digest(one)], [digest(other)])
+    return index < 0
