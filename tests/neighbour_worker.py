@@ -3,7 +3,8 @@ those of each step, and those that this process computed or waited awake in it.
 
     python neighbour_worker.py FOLDER NUM_STEPS [BUSY]
 
-BUSY processes (default 1) compute in the second of three phases of NUM_STEPS steps each.
+Three phases of NUM_STEPS steps each: alone; beside BUSY processes (default 1) that compute; beside them with one thread in
+place of the team, which never waits for another.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def main() -> None:
     steps(3)
     threads = num_threads()
     phases: list[Any] = []
-    for busy_now in (0, num_busy, 0):
+    for busy_now, team in ((0, 2), (num_busy, 2), (num_busy, 1)):
+        torch.set_num_threads(team)
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy_now)]
         time.sleep(0.3 * bool(busy))
         try:

@@ -25,8 +25,8 @@ from ds_vertical.finding import Case
 
 TESTS = Path(__file__).resolve().parent
 NUM_BATCHES = 2
-MOST_SLOWDOWN = {1: 4, 2: 8}  # by so many processes on two cores; 1.5 to 1.8 by one is usual
-MOST_USED = 1.4  # of the cores, over a step alone: less than 1 is usual, and 2 where threads wait awake beside others
+MOST_SLOWDOWN = 8  # on two cores; 1.5 to 1.8 by one process is usual, and more on a machine that others use
+MOST_USED = 2  # of the cores, over what the step computes; 1.2 is usual, and more than 3 where threads wait awake beside others
 
 
 @contextlib.contextmanager
@@ -73,9 +73,9 @@ def train(folder: Path, num_steps: int, num_busy: int) -> dict[str, Any]:
 @pytest.mark.parametrize("num_busy", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_busy_neighbour_takes_its_share_and_no_more(tmp_path: Path, num_busy: int) -> None:
     found = train(tmp_path, 3, num_busy)
-    alone, beside, _ = ({key: median(step[key] for step in steps) for key in steps[0]} for steps in found["phases"])
-    assert beside["used_s"] < MOST_USED * alone["used_s"], found
-    assert beside["step_s"] < MOST_SLOWDOWN[num_busy] * alone["step_s"], found
+    alone, beside, single = ({key: median(step[key] for step in steps) for key in steps[0]} for steps in found["phases"])
+    assert beside["used_s"] < MOST_USED * single["used_s"], found  # the rest is waiting awake
+    assert beside["step_s"] < MOST_SLOWDOWN * alone["step_s"], found
     first, last = found["threads"]
     assert last <= first, found
 
