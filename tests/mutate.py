@@ -300,8 +300,8 @@ MUTATIONS = (
     Mutation(
         "others-files-in-a-ranks-folder-deleted",
         "leftovers.py",
-        "if foreign or each not in mine)",
-        "if foreign)",
+        "if each not in ours or not stat",
+        "if not stat",
         "test_foreign_tags.py::test_only_what_the_earlier_manifest_names_may_be_in_a_ranks_folder[notes.txt]",
     ),
     Mutation(
