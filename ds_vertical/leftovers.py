@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -129,11 +130,19 @@ def _empty(fd: int, places: bool) -> None:
 
 def _empty_rank(rank: int) -> None:
     """Its manifest goes last: what a kill leaves can still be told from others' files."""
-    listed = _listed(rank)
-    for name in os.listdir(rank):
-        if name in listed if listed is not None else _OF_A_RANK.fullmatch(name):
-            _unlink(name, rank)
+    for name in _ours(rank) - {NAME}:
+        _unlink(name, rank)
     _unlink(NAME, rank)
+
+
+def _ours(rank: int) -> set[str]:
+    """What is in a rank's folder and a save has written: what its manifest names; by the names, where that cannot be read."""
+    listed = _listed(rank)
+    return {
+        name
+        for name in os.listdir(rank)
+        if name == NAME or (name in listed if listed is not None else _OF_A_RANK.fullmatch(name))
+    }
 
 
 def _unlink(name: str, folder: int) -> None:
@@ -161,10 +170,10 @@ def others_files(path: Path) -> Iterator[str]:
                 continue
             try:
                 with trees.opened(name, fd) as rank:
-                    mine = (_listed(rank) or set()) | {NAME}
-                    foreign = trees.mount(rank) != trees.mount(fd)
-                    yield from (f"{name}/{each}" for each in sorted(os.listdir(rank)) if foreign or each not in mine)
-                    yield from (f"{name}/{each}" for each in sorted(mine) if os.path.isdir(path / name / each))
+                    ours = _ours(rank) if trees.mount(rank) == trees.mount(fd) else set()
+                    for each in sorted(os.listdir(rank)):
+                        if each not in ours or not stat.S_ISREG(os.stat(each, dir_fd=rank, follow_symlinks=False).st_mode):
+                            yield f"{name}/{each}"
             except OSError as error:
                 if error.errno not in (errno.ENOTDIR, errno.ELOOP):
                     raise

@@ -65,6 +65,7 @@ _BETWEEN_STEPS = f"{_STOPPING}between_two_steps_handlers_of_others_are_called_an
 _DOCTOR = "test_doctor.py::test_"
 _TRAPS = "test_traps.py::test_"
 _CLEAN = "test_clean.py::test_a_"
+_OTHERS = "test_foreign_files.py::test_a_"
 _FREED = "test_clean.py::test_bytes_are_what_deleting_frees"
 _KILLED_REMOVAL = "test_clean.py::test_what_a_kill_leaves_of_a_removal_is_still_known_for_a_dead_runs[clean]"
 _FAR = "test_storage.py::test_a_lock_of_another_host_is_never_taken_over"
@@ -273,6 +274,56 @@ MUTATIONS = (
         ' or (found.state == "unknown" and not named)',
         "",
         _CLEAN + "run_that_is_unknown_by_now_is_kept_unless_named",
+    ),
+    # what is not ours
+    Mutation(
+        "others-folder-removed",
+        "tenants.py",
+        " or not found.is_ours",
+        "",
+        f"{_OTHERS}folder_with_another_programs_lock_is_never_removed[-True]",
+    ),
+    Mutation(
+        "moved-folder-taken-for-the-runs",
+        "storage.py",
+        "if not os.path.samestat(os.fstat(guard.fd), os.fstat(self._fd)):",
+        "if False:",
+        f"{_OTHERS}run_whose_folder_was_moved_deletes_nothing",
+    ),
+    Mutation(
+        "mounts-emptied",
+        "trees.py",
+        "        if mount(fd) != mount(dir_fd):\n",
+        "        if False:\n",
+        "test_foreign_files.py::test_what_is_mounted_below_a_runs_folder_is_left",
+    ),
+    Mutation(
+        "others-files-in-a-ranks-folder-deleted",
+        "leftovers.py",
+        "if each not in ours or not stat",
+        "if not stat",
+        "test_foreign_tags.py::test_only_what_the_earlier_manifest_names_may_be_in_a_ranks_folder[notes.txt]",
+    ),
+    Mutation(
+        "marks-not-asked-for",
+        "leftovers.py",
+        '    return isinstance(found, dict) and isinstance(found.pop("run", None), str) and found == expected\n',
+        "    return True\n",
+        "test_foreign_tags.py::test_a_mark_counts_only_under_the_name_that_it_says",
+    ),
+    Mutation(
+        "manifests-believed",
+        "manifest.py",
+        '    _raise_for(path, rank_faults(data, rank, folder["world_size"]))\n',
+        "",
+        "test_hostile_checkpoints.py::test_a_manifest_that_makes_no_sense_is_refused_before_anything_is_touched",
+    ),
+    Mutation(
+        "loose-ends-believed",
+        "resume.py",
+        "        _raise_for(folder, loading.loose_faults())\n",
+        "",
+        "test_hostile_checkpoints.py::test_loose_ends_that_are_missing_are_found_before_anything_is_touched",
     ),
     Mutation(
         "ssd-gathered-as-persistent",

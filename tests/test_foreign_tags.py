@@ -145,6 +145,20 @@ def test_only_what_the_earlier_manifest_names_may_be_in_a_ranks_folder(tmp_path:
     assert digest(tmp_path) == before
 
 
+def test_a_tag_whose_checkpoint_is_damaged_can_be_saved_again(tmp_path: Path) -> None:
+    """Which files are its own is then told by their names."""
+    saved_again(tmp_path, "00000001").switch()
+    rank = tmp_path / "tag" / "rank0"
+    (rank / manifest.NAME).write_text("{")
+    (rank / "chunk.bin").rename(rank / "chunk0.master.0.bin")
+    saved_again(tmp_path, "00000002").switch()
+    assert [path.name for path in tmp_path.iterdir()] == ["tag"]
+    manifest.check(tmp_path / "tag", manifest.read_rank(tmp_path / "tag", 0))
+    (rank / manifest.NAME).unlink()
+    with pytest.raises(CheckpointError, match="holds rank0/chunk.bin, which is no part"):
+        TagFolder(tmp_path, "tag", "00000003").make()
+
+
 def test_a_mark_counts_only_under_the_name_that_it_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A copy of what a killed save left, under another name, is somebody's; a link to one is too."""
     killed = saved_again(tmp_path, "00000001")
