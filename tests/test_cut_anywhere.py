@@ -61,7 +61,8 @@ def in_train_batch(folder: Path, kind: str, count: int | None) -> None:
             trials.cut(cut)
     assert not trials.wrong, "\n".join(trials.wrong)
     assert sum(bool(cut.done) for cut in cuts) > 0.85 * len(cuts), "most of them were to be reached"
-    assert len(trials.torn) < 0.35 * len(cuts), "\n".join(trials.torn)  # only where a step is being made to count
+    # only where a step is being made to count, or has been taken in place before it is known whether it does
+    assert len(trials.torn) < (0.7 if kind == "in place" else 0.35) * len(cuts), "\n".join(trials.torn)
 
 
 @pytest.mark.parametrize("kind", ["early", "delayed"])
