@@ -179,4 +179,7 @@ class _Turn:
             except Exception as later:  # the first one is the cause
                 calls.tear(later)
                 error.add_note(f"and while that was put in order: {type(later).__name__}: {later}")
+            shield.reset(call.blocks)
         calls.end()
+        if shield.num_open() == 0:
+            shield.pause()

@@ -266,8 +266,7 @@ class VerticalStage3(ChunkedStage3):
     def conclude_early(self) -> None:
         """Commit the early steps if the norm has left the factor they were taken with; else discard them. A step that
         counts is then due whole."""
-        hit = self._hit
-        if hit:
+        if hit := self._hit:
             with self.condition.torn_if_interrupted():  # masters that count and parameters that do not
                 self._stepper.commit()
         else:

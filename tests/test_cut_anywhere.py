@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from cutting import Cut, Site, Trials, chosen, recorded
+from deepspeed.accelerator import get_accelerator
 from harness import base_config, build_engine, differing, dispose, read_state, read_weights, running, small_buffers
 from models import MixerModel, token_batches
 from torch import nn
@@ -20,6 +21,8 @@ from ds_vertical.torn import TornStateError
 STEPS = [list(step) for step in token_batches(20, 2)]
 BUILD = partial(MixerModel, 2, 512)
 SECTION = {"seed": 3}
+# overflows in the first steps, then doubled after every second good one
+SCALE = {"enabled": True, "initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 1}
 
 # what decides how a step is taken: when, from where, and what may be thrown away again
 KINDS: dict[str, dict[str, Any]] = {
@@ -34,8 +37,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "no overlap": {"clip": 0.0, "section": SECTION | {"overlap": False}},
     "memory": {"clip": 0.05, "params": "cpu", "optimizer": "cpu"},
     "persistent": {"clip": 0.0, "persistence": None},
-    "fp16": {"clip": 0.05, "dtype": "fp16"},
+    "fp16": {"clip": 0.05, "dtype": "fp16", "fp16": SCALE},
 }
+
+
+@pytest.fixture(autouse=True)
+def fp16_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not get_accelerator().is_fp16_supported():
+        monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _: True)
 
 
 def make(kind: str, folder: Path) -> tuple[Any, nn.Module]:
@@ -52,7 +61,8 @@ def in_train_batch(folder: Path, kind: str, count: int | None) -> None:
             trials.cut(cut)
     assert not trials.wrong, "\n".join(trials.wrong)
     assert sum(bool(cut.done) for cut in cuts) > 0.85 * len(cuts), "most of them were to be reached"
-    assert len(trials.torn) < 0.35 * len(cuts), "\n".join(trials.torn)  # only where a step is being made to count
+    # only where a step is being made to count, or has been taken in place before it is known whether it does
+    assert len(trials.torn) < (0.7 if kind == "in place" else 0.35) * len(cuts), "\n".join(trials.torn)
 
 
 @pytest.mark.parametrize("kind", ["early", "delayed"])
