@@ -14,15 +14,18 @@ import random
 import re
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from small import VARIANTS, NotSmall, batch, loss_of, model_types, small_model
 from torch import nn
@@ -221,12 +224,57 @@ def in_a_child(model_type: str) -> dict[str, Any]:
     return json.loads(text) if text else {"type": model_type, "result": "not made", "words": ended}
 
 
+def table(rows: Sequence[dict[str, Any]], heading: str) -> str:
+    """The rows as Markdown: what trains exactly by kind, then each row that does not, with its figure or its words."""
+    by_result: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["type"]):
+        by_result.setdefault(row["result"], []).append(row)
+    lines = [heading, "", "| result | types |", "|---|---|"]
+    lines += [f"| {_TITLES[result]} | {len(by_result.get(result, []))} |" for result in _TITLES]
+    exact = by_result.get("exact", [])
+    lines += ["", "## Exact", "", "| kind | types |", "|---|---|"]
+    for kind in sorted({row["kind"] for row in exact}):
+        lines.append(f"| {kind} | {', '.join(row['type'] for row in exact if row['kind'] == kind)} |")
+    for result in list(_TITLES)[1:]:
+        lines += ["", f"## {_TITLES[result].capitalize()}", "", "| type | class | what |", "|---|---|---|"]
+        for row in by_result.get(result, []):
+            figure = f"{row['figure']:.1e} in {row['where'] or 'the loss'}; {row['count']} tensors" if "figure" in row else ""
+            words = (row.get("words") or figure).replace("|", "\\|")
+            lines.append(f"| {row['type']} | {row.get('class', '')} | {words} |")
+    return "\n".join(lines) + "\n"
+
+
+_TITLES = {
+    "exact": "exact",
+    "rounding": "to rounding",
+    "refused": "refused, with our message",
+    "differs": "differs",
+    "fails": "fails, with torch's words",
+    "not made": "not made small here, or plain torch fails",
+}
+_HEADING = """# Model types of transformers {version}, layer-major against plain autograd
+
+{date}, commit {commit}. Each of the {count} types is made small by `tests/small.py` (a class with a head, two micro-batches of two samples, fp32,
+dropout on) and runs layer-major (`ds_vertical.sweeps`, all weights but those of the units in use overwritten by NaN) and as plain autograd does it,
+with what decides stock's bits on both sides: ZeRO-3's own linear, and identity nodes where its hooks have them. Losses, summed gradients and buffers are
+compared. `python tests/sweep.py OUT.jsonl`, then `python tests/sweep.py --table docs/families.md OUT.jsonl`, make this file; `tests/test_kinds.py` holds
+types of each kind against real stock."""
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shard", default="0/1")
+    parser.add_argument("--table", type=Path, help="write OUT's rows as a table here; `types` are further files of rows")
     parser.add_argument("types", nargs="*")
     options = parser.parse_args(arguments)
+    if options.table is not None:
+        files = [options.out, *map(Path, options.types)]
+        rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        facts = {"version": transformers.__version__, "date": date.today(), "commit": commit, "count": len(rows)}
+        options.table.write_text(table(rows, _HEADING.format(**facts)))
+        return
     index, count = map(int, options.shard.split("/"))
     torch.set_num_threads(1)
     _joint_hook(False, False)
@@ -236,8 +284,6 @@ def main(arguments: Sequence[str]) -> None:
             row = in_a_child(model_type) | {"seconds": round(time.monotonic() - start, 1)}
             out.write(json.dumps(row) + "\n")
             out.flush()
-            if options.types:
-                print(json.dumps(row))
 
 
 if __name__ == "__main__":
