@@ -143,9 +143,11 @@ def small_config(model_type: str, variant: Mapping[str, int]) -> Any:
         raise NotSmall(f"configuration: {_words(error)}") from error
 
 
-def model_class(config: Any) -> tuple[str, Any]:
-    """(kind, class): the first of the kinds above that the type has. Raises NotSmall."""
+def model_class(config: Any, wanted: str | None = None) -> tuple[str, Any]:
+    """(kind, class): the first of the kinds above that the type has, or the wanted one. Raises NotSmall."""
     for kind, name in _KINDS:
+        if wanted not in (None, kind):
+            continue
         mapping = getattr(modeling_auto, name, None)
         try:
             found = mapping[type(config)] if mapping is not None and type(config) in mapping else None
@@ -156,10 +158,10 @@ def model_class(config: Any) -> tuple[str, Any]:
     raise NotSmall("no class that trains")
 
 
-def small_model(model_type: str, variant: Mapping[str, int]) -> tuple[str, nn.Module]:
+def small_model(model_type: str, variant: Mapping[str, int], wanted: str | None = None) -> tuple[str, nn.Module]:
     """(kind, model), its weights from torch's random stream. Raises NotSmall."""
     config = small_config(model_type, variant)
-    kind, cls = model_class(config)
+    kind, cls = model_class(config, wanted)
     try:
         with torch.device("meta"):
             count = sum(param.numel() for param in cls(config).parameters())

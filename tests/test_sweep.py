@@ -25,7 +25,7 @@ def test_every_type_is_exact_to_rounding_or_refused(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(TESTS / "sweep.py"), str(out)], env=environment, check=True)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     if named := os.environ.get("DS_VERTICAL_FAMILIES"):
-        subprocess.run([sys.executable, str(TESTS / "sweep.py"), "--table", named, str(out)], env=environment, check=True)
+        subprocess.run([sys.executable, str(TESTS / "sweep.py"), str(out), "--table", named], env=environment, check=True)
     bad = {row["type"]: row for row in rows if row["result"] in ("differs", "fails")}
     assert not {name: row for name, row in bad.items() if name not in KNOWN}
     assert sum(row["result"] == "exact" for row in rows) >= 300
