@@ -21,8 +21,10 @@ Batch = dict[str, Any]
 # the first pattern that fits a key decides: what an integer above the value becomes
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_feat_extract_layers|num_channels|.*kernel.*|.*stride.*", 1 << 30),
-    (r"vocab_size.*|.*_vocab_size|.*vocabulary_size|n_words|codebook_size", VOCAB),
-    (r"(num_)?experts_per_tok|num_selected_experts|moe_topk|top_k|moe_top_k|topk_group|n_group", 2),
+    (r"codebook_size", 256),
+    (r"mamba_d_head|mamba_head_dim", 32),
+    (r"vocab_size.*|.*_vocab_size|.*vocabulary_size|n_words", VOCAB),
+    (r"(num_)?experts_per_tok|num_selected_experts|moe_topk|moe_k|top_k|moe_top_k|topk_group|n_group", 2),
     (r"(num_|n_)?(local_|routed_)?experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
     (r"n_layers?|num_blocks|depth|.*_layers", 3),
     (r".*(num_|n_)(key_value|kv)_heads|num_kv_heads|num_key_value_heads", 2),
@@ -47,6 +49,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"decoder_start_token_id", 2),
 )
 _PATTERNS = [(re.compile(f"^({pattern})$"), value) for pattern, value in _SIZES]
+# derived from others, or names of what is no longer there: left to the configuration's own rules
+_LEFT_OUT = ("out_features", "out_indices", "stage_names", "qk_head_dim", "per_layer_config", "attention_layers", "layer_ids")
+_OVERRIDES: dict[str, dict[str, Any]] = {"gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]]}}
 _LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 _OFF = ("use_cache", "tie_word_embeddings", "output_router_logits", "use_mems", "use_mems_train", "output_hidden_states")
 _DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -95,7 +100,11 @@ def shrunk(settings: Mapping[str, Any], variant: Mapping[str, int], layers: int 
     depth = settings.get("num_hidden_layers")
     tokens = iter(range(10, VOCAB))
     for key, value in settings.items():
-        if isinstance(value, Mapping) and key.endswith(("config", "_cfg")) and value:
+        if key in _LEFT_OUT:
+            continue
+        if isinstance(value, Mapping) and "mrope_section" in value:
+            made[key] = {**value, "mrope_section": [2, 3, 3]}
+        elif isinstance(value, Mapping) and key.endswith(("config", "_cfg")) and value:
             made[key] = shrunk(value, variant)
         elif key in _OFF and value is True:
             made[key] = False
@@ -132,7 +141,7 @@ def small_config(model_type: str, variant: Mapping[str, int]) -> Any:
         settings = own.to_dict()
         for name in ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype"):
             settings.pop(name, None)
-        config = cls(**shrunk(settings, variant))
+        config = cls(**shrunk(settings, variant) | _OVERRIDES.get(model_type, {}))
         for each in (config, config.get_text_config()):
             each.use_cache = False
             for name, value in (("pad_token_id", 0), ("decoder_start_token_id", 2)):
@@ -205,6 +214,8 @@ def batch(model: nn.Module, index: int, image_tokens: int = 0, video: bool = Fal
     if "input_ids" in names and main not in ("pixel_values", "input_values", "input_features") or "pixel_values" not in names:
         made |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if "input_ids" in names else {}
     made |= _signals(config, names - {"input_values", "input_features"} if made else names, generator, video)
+    if "bbox" in names:
+        made["bbox"] = torch.zeros(*ids.shape, 4, dtype=torch.long)
     if "decoder_input_ids" in names and "labels" not in names:
         made["decoder_input_ids"] = ids
     if "labels" in names:
