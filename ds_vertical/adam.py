@@ -92,7 +92,7 @@ class CpuAdam:
 
     def _replay(self, settings: AdamSettings) -> None:
         """Give the object the powers that the settings ask for, by updates of nothing: see [Note: powers of beta]."""
-        nothing = [torch.zeros(LANE) for _ in range(4)]
+        nothing = [torch.zeros(LANE, dtype=torch.float32) for _ in range(4)]
         far = settings.step + 2  # not next to the anchor, so that the anchor comes from pow()
         for step in (far, *range(settings.anchor, settings.step + 1)):
             self._call(replace(settings, step=step), nothing)

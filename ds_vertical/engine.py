@@ -24,7 +24,7 @@ from ds_vertical.config import ConfigError, Resolved, explain, load_section, res
 from ds_vertical.configfile import read_config
 from ds_vertical.crosscheck import check
 from ds_vertical.files import check_length, make_private
-from ds_vertical.foreign import nvme_paths, refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
+from ds_vertical.foreign import nvme_paths, refuse_float64, refuse_foreign_model, refuse_late_fp32, run_folder, unclaimed_paths
 from ds_vertical.forwardstate import ForwardState, until_known
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import load_joint, suspended_hooks
@@ -139,6 +139,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
         raise ConfigError(f"initialize(model=...): got {type(model).__name__}; vertical_schedule needs a torch.nn.Module")
     if isinstance(kwargs["optimizer"], torch.optim.Optimizer):
         check_optimizer(kwargs["optimizer"])
+    refuse_float64(model)
     check_trainable(model)
     layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
     refuse_compiled_around(model, layers.blocks)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_vertical import compat, storage
@@ -61,3 +62,18 @@ def refuse_late_fp32(model: nn.Module, config: dict[str, Any]) -> None:
             " built under zero.Init (patches/README.md, 0002); build it under\n"
             "    with deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config)):"
         )
+
+
+def refuse_float64(model: nn.Module) -> None:
+    """Refuse to build an engine where torch makes float64, which DeepSpeed's buffers and CPU Adam do not take."""
+    if torch.get_default_dtype() is torch.float64:
+        raise ConfigError(
+            "torch.get_default_dtype(): got torch.float64, of which DeepSpeed would make its buffers; write"
+            " torch.set_default_dtype(torch.float32) before ds_vertical.initialize"
+        )
+    for name, param in model.named_parameters():
+        if param.dtype is torch.float64:
+            raise ConfigError(
+                f"model parameter {name}: got torch.float64, which CPU Adam does not step; call model.float(), or build the"
+                " model under deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config))"
+            )

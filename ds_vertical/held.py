@@ -218,7 +218,7 @@ class HeldGradients:
             return None
         sizes = self._chunks[index].sizes
         first, count = sum(sizes[:place]), sizes[place]
-        found = torch.empty(count)
+        found = torch.empty(count, dtype=torch.float32)
         for part, _ in self._parts(index):
             start, end = max(first, part.start), min(first + count, part.start + part.numel)
             if start < end:

@@ -12,11 +12,15 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ds_vertical.sourceorder import called_children, called_in_turn
+
 Unit = int | Literal["pre"]
 
 # Parameters of a container of blocks, as a share of the model's, from which it counts as the model's stack of layers
 # when no configuration names its length.
 _HEAVY_SHARE = 0.1
+# Stacks that fill a KV cache in every forward, whatever `use_cache` says: they run as glue, which is never recomputed.
+_WRITE_A_CACHE = {"XLMModel": "attentions", "FlaubertModel": "attentions"}
 _DEPTH_NAMES = (
     "num_hidden_layers",
     "num_layers",
@@ -102,7 +106,7 @@ def _named_groups(model: nn.Module, paths: Sequence[str]) -> list[list[Block]]:
             if single:
                 groups.append(single)
                 single = []
-            groups.append([Block(_join(path, name), member) for name, member in module.named_children()])
+            groups += _opened([Block(_join(path, name), member) for name, member in module.named_children()])
         else:
             if single and _parent(single[-1].path) != _parent(path):
                 groups.append(single)
@@ -119,24 +123,89 @@ def _named_groups(model: nn.Module, paths: Sequence[str]) -> list[list[Block]]:
 def _discovered_groups(model: nn.Module) -> list[list[Block]]:
     depths = _config_depths(model)
     total = sum(_numel(p) for p in model.parameters())
-    groups: list[list[Block]] = []
+    runs: list[list[Block]] = []
     taken: list[str] = []
     for path, module in model.named_modules():
-        if any(path.startswith(outer) for outer in taken):
+        if any(f"{path}.".startswith(outer) for outer in taken):
             continue
         run = _longest_run(path, module)
         if len(run) < 2:
             continue
-        numel = sum(_numel(p) for block in run for p in block.module.parameters())
-        if len(run) in depths or numel >= _HEAVY_SHARE * total:
-            groups.append(run)
+        if len(run) in depths or _share(run, total) >= _HEAVY_SHARE:
+            runs.append(run)
             taken += [block.path + "." for block in run]
-    if not groups:
+    runs = _repeated(model, runs, total) or runs
+    if not runs:
         raise LayerError(
             f"vertical_schedule.layers: no stack of repeated modules was found in {type(model).__name__};"
-            f" name the layers' containers or blocks, e.g. {_examples(model)}"
+            f" name the layers' containers or blocks, e.g. {_examples(model)}, or a module that runs once per forward"
         )
-    return groups
+    return [group for run in _in_order(model, _interleaved(model, runs, total), "") for group in _opened(run)]
+
+
+def _share(run: Sequence[Block], total: int) -> float:
+    return sum(_numel(p) for block in run for p in block.module.parameters()) / max(1, total)
+
+
+def _repeated(model: nn.Module, runs: Sequence[Sequence[Block]], total: int) -> list[list[Block]]:
+    """Where a model calls the same few modules again and again (ALBERT), what holds their list: it runs once per forward."""
+    config = getattr(model, "config", None)
+    groups, depth = getattr(config, "num_hidden_groups", None), getattr(config, "num_hidden_layers", None)
+    fewer = isinstance(groups, int) and isinstance(depth, int) and groups < depth
+    found: list[list[Block]] = []
+    for path, module in model.named_modules() if fewer else ():
+        own = [Block(_join(path, name), member) for name, member in module.named_children()]
+        if path and isinstance(module, nn.ModuleList) and len(own) == groups and _share(own, total) >= _HEAVY_SHARE:
+            holder = _parent(path)
+            if not any(holder.startswith(block.path) for run in found for block in run):
+                found.append([Block(holder, model.get_submodule(holder))])
+    return found
+
+
+def _interleaved(model: nn.Module, runs: list[list[Block]], total: int) -> list[list[Block]]:
+    """Stacks that a model goes through side by side, in one loop (XLM: attentions[i], then ffns[i]), as one; light ones among
+    them (norms) are left to the glue."""
+    for parent in dict.fromkeys(_parent(_parent(run[0].path)) for run in runs if "." in run[0].path):
+        module = model.get_submodule(parent)
+        at = {run[0].path.split(".")[-2]: run for run in runs if _parent(_parent(run[0].path)) == parent}
+        for names in called_in_turn(module) if len(at) > 1 else ():
+            together = [at[name] for name in names if name in at]
+            glue = _WRITE_A_CACHE.get(type(module).__name__)
+            if len(together) > 1 and len({len(run) for run in together}) == 1 and all(run in runs for run in together):
+                heavy = [run for run in together if _share(run, total) >= _HEAVY_SHARE and run is not at.get(glue)] or together
+                runs = [run for run in runs if run not in together] + [[b for each in zip(*heavy, strict=True) for b in each]]
+    return runs
+
+
+def _in_order(model: nn.Module, runs: list[list[Block]], above: str) -> list[list[Block]]:
+    """Stacks in the order in which the model's source calls what holds them; where that does not tell, as they are defined."""
+    start = len(above) + 1 if above else 0
+    branches: dict[str, list[list[Block]]] = {}
+    for run in runs:
+        branches.setdefault(run[0].path[start:].partition(".")[0], []).append(run)
+    names = list(branches)
+    if len(runs) < 2:
+        return runs
+    if len(names) > 1:
+        called = called_children(model.get_submodule(above))
+        names = sorted(names, key=called.index) if set(names) <= set(called) else names
+    return [run for name in names for run in _in_order(model, branches[name], _join(above, name))]
+
+
+def _opened(run: Sequence[Block]) -> list[list[Block]]:
+    """The stacks to run in a list's place: lists in a list cannot be called, their members can."""
+    groups: list[list[Block]] = [[]]
+    for block in run:
+        if isinstance(block.module, nn.ModuleList):
+            members = [(name, m) for name, m in block.module.named_children() if _has_parameters(m)]
+            groups += [*_opened([Block(_join(block.path, name), member) for name, member in members]), []]
+        else:
+            groups[-1].append(block)
+    return [group for group in groups if group]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _longest_run(path: str, module: nn.Module) -> list[Block]:
@@ -147,7 +216,7 @@ def _longest_run(path: str, module: nn.Module) -> list[Block]:
         return best
     previous: str | None = None
     for name, member in module.named_children():
-        kind = _kind(member) if any(True for _ in member.parameters()) else None
+        kind = _kind(member) if _has_parameters(member) else None
         run = [*run, Block(_join(path, name), member)] if kind is not None and kind == previous else []
         if kind is not None and not run:
             run = [Block(_join(path, name), member)]
@@ -180,12 +249,18 @@ def _refuse_overlap(blocks: Sequence[Block]) -> None:
         if seen.get(id(block.module)) == block.path:
             raise LayerError(f"vertical_schedule.layers: names {block.path!r} twice; every block runs once per forward")
         for module in block.module.modules():
+            if module is not block.module and _is_stateless(module):
+                continue  # an activation that all blocks use is nobody's
             if id(module) in seen and seen[id(module)] != block.path:
                 raise LayerError(
                     f"vertical_schedule.layers: {block.path!r} shares the module {type(module).__name__} with"
                     f" {seen[id(module)]!r}; every block must be a module of its own, used once per forward"
                 )
             seen[id(module)] = block.path
+
+
+def _is_stateless(module: nn.Module) -> bool:
+    return not _has_parameters(module) and next(module.buffers(), None) is None
 
 
 def _assign_units(model: nn.Module, blocks: Sequence[Block], layers: Sequence[range]) -> dict[Unit, tuple[nn.Parameter, ...]]:

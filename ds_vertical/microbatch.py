@@ -161,7 +161,8 @@ class MicroBatch:
         raise LayerError(
             f"{what}; the schedule runs every block exactly once, in the order"
             f" {', '.join(block.path for block in self.layers.blocks[:6])}, ...:"
-            " name the layers in their order of execution in vertical_schedule.layers"
+            " name the layers in their order of execution in vertical_schedule.layers, without those that some micro-batch does"
+            " not call"
         )
 
     def _path(self, block: int) -> str:

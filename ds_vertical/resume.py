@@ -286,7 +286,7 @@ class _Loading:
             with _Writer(chunk.files[0][number], self._optimizer.checksums) as writer:
                 for part in chunk.parts("all"):
                     extent = chunk.extents(part)[number]
-                    state = torch.zeros(extent.num_bytes // 4)
+                    state = torch.zeros(extent.num_bytes // 4, dtype=torch.float32)
                     for param, first, in_part, count in chunk.overlaps(part):
                         self._read_state(param, kind, state.narrow(0, in_part, count), first)
                     writer.write(extent.offset, state)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import FAMILIES, NUM_LAYERS, Handwritten, Pair
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ds_vertical.layers import LayerError, LayerMap, map_layers
 
@@ -228,3 +228,70 @@ def test_layers_do_not_straddle_containers() -> None:
 
 def test_the_start_up_line_names_the_containers() -> None:
     assert map_layers(Stack(Mixture, 6), blocks_per_layer=2).describe() == "3 layers of 2 block(s) in blocks"
+
+
+# ---- models whose layers are not one list
+
+
+def on_meta(model_type: str, auto: type = AutoModelForMaskedLM, **settings: object) -> nn.Module:
+    config = AutoConfig.for_model(model_type, **settings)
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+def test_lists_in_a_list_are_opened() -> None:
+    model = on_meta("funnel", block_sizes=[2, 1], num_decoder_layers=2, d_model=64, n_head=4, d_head=16, d_inner=64)
+    found = ["funnel.encoder.blocks.0", "funnel.encoder.blocks.1", "funnel.decoder.layers"]
+    assert containers(map_layers(model)) == found
+    named = map_layers(model, ["funnel.encoder.blocks"])
+    assert paths(named) == [f"funnel.encoder.blocks.{at}" for at in ("0.0", "0.1", "1.0")]
+    assert_partition(model, map_layers(model))
+
+
+def test_a_module_without_state_may_be_shared() -> None:
+    model = Stack(Mixture)
+    model.blocks[3].activation = model.blocks[0].activation = nn.Tanh()
+    assert map_layers(model).num_layers == 4
+    model.blocks[3].norm = model.blocks[0].norm = nn.BatchNorm1d(8, affine=False)  # its statistics are state
+    with pytest.raises(LayerError, match=r"'blocks\.3' shares the module BatchNorm1d"):
+        map_layers(model)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_layers_that_run_again_and_again_are_one(groups: int) -> None:
+    model = on_meta("albert", hidden_size=64, num_attention_heads=4, num_hidden_groups=groups, num_hidden_layers=4)
+    layers = map_layers(model)
+    assert paths(layers) == ["albert.encoder"]
+    assert_partition(model, layers)
+
+
+def test_towers_come_in_the_order_in_which_they_run() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = on_meta("siglip", AutoModel, text_config=sizes, vision_config=sizes | {"image_size": 32, "patch_size": 8})
+    assert [name for name, _ in model.named_children()] == ["text_model", "vision_model"]
+    assert containers(map_layers(model)) == ["vision_model.encoder.layers", "text_model.encoder.layers"]
+
+
+class SideBySide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.first = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.norms = nn.ModuleList([nn.LayerNorm(8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in range(3):
+            x = self.norms[index](x + self.first[index](x))
+            x = self.second[index](x)
+        return x
+
+
+def test_stacks_side_by_side_are_one() -> None:
+    wanted = [f"{name}.{index}" for index in range(3) for name in ("first", "second")]
+    assert paths(map_layers(SideBySide())) == wanted
+
+
+@pytest.mark.parametrize("model_type", ["xlm", "flaubert"])
+def test_attentions_that_write_a_cache_are_glue(model_type: str) -> None:
+    model = on_meta(model_type, emb_dim=64, n_layers=3, n_heads=4)
+    assert containers(map_layers(model)) == ["transformer.ffns"]

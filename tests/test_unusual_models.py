@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from harness import (
     base_config,
     build_engine,
     dispose,
+    read_weights,
     run_both,
     running,
     small_buffers,
@@ -183,3 +184,33 @@ def test_a_destroyed_engine_says_so(tmp_path: Path) -> None:
     dispose(engine)
     with pytest.raises(RuntimeError, match="the engine was destroyed"):
         engine.train_batch(iter(STEPS[1]))
+
+
+@pytest.fixture
+def float64() -> Iterator[Callable[[], None]]:
+    """Sets torch's default to float64; it is float32 again after the test."""
+    yield lambda: torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float32)
+
+
+def test_float64_is_refused_before_anything_is_written(tmp_path: Path, float64: Callable[[], None]) -> None:
+    start_process_group()
+    model = MixerModel()
+    with pytest.raises(ds_vertical.ConfigError, match=r"model parameter embed\.weight: got torch\.float64.*model\.float\(\)"):
+        ds_vertical.initialize(model=MixerModel().double(), config=base_config(tmp_path, dtype="bf16"))
+    float64()
+    with pytest.raises(ds_vertical.ConfigError, match=r"got torch\.float64.*set_default_dtype\(torch\.float32\)"):
+        ds_vertical.initialize(model=model, config=base_config(tmp_path, dtype="bf16"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_float64_as_the_default_after_initialize_changes_no_bit(tmp_path: Path, float64: Callable[[], None]) -> None:
+    weights = []
+    for switch in (lambda: None, float64):
+        with running(config_in(tmp_path), MixerModel, vertical=True) as (engine, model):
+            switch()
+            losses = [engine.train_batch(iter(step)).item() for step in STEPS]
+            torch.set_default_dtype(torch.float32)
+            weights.append((losses, read_weights(model)))
+    assert weights[0][0] == weights[1][0]
+    assert all(torch.equal(value, weights[1][1][name]) for name, value in weights[0][1].items())
