@@ -371,6 +371,7 @@ class VerticalEngine(SavingEngine):
             self._params.check_open()
             self.optimizer.check_whole()
             self._gradients.refuse_strays()
+            self._gradients.refuse_frozen({id(param): name for name, param in self.module.named_parameters()})
         compat_pools.rest_stock_buffers(self.module.parameters(), self.optimizer)
         tiers = moved_tiers(vertical, len(bodies))
         if self._activations is not None:

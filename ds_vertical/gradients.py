@@ -8,9 +8,13 @@ import torch
 from torch import nn
 
 from ds_vertical.holders import is_alone
-from ds_vertical.layers import Unit
+from ds_vertical.layers import LayerError, Unit
 from ds_vertical.reserve import Reserve
 
+OWN_BACKWARD = (
+    "loss_fn, or the model's forward, has called backward() itself: train_batch runs the backward of the loss that it is given,"
+    " and both would be added; return the sum of all losses and call no backward"
+)
 Gradients = Sequence[torch.Tensor | None]  # of a unit's parameters, from one micro-batch
 _PIECE = 1 << 19  # elements that are added to at a time, or more: in fp32 as much as two cores' second caches hold
 _GRAIN = 1 << 15  # of which torch gives each thread this many at least
@@ -76,6 +80,23 @@ class GradientStore:
                 f"{len(strays)} parameters have a .grad before train_batch, from a backward outside it; it would be added to"
                 " this step's gradients: set it to None (model.zero_grad()) first"
             )
+
+    def refuse_frozen(self, name_of: Mapping[int, str]) -> None:
+        """Raises LayerError where a parameter that the optimizer has is frozen by now: its moments would move it on.
+        `name_of`: by id."""
+        frozen = [name_of.get(id(p), "?") for params in self._units.values() for p in params if not p.requires_grad]
+        if frozen:
+            raise LayerError(
+                f"{frozen[0]}: requires_grad was set to False after initialize ({len(frozen)} parameter(s)); the optimizer"
+                " still has it and would move it on by its moments and weight decay: freeze parameters before initialize (save the"
+                " weights with save_16bit_model, and build a new engine from them), or give them a parameter group of their own"
+                " whose lr and weight_decay you set to 0"
+            )
+
+    def refuse_own_backward(self) -> None:
+        """Raises LayerError where parameters around the layers have gradients before a micro-batch's own backward."""
+        if any(param.grad is not None for params in (self._units["pre"], self._unwanted["pre"]) for param in params):
+            raise LayerError(OWN_BACKWARD)
 
     def add(self, unit: Unit) -> None:
         """Move every `param.grad` of the unit into its sum and clear it."""

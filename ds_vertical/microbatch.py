@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
@@ -21,6 +22,7 @@ import torch
 from greenlet import GreenletExit, getcurrent
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 
 from ds_vertical.blockcall import (
     BlockCall,
@@ -39,6 +41,7 @@ from ds_vertical.blockcall import (
 )
 from ds_vertical.blockstate import BlockState
 from ds_vertical.forwardstate import HORIZONTAL, SMALL_NUMEL, StateMissed, StepState
+from ds_vertical.gradients import OWN_BACKWARD
 from ds_vertical.layers import LayerError, LayerMap, Unit
 from ds_vertical.reachable import container_of
 from ds_vertical.segments import Segments, Taken, take_as_it_comes
@@ -179,6 +182,8 @@ class MicroBatch:
             self.parked_call = []
             if block not in self._target or block != self._done_block + 1:
                 self._wrong_order(f"the model called block {self._path(block)} out of turn")
+        if self.keep:
+            self._refuse_checkpoint(block)
         run = self._run_kept if self.keep else self._run_plain
         result = run(block, args, kwargs)
         self._done_block = block
@@ -271,6 +276,16 @@ class MicroBatch:
             f" step that did not write it; write it from the first step on, {HORIZONTAL}"
         )
 
+    def _refuse_checkpoint(self, block: int) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename == checkpoint.__file__:
+                raise LayerError(
+                    f"block {self._path(block)} is called within torch.utils.checkpoint.checkpoint, which would run it once"
+                    " more in the backward: call it directly, the schedule recomputes each block already"
+                )
+            frame = frame.f_back
+
     def _refuse_cache(self, block: int, flat: Sequence[Any]) -> None:
         for value in flat:
             if any(cls.__name__ == "Cache" for cls in type(value).__mro__):
@@ -282,7 +297,9 @@ class MicroBatch:
     # ---- backward (on the hub)
 
     def backward_suffix(self, loss: torch.Tensor) -> None:
-        """Run backward through the suffix, from the (scaled) loss."""
+        """Run backward through the suffix, from the (scaled) loss. Raises LayerError where somebody has done so before."""
+        if any(leaf.grad is not None for call in self.calls.values() for leaf in call.leaves if requires_grad(leaf)):
+            raise LayerError(OWN_BACKWARD)
         self._segments.run_suffix(loss)
 
     def backward_layer(self, layer: int) -> None:

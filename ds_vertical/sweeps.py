@@ -362,6 +362,7 @@ class _Training(_Pass):
         self._hint(event)
         micro_batch = self.micro_batch(event)
         loss = micro_batch.finish()
+        self.gradients.refuse_own_backward()
         self.losses[event.micro_batch] = loss.detach()
         micro_batch.backward_suffix(self.scale(loss))
         self.gradients.add("pre")
@@ -438,6 +439,7 @@ class _Checking(_Pass):
         assert event.micro_batch is not None
         micro_batch = self.micro_batch(event)
         loss = micro_batch.finish()
+        self.gradients.refuse_own_backward()
         self.losses[event.micro_batch] = loss.detach()
         micro_batch.backward_suffix(self.scale(loss))
         self.gradients.add("pre")

@@ -25,6 +25,7 @@ from harness import (
     small_buffers,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_vertical.layers import LayerError
 
@@ -600,6 +601,78 @@ def test_a_generator_that_blocks_share_is_refused_by_name_and_right_in_stocks_or
         assert torch.equal(model.generator.get_state(), state)
     stock, ours = run_both(config_in(tmp_path, section={"order": "horizontal"}), SharedGenerator, batches())
     assert_identical(stock, ours)
+
+
+class ReentrantCheckpoints(Base):
+    reentrant = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x).square().mean()
+
+
+class Checkpoints(ReentrantCheckpoints):
+    reentrant = False
+
+
+def with_own_backward(loss: torch.Tensor, _: Any) -> torch.Tensor:
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def with_backward_of_the_head(model: Any) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    def loss_fn(loss: torch.Tensor, _: Any) -> torch.Tensor:
+        model.head.weight.square().sum().backward()
+        return loss
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("case", [Base, Checkpoints, ReentrantCheckpoints], ids=lambda case: case.__name__)
+def test_a_second_backward_is_refused_by_name(tmp_path: Path, case: type[Base]) -> None:
+    with running(config_in(tmp_path), case, vertical=True) as (engine, model):
+        before = read_weights(model)
+        if case is Base:
+            for loss_fn in (with_own_backward, with_backward_of_the_head(model)):
+                with pytest.raises(LayerError, match=r"has called backward\(\) itself.*call no backward"):
+                    engine.train_batch(iter(batches(1)[0]), loss_fn)
+        else:
+            with pytest.raises(LayerError, match=r"blocks\.0 is called within torch\.utils\.checkpoint.*call it directly"):
+                engine.train_batch(iter(batches(1)[0]))
+        assert not differing(before, read_weights(model))
+        assert all(param.grad is None for param in model.parameters())
+
+
+def test_parameters_frozen_later_are_refused_by_name_in_each_step(tmp_path: Path) -> None:
+    with running(config_in(tmp_path), Base, vertical=True) as (engine, model):
+        first, second, third = batches(3)
+        engine.train_batch(iter(first))
+        before = read_weights(model)
+        model.blocks[1].requires_grad_(False)
+        with pytest.raises(LayerError, match=r"blocks\.1\.up\.weight: requires_grad was set to False .* \(4 parameter"):
+            engine.train_batch(iter(second))
+        assert not differing(before, read_weights(model))
+        model.blocks[1].requires_grad_(True)
+        engine.train_batch(iter(second))
+        engine.train_batch(iter(third))
+        own = read_weights(model)
+    stock = run_arm(config_in(tmp_path), Base, batches(3), vertical=False)
+    assert not differing(stock.weights, own)
+
+
+class ByName(Base):
+    def forward(self, x: Any = None, y: Any = None, scale: Any = None) -> torch.Tensor:
+        out = super().forward(x if x is not None else y)
+        return out if scale is None else out * scale.mean()
+
+
+def test_micro_batches_of_different_keys(tmp_path: Path) -> None:
+    mixed: list[list[dict[str, torch.Tensor]]] = [
+        [a, {"y": b["x"]}, c | {"scale": torch.full((3,), 2.0)}] for a, b, c in batches()
+    ]
+    assert_identical(*run_both(config_in(tmp_path), ByName, mixed))
 
 
 class LateBlock(Block):
