@@ -88,9 +88,9 @@ class GradientStore:
         if frozen:
             raise LayerError(
                 f"{frozen[0]}: requires_grad was set to False after initialize ({len(frozen)} parameter(s)); the optimizer"
-                " still has it and would move it on by its moments and weight decay: freeze parameters before initialize (save the"
-                " weights with save_16bit_model, and build a new engine from them), or give them a parameter group of their own"
-                " whose lr and weight_decay you set to 0"
+                " still has it and would move it on by its moments and weight decay: freeze parameters before initialize (save"
+                " the weights with save_16bit_model, and build a new engine from them), or give them a parameter group of their"
+                " own whose lr and weight_decay you set to 0"
             )
 
     def refuse_own_backward(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import VOCAB, Family, fill
 from harness import (
     Run,
     assert_identical,
@@ -26,6 +27,8 @@ from harness import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import IBertConfig, IBertForMaskedLM
+from transformers.initialization import no_init_weights
 
 from ds_vertical.layers import LayerError
 
@@ -506,6 +509,39 @@ def test_training_has_stocks_bits(tmp_path: Path, case: type[Base]) -> None:
     half = len(ends) // 2
     for stock, ours in zip(ends[:half], ends[half:], strict=True):
         assert stock.keys() == ours.keys() and all(torch.equal(stock[name], ours[name]) for name in stock)
+
+
+# ---- models of Hugging Face
+
+_SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+_PER_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "sliding_window": 4}
+_GEMMA = {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "max_position_embeddings": 64} | _SMALL | _PER_LAYER
+_TYPES = {"layer_types": ["sliding_attention", "full_attention"] * 3}
+_GEMMA3N = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6}
+GEMMAS = (
+    Family("gemma3n_text", _GEMMA | _TYPES | _GEMMA3N),
+    Family("gemma4_text", _GEMMA | _TYPES),
+)
+
+
+@pytest.mark.parametrize("family", GEMMAS, ids=lambda family: family.name)
+def test_layers_that_share_keys_and_values(tmp_path: Path, family: Family) -> None:
+    """Two layers of each kind of attention read what two before them have written into a dict, gradients and all."""
+    assert_identical(*run_both(config_in(tmp_path), family.builder(), family.batches(2, M)))
+
+
+def ibert() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": VOCAB}
+    config = IBertConfig(**sizes, max_position_embeddings=64, quant_mode=True, pad_token_id=0)
+    with no_init_weights():
+        model = IBertForMaskedLM._from_config(config)
+    fill(model)
+    return model
+
+
+def test_ranges_that_ibert_replaces_in_each_forward(tmp_path: Path) -> None:
+    steps = Family("bert").batches(2, M)
+    assert_identical(*run_both(config_in(tmp_path), ibert, steps))
 
 
 # ---- hooks that keep outputs
