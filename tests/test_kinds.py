@@ -39,7 +39,12 @@ KINDS: dict[str, tuple[str, ...]] = {
     "sequence classification": ("deberta-v2", "roberta", "llama", "gpt2"),
     "question answering": ("bert", "distilbert", "electra", "roberta"),
 }
-HOW: dict[str, tuple[int, int, bool]] = {"moonshine": (1, 0, False), "swin": (2, 0, False), "paligemma": (0, 16, False), "llava": (0, 16, False)}
+HOW: dict[str, tuple[int, int, bool]] = {
+    "moonshine": (1, 0, False),
+    "swin": (2, 0, False),
+    "paligemma": (0, 16, False),
+    "llava": (0, 16, False),
+}
 FAST = ("openai-gpt", "albert", "xlm", "funnel", "siglip", "convnext", "whisper", "paligemma")
 HEADS = ("sequence classification", "question answering")
 
