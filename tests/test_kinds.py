@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "encoder-decoder": ("pegasus", "mbart", "m2m_100", "blenderbot", "marian"),
     "vision": ("convnext", "hiera", "vit", "swin", "deit", "dinov2", "segformer"),
     "audio": ("whisper", "moonshine", "canary", "cohere_asr"),
-    "vision-language": ("paligemma", "llava", "siglip", "clip"),
+    "vision-language": ("paligemma", "llava", "siglip", "clipseg", "git"),
     "sequence classification": ("deberta-v2", "roberta", "llama", "gpt2"),
     "question answering": ("bert", "distilbert", "electra", "roberta"),
 }
