@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "encoder-decoder": ("pegasus", "mbart", "m2m_100", "blenderbot", "marian"),
     "vision": ("convnext", "hiera", "vit", "swin", "deit", "dinov2", "segformer"),
     "audio": ("whisper", "moonshine", "canary", "cohere_asr"),
-    "vision-language": ("paligemma", "llava", "siglip", "clipseg", "git"),
+    "vision-language": ("paligemma", "llava", "siglip", "git", "aya_vision", "ovis2"),
     "sequence classification": ("deberta-v2", "roberta", "llama", "gpt2"),
     "question answering": ("bert", "distilbert", "electra", "roberta"),
 }
@@ -44,6 +44,8 @@ HOW: dict[str, tuple[int, int, bool]] = {
     "swin": (2, 0, False),
     "paligemma": (0, 16, False),
     "llava": (0, 16, False),
+    "aya_vision": (0, 4, False),
+    "ovis2": (0, 16, False),
 }
 FAST = ("openai-gpt", "albert", "xlm", "funnel", "siglip", "convnext", "whisper", "paligemma")
 HEADS = ("sequence classification", "question answering")
