@@ -172,7 +172,8 @@ def _interleaved(model: nn.Module, runs: list[list[Block]], total: int) -> list[
             together = [at[name] for name in names if name in at]
             glue = _WRITE_A_CACHE.get(type(module).__name__)
             if len(together) > 1 and len({len(run) for run in together}) == 1 and all(run in runs for run in together):
-                heavy = [run for run in together if _share(run, total) >= _HEAVY_SHARE and run is not at.get(glue)] or together
+                least = _HEAVY_SHARE * sum(_share(run, total) for run in together)
+                heavy = [run for run in together if _share(run, total) >= least and run is not at.get(glue)]
                 runs = [run for run in runs if run not in together] + [[b for each in zip(*heavy, strict=True) for b in each]]
     return runs
 

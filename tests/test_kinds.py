@@ -23,23 +23,30 @@ NUM_MICRO_BATCHES = 2
 # kind: model types; how `small` makes those that are no plain text model: (variant, tokens of an image, video)
 KINDS: dict[str, tuple[str, ...]] = {
     "causal": (
-        *("openai-gpt", "gpt_neo", "codegen", "biogpt", "stablelm", "starcoder2", "cohere", "olmo", "persimmon", "nemotron"),
+        *("openai-gpt", "gpt_neo", "codegen", "biogpt", "stablelm", "starcoder2", "cohere", "olmo", "persimmon", "arcee"),
         *("granite", "mpt", "xglm", "ctrl", "xlnet", "inkling_text"),
     ),
     "mixture of experts": ("olmoe", "phimoe", "granitemoe", "qwen2_moe", "ernie4_5_moe"),
-    "recurrent": ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "jamba"),
+    "recurrent": ("mamba", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba"),
     "masked": (
         *("albert", "bert", "roberta", "electra", "distilbert", "xlm", "flaubert", "funnel", "fnet", "mpnet", "deberta-v2"),
         *("rembert", "modernbert"),
     ),
     "encoder-decoder": ("pegasus", "mbart", "m2m_100", "blenderbot", "marian"),
-    "vision": ("convnext", "hiera", "poolformer", "vit", "swin", "deit", "dinov2", "segformer"),
-    "audio": ("whisper", "moonshine", "audio-spectrogram-transformer", "speech_to_text"),
-    "vision-language": ("paligemma", "llava", "siglip", "clip"),
+    "vision": ("convnext", "hiera", "vit", "swin", "deit", "dinov2", "segformer"),
+    "audio": ("whisper", "moonshine", "canary", "cohere_asr"),
+    "vision-language": ("paligemma", "llava", "siglip", "git", "aya_vision", "ovis2"),
     "sequence classification": ("deberta-v2", "roberta", "llama", "gpt2"),
     "question answering": ("bert", "distilbert", "electra", "roberta"),
 }
-HOW: dict[str, tuple[int, int, bool]] = {"moonshine": (1, 0, False), "paligemma": (0, 16, False), "llava": (0, 16, False)}
+HOW: dict[str, tuple[int, int, bool]] = {
+    "moonshine": (1, 0, False),
+    "swin": (2, 0, False),
+    "paligemma": (0, 16, False),
+    "llava": (0, 16, False),
+    "aya_vision": (0, 4, False),
+    "ovis2": (0, 16, False),
+}
 FAST = ("openai-gpt", "albert", "xlm", "funnel", "siglip", "convnext", "whisper", "paligemma")
 HEADS = ("sequence classification", "question answering")
 

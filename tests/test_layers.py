@@ -275,9 +275,9 @@ def test_towers_come_in_the_order_in_which_they_run() -> None:
 class SideBySide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.second = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-        self.first = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-        self.norms = nn.ModuleList([nn.LayerNorm(8) for _ in range(3)])
+        self.second = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.first = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(3)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in range(3):
