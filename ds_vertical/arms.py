@@ -152,7 +152,6 @@ def _with_enabled(config: Mapping[str, Any], enabled: bool) -> dict[str, Any]:
     section = copied.setdefault(SECTION, {})
     if isinstance(section, dict):  # anything else is refused by load_section, with the words for it
         section["enabled"] = enabled
-        section.setdefault("self_check", False)  # the arms' losses are compared, and the first step's memory is measured
     return copied
 
 

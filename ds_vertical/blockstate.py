@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ds_vertical.addedup import sum_up
 from ds_vertical.holders import key_of
 from ds_vertical.modulestate import OUTSIDE, Item, Pairs, PlaceItem, TensorItem, put_back, tensors_of
 from ds_vertical.reachable import Container, container_of, containers, owner_key, with_tensors
@@ -20,11 +21,14 @@ from ds_vertical.reachable import Container, container_of, containers, owner_key
 @dataclass(eq=False)
 class Known:
     """An item that changes, and the parts of the forward that change it, by the layers that they go through. `spread`: these
-    are several; `settled`: a whole forward has shown it."""
+    are several; `settled`: a whole forward has shown it; `adds_up`: after a step it may hold what all forwards have added;
+    `replaced`: what the last one has left, where it holds that instead."""
 
     item: Item
     spread: bool = False
     settled: bool = False
+    adds_up: bool = True
+    replaced: Any = None
     writers: set[int] = field(default_factory=set)
 
 
@@ -53,6 +57,17 @@ class Track:
         self.begun.add(micro_batch)
         before = [i for i in self.own if i < micro_batch and (not self.known.spread or i in self.ended)]
         return self.own[max(before)] if before else self.base
+
+    def final(self, num_micro_batches: int) -> Any:
+        """What the item holds after the step."""
+        last, known = self.version(num_micro_batches), self.known
+        known.replaced = None
+        if known.spread and len(self.own) > 1 and known.adds_up and isinstance(self.item, PlaceItem):
+            added = sum_up(self.base, [self.own[index] for index in sorted(self.own)])
+            if not self.item.same(added, last):
+                known.replaced = last
+                return added
+        return last
 
     def install(self, version: Any) -> None:
         if version is not self.installed:
@@ -125,7 +140,7 @@ class BlockState:
 
     def _now(self) -> Pairs:
         places = [pair for track, _ in self._versions if isinstance(track.item, PlaceItem) for pair in track.item.capture()]
-        below = containers([container.owner for container in self._carriers]) if self._carriers else []
+        below = containers([container.owner for container in self._carriers], given=True) if self._carriers else []
         return _once((*places, *((container, container.read()) for container in below)))
 
     @contextlib.contextmanager
@@ -147,15 +162,15 @@ class BlockState:
 
 def tensors_in_objects(values: Iterable[Any]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     """The tensors that require grad in objects among the values, with their positions."""
-    objects = [value for value in values if not isinstance(value, torch.Tensor) and container_of(value) is not None]
-    return list(tensors_of((each, each.read()) for each in containers(objects))) if objects else []
+    objects = [value for value in values if not isinstance(value, torch.Tensor) and container_of(value, given=True)]
+    return list(tensors_of((each, each.read()) for each in containers(objects, given=True))) if objects else []
 
 
 def replace_in_objects(values: Iterable[Any], leaves: dict[int, torch.Tensor]) -> None:
     """Let leaves stand for tensors in objects among the values, by id."""
-    objects = [value for value in values if not isinstance(value, torch.Tensor) and container_of(value) is not None]
+    objects = [value for value in values if not isinstance(value, torch.Tensor) and container_of(value, given=True)]
     if objects:
-        _replace(tuple((each, each.read()) for each in containers(objects)), leaves)
+        _replace(tuple((each, each.read()) for each in containers(objects, given=True)), leaves)
 
 
 def _replace(pairs: Pairs, replaced: dict[int, torch.Tensor]) -> None:

@@ -63,9 +63,10 @@ def digests_of(value: Any) -> list[Digest]:
     """Of all tensors that a value holds, in objects too."""
     leaves = pytree.tree_leaves(value)
     own = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    objects = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and container_of(leaf) is not None]
-    held = [tensor for _, tensor in tensors_of((each, each.read()) for each in containers(objects))] if objects else []
-    return [digest(tensor) for tensor in (*own, *held)]
+    objects = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and container_of(leaf, given=True) is not None]
+    held = containers(objects, given=True) if objects else []
+    inside = [tensor for _, tensor in tensors_of((each, each.read()) for each in held)]
+    return [digest(tensor) for tensor in (*own, *inside)]
 
 
 def largest_distance(ours: Sequence[Digest], theirs: Sequence[Digest], least_norm: float = 0.0) -> tuple[int, float]:

@@ -6,8 +6,9 @@ version that this forward has made; when the forward parks, what has changed bec
 there are two kinds of items. One that a single part of the forward changes (running statistics of a block) comes from the
 nearest forward before it, which is through with that part: stock's order. One that several parts change (a list that each
 block appends to) comes from before the step, as it does in stock's order if forwards leave it as they find it, or begin by
-setting it. Where they do not (a counter that all blocks count up), no order but stock's will do. Of a generator that is
-certain, and it is refused here; of other state the self-check tells. Afterwards the modules hold the last micro-batch's.
+setting it. What each then adds to lists and numbers is added up in the end (`addedup`). Where they do not (a counter that all
+blocks count up, and read), no order but stock's will do. Of a generator that is certain, and it is refused here; of other state
+the self-check tells. Of what is not added up the modules hold the last micro-batch's afterwards.
 
 [Note: learning] Which items change is learned in the first step, and again when modules, their modes or the form of the
 micro-batches change: all state is compared with what it was before, behind every part of each forward. From then on only
@@ -126,7 +127,7 @@ class StepState:
         for known in owner.items:
             self._add(known, known.item.capture())
         # used at all? each micro-batch's numbers begin with the seed, so this has to be known ahead of the first one
-        self._unused = [(item, item.capture()) for item in global_generators() if _key_of(item) not in self._by_key]
+        self._unused = [(item, item.capture()) for item in global_generators() if key_of_item(item) not in self._by_key]
         for item, state in self._unused if slots else ():
             self.note(Change(item, state))
         kept = {id(track.item.tensor) for track in self.tracks if isinstance(track.item, TensorItem)}
@@ -138,7 +139,7 @@ class StepState:
     def _add(self, known: Known, base: Any) -> Track:
         item, track = known.item, Track(known, base, base, self._ended)
         self.tracks.append(track)
-        self._by_key[_key_of(item)] = track
+        self._by_key[key_of_item(item)] = track
         if item.is_global:
             index = GLOBAL_PATHS.index(item.path)
             for micro_batch, seed in enumerate(self._seeds):
@@ -149,12 +150,12 @@ class StepState:
         """Find what has changed in these regions (None: all) that nobody knew of."""
         if self._snapshot is None:
             return []
-        changes = [change for change in self._snapshot.changes(regions) if _key_of(change.item) not in self._by_key]
+        changes = [change for change in self._snapshot.changes(regions) if key_of_item(change.item) not in self._by_key]
         return [self.note(change) for change in changes]
 
     def note(self, change: Change) -> Track:
         """An item has changed for the first time, or is about to; what it was holds for all forwards."""
-        known = self._by_key.get(_key_of(change.item))
+        known = self._by_key.get(key_of_item(change.item))
         if known is not None:
             return known
         in_layer = self._layer is not None and self._layer >= 0
@@ -226,8 +227,8 @@ class StepState:
             if micro_batch in track.own and not known.settled and not track.item.is_global:
                 known.settled, was_spread = True, known.spread
                 known.spread = len(known.writers) > 1
-                if was_spread and not known.spread:
-                    self._unless_others_began(track, micro_batch)
+                if was_spread and not known.spread and any(index > micro_batch for index in track.own):
+                    raise StateMissed(track.item.path)  # they should have gone on with what this forward has left
 
     def _unless_others_began(self, track: Track, micro_batch: int) -> None:
         if any(index > micro_batch for index in track.begun):
@@ -240,7 +241,7 @@ class StepState:
         that it may write into."""
         if not self._owner.handled:
             return None
-        found = containers(carriers) if carriers else []
+        found = containers(carriers, given=True) if carriers else []
         tracks = [track for track in self.tracks if track.item.region in (OUTSIDE, block)]
         if not found and not tracks and self._snapshot is None:
             return None
@@ -258,7 +259,7 @@ class StepState:
 
     def _conclude(self) -> None:
         for track in self.tracks:
-            track.install(track.base if track.item.is_global else track.version(len(self._seeds)))
+            track.install(track.base if track.item.is_global else track.final(len(self._seeds)))
         self._owner.items = [known for known in self._owner.items if known.writers or not known.item.is_global]
 
     def _undo(self) -> None:
@@ -272,7 +273,8 @@ class StepState:
             item.install(state)
 
 
-def _key_of(item: Item) -> Hashable:
+def key_of_item(item: Item) -> Hashable:
+    """Tells an item from others while what it stands for lives."""
     if isinstance(item, PlaceItem):
         return owner_key(item.place)
     if isinstance(item, TensorItem):

@@ -248,12 +248,12 @@ class MicroBatch:
     def _find_state(self, block: int, flat: Sequence[Any]) -> BlockState | None:
         if self._modules is None:
             return None
-        carriers = [value for value in flat if type(value) not in _PLAIN and container_of(value) is not None]
+        carriers = [value for value in flat if type(value) not in _PLAIN and container_of(value, given=True) is not None]
         return self._modules.at_call(block, carriers)
 
     def _refuse_opaque(self, block: int, values: Sequence[Any]) -> None:
         for value in values:
-            if isinstance(value, torch.Tensor) or container_of(value) is not None:
+            if isinstance(value, torch.Tensor) or container_of(value, given=True) is not None:
                 continue
             if any(map(requires_grad, getattr(value, "__dict__", {}).values())):
                 raise LayerError(

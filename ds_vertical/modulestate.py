@@ -31,6 +31,7 @@ from ds_vertical.reachable import (
     containers,
     is_foreign,
     names_used,
+    note_home,
     same_contents,
     tensors_in,
 )
@@ -119,13 +120,15 @@ def is_state(name: str) -> bool:
     return name not in _INTERNAL and not name.startswith(("ds_", "_ds_"))
 
 
-def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Iterable[Any]) -> list[Slot]:
+def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Any]) -> list[Slot]:
     """Every place where a model's forward may keep state: of its modules, of what their code and hooks use, of `functions`.
 
     What lies in one of the `blocks` has the block's number as region.
     """
     found = _Survey()
     region_of = {id(each): index for index, block in enumerate(blocks) for each in block.modules()}
+    for each in (*map(type, model.modules()), *functions):
+        note_home(each)
     for path, module in model.named_modules():
         found.module(path or type(model).__name__, module, region_of.get(id(module), OUTSIDE))
     for function in functions:
@@ -147,9 +150,10 @@ class _Survey:
             self._add(f"{path}.{name}", region, entry_of(own["_buffers"], name))
         for hook in (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()):
             if not is_foreign(next(called(hook), hook)):
-                self.function(f"a hook of {path}", hook, region)
+                note_home(next(called(hook), type(hook)))
+                self.function(f"a hook of {path}", hook, OUTSIDE)  # several modules' hooks may share what they write to
         if "forward" in own:
-            self.function(f"{path}.forward", own["forward"], region)
+            self.function(f"{path}.forward", own["forward"], OUTSIDE)
         self._class(type(module))
 
     def function(self, path: str, function: Any, region: int) -> None:

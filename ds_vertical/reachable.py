@@ -40,13 +40,22 @@ class Container:
     write: Callable[[Contents], None]
 
 
+HOMES: set[str] = {"__main__"}  # packages of the models and functions that were surveyed: whose objects are the user's own
+
+
+def note_home(value: Any) -> None:
+    """The objects of this class's, or function's, package are the user's own."""
+    HOMES.add((getattr(value, "__module__", None) or "builtins").partition(".")[0])
+
+
 def owner_key(container: Container) -> Hashable:
     """Tells a container's owner from others while it lives."""
     return container.owner if isinstance(container.owner, tuple) else id(container.owner)
 
 
-def container_of(value: Any) -> Container | None:
-    """The container that a value is; None for one that cannot change, or that ends the search."""
+def container_of(value: Any, given: bool = False) -> Container | None:
+    """The container that a value is; None for one that cannot change, or that ends the search: an object of a library. `given`:
+    it was handed to a block, or by one, so that only the objects of a few libraries end the search."""
     if isinstance(value, _ATOMS) or isinstance(value, _ATOMS_TOO) or isinstance(value, _CALLED):
         return None
     if isinstance(value, list | collections.deque):
@@ -57,7 +66,7 @@ def container_of(value: Any) -> Container | None:
         return Container(value, lambda: {each: each for each in value}, lambda contents: _refill_set(value, contents))
     if isinstance(value, tuple | frozenset):
         return None
-    if _ends_the_search(type(value)):
+    if _ends_the_search(type(value), given):
         return None
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
@@ -83,12 +92,13 @@ def _write_slots(value: Any, slots: Sequence[str], contents: Contents) -> None:
             object.__delattr__(value, name)
 
 
-def _ends_the_search(cls: type) -> bool:
-    """Whether instances of a class are none of the user's: those of libraries, which keep what they keep."""
+def _ends_the_search(cls: type, given: bool) -> bool:
+    """Whether instances of a class are none of the user's: those of libraries (loggers, progress bars), which keep what they
+    keep."""
     root = cls.__module__.partition(".")[0]
-    if issubclass(cls, collections.UserDict | collections.UserList):
+    if issubclass(cls, collections.UserDict | collections.UserList | types.SimpleNamespace):
         return False
-    return root in _ENDS
+    return root in _ENDS if given else root not in HOMES or root in _ENDS
 
 
 def _refill(value: Any, contents: Iterable[Any]) -> None:
@@ -108,10 +118,10 @@ def _update(value: dict[Any, Any], contents: Contents) -> None:
     value.update(kept)
 
 
-def containers(values: Iterable[Any], most: int = MOST_CONTAINERS) -> list[Container]:
+def containers(values: Iterable[Any], given: bool = False) -> list[Container]:
     """Every container that the values are or lead to, each once, in an order that depends on the contents alone.
 
-    Raises TooMany where there are more than `most`.
+    `given`: as of `container_of`. Raises TooMany where there are more than MOST_CONTAINERS.
     """
     found: list[Container] = []
     seen: set[int] = set()
@@ -121,12 +131,12 @@ def containers(values: Iterable[Any], most: int = MOST_CONTAINERS) -> list[Conta
         if isinstance(value, tuple | frozenset):
             waiting.extend(value)
             continue
-        container = container_of(value)
+        container = container_of(value, given)
         if container is None or id(value) in seen:
             continue
         seen.add(id(value))
         found.append(container)
-        if len(found) > most:
+        if len(found) > MOST_CONTAINERS:
             raise TooMany
         waiting.extend(container.read().values())
     return found

@@ -201,6 +201,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "trace": None,
         "progress": None,
         "verify": False,
+        "self_check": None,
         "on_signal": None,
     }
 
@@ -222,6 +223,7 @@ sections = st.fixed_dictionaries(
         "gradient_host_share": st.none() | st.floats(0, 1) | st.integers(0, 1),
         "keep_gradients": st.booleans(),
         "seed_micro_batches": st.booleans(),
+        "self_check": st.none() | st.booleans(),
         "seed": st.none() | st.integers(0, 2**64 - 1),
         "trace": st.none() | st.just("runs/trace"),
         "verify": st.booleans(),
