@@ -503,8 +503,8 @@ MUTATIONS = (
     Mutation(
         "short-step-divided-by-all",
         "engine.py",
-        "scale_if_loss(loss / len(runs))",
-        "scale_if_loss(loss / self.gradient_accumulation_steps())",
+        "scale_if_loss(loss / len(bodies))\n\n        noted",
+        "scale_if_loss(loss / self.gradient_accumulation_steps())\n\n        noted",
         "test_engine_api.py::test_a_short_last_batch_is_divided_by_its_own_number",
     ),
     # the step
@@ -694,8 +694,8 @@ MUTATIONS = (
     Mutation(
         "skipped-step-committed",
         "optimizer.py",
-        "hit = self._hit\n",
-        "hit = True\n",
+        "if hit := self._hit:\n",
+        "if hit := True:\n",
         f"{_SKIPPED}[False-None]",
     ),
     Mutation(
@@ -1149,10 +1149,38 @@ MUTATIONS = (
     ),
     # steps that do not count
     Mutation(
+        "state-of-whoever-came-last",
+        "forwardstate.py",
+        "                track.install(track.version(micro_batch))\n",
+        "                track.version(micro_batch)\n",
+        "test_forward_state.py::test_training_has_stocks_bits[SharedContext]",
+    ),
+    Mutation(
+        "recompute-from-later-state",
+        "blockstate.py",
+        "        for track, version in self._versions:\n            track.item.install(version)\n        put_back(self._carried)\n",
+        "        put_back(self._carried)\n",
+        "test_forward_state.py::test_training_has_stocks_bits[Counting]",
+    ),
+    Mutation(
+        "written-tensors-without-gradient",
+        "microbatch.py",
+        "            self.calls[block] = BlockCall(\n                inputs, len(flat), spec, found, list(written), ",
+        "            self.calls[block] = BlockCall(\n                inputs, len(flat), spec, found, [], ",
+        "test_forward_state.py::test_training_has_stocks_bits[SharedUserDict]",
+    ),
+    Mutation(
+        "self-check-finds-nothing",
+        "selfcheck.py",
+        """from torch's own order") if found else None\n""",
+        """from torch's own order") if not found else None\n""",
+        "test_self_check.py::test_what_cannot_be_followed_is_found_by_name_and_right_in_stocks_order",
+    ),
+    Mutation(
         "running-statistics-of-a-step-that-was-left",
-        "buffers.py",
-        "        if num_decided() == before:\n",
-        "        if False:\n",
+        "forwardstate.py",
+        "            self._undo()\n",
+        "            self._conclude()\n",
         f"{_STOPPING}a_step_that_is_left_has_moved_no_running_statistics",
     ),
     Mutation(

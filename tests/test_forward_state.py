@@ -493,7 +493,13 @@ def fresh_globals() -> None:
     np.random.seed(5)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+# one of each kind; the others are slow
+FAST = {MaskOnBlocks, SharedContext, Statistics, SharedUserDict, OwnGenerators, PythonRandom, Counting, Ranges, FilledStatistics}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.__name__, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
+)
 def test_training_has_stocks_bits(tmp_path: Path, case: type[Base]) -> None:
     ends: list[dict[str, torch.Tensor]] = []
 
@@ -524,7 +530,9 @@ GEMMAS = (
 )
 
 
-@pytest.mark.parametrize("family", GEMMAS, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", [pytest.param(GEMMAS[0], id="gemma3n"), pytest.param(GEMMAS[1], id="gemma4", marks=pytest.mark.slow)]
+)
 def test_layers_that_share_keys_and_values(tmp_path: Path, family: Family) -> None:
     """Two layers of each kind of attention read what two before them have written into a dict, gradients and all."""
     assert_identical(*run_both(config_in(tmp_path), family.builder(), family.batches(2, M)))
