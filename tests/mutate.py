@@ -1158,8 +1158,8 @@ MUTATIONS = (
     Mutation(
         "recompute-from-later-state",
         "blockstate.py",
-        "        for track, version in self._versions:\n            track.item.install(version)\n        put_back(self._carried)\n",
-        "        put_back(self._carried)\n",
+        "            track.item.install(version)\n        put_back(self._carried)\n",
+        "            pass\n        put_back(self._carried)\n",
         "test_forward_state.py::test_training_has_stocks_bits[Counting]",
     ),
     Mutation(

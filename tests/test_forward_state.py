@@ -494,7 +494,7 @@ def fresh_globals() -> None:
 
 
 # one of each kind; the others are slow
-FAST = {MaskOnBlocks, SharedContext, Statistics, SharedUserDict, OwnGenerators, PythonRandom, Counting, Ranges, FilledStatistics}
+FAST = {MaskOnBlocks, SharedContext, Statistics, SharedUserDict, OwnGenerators, PythonRandom, Counting, Ranges}
 
 
 @pytest.mark.parametrize(
