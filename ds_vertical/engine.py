@@ -354,6 +354,7 @@ class VerticalEngine(SavingEngine):
             self.optimizer.schedule_running(),
         ):
             line, error = SelfCheck(*parts).run(bodies)
+        hostmemory.trim()  # what whole graphs took is not the steps' memory
         self._state.forget()
         compat.log(f"ds_vertical: {line}")
         with self.optimizer.agreed("self_check"):
