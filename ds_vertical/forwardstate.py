@@ -241,6 +241,7 @@ class StepState:
         that it may write into."""
         if not self._owner.handled:
             return None
+        self.learn([block])  # what the code ahead of the call has changed is no doing of the block's
         found = containers(carriers, given=True) if carriers else []
         tracks = [track for track in self.tracks if track.item.region in (OUTSIDE, block)]
         if not found and not tracks and self._snapshot is None:
