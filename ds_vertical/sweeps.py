@@ -157,7 +157,7 @@ class Sweeps:
         with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=True)
             checking = _Checking(schedule, micro_batches, self.params, gradients, scale, self.layers, note_gradient)
-            self._run(schedule, checking.handlers(), self._company(), gradients)
+            self._run(schedule, checking.handlers(), None, gradients)  # a rank that fails here ends the others (`failures`)
         return checking.losses
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
