@@ -31,6 +31,7 @@ from small import VARIANTS, NotSmall, batch, loss_of, model_types, small_model
 from torch import nn
 from toy import MemoryOptimizer, MemoryParams
 
+from ds_vertical.forwardstate import ForwardState, until_known
 from ds_vertical.gradients import GradientStore
 from ds_vertical.hooks import _joint_hook
 from ds_vertical.layers import LayerError, check_trainable, map_layers
@@ -77,10 +78,16 @@ def run_vertical(model: nn.Module, bodies: Sequence[Callable[[], torch.Tensor]])
     params = MemoryParams(layers)
     optimizer = _Trained(params)
     numel, dtype = (lambda p: params.home[id(p)].numel()), (lambda p: p.dtype)
-    sums = GradientStore(layers.units, torch.float32, numel, dtype, pairs=True)
     schedule = build_training(layers.num_layers, len(bodies))
     runs = [Body(body, 100 + index) for index, body in enumerate(bodies)]
-    losses = Sweeps(layers, params, overlap=True).train(schedule, runs, sums, optimizer, lambda loss: loss / len(runs))
+    state = ForwardState(model, layers, lambda: 0)
+
+    def step() -> list[torch.Tensor]:
+        sums = GradientStore(layers.units, torch.float32, numel, dtype, pairs=True)
+        sweeps = Sweeps(layers, params, overlap=True, state=state)
+        return sweeps.train(schedule, runs, sums, optimizer, lambda loss: loss / len(runs))
+
+    losses = until_known(step, state.forget)
     grads = {n: optimizer.grads.get(id(p), torch.zeros(p.shape)) for n, p in model.named_parameters()}
     return losses, grads, layers.describe()
 
@@ -148,8 +155,10 @@ def _prepared(model_type: str, variant: Mapping[str, int]) -> tuple[Any, ...]:
         try:
             batches = [batch(model, index, image_tokens, video) for index in range(NUM_MICRO_BATCHES)]
             bodies = [partial(_loss, model, each, index) for index, each in enumerate(batches)]
-            with joined(model):
-                losses, grads = run_plain(model, bodies)
+            for runs in (bodies[:1], bodies):  # some models replace modules in their first forward (big_bird)
+                _put_back(model, before)
+                with joined(model):
+                    losses, grads = run_plain(model, runs)
         except NotSmall:
             raise
         except Exception as error:

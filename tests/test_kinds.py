@@ -30,10 +30,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "recurrent": ("mamba", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba"),
     "masked": (
         *("albert", "bert", "roberta", "electra", "distilbert", "xlm", "flaubert", "funnel", "fnet", "mpnet", "deberta-v2"),
-        *("rembert", "modernbert"),
+        *("rembert", "modernbert", "big_bird", "ibert"),
     ),
     "encoder-decoder": ("pegasus", "mbart", "m2m_100", "blenderbot", "marian"),
-    "vision": ("convnext", "hiera", "vit", "swin", "deit", "dinov2", "segformer"),
+    "vision": ("convnext", "hiera", "vit", "swin", "deit", "dinov2", "segformer", "poolformer"),
     "audio": ("whisper", "moonshine", "canary", "cohere_asr"),
     "vision-language": ("paligemma", "llava", "siglip", "git", "aya_vision", "ovis2"),
     "sequence classification": ("deberta-v2", "roberta", "llama", "gpt2"),

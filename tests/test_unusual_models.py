@@ -214,3 +214,33 @@ def test_float64_as_the_default_after_initialize_changes_no_bit(tmp_path: Path, 
             weights.append((losses, read_weights(model)))
     assert weights[0][0] == weights[1][0]
     assert all(torch.equal(value, weights[1][1][name]) for name, value in weights[0][1].items())
+
+
+class OddSizes(nn.Module):
+    """Parameters of three and of ten elements around layers that compute with a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        row = row * self.scale.sum()
+        for layer in self.layers:
+            row = torch.tanh(layer(row))
+        return self.head(row).square().mean()
+
+
+@pytest.mark.parametrize("tier", ["cpu", "none"])
+def test_weights_behind_one_of_odd_size_begin_where_stocks_do(tmp_path: Path, tier: str) -> None:
+    """MKL's product of a row and a matrix rounds by the matrix's address."""
+    rows = torch.Generator().manual_seed(5)
+    batches = [[torch.randn(1, 64, generator=rows) for _ in range(2)] for _ in range(2)]
+    config = base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=0.5, params=tier, optimizer="cpu")
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return OddSizes()
+
+    assert_identical(*run_both(config, build, batches))
