@@ -1149,6 +1149,13 @@ MUTATIONS = (
     ),
     # steps that do not count
     Mutation(
+        "weights-wherever-chunks-begin",
+        "subgroups.py",
+        "        compat_state.place_as_stock(self)\n",
+        "",
+        "test_unusual_models.py::test_weights_behind_one_of_odd_size_begin_where_stocks_do[cpu]",
+    ),
+    Mutation(
         "state-of-whoever-came-last",
         "forwardstate.py",
         "                track.install(track.version(micro_batch))\n",
