@@ -1216,7 +1216,7 @@ MUTATIONS = (
         "calls.py",
         "        self._calls.put_in_order(call)\n        return self\n",
         "        return self\n",
-        "test_cut_anywhere.py::test_a_call_that_was_cut_is_over",
+        "test_cut_anywhere.py::test_a_failed_call_whose_clean_up_was_cut_is_put_in_order_by_the_next",
     ),
     Mutation(
         "calls-within-calls",

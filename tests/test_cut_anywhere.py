@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cutting import Cut, Site, Trials, chosen, recorded
+from cutting import Cut, Site, Trials, chosen, recorded, surroundings
 from deepspeed.accelerator import get_accelerator
 from harness import base_config, build_engine, differing, dispose, read_state, read_weights, running, small_buffers
 from models import MixerModel, token_batches
@@ -53,9 +54,31 @@ def make(kind: str, folder: Path) -> tuple[Any, nn.Module]:
     return build_engine(config if kind == "memory" else small_buffers(config, 600_000), BUILD, vertical=True)
 
 
+@cache
+def sites_of_step(kind: str) -> frozenset[Site]:
+    with tempfile.TemporaryDirectory() as folder:
+        engine, _ = make(kind, Path(folder))
+        try:
+            for step in STEPS[:2]:
+                engine.train_batch(iter(step))
+            with recorded() as found:
+                engine.train_batch(iter(STEPS[2]))
+        finally:
+            dispose(engine)
+    return frozenset(found)
+
+
+def share(found: Counter[Site], kinds: Sequence[str], kind: str, sites_of: Callable[[str], Collection[Site]]) -> list[Cut]:
+    """Of all boundaries those that no kind before this one passes, and this kind's part of the others: each is cut in the first
+    kind that passes it, and in one more."""
+    index = list(kinds).index(kind)
+    before = set().union(*map(sites_of, kinds[:index]))
+    return [cut for number, cut in enumerate(chosen(found)) if cut.site not in before or number % len(kinds) == index]
+
+
 def in_train_batch(folder: Path, kind: str, count: int | None) -> None:
     with Trials(folder, partial(make, kind), STEPS) as trials:
-        cuts = chosen(trials.found, count)
+        cuts = share(trials.found, list(KINDS), kind, sites_of_step) if count is None else chosen(trials.found, count)
         assert len(trials.found) > 600, "boundaries of functions are not seen"
         for cut in cuts:
             trials.cut(cut)
@@ -99,7 +122,7 @@ def sites_of(action: Callable[[Any], object], trials: Trials) -> Counter[Site]:
     return found
 
 
-def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None:
+def action_of(name: str, folder: Path) -> Callable[[Any], object]:
     actions: dict[str, Callable[[Any], object]] = {
         "evaluate": evaluate,
         "save": partial(save, folder=folder / "saved"),
@@ -107,10 +130,25 @@ def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None
         "flush": lambda engine: engine.flush(),
         "read": lambda engine: read_weights(engine.module),
     }
+    return actions[name]
+
+
+@cache
+def sites_of_call(name: str, kind: str) -> frozenset[Site]:
+    with tempfile.TemporaryDirectory() as folder, Trials(Path(folder), partial(make, kind), STEPS) as trials:
+        return frozenset(sites_of(action_of(name, Path(folder)), trials))
+
+
+BETWEEN = ("early", "delayed", "memory")
+
+
+def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None:
+    action = action_of(name, folder)
     with Trials(folder, partial(make, kind), STEPS) as trials:
-        cuts = chosen(sites_of(actions[name], trials), count)
+        found = sites_of(action, trials)
+        cuts = share(found, BETWEEN, kind, partial(sites_of_call, name)) if count is None else chosen(found, count)
         for cut in cuts:
-            trials.cut(cut, actions[name])
+            trials.cut(cut, action)
             shutil.rmtree(folder / "saved", ignore_errors=True)
     assert not trials.wrong, "\n".join(trials.wrong)
     assert count or len(trials.torn) < 0.35 * len(cuts), "\n".join(trials.torn)
@@ -124,9 +162,24 @@ def test_a_call_between_steps_that_is_cut_anywhere(tmp_path: Path, name: str) ->
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["evaluate", "save", "weights", "flush", "read"])
-@pytest.mark.parametrize("kind", ["early", "delayed", "memory"])
+@pytest.mark.parametrize("kind", BETWEEN)
 def test_a_call_between_steps_that_is_cut_everywhere(tmp_path: Path, kind: str, name: str) -> None:
     between_steps(tmp_path, kind, name, None)
+
+
+@cache
+def sites_of_load(kind: str) -> frozenset[Site]:
+    with tempfile.TemporaryDirectory() as folder:
+        engine, _ = make(kind, Path(folder) / "run")
+        try:
+            for step in STEPS[:2]:
+                engine.train_batch(iter(step))
+            engine.save_checkpoint(f"{folder}/saved", tag="two")
+            with recorded() as found:
+                engine.load_checkpoint(f"{folder}/saved", tag="two")
+        finally:
+            dispose(engine)
+    return frozenset(found)
 
 
 def loads(folder: Path, kind: str, count: int | None) -> None:
@@ -140,7 +193,7 @@ def loads(folder: Path, kind: str, count: int | None) -> None:
         saved = read_weights(model) | read_state(engine, model)
         with recorded() as found:
             engine.load_checkpoint(str(folder / "saved"), tag="two")
-        for cut in chosen(found, count):
+        for cut in share(found, BETWEEN, kind, sites_of_load) if count is None else chosen(found, count):
             engine.train_batch(iter(STEPS[2]))
             trained = read_weights(model) | read_state(engine, model)
             try:
@@ -177,7 +230,7 @@ def test_a_load_that_is_cut_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["early", "delayed", "memory"])
+@pytest.mark.parametrize("kind", BETWEEN)
 def test_a_load_that_is_cut_everywhere(tmp_path: Path, kind: str) -> None:
     loads(tmp_path, kind, None)
 
@@ -220,5 +273,28 @@ def test_a_call_that_was_cut_is_over(tmp_path: Path) -> None:
             use()
 
 
-def _interrupted() -> None:
+def test_a_failed_call_whose_clean_up_was_cut_is_put_in_order_by_the_next(tmp_path: Path) -> None:
+    config = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", section=SECTION), 600_000)
+    with running(config, BUILD, vertical=True) as (engine, model):
+        engine.train_batch(iter(STEPS[0]))
+        calls = engine.optimizer.calls
+        put_in_order = calls.put_in_order
+
+        def fail(*_: Any) -> None:
+            calls.put_in_order = _interrupted
+            raise ArithmeticError
+
+        uses = (lambda: engine.train_batch(iter(STEPS[1])), lambda: read_weights(model), engine.flush)
+        for use in uses:
+            before = surroundings(model)
+            hook = model.blocks[1].register_forward_pre_hook(fail)
+            with pytest.raises(KeyboardInterrupt):
+                engine.train_batch(iter(STEPS[0]))
+            calls.put_in_order = put_in_order
+            hook.remove()
+            use()
+            assert surroundings(model) == before
+
+
+def _interrupted(*_: Any) -> None:
     raise KeyboardInterrupt

@@ -457,7 +457,7 @@ def test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too(tmp_path: P
     engine, model = build_engine(config(tmp_path), BUILDS[1], vertical=True)
     try:
         buffers = engine._params._buffers
-        engine._params.reads._native = LateReads(engine._params.reads.native)
+        late = LateReads.of(engine)
         fault = model.get_submodule("blocks.0.up").register_forward_pre_hook(_fail)
         with pytest.raises(ArithmeticError) as caught:
             engine.train_batch(iter(DATA[1][0]))
@@ -465,6 +465,7 @@ def test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too(tmp_path: P
         fault.remove()
         assert engine._params.fetched == []
         assert [buffer.reads for buffer in buffers] == [[]] * len(buffers)
+        assert not late.left and not late.finished, "a read outlives its step"
         losses = [engine.train_batch(iter(step)).item() for step in DATA[1]]
         assert_as_alone(alone[1], engine, model, losses)
     finally:
