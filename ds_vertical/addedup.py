@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ds_vertical.modulestate import Pairs
 from ds_vertical.reachable import MISSING, Container, Contents, owner_key, same_value
 
@@ -25,6 +27,16 @@ def sum_up(before: Pairs, versions: Sequence[Pairs]) -> Pairs:
         own = [version[key] for version in found if key in version]
         result[key] = container, _contents(container, was.get(key, {}), own) if len(own) > 1 else contents
     return _with_new_lists(tuple(result.values()), was, found)
+
+
+def sum_of_tensors(before: torch.Tensor, versions: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What was `before` with everything that all versions have added to it, in their order; of truth values the last one."""
+    total = before
+    if before.dtype == torch.bool:
+        return versions[-1]
+    for each in versions:
+        total = total + (each - before)
+    return total
 
 
 def _contents(container: Container, before: Contents, versions: Sequence[Contents]) -> Contents:

@@ -81,11 +81,6 @@ def put_leaves(found: BlockState | None, outputs: Sequence[Any], leaves: dict[in
     replace_in_objects(outputs, leaves)
 
 
-def other_buffers(module: nn.Module, kept: Collection[int]) -> list[torch.Tensor]:
-    """The buffers of a block, but those over storages that are `kept`."""
-    return [buffer for buffer in module.buffers() if not kept or key_of(buffer.untyped_storage()) not in kept]
-
-
 def requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 

@@ -8,27 +8,31 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 
-from ds_vertical.addedup import sum_up
+from ds_vertical.addedup import sum_of_tensors, sum_up
 from ds_vertical.holders import key_of
 from ds_vertical.modulestate import OUTSIDE, Item, Pairs, PlaceItem, TensorItem, put_back, tensors_of
-from ds_vertical.reachable import Container, container_of, containers, owner_key, with_tensors
+from ds_vertical.reachable import Container, container_of, containers, owner_key, tensors_in, with_tensors
+
+_SMALL: Final = 1 << 12  # elements of a tensor of which a block gets a copy that it may write
 
 
 @dataclass(eq=False)
 class Known:
     """An item that changes, and the parts of the forward that change it, by the layers that they go through. `spread`: these
     are several; `settled`: a whole forward has shown it; `adds_up`: after a step it may hold what all forwards have added;
-    `replaced`: what the last one has left, where it holds that instead."""
+    `replaced`: what the last one has left, where it holds that instead. `sample`: what a forward has left in it, to see whether
+    the code ahead of its writer resets it."""
 
     item: Item
     spread: bool = False
     settled: bool = False
     adds_up: bool = True
     replaced: Any = None
+    sample: Any = None
     writers: set[int] = field(default_factory=set)
 
 
@@ -36,15 +40,14 @@ class Known:
 class Track:
     """An item and its versions in the step that runs: the one before it, each micro-batch's own, the one that is installed.
 
-    `ended`: micro-batches whose forwards are over; `begun`: those that began with another's version, or with none.
+    `begun`: what micro-batches that have none of their own go on with.
     """
 
     known: Known
     base: Any
     installed: Any
-    ended: set[int]
     own: dict[int, Any] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)
+    begun: dict[int, Any] = field(default_factory=dict)
 
     @property
     def item(self) -> Item:
@@ -54,16 +57,18 @@ class Track:
         """See [Note: versions]."""
         if micro_batch in self.own:
             return self.own[micro_batch]
-        self.begun.add(micro_batch)
-        before = [i for i in self.own if i < micro_batch and (not self.known.spread or i in self.ended)]
-        return self.own[max(before)] if before else self.base
+        if not (self.known.spread and micro_batch in self.begun):
+            before = [] if self.known.spread else [index for index in self.own if index < micro_batch]
+            self.begun[micro_batch] = self.own[max(before)] if before else self.base
+        return self.begun[micro_batch]
 
     def final(self, num_micro_batches: int) -> Any:
         """What the item holds after the step."""
-        last, known = self.version(num_micro_batches), self.known
+        last, known = self.own[max(self.own)] if self.own else self.base, self.known
         known.replaced = None
-        if known.spread and len(self.own) > 1 and known.adds_up and isinstance(self.item, PlaceItem):
-            added = sum_up(self.base, [self.own[index] for index in sorted(self.own)])
+        if known.spread and len(self.own) > 1 and known.adds_up and not self.item.is_generator:
+            own = [self.own[index] for index in sorted(self.own)]
+            added: Any = sum_up(self.base, own) if isinstance(self.item, PlaceItem) else sum_of_tensors(self.base, own)
             if not self.item.same(added, last):
                 known.replaced = last
                 return added
@@ -84,20 +89,33 @@ class Learner(Protocol):
         """Find what has changed in these regions that nobody knew of; `tracks` have it afterwards."""
         ...
 
+    def copy_from_now_on(self, path: str) -> NoReturn:
+        """A tensor that a block found has been written in place: the step is to start over, with copies."""
+        ...
+
 
 class BlockState:
     """The state that a block's call began with, so that the recompute in the backward begins with it, too.
 
     What the block reads of it that requires grad stands for itself by a twin while the block runs, as an argument does, and
-    what it writes that requires grad is an output like those that it returns.
+    what it writes that requires grad is an output like those that it returns. A small one it may write in place (`aux += ...`):
+    it gets a copy of the twin. `copies`: of tensors that require none, too, the elements are kept.
     """
 
-    def __init__(self, step: Learner, block: int, tracks: Sequence[Track], carriers: Sequence[Container]) -> None:
+    def __init__(self, step: Learner, block: int, tracks: Sequence[Track], carriers: Sequence[Container], copies: bool) -> None:
         self._step = step
         self._block = block
         self._carriers = carriers
         self._versions: list[tuple[Track, Any]] = [(track, track.item.capture()) for track in tracks]
         self._carried: Pairs = tuple((container, container.read()) for container in carriers)
+        self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a copy of a twin, and the twin
+        self._plain = [(tensor, tensor._version, tensor.clone() if copies else None) for tensor in self._without_gradient()]
+
+    def _without_gradient(self) -> list[torch.Tensor]:
+        pairs = (contents for _, contents in self._pairs())
+        found = (tensor for contents in pairs for value in contents.values() for _, tensor in tensors_in(value))
+        plain = (t for t in found if not (t.requires_grad or t.is_inference() or t.layout is not torch.strided or t.is_meta))
+        return list({id(tensor): tensor for tensor in plain}.values())
 
     def _pairs(self) -> Pairs:
         """All places and containers with their contents at the call."""
@@ -110,8 +128,13 @@ class BlockState:
 
     def lend(self, twins: dict[int, torch.Tensor]) -> None:
         """Let twins stand for the tensors, while the block runs. `twins`: by the tensors' ids."""
-        for container, contents in self._pairs() if twins else ():
-            changed = {key: with_tensors(value, twins) for key, value in contents.items()}
+        if not twins:
+            return
+        own = {id(tensor) for tensor in self.inputs()}
+        lent = {key: twin.clone() if key in own and twin.numel() <= _SMALL else twin for key, twin in twins.items()}
+        self._lent = {id(copy): (copy, twins[key]) for key, copy in lent.items() if copy is not twins[key]}
+        for container, contents in self._pairs():
+            changed = {key: with_tensors(value, lent) for key, value in contents.items()}
             if any(changed[key] is not contents[key] for key in contents):
                 container.write(changed)
 
@@ -122,7 +145,10 @@ class BlockState:
         for track in self._step.tracks:  # new ones: they were at the call what they were before the step
             if id(track) not in known and track.item.region in (OUTSIDE, self._block):
                 self._versions.append((track, track.base))
-        _replace(self._now(), {id(twin): originals[key] for key, twin in twins.items()})
+        given = {id(twin): originals[key] for key, twin in twins.items()}
+        given |= {id(copy): given[id(twin)] for copy, twin in self._lent.values() if copy._version == 0}  # not written
+        self._lent = {}
+        _replace(self._now(), given)
 
     def written(self, but: Collection[int] = ()) -> dict[tuple[int, ...], torch.Tensor]:
         """The tensors that require grad, by position, `but` those with these ids."""
@@ -148,6 +174,7 @@ class BlockState:
         """Within the block everything is as at the call, with the twins in their places; afterwards as before."""
         after = [(track, track.item.capture()) for track, _ in self._versions]
         carried = self._now()
+        now = self._restore_elements()
         for track, version in self._versions:
             track.item.install(version)
         put_back(self._carried)
@@ -158,6 +185,19 @@ class BlockState:
             for track, version in after:
                 track.item.install(version)
             put_back(carried)
+            for tensor, elements in now:
+                tensor.data.copy_(elements)
+
+    def _restore_elements(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Give tensors that were written in place since the call their elements of then. Returns those of now."""
+        written = [(tensor, before) for tensor, count, before in self._plain if tensor._version != count]
+        if any(before is None for _, before in written):
+            self._step.copy_from_now_on(f"a tensor of {tuple(written[0][0].shape)} in state that a block finds")
+        now = [(tensor, tensor.clone()) for tensor, _ in written]
+        for tensor, before in written:
+            assert before is not None
+            tensor.data.copy_(before)
+        return now
 
 
 def tensors_in_objects(values: Iterable[Any]) -> list[tuple[tuple[int, ...], torch.Tensor]]:

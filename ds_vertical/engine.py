@@ -224,7 +224,8 @@ class VerticalEngine(SavingEngine):
         self._gradients = self._new_sums()
         self._activations = open_activations(vertical, layers, folder, new_queue, device, left)
         self._stopping = Stopping(vertical.on_signal, self.optimizer.regime)
-        self._state = ForwardState(self.module, layers, lambda: self.optimizer.num_decided)
+        in_turn = vertical.order == "horizontal"
+        self._state = ForwardState(self.module, layers, lambda: self.optimizer.num_decided, in_turn, vertical.snake)
         self._sweeps = Sweeps(
             layers,
             self._params,
@@ -317,12 +318,18 @@ class VerticalEngine(SavingEngine):
 
     @ranks.together
     def evaluate(self, bodies: list[Body]) -> list[Any]:
-        """Run forwards layer-major without training; returns what each returned."""
-        schedule = build_evaluation(self.layers.num_layers, len(bodies), window=self.vertical.prefetch_layers)
+        """Run forwards without training, layer-major or, with "horizontal", one after the other; returns what each returned."""
+        in_turn = self.vertical.order == "horizontal"
         with self.optimizer.agreed("evaluation"):
             self.optimizer.flush()
         with self.optimizer.calls.running(), WATCH.watching(), suspended_hooks(self), self.optimizer.schedule_running():
-            return until_known(partial(self._sweeps.evaluate, schedule, bodies), self._state.forget)
+            return [
+                result for some in ([[each] for each in bodies] if in_turn else [bodies]) for result in self._evaluated(some)
+            ]
+
+    def _evaluated(self, bodies: list[Body]) -> list[Any]:
+        schedule = build_evaluation(self.layers.num_layers, len(bodies), window=self.vertical.prefetch_layers)
+        return until_known(partial(self._sweeps.evaluate, schedule, bodies), self._state.forget)
 
     def check_itself(self, bodies: list[Body]) -> None:
         """Before the first step, where the JSON asks for it: see `selfcheck`. Raises SelfCheckError on every rank."""

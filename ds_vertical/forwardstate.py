@@ -12,14 +12,24 @@ the self-check tells. Of what is not added up the modules hold the last micro-ba
 
 [Note: learning] Which items change is learned in the first step, and again when modules, their modes or the form of the
 micro-batches change: all state is compared with what it was before, behind every part of each forward. From then on only
-those few are handled. An attribute of a module that is set for the first time later is noticed at once (`_Watch`).
+those few are handled. Every later step compares all state once more, at the end of its first and its last forward, and where
+something fails. What has changed and was not known makes the step start over, with that known (`until_known`): state put
+back, nothing stepped. So a step counts only if all that its forwards have changed was known when the first of them began.
+
+[Note: resets] Where the prefix empties a list that a block fills, nothing changes as long as all forwards begin with an empty one.
+So a step that has learned of an item which one part alone seems to change starts over with such an item filled, as the forward
+before would have left it. Whoever changes it then is one of those that change it. What this run computes is thrown away.
+
+[Note: one after the other] With a single micro-batch, or in stock's order ("horizontal"), each forward is over before the next
+one begins. Then modules hold what they hold, and only the recompute of a block needs to know what the block found.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
 
 from greenlet import getcurrent
 from torch import nn
@@ -28,12 +38,12 @@ from ds_vertical.blockstate import BlockState, Known, Track
 from ds_vertical.changes import Changed
 from ds_vertical.layers import LayerError, LayerMap
 from ds_vertical.modulestate import (
+    LARGEST_NUMEL,
     OUTSIDE,
     Change,
     GeneratorItem,
     Item,
     PlaceItem,
-    Slot,
     Snapshot,
     TensorItem,
     deep,
@@ -48,23 +58,30 @@ from ds_vertical.stubs import Coroutine
 
 T = TypeVar("T")
 _MOST_RUNS = 8  # of a step
-SMALL_NUMEL = 1 << 16  # elements of a buffer that is copied in every step, lest it change for the first time
-HORIZONTAL = 'or set vertical_schedule.order to "horizontal", which is exact'
+HORIZONTAL = 'or set vertical_schedule.order to "horizontal", which runs one micro-batch after the other'
+_MAY_BE_STATES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)  # what wrong state may end in
 
 
 class ForwardState:
     """Of one model: which state its forwards change. It outlives steps; `opened` handles it in one of them.
 
-    `num_decided`: how many training steps have counted so far.
+    `num_decided`: how many training steps have counted so far. `in_turn`: each forward and its backward are over before the
+    next one begins. `snake`: in training every second layer takes the micro-batches last first. `copies`: tensors that state
+    holds are written in place, so that what a block finds is copied.
     """
 
-    def __init__(self, model: nn.Module, layers: LayerMap, num_decided: Callable[[], int]) -> None:
+    def __init__(
+        self, model: nn.Module, layers: LayerMap, num_decided: Callable[[], int], in_turn: bool = False, snake: bool = False
+    ) -> None:
         self._num_decided = num_decided
         self.model = model
         self._layers = layers
+        self.in_turn = in_turn
+        self.snake = snake
         self._known: set[Hashable] = set()
-        self._modules: dict[int, str] = {}
         self.items: list[Known] = []
+        self.copies = False
+        self.probes = False  # the next run is only to see who changes what: see [Note: resets]
         self.handled = True  # switched off by tests of the self-check
 
     def forget(self) -> None:
@@ -72,30 +89,62 @@ class ForwardState:
         self._known.clear()
 
     @contextlib.contextmanager
-    def opened(self, forms: Sequence[Hashable], seeds: Sequence[int | None], functions: Sequence[Any]) -> Iterator[StepState]:
+    def opened(
+        self, forms: Sequence[Hashable], seeds: Sequence[int | None], functions: Sequence[Any], training: bool = True
+    ) -> Iterator[StepState]:
         """The state of one schedule's forwards. `forms`: what tells the micro-batches' structures apart; `functions`: those of
         the user that the forwards call. After an error in a step that does not count everything is what it was before."""
         kind = _shape_of(self.model), tuple(getattr(each, "__code__", id(each)) for each in functions)
         wanted = {(kind, form) for form in forms} - self._known
-        slots: list[Slot] = []
-        if self.handled and wanted:
-            self._modules = {id(module): path for path, module in self.model.named_modules()}
-            slots = survey(self.model, [block.module for block in self._layers.blocks], functions)
+        blocks = [block.module for block in self._layers.blocks]
+        slots = survey(self.model, blocks, functions) if self.handled else []
+        snapshot = Snapshot(slots, closely=bool(wanted))
+        self._keep(snapshot)
         decided = self._num_decided()
-        step = StepState(self, self._layers, slots, seeds)
-        with _Watch(step, self._modules).watching(), Changed(lambda: step.finish(self._num_decided() != decided)):
-            yield step
+        step = StepState(self, self._layers, snapshot, bool(wanted) and self.handled, seeds, self.snake and training)
+        modules = {id(module): path for path, module in self.model.named_modules()} if self.handled else {}
+        with _Watch(step, modules).watching(), Changed(lambda: step.finish(self._num_decided() != decided)):
+            try:
+                yield step
+            except (*_MAY_BE_STATES, LayerError) as error:
+                if self._num_decided() == decided and not isinstance(error, StateMissed):
+                    step.blame_state(error)
+                raise
             step.over = True
         self._known.update(wanted)
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        """Drop the items of what the user has replaced since; what stands in its place is known as that was."""
+        dicts = {id(each) for module in self.model.modules() for each in (vars(module), vars(module)["_buffers"])}
+        there: dict[Hashable, Item] = {}
+        for item in snapshot.items():
+            there.setdefault(key_of_item(item), item)
+        gone = [known for known in self.items if not _is_there(known.item, there, dicts)]
+        if not gone or not self.handled:
+            return
+        by_path = {known.item.path: known for known in gone}
+        self.items = [known for known in self.items if known not in gone]
+        held = {key_of_item(known.item) for known in self.items}
+        for key, item in there.items():
+            old = by_path.get(item.path)
+            if old is not None and key not in held and type(item) is type(old.item):
+                item.region = old.item.region
+                self.items.append(replace(old, item=item, writers=set(old.writers)))
+
+
+def _is_there(item: Item, there: Mapping[Hashable, Item], dicts: Collection[int]) -> bool:
+    key = key_of_item(item)
+    return item.is_global or key in there or (isinstance(key, tuple) and key[0] in dicts)
 
 
 class StateMissed(LayerError):
     """State has changed in another way than was known of it. What is known now is right: the step is to be run again."""
 
     def __init__(self, path: str) -> None:
+        self.path = path
         super().__init__(
-            f"{path} has changed during the forward in a way that could not be foreseen; keep what changes in the blocks, or in"
-            f" the model's forward, {HORIZONTAL}"
+            f"{path} changes in each run of this step in a way that could not be foreseen; keep what changes in the blocks, or"
+            f" in the model's forward, {HORIZONTAL}"
         )
 
 
@@ -105,7 +154,7 @@ def until_known(run: Callable[[], T], forget: Callable[[], None], say: Callable[
         try:
             return run()
         except StateMissed as missed:  # nothing of the step counts
-            say(f"this step is run again: {missed}")
+            say(f"this step starts over, now that it is known that forwards change {missed.path}")
             forget()
     return run()
 
@@ -113,14 +162,26 @@ def until_known(run: Callable[[], T], forget: Callable[[], None], say: Callable[
 class StepState:
     """The items of state in one step, or evaluation, and which micro-batch's versions the modules hold."""
 
-    def __init__(self, owner: ForwardState, layers: LayerMap, slots: Sequence[Slot], seeds: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        owner: ForwardState,
+        layers: LayerMap,
+        snapshot: Snapshot,
+        learns: bool,
+        seeds: Sequence[int | None],
+        snake: bool,
+    ) -> None:
         self._owner = owner
         self._layers = layers
-        self._snapshot = Snapshot(slots) if slots else None
+        self._snapshot = snapshot
+        self._learns = learns
         self._seeds = seeds
+        self._in_turn = owner.in_turn or len(seeds) == 1
+        self._snake = snake and not self._in_turn
         self._written: set[int] = set()  # tracks of which an attribute was set, since they were looked at
         self._ended: set[int] = set()
         self._layer: int | None = None
+        self._news: list[str] = []  # paths of what nobody knew of as this step began
         self.over = False
         self.tracks: list[Track] = []
         self._by_key: dict[Hashable, Track] = {}
@@ -128,16 +189,16 @@ class StepState:
             self._add(known, known.item.capture())
         # used at all? each micro-batch's numbers begin with the seed, so this has to be known ahead of the first one
         self._unused = [(item, item.capture()) for item in global_generators() if key_of_item(item) not in self._by_key]
-        for item, state in self._unused if slots else ():
-            self.note(Change(item, state))
-        kept = {id(track.item.tensor) for track in self.tracks if isinstance(track.item, TensorItem)}
-        others = (buffer for buffer in owner.model.buffers() if buffer.numel() <= SMALL_NUMEL and id(buffer) not in kept)
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in others]
+        for item, state in self._unused if learns else ():
+            self._note(Change(item, state))
+        self._probes, owner.probes = owner.probes and learns and not self._in_turn, False
+        self._params = list(owner.model.parameters())
+        self._flags = [param.requires_grad for param in self._params]
 
     # ---- which items there are
 
     def _add(self, known: Known, base: Any) -> Track:
-        item, track = known.item, Track(known, base, base, self._ended)
+        item, track = known.item, Track(known, base, base)
         self.tracks.append(track)
         self._by_key[key_of_item(item)] = track
         if item.is_global:
@@ -148,87 +209,143 @@ class StepState:
 
     def learn(self, regions: Iterable[int] | None) -> list[Track]:
         """Find what has changed in these regions (None: all) that nobody knew of."""
-        if self._snapshot is None:
-            return []
-        changes = [change for change in self._snapshot.changes(regions) if key_of_item(change.item) not in self._by_key]
-        return [self.note(change) for change in changes]
+        return self._find(regions) if self._learns else []
 
-    def note(self, change: Change) -> Track:
+    def _find(self, regions: Iterable[int] | None) -> list[Track]:
+        changes = [change for change in self._snapshot.changes(regions) if key_of_item(change.item) not in self._by_key]
+        self._news += [change.item.path for change in changes]
+        return [self._note(change) for change in changes]
+
+    def _note(self, change: Change) -> Track:
         """An item has changed for the first time, or is about to; what it was holds for all forwards."""
         known = self._by_key.get(key_of_item(change.item))
         if known is not None:
             return known
+        if change.before is None:
+            _refuse_large(change.item)
         in_layer = self._layer is not None and self._layer >= 0
         found = Known(change.item, spread=change.item.region == OUTSIDE and in_layer)  # until a whole forward has shown it
         self._owner.items.append(found)
         return self._add(found, change.before)
+
+    def blame_state(self, error: Exception) -> None:
+        """Raise StateMissed where something has failed and state has changed that nobody knew of: it may be why."""
+        self._find(None)
+        if self._probes:
+            raise StateMissed("what the last run of it has shown") from error
+        if self._news:
+            raise StateMissed(self._news[0]) from error
 
     def note_attribute(self, owner: dict[str, Any], name: str, path: str, region: int) -> None:
         """An attribute, or a buffer, of a module is about to be set."""
         place = entry_of(owner, name)
         known = self._by_key.get(place.owner)
         if known is None:
-            known = self.note(Change(PlaceItem(path, region, place), deep(place, path)))
+            self._news.append(path)
+            known = self._note(Change(PlaceItem(path, region, place), deep(place, path)))
         self._written.add(id(known))
 
     # ---- whose turn it is
 
     def _near(self, layer: int | None) -> set[int] | None:
         """The regions whose state may change, or be read, while a forward goes through a layer and the glue before it; None:
-        all, in the suffix."""
-        if layer is None:
+        all, in the prefix and in the suffix."""
+        if layer is None or layer < 0:
             return None
         layers = self._layers.layers
-        return {OUTSIDE, *layers[max(layer, 0)], *layers[max(layer - 1, 0)]}
+        return {OUTSIDE, *layers[layer], *layers[max(layer - 1, 0)]}
 
     def enter(self, micro_batch: int, layer: int | None) -> None:
         """The forward of a micro-batch goes on: through a layer (below 0: the prefix; None: the suffix). Or its backward."""
         self._layer = layer
         near = self._near(layer)
         for track in self.tracks:
-            if near is None or track.item.region in near or isinstance(track.item, PlaceItem):
-                track.install(track.version(micro_batch))
+            if self._in_turn:
+                if track.item.is_global and layer is not None and layer < 0 and self._seeds[micro_batch] is not None:
+                    track.install(track.own[micro_batch])
+            elif near is None or track.item.region in near or isinstance(track.item, PlaceItem):
+                track.install(self._sampled(track, micro_batch, layer) or track.version(micro_batch))
+
+    def _sampled(self, track: Track, micro_batch: int, layer: int | None) -> Any:
+        """What the prefix of a later micro-batch begins with where this run is to show whether it resets it."""
+        wanted = self._probes and micro_batch > 0 and layer is not None and layer < 0 and micro_batch not in track.own
+        return track.known.sample if wanted and not track.known.spread else None
 
     def leave(self, micro_batch: int, layer: int | None) -> None:
         """The forward parks, or has ended."""
         near = self._near(layer)
-        found = self.learn(near)
+        if self._learns or layer is None or layer < 0:
+            self._refuse_thawed()
+        for track in self.learn(None):
+            if near is not None and track.item.region not in near:
+                track.item.region = OUTSIDE  # something else than its block has changed it
         written, self._written = self._written, set()
         for track in self.tracks:
-            if near is None or track.item.region in near or id(track) in written:
+            if self._in_turn:
+                self._look_in_turn(track, layer)
+            elif near is None or track.item.region in near or id(track) in written:
                 self._look(track, micro_batch, layer)
         if layer is None:
-            self._end(micro_batch, found)
+            self._end(micro_batch)
+
+    def _look_in_turn(self, track: Track, layer: int | None) -> None:
+        """Of Python's and NumPy's generators: whether this forward has used them."""
+        if layer is None and track.item.is_global and not track.item.same(track.item.capture(), track.installed):
+            track.known.writers.add(0)
 
     def _look(self, track: Track, micro_batch: int, layer: int | None) -> None:
         now, item, known = track.item.capture(), track.item, track.known
         if item.same(now, track.installed):
             return
+        if self._snake and layer is not None and known.settled and not (known.spread or item.is_global):
+            _refuse_snake(item.path)
         if item.is_generator and not item.is_global and any(index > micro_batch for index in track.own):
-            _refuse_shared_generator(item.path)
+            (_refuse_snake if self._snake else _refuse_shared_generator)(item.path)
         track.own[micro_batch] = track.installed = now
         known.writers.add(len(self._layers.layers) if layer is None else layer)
         if len(known.writers) > 1 and not known.spread and not item.is_global:
             known.spread = known.settled = True
             self._unless_others_began(track, micro_batch)
 
-    def _end(self, micro_batch: int, found: Sequence[Track]) -> None:
+    def _end(self, micro_batch: int) -> None:
         """A forward is over: what it has shown of items must be what others began with."""
         self._ended.add(micro_batch)
-        for item, state in self._unused if self._snapshot is None else ():
+        for item, state in self._unused if not self._learns else ():
             if not item.same(item.capture(), state):
                 raise StateMissed(item.path)
-        for track in found:
-            if track.item.region != OUTSIDE:
-                track.item.region = OUTSIDE  # something else than its block has changed it
-                raise StateMissed(track.item.path)
-        for track in self.tracks:
+        for track in self.tracks if not self._in_turn else ():
             known = track.known
             if micro_batch in track.own and not known.settled and not track.item.is_global:
                 known.settled, was_spread = True, known.spread
                 known.spread = len(known.writers) > 1
                 if was_spread and not known.spread and any(index > micro_batch for index in track.own):
                     raise StateMissed(track.item.path)  # they should have gone on with what this forward has left
+        is_last = len(self._ended) == len(self._seeds)
+        if (len(self._ended) == 1 or is_last) and self._owner.handled:
+            self._find(None)
+        if is_last and self._probes:
+            raise StateMissed("what the last run of it has shown")
+        if self._news and (is_last or not self._learns):
+            self._start_over()
+
+    def _start_over(self) -> NoReturn:
+        """Raise StateMissed. The run after this one shows who resets what one part alone seems to change."""
+        for track in self.tracks:
+            alone = not (track.known.spread or track.item.is_generator or self._in_turn)
+            track.known.sample = track.own.get(0) if alone else None
+            self._owner.probes |= self._learns and track.known.sample is not None
+        raise StateMissed(self._news[0])
+
+    def _refuse_thawed(self) -> None:
+        if all(param.requires_grad == before for param, before in zip(self._params, self._flags, strict=True)):
+            return
+        for (name, param), before in zip(self._owner.model.named_parameters(), self._flags, strict=True):
+            if param.requires_grad != before:
+                raise LayerError(
+                    f"the forward has set requires_grad of {name} to {param.requires_grad}; blocks run once more in the"
+                    " backward, with what is set then: set it before ds_vertical.initialize, and detach what is to get no"
+                    " gradient"
+                )
 
     def _unless_others_began(self, track: Track, micro_batch: int) -> None:
         if any(index > micro_batch for index in track.begun):
@@ -244,9 +361,14 @@ class StepState:
         self.learn([block])  # what the code ahead of the call has changed is no doing of the block's
         found = containers(carriers, given=True) if carriers else []
         tracks = [track for track in self.tracks if track.item.region in (OUTSIDE, block)]
-        if not found and not tracks and self._snapshot is None:
+        if not found and not tracks and not self._learns:
             return None
-        return BlockState(self, block, tracks, found)
+        return BlockState(self, block, tracks, found, self._owner.copies)
+
+    def copy_from_now_on(self, path: str) -> NoReturn:
+        """Raise StateMissed: a tensor that a block found in state was written in place afterwards."""
+        self._owner.copies = True
+        raise StateMissed(path)
 
     # ---- the end
 
@@ -260,13 +382,16 @@ class StepState:
 
     def _conclude(self) -> None:
         for track in self.tracks:
-            track.install(track.base if track.item.is_global else track.final(len(self._seeds)))
+            if track.item.is_global:
+                if any(seed is not None for seed in self._seeds):
+                    track.install(track.base)
+            elif not self._in_turn:
+                track.install(track.final(len(self._seeds)))
         self._owner.items = [known for known in self._owner.items if known.writers or not known.item.is_global]
 
     def _undo(self) -> None:
-        self.learn(None)
-        for buffer, before in self._buffers:
-            buffer.data.copy_(before)
+        if self._owner.handled:
+            self._find(None)
         for track in self.tracks:
             track.installed = None
             track.install(track.base)
@@ -279,7 +404,7 @@ def key_of_item(item: Item) -> Hashable:
     if isinstance(item, PlaceItem):
         return owner_key(item.place)
     if isinstance(item, TensorItem):
-        return "tensor", id(item.tensor)
+        return "tensor", id(item.owner)
     assert isinstance(item, GeneratorItem)
     return "generator", item.key
 
@@ -292,6 +417,27 @@ def _refuse_shared_generator(path: str) -> None:
         f"{path}: a generator of random numbers that several parts of the forward draw from; layer-major order cannot know"
         " where the next micro-batch's numbers begin: give every block a generator of its own, use torch's default one,"
         f" {HORIZONTAL}"
+    )
+
+
+def _refuse_snake(path: str) -> None:
+    raise LayerError(
+        f"{path}: what one micro-batch leaves there the next one finds, and vertical_schedule.snake runs every second layer's"
+        ' micro-batches last first: write "snake": false'
+    )
+
+
+def _refuse_large(item: Item) -> None:
+    assert isinstance(item, TensorItem)
+    numel = item.tensor.numel()
+    if numel > LARGEST_NUMEL:
+        raise LayerError(
+            f"{item.path} is written during the forward and has {numel} elements; of more than {LARGEST_NUMEL} no micro-batch"
+            " gets a copy: write it outside the forward, or into several smaller tensors"
+        )
+    raise LayerError(
+        f"{item.path} ({numel} elements) is written during the forward for the first time, after steps that did not write it,"
+        " and what it held before was not copied; write it in the first step, too, and load the last checkpoint"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ class Loop:
         self._surveyor: Surveyor | None = None
         self._own_data: Iterator[Any] | None = None
         self._gauged_tokens = 0
+        self._num_evaluations = 0
 
     # ---- the work, by arm
 
@@ -238,7 +239,17 @@ class VerticalLoop(Loop):
             self.engine.conclude_step(num_micro_batches)
 
     def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
-        return self.engine.evaluate([self._body(batch, None, loss_fn) for batch in batches])
+        seeds = self._evaluation_seeds(len(batches))
+        return self.engine.evaluate([self._body(*each, loss_fn) for each in zip(batches, seeds, strict=True)])
+
+    def _evaluation_seeds(self, num_micro_batches: int) -> Sequence[int | None]:
+        """Forwards that take turns cannot share the caller's random stream: each has one of its own, another in each evaluation.
+        What the caller draws afterwards is what it would have drawn."""
+        if num_micro_batches == 1 or self.engine.vertical.order == "horizontal":
+            return [None] * num_micro_batches
+        self._num_evaluations += 1
+        base, rank = torch.initial_seed(), ranks.rank()
+        return [micro.stream_seed(base, -self._num_evaluations, index, rank) for index in range(num_micro_batches)]
 
     def _body(self, batch: Any, seed: int | None, loss_fn: LossFn | None) -> Body:
         functions = () if loss_fn is None else (loss_fn,)

@@ -30,7 +30,6 @@ from ds_vertical.blockcall import (
     changed,
     is_given_as_it_is,
     leaf_of,
-    other_buffers,
     put_leaves,
     requires_grad,
     tensors_among,
@@ -40,7 +39,7 @@ from ds_vertical.blockcall import (
     written_by,
 )
 from ds_vertical.blockstate import BlockState
-from ds_vertical.forwardstate import HORIZONTAL, SMALL_NUMEL, StateMissed, StepState
+from ds_vertical.forwardstate import StepState
 from ds_vertical.gradients import OWN_BACKWARD
 from ds_vertical.layers import LayerError, LayerMap, Unit
 from ds_vertical.reachable import container_of
@@ -121,6 +120,10 @@ class MicroBatch:
             self._wrong_order("the model called a block once more after its last layer")
         result, self.result = self.result, None
         return result
+
+    def leave_random_numbers(self) -> None:
+        """Let this thread's random streams go on where the forward, which is over, has left its own."""
+        self._state.apply_rng()
 
     def close(self) -> None:
         """End a parked forward (after an error) so that nothing of it outlives the step."""
@@ -267,15 +270,6 @@ class MicroBatch:
             " input: change the block to write a copy"
         ) from cause
 
-    def _refuse_late_write(self, block: int, largest_numel: int) -> NoReturn:
-        """A buffer has been written that no step before has written: in the forward, and once more in the recompute."""
-        if largest_numel <= SMALL_NUMEL:
-            raise StateMissed(f"a buffer of {self._path(block)}")
-        raise LayerError(
-            f"a buffer of block {self._path(block)} with up to {largest_numel} elements is written for the first time, after a"
-            f" step that did not write it; write it from the first step on, {HORIZONTAL}"
-        )
-
     def _refuse_checkpoint(self, block: int) -> None:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
@@ -386,23 +380,15 @@ class MicroBatch:
     def _recompute(self, block: int, call: BlockCall, given: list[Any]) -> list[Any]:
         """The block's outputs, with their graph."""
         args, kwargs = pytree.tree_unflatten(given, call.spec)
-        module = self.layers.blocks[block].module
-        kept = call.found.tensors() if call.found is not None else set[int]()
-        buffers = other_buffers(module, kept)
-        counts = versions_of(buffers)
         with applied(call.state), torch.enable_grad():
             output = call.context.run(self.stubs.raw[block], *args, **kwargs)
-        if counts != versions_of(buffers):
-            self._refuse_late_write(block, max(each.numel() for each in buffers))
         outputs = pytree.tree_leaves(output)
         written = written_by(call.found, outputs) if call.written else {}
         return [*outputs, *(written.get(position) for position in call.written)]
 
     def _run_graph(self, call: BlockCall, graph: BlockGraph, grads: Sequence[torch.Tensor | None]) -> None:
         pairs = [
-            (value, grad)
-            for value, grad in zip(graph.outputs, grads, strict=True)
-            if grad is not None and requires_grad(value)
+            (value, grad) for value, grad in zip(graph.outputs, grads, strict=True) if grad is not None and requires_grad(value)
         ]
         if not pairs:
             return

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import collections
 import enum
+import functools
 import sys
+import sysconfig
+import threading
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -40,6 +44,13 @@ class Container:
     write: Callable[[Contents], None]
 
 
+@dataclass(frozen=True)
+class Attribute:
+    """The key of an attribute of an object that has elements, too (a subclass of list or dict)."""
+
+    name: str
+
+
 HOMES: set[str] = {"__main__"}  # packages of the models and functions that were surveyed: whose objects are the user's own
 
 
@@ -58,14 +69,12 @@ def container_of(value: Any, given: bool = False) -> Container | None:
     it was handed to a block, or by one, so that only the objects of a few libraries end the search."""
     if isinstance(value, _ATOMS) or isinstance(value, _ATOMS_TOO) or isinstance(value, _CALLED):
         return None
-    if isinstance(value, list | collections.deque):
-        return Container(value, lambda: dict(enumerate(value)), lambda contents: _refill(value, contents.values()))
-    if isinstance(value, dict):
-        return Container(value, lambda: dict(value), lambda contents: _update(value, contents))
-    if isinstance(value, set):
-        return Container(value, lambda: {each: each for each in value}, lambda contents: _refill_set(value, contents))
     if isinstance(value, tuple | frozenset):
         return None
+    if isinstance(value, list | collections.deque | dict | set):
+        return _collection(value)
+    if isinstance(value, threading.local):
+        return Container(value, lambda: dict(vars(value)), lambda contents: _update(vars(value), contents))
     if _ends_the_search(type(value), given):
         return None
     attributes = getattr(value, "__dict__", None)
@@ -73,6 +82,43 @@ def container_of(value: Any, given: bool = False) -> Container | None:
         return Container(value, lambda: dict(attributes), lambda contents: _update(attributes, contents))
     slots = [name for cls in type(value).__mro__ for name in _slots_of(cls)]
     return Container(value, partial(_read_slots, value, slots), partial(_write_slots, value, slots)) if slots else None
+
+
+def _collection(value: Any) -> Container:
+    """The elements of a collection and, of a subclass, its attributes."""
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return Container(value, partial(_elements, value), partial(_set_elements, value))
+
+    def read() -> dict[Any, Any]:
+        return _elements(value) | {Attribute(name): each for name, each in attributes.items()}
+
+    def write(contents: Contents) -> None:
+        _set_elements(value, {key: each for key, each in contents.items() if not isinstance(key, Attribute)})
+        _update(attributes, {key.name: each for key, each in contents.items() if isinstance(key, Attribute)})
+
+    return Container(value, read, write)
+
+
+def _elements(value: Any) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        return dict(value.items())
+    return {each: each for each in value} if isinstance(value, set) else dict(enumerate(value))
+
+
+def _set_elements(value: Any, contents: Contents) -> None:
+    """By the methods of the built-in types: a subclass may refuse its own."""
+    if isinstance(value, dict):
+        _update(value, contents)
+    elif isinstance(value, set):
+        kept = list(contents)
+        set.clear(value)
+        set.update(value, kept)
+    else:
+        base: Any = list if isinstance(value, list) else collections.deque
+        kept = list(contents.values())
+        base.clear(value)
+        base.extend(value, kept)
 
 
 def _slots_of(cls: type) -> Sequence[str]:
@@ -98,24 +144,33 @@ def _ends_the_search(cls: type, given: bool) -> bool:
     root = cls.__module__.partition(".")[0]
     if issubclass(cls, collections.UserDict | collections.UserList | types.SimpleNamespace):
         return False
-    return root in _ENDS if given else root not in HOMES or root in _ENDS
+    return root in _ENDS or (not given and root not in HOMES and is_installed(root))
 
 
-def _refill(value: Any, contents: Iterable[Any]) -> None:
-    kept = list(contents)
-    value.clear()
-    value.extend(kept)
+@functools.cache
+def is_installed(root: str) -> bool:
+    """Whether a top-level package is the interpreter's or an installed one, not a file of the user's."""
+    module = sys.modules.get(root)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    if file is None:
+        return True
+    kept = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    path = Path(file).resolve()
+    return "site-packages" in path.parts or any(path.is_relative_to(Path(each).resolve()) for each in kept)
 
 
-def _refill_set(value: set[Any], contents: Contents) -> None:
-    value.clear()
-    value.update(contents)
+def is_users_module(value: Any) -> bool:
+    """Whether a value is a module that the user has written."""
+    root = value.__name__.partition(".")[0] if isinstance(value, types.ModuleType) else "builtins"
+    return root not in _ENDS and (root in HOMES or not is_installed(root)) and root != "builtins"
 
 
 def _update(value: dict[Any, Any], contents: Contents) -> None:
+    base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
     kept = dict(contents)
-    value.clear()
-    value.update(kept)
+    base.clear(value)
+    for key, each in kept.items():
+        base.__setitem__(value, key, each)
 
 
 def containers(values: Iterable[Any], given: bool = False) -> list[Container]:
@@ -190,6 +245,11 @@ def is_foreign(function: Any) -> bool:
     """Whether a function is a library's, whose globals are no state of a user's forward."""
     home = getattr(function, "__module__", None) or "builtins"
     return home.partition(".")[0] in _ENDS | {"transformers", "builtins"}
+
+
+def is_internal(function: Any) -> bool:
+    """Whether a function is this package's, or DeepSpeed's."""
+    return (getattr(function, "__module__", None) or "").partition(".")[0] in ("ds_vertical", "deepspeed")
 
 
 def called(value: Any) -> Iterator[types.FunctionType]:

@@ -162,23 +162,25 @@ class Sweeps:
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
-        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
+        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies, training=False) as modules:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=False)
             company = self._company()
             evaluation = _Evaluation(schedule, micro_batches, self.params, self.leave, company)
             self._run(schedule, evaluation.handlers(), company)
             if company is not None:
                 company.conclude()
+        if len(bodies) == 1 and bodies[0].seed is None:
+            micro_batches[0].leave_random_numbers()  # the caller's go on where this forward has left them, as in stock
         return evaluation.results
 
     def _company(self) -> Company | None:
         return None if self.others is None else Company(self.others)
 
-    def _state_of(self, bodies: Sequence[Body]) -> contextlib.AbstractContextManager[StepState | None]:
+    def _state_of(self, bodies: Sequence[Body], training: bool = True) -> contextlib.AbstractContextManager[StepState | None]:
         if self.state is None:
             return contextlib.nullcontext()
         functions = list(dict.fromkeys(function for body in bodies for function in body.functions))
-        return self.state.opened([body.form for body in bodies], [body.seed for body in bodies], functions)
+        return self.state.opened([body.form for body in bodies], [body.seed for body in bodies], functions, training)
 
     def _micro_batches(
         self, bodies: Sequence[Body], stubs: Stubs, modules: StepState | None, keep: bool, moved: Collection[int] = ()

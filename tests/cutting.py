@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -236,3 +237,4 @@ class Trials:
         engine, self._engine, self._model = self._engine, None, None
         with contextlib.suppress(Exception):  # of one that is torn
             dispose(engine)
+        shutil.rmtree(self._folder / str(self._made), ignore_errors=True)

@@ -150,11 +150,11 @@ def test_one_micro_batchs_graph_and_logits_are_alive_at_a_time(kind: type[ToyMod
 def test_a_hugging_face_model_in_the_engine_runs_its_last_layer_once(tmp_path: Path) -> None:
     """And has one micro-batch's logits at a time."""
     notes = ModuleType("notes")  # of which no copy is taken: recomputes are counted, too
-    notes.runs, alive, most = Counter[int](), set[StorageWeakRef](), list[int]()
+    notes.runs, notes.alive, notes.most = Counter[int](), set[StorageWeakRef](), list[int]()
 
     def keep(*found: Any) -> None:
-        alive.add(StorageWeakRef(found[2].untyped_storage()))
-        most.append(sum(not logits.expired() for logits in alive))
+        notes.alive.add(StorageWeakRef(found[2].untyped_storage()))
+        notes.most.append(sum(not logits.expired() for logits in notes.alive))
 
     config = base_config(tmp_path, num_micro_batches=NUM_MICRO_BATCHES, params="cpu", optimizer="cpu")
     with running(config, partial(tiny_gpt2, NUM_LAYERS), vertical=True) as (engine, model):
@@ -164,7 +164,7 @@ def test_a_hugging_face_model_in_the_engine_runs_its_last_layer_once(tmp_path: P
         for step_batches in token_batches(2, NUM_MICRO_BATCHES):
             engine.train_batch(iter(step_batches))
     assert notes.runs == {0: 4 * NUM_MICRO_BATCHES, 1: 4 * NUM_MICRO_BATCHES, LAST: 2 * NUM_MICRO_BATCHES}
-    assert most == [1] * 2 * NUM_MICRO_BATCHES
+    assert notes.most == [1] * 2 * NUM_MICRO_BATCHES
 
 
 def test_an_input_of_the_last_layer_changed_after_it_ran_is_refused() -> None:
