@@ -94,11 +94,12 @@ def test_under_the_umask_0_a_run_is_its_owners_alone_and_has_stocks_bits(tmp_pat
         with running(config, MixerModel, vertical=True) as (engine, _):
             losses = [engine.train_batch(iter(step)).item() for step in steps]
             (folder,) = (tmp_path / "ssd").iterdir()
-            modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
+            modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, *folder.rglob("*"))}
             engine.save_checkpoint(str(tmp_path / "saved"), tag="tag")
     finally:
         os.umask(before)
     assert losses == runs[0].losses == runs[1].losses
+    assert not modes[folder.parent] & 0o002  # or others might rename what is below
     assert modes[folder] == 0o700 and len(modes) > 5  # what DeepSpeed makes below is for nobody else, whatever its modes
     saved = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "saved").rglob("*")]
     assert saved and not any(mode & 0o022 for mode in saved)
