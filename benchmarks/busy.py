@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import sys
 from collections import defaultdict
@@ -49,8 +48,6 @@ def measure(trainers: dict[tuple[str, bool], inturn.Trainer], rounds: int) -> di
 
 def main() -> int:
     """Measures, and rewrites benchmarks/README.md."""
-    from ds_vertical import facts
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stock-config", type=Path, default=run.ROOT / "configs" / "stock_pipelined.json")
@@ -69,11 +66,11 @@ def main() -> int:
             trainer.wait_ready()
             print(f"{name}: ready", flush=True)
         found = measure(trainers, options.rounds)
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     settings = {key: getattr(options, key) for key in ("model", "micro_batches", "tokens", "clip", "rounds")}
-    content = {"date": date, "machine": facts.describe_machine(), "versions": facts.versions()}
-    content |= {"checkout": commits.describe(run.ROOT), "stock": options.stock_config.stem, **settings, **found}
+    content = commits.made_of() | {"checkout": commits.describe(run.ROOT), "stock": options.stock_config.stem}
+    content |= {**settings, **found}
     content["configs"] = {arm: inturn.placed(getattr(arms, arm), inturn.NVME_PATH) for arm in ARMS}
+    date = content["date"]
     name = (
         f"{options.model}_m{options.micro_batches}_s{options.tokens}_clip{options.clip:g}_{report.instructions()}_{date[:10]}"
     )

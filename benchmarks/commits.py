@@ -45,6 +45,16 @@ def describe(checkout: Path) -> dict[str, Any]:
     return {"commit": _git(checkout, "rev-parse", "--short=12", "HEAD"), "changed": bool(changed)}
 
 
+def made_of() -> dict[str, Any]:
+    """When, where and with which packages. Without our own: this process imports the one that is installed, which may be of
+    another checkout than those whose steps are measured."""
+    from ds_vertical import facts
+
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    versions = {package: version for package, version in facts.versions().items() if package not in ("commit", "ds-vertical")}
+    return {"date": date, "machine": facts.describe_machine(), "versions": versions}
+
+
 def _git(folder: Path, *words: str) -> str:
     return subprocess.run(["git", "-C", str(folder), *words], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
@@ -73,8 +83,6 @@ def measure(trainers: Mapping[str, inturn.Trainer], num_pairs: int, warm_up: int
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Both checkouts in turn; what is written. Raises CalledProcessError for a commit that is none, TurnError."""
-    from ds_vertical import facts
-
     config = inturn.arms(options).vertical
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(inturn.scratch_folder(options, config))
@@ -91,10 +99,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         found = measure(trainers, options.pairs, options.warm_up, options.busy)
         commits = {name: describe(path) for name, path in zip(NAMES, paths, strict=True)}
     settings = {key: getattr(options, key) for key in ("model", "micro_batches", "tokens", "clip", "busy")}
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    versions = {package: version for package, version in facts.versions().items() if package != "commit"}
-    made_of = {"date": date, "machine": facts.describe_machine(), "versions": versions}
-    return made_of | {"commits": commits, **settings, "config": inturn.placed(config, inturn.NVME_PATH)} | found
+    return made_of() | {"commits": commits, **settings, "config": inturn.placed(config, inturn.NVME_PATH)} | found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

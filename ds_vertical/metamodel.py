@@ -77,7 +77,7 @@ def read_outline(name: str, fields: Mapping[str, Any], sequence_length: int, dty
 
 def _read(name: str, model: Any, sequence_length: int, dtype: str) -> Outline:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions and sequence_length > positions:
+    if positions and 0 < positions < sequence_length:  # XLNet's are -1: no limit
         raise ConfigError(f"--sequence-length {sequence_length}: {name} has {positions} positions; write {positions} or less")
     try:
         layers = map_layers(model)

@@ -152,7 +152,8 @@ def _outline(options: argparse.Namespace) -> tuple[Outline, dict[str, Any]]:
 
 def _positions(fields: dict[str, Any]) -> int:
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    return next((fields[name] for name in names if isinstance(fields.get(name), int)), 2048)
+    found = [fields[name] for name in names if isinstance(fields.get(name), int)]
+    return next((positions for positions in found if positions > 0), 2048)  # -1 means that there is no limit
 
 
 def _limits(machine: Profile, options: argparse.Namespace) -> Limits:

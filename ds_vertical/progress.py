@@ -136,6 +136,7 @@ class Goals:
         if self._machine.one_memory != self._facts.one_memory:
             raise CostsError("the machine was measured with another accelerator; run `ds-vertical limits` again")
         self._rates = layer_rates(report, self._facts, getattr(engine.module, "config", None))
+        self._facts.shape(self._rates)  # seconds that are none are told here, not by a later step
         self._follower = Follower(engine)
         self._known: dict[tuple[Schedule, Share, bool], Goal] = {}
 

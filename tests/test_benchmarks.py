@@ -16,8 +16,10 @@ from ds_vertical import ab, facts
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import busy  # noqa: E402
 import commits  # noqa: E402
 import gains  # noqa: E402
+import inturn  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
 
@@ -189,6 +191,34 @@ def test_steps_beside_other_work_are_held_against_those_alone() -> None:
     assert "| nothing | 10.00 | 2.50 | 4.00 | 1.00 | 1.00 |" in table and "equal bit for bit" in table
     assert "| one busy core | 15.00 | 5.00 | 3.00 | 1.50 | 2.00 |" in table
     assert table in report.markdown([], busy=[BUSY_CONTENT])
+
+
+class NoTrainer:
+    """Trains nothing."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def wait_ready(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_row_beside_other_work_names_the_checkout_that_trained_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorder's own package is the one that is installed: a row of 8b134c2 said "c81cdc9110ca-dirty" of it."""
+    installed = {"torch": "2.13.0", "ds-vertical": "0.0.9", "commit": "c81cdc9110ca-dirty", "python": "3.11.7"}
+    monkeypatch.setattr(facts, "versions", lambda: dict(installed))
+    monkeypatch.setattr(inturn, "Trainer", NoTrainer)
+    monkeypatch.setattr(busy, "measure", lambda *_: {key: BUSY_CONTENT[key] for key in ("step_s", "losses_equal")})
+    monkeypatch.setattr(run, "write_table", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["busy.py", "--benchmarks", str(tmp_path), "--folder", str(tmp_path / "ssd")])
+    assert busy.main() == 0
+    (path,) = (tmp_path / "busy").iterdir()
+    content = json.loads(path.read_text())
+    assert content["versions"] == {"torch": "2.13.0", "python": "3.11.7"} and "c81cdc9" not in path.read_text()
+    assert content["checkout"] == commits.describe(ROOT) and content["step_s"] == BUSY_CONTENT["step_s"]
+    assert content["checkout"]["commit"] in report.busy_table(content) and str(tmp_path) not in path.read_text()
 
 
 @pytest.mark.slow

@@ -13,9 +13,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import Run, assert_identical, base_config, run_arm, running, small_buffers, start_process_group
+from harness import (
+    Run,
+    assert_identical,
+    base_config,
+    build_engine,
+    dispose,
+    run_arm,
+    running,
+    small_buffers,
+    start_process_group,
+)
 from models import MixerModel, token_batches
 from torch import nn
+
+from ds_vertical import choices, limits_cache
+from ds_vertical.machine import CostsError
 
 STEPS = 3
 
@@ -108,6 +121,63 @@ def test_a_model_without_a_longest_sequence_is_planned_for(tmp_path: Path, measu
     measured(report())
     with running(config(tmp_path), NoLimit, vertical=True) as (engine, _):
         assert "which nothing beats" in engine.vertical.reasons["prefetch_layers"]
+
+
+def xlnet() -> nn.Module:
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    sizes = {"d_model": 64, "n_layer": 4, "n_head": 4, "d_inner": 64, "vocab_size": 300, "dropout": 0.0}
+    return XLNetLMHeadModel(XLNetConfig(**sizes))
+
+
+@pytest.mark.parametrize("flops", [1e9, 2e11])
+def test_xlnet_trains_once_limits_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flops: float) -> None:
+    """c81cdc9 took its -1 positions for tokens, and ended in initialize: "CostsError: model.forward_s: got -7.8e-05"."""
+    monkeypatch.setattr(limits_cache, "cache_root", lambda: tmp_path / "cache" / "ops")
+    monkeypatch.delenv("DS_VERTICAL_LIMITS")
+    limits_cache.keep_report(report(flops=flops), ".")  # of the working directory's disk: nothing of this run rests on another
+    made = base_config(tmp_path, num_micro_batches=2, dtype="fp32", params="cpu", optimizer="cpu", clip=0.0)
+    engine, network = build_engine(made, xlnet, vertical=True, under_zero_init=False)
+    try:
+        assert network.config.max_position_embeddings == -1
+        assert "planned from the limits of 2026-11-22" in engine.vertical.reasons["prefetch_layers"]
+        assert engine.train_batch(iter(token_batches(1, 2)[0])) > 0 and engine.skipped_steps == 0
+    finally:
+        dispose(engine)
+
+
+@pytest.mark.parametrize("positions", [-1, -512, 0, None, "many", 1 << 40])
+def test_whatever_a_model_says_of_its_positions_no_time_is_negative(
+    tmp_path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch, positions: Any
+) -> None:
+    """The seconds that `initialize` plans by, as the cost model takes them."""
+    seen: list[Any] = []
+    tune = choices.tune
+    monkeypatch.setattr(choices, "tune", lambda case, *args: seen.append(case.shape) or tune(case, *args))
+    measured(report())
+    made = base_config(tmp_path, num_micro_batches=2, dtype="fp32", params="cpu", optimizer="cpu", clip=0.0)
+
+    def build() -> nn.Module:
+        network = MixerModel(2, 64)
+        network.config = SimpleNamespace(max_position_embeddings=positions)  # pyright: ignore[reportAttributeAccessIssue]
+        return network
+
+    with running(made, build, vertical=True):
+        pass
+    (shape,) = seen
+    assert min(shape.forward_s, shape.backward_s, shape.head_s) > 0 and min(shape.pre_forward_s, shape.pre_backward_s) == 0
+
+
+def test_a_model_that_cannot_be_planned_for_has_the_rules(
+    tmp_path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tune(*_: Any) -> Any:
+        raise CostsError("model.forward_s: got -7.8e-05")
+
+    monkeypatch.setattr(choices, "tune", tune)
+    measured(report())
+    with running(config(tmp_path), model, vertical=True) as (engine, _):
+        assert engine.vertical.prefetch_layers == 1 and "planned" not in engine.vertical.reasons["prefetch_layers"]
 
 
 def test_a_window_that_does_not_fit_is_not_chosen(tmp_path: Path, measured: Any) -> None:

@@ -19,6 +19,7 @@ import torch
 from models import token_batches
 from terminal import terminal
 from test_engine_api import host_config, initialize
+from test_ranks import start_ranks
 
 from ds_vertical import contention, hardware
 from ds_vertical.finding import Case
@@ -78,6 +79,36 @@ def test_a_busy_neighbour_takes_its_share_and_no_more(tmp_path: Path, num_busy: 
     assert beside["step_s"] < MOST_SLOWDOWN * alone["step_s"], found
     first, last = found["threads"]
     assert last <= first, found
+
+
+# ---- who gets the bounded wait
+
+
+MOST_STEPS = 60  # of a few hundredths of a second; the second one is usual
+TORCH_FIRST = [sys.executable, str(TESTS / "torch_first_worker.py")]
+two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no team of threads")
+
+
+@two_cores
+def test_a_script_that_imports_torch_first_waits_asleep_beside_a_busy_process(tmp_path: Path) -> None:
+    """Its runtime has read the environment then, and its team is there."""
+    done = subprocess.run([*TORCH_FIRST, str(tmp_path), str(MOST_STEPS), "1"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "rank0.json").read_text())
+    assert found["asleep"], found
+    assert found["takers"][str(found["busy"][0])] > 0.1 and str(found["pid"]) not in found["takers"], found
+
+
+@two_cores
+@pytest.mark.slow
+def test_ranks_of_one_host_wait_asleep_and_tell_each_other_from_themselves(tmp_path: Path) -> None:
+    """Two teams of two threads on two cores, nobody else needed: a rank's neighbour is the other one."""
+    start_ranks([*TORCH_FIRST, str(tmp_path), str(MOST_STEPS)], tmp_path, limit_s=100)
+    first, second = ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["asleep"] for rank in ranks] == [True, True], ranks
+    for rank, other in ((first, second), (second, first)):
+        assert rank["takers"][str(other["pid"])] > 0.1 and str(rank["pid"]) not in rank["takers"], ranks
+        assert not any(f"pid {rank['pid']})" in word for word in rank["words"]), ranks
 
 
 # ---- what is denied

@@ -81,6 +81,7 @@ def test_saves_delete_nothing_of_others_and_break_at_no_tag_or_umask(tmp_path: P
             ("closed", "closed: holds rank0/notes.txt, which is no part of a checkpoint"),
             ("linked", "linked: a symbolic link"),
             ("blank ", "begins or ends with a blank, or .*; write 'blank'"),
+            ("blanks \t  ", "begins or ends with a blank, or .*; write 'blanks'"),
             ("line\n", "begins or ends with a blank, or .*; write 'line'"),
             ("in\nside", "what cannot be printed; write 'inside'"),
             ("t" * 242, "has 242 bytes; write one of at most 241"),
@@ -91,7 +92,7 @@ def test_saves_delete_nothing_of_others_and_break_at_no_tag_or_umask(tmp_path: P
                 with pytest.raises(CheckpointError, match=said):
                     engine.save_checkpoint(str(saved), tag=tag, portable=portable)
         assert digest(saved) == everything
-        for tag in ("dots..", "t" * 241, "ä b"):
+        for tag in ("dots..", "t" * 240, "t" * 241, "ä b"):
             engine.save_checkpoint(str(saved), tag=tag)
             expected = contents(engine, model)
             train(engine, range(1, 2))

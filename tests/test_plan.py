@@ -85,6 +85,16 @@ def test_what_autograd_keeps_of_a_block_is_what_it_keeps_in_a_real_one() -> None
     assert sum(kept.values()) == pytest.approx(outline.block_saved_bytes, rel=0.35)
 
 
+def test_a_configuration_without_a_longest_sequence_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """-1 positions, as XLNet's configuration has it, are none: c81cdc9 planned for sequences of -1 tokens."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 300}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "max_position_embeddings": -1, **sizes}))
+    options = ["--model", str(path), "--machine", "a100_server", "--tokens-per-step", "8192"]
+    assert planned(capsys, *options)["model"]["sequence_length"] == 2048
+    assert planned(capsys, *options, "--sequence-length", "4096")["model"]["sequence_length"] == 4096
+
+
 # ---- machines
 
 

@@ -255,6 +255,25 @@ def test_a_machine_of_another_kind_gives_no_bound(
         engine.destroy()
 
 
+@pytest.mark.parametrize("key", ["layer_forward_s", "pre_forward_s", "head_s"])
+def test_a_step_does_not_fail_by_a_negative_time_in_the_cached_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    """c81cdc9 raised CostsError out of train_batch, when the step had been taken."""
+    model = written_config(tmp_path / "model.json")
+    settings = {"dtype": "fp32", "tokens": 22, "sequences": 1, "threads": None, "model": str(tmp_path / "model.json")}
+    report = REPORT | {"rates": REPORT["rates"] | {key: -7.8e-05}, "settings": settings}
+    monkeypatch.setattr(progress, "training_report", lambda path: report)
+    engine = initialize(config=host_config(progress=True))
+    engine.module.config = model
+    batch = {"input_ids": torch.zeros(1, 22, dtype=torch.long), "labels": torch.zeros(1, 22, dtype=torch.long)}
+    for _ in range(2):
+        engine.train_batch(iter([batch] * 2))
+    assert "no bound beside the steps: model." in (said := capsys.readouterr().out) and "got -7.8e-05" in said
+    assert not any("bound" in word for word in engine._loop.progress._words) and engine.global_steps == 2
+    engine.destroy()
+
+
 @pytest.mark.parametrize(
     ("changed", "ours"),
     [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import base_config
+from harness import base_config, run_both, running
+from models import MixerModel, token_batches
 
 import ds_vertical
 from ds_vertical.config import ConfigError
@@ -81,3 +83,23 @@ def test_a_umask_that_takes_the_owners_rights_is_refused(tmp_path: Path) -> None
     finally:
         os.umask(before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_under_the_umask_0_a_run_is_its_owners_alone_and_has_stocks_bits(tmp_path: Path) -> None:
+    steps = token_batches(2, 2)
+    config, usual = (base_config(tmp_path / name, num_micro_batches=2, dtype="fp32") for name in ("ssd", "usual"))
+    runs = run_both(usual, MixerModel, steps)
+    before = os.umask(0)
+    try:
+        with running(config, MixerModel, vertical=True) as (engine, _):
+            losses = [engine.train_batch(iter(step)).item() for step in steps]
+            (folder,) = (tmp_path / "ssd").iterdir()
+            modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, *folder.rglob("*"))}
+            engine.save_checkpoint(str(tmp_path / "saved"), tag="tag")
+    finally:
+        os.umask(before)
+    assert losses == runs[0].losses == runs[1].losses
+    assert not modes[folder.parent] & 0o002  # or others might rename what is below
+    assert modes[folder] == 0o700 and len(modes) > 5  # what DeepSpeed makes below is for nobody else, whatever its modes
+    saved = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "saved").rglob("*")]
+    assert saved and not any(mode & 0o022 for mode in saved)
