@@ -63,13 +63,13 @@ class Digest:
         return _TOLERANCES.get(self.dtype, 0.0)
 
 
-def digest(tensor: torch.Tensor) -> Digest:
-    """Of a tensor's elements, wherever they are."""
+def digest(tensor: torch.Tensor, made_in: torch.dtype | None = None) -> Digest:
+    """Of a tensor's elements, wherever they are. `made_in`: the dtype whose rounding they have, where that is another."""
     flat = tensor.detach().contiguous().view(-1).cpu()
     bits = checksum(flat.view(torch.uint8).numpy())
     if not flat.is_floating_point():
         return Digest(tuple(tensor.shape), tensor.dtype, bits, 0.0, ())
-    return Digest(tuple(tensor.shape), tensor.dtype, bits, *_projected(flat))
+    return Digest(tuple(tensor.shape), made_in or tensor.dtype, bits, *_projected(flat))
 
 
 def _projected(flat: torch.Tensor) -> tuple[float, tuple[float, ...]]:

@@ -80,6 +80,16 @@ def test_it_agrees_with_a_hugging_face_model_in_bf16(tmp_path: Path, capsys: pyt
     assert "they agree" in capsys.readouterr().out
 
 
+def test_it_agrees_where_gradients_in_bf16_are_summed_in_fp32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = base_config(tmp_path, dtype="bf16", section={"self_check": True})
+    with running(config, lambda: tiny_gpt2(3, 512, tied=True), vertical=True) as (
+        engine,
+        _,
+    ):  # head and embedding share their weight
+        engine.train_batch(iter(token_batches(1, 3)[0]))
+    assert "they agree" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_it_agrees_with_every_kind_of_state(tmp_path: Path, case: type[Base]) -> None:
