@@ -10,7 +10,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ class Params(Protocol):
     def release(self, unit: Unit) -> None: ...
 
 
+_AHEAD: Final = "forward ahead of the first layer", None
+
+
 class PlainOrder:
     """Runs micro-batches in stock's order. `folder`: for what does not fit into memory; None: the system's."""
 
@@ -41,6 +44,7 @@ class PlainOrder:
         self._unit_of = layers.unit_of()
         self._param_of: dict[int, nn.Parameter] = {}  # by storage, of what is resident
         self._saved = _Saved(folder)
+        self.place: tuple[str, int | None] = _AHEAD  # for messages: what runs, and of which block
 
     @contextlib.contextmanager
     def opened(
@@ -53,7 +57,7 @@ class PlainOrder:
             stack.callback(self._release)
             for number, layer in ((block, index) for index, blocks in enumerate(self._layers.layers) for block in blocks):
                 module = self._layers.blocks[number].module
-                fetch, note = self._fetching(layer), self._noting(number, layer, note_output)
+                fetch, note = self._fetching(number, layer), self._noting(number, layer, note_output)
                 stack.callback(module.register_forward_pre_hook(fetch, prepend=True).remove)
                 stack.callback(module.register_forward_hook(note).remove)
             for unit, params in self._layers.units.items():
@@ -67,21 +71,28 @@ class PlainOrder:
 
     def run(self, body: Callable[[], torch.Tensor], scale: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Forward, loss and backward of one micro-batch. Returns its loss."""
+        self.place = _AHEAD
         with saved_tensors_hooks(self._pack, self._unpack):
             loss = body()
+        self.place = "backward of the loss, ahead of the layers'", None
         scale(loss).backward()
         self._saved.clear()
         return loss.detach()
 
-    def _fetching(self, layer: int) -> Callable[..., None]:
-        return lambda *_: self._need(layer)
+    def _fetching(self, number: int, layer: int) -> Callable[..., None]:
+        return lambda *_: self._enter("forward of", number, layer)
+
+    def _enter(self, phase: str, number: int, layer: int) -> None:
+        self.place = phase, number
+        self._need(layer)
 
     def _noting(self, number: int, layer: int, note_output: Callable[[int, Any], None]) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:
             note_output(number, output)
+            self.place = "forward behind", number
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._need(layer))  # the layer's backward begins
+                    tensor.register_hook(lambda _: self._enter("backward of", number, layer))  # the layer's backward begins
 
         return note
 

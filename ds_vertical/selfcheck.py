@@ -2,8 +2,8 @@
 
 In torch's order each runs from end to end on its own graph (`plainorder`); then both run as the schedule runs them, with
 stores, coroutines and recomputes, and no optimizer step. Compared are each block's output, the losses, each parameter's
-gradient and what modules hold afterwards: in bits, or as far as rounding goes. Modules, generators and gradients are then as
-they were.
+gradient and what modules hold afterwards: in bits, or as far as rounding goes. Modules, generators, gradients and what hooks of
+the backward reach are then as they were, after an error too.
 
 What two micro-batches cannot show, this cannot find: what happens every hundredth step, or to the third micro-batch only.
 """
@@ -15,6 +15,7 @@ import functools
 import hashlib
 import inspect
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +26,9 @@ import torch
 from greenlet import getcurrent
 from torch import nn
 
-from ds_vertical.digests import Digest, digest, digests_of, largest_distance, total_norm
+from ds_vertical.backwardhooks import survey_backward
+from ds_vertical.changes import Changed
+from ds_vertical.digests import Digest, digest, digests_of, largest_distance, wrong_gradients
 from ds_vertical.forwardstate import key_of_item, until_known
 from ds_vertical.gradients import GradientStore
 from ds_vertical.layers import LayerError, LayerMap
@@ -39,21 +42,29 @@ from ds_vertical.modulestate import (
     survey,
 )
 from ds_vertical.plainorder import PlainOrder
-from ds_vertical.schedule import Schedule
+from ds_vertical.schedule import Event, Op, Schedule
 from ds_vertical.stubs import Coroutine
 from ds_vertical.sweeps import Body, Sweeps
 from ds_vertical.threadstate import ThreadState, applied, preserved
 
 NUM_MICRO_BATCHES: Final = 2
-_LEAST_SHARE: Final = 1e-2  # of the norm of a layer's gradients: what smaller ones are held against
-_REMEDY: Final = (
-    'set vertical_schedule.order to "horizontal", which runs one micro-batch after another, or change what the model does'
-    " there; vertical_schedule.self_check: false trains as it is"
-)
+_MOST_SUSPECTS: Final = 5  # that a message names
+_RESOURCES: Final = (torch.OutOfMemoryError, MemoryError, OSError)  # what is lacking there is no difference of the orders
+_MEND: Final = "change what the model does there"
+_TRAIN: Final = "vertical_schedule.self_check: false trains without this check"
 
 
 class SelfCheckError(LayerError):
-    """The schedule computes something else than torch's own order: the message names the first layer and tensor that differ."""
+    """The schedule computes something else than torch's own order, or one of the two raises an exception, which is the cause of
+    this one. The message names the layer, the micro-batch and the tensor, and what to do."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """`what` differs from torch's own order, as a sentence. `layer`: where (`num_layers`: behind the last; None: nobody's)."""
+
+    what: str
+    layer: int | None = None
 
 
 @dataclass
@@ -91,19 +102,20 @@ class SelfCheck:
         """Compare both orders over these micro-batches. Returns a line of what it took, and what is wrong."""
         functions = [function for body in bodies for function in body.functions]
         snapshot = Snapshot(survey(self.model, [block.module for block in self.layers.blocks], functions))
-        with preserved(), _generators_kept():
+        put_back = partial(_put_back, snapshot, Snapshot(survey_backward(self.model)))
+        failed = Changed(self.gradients.drop_all, only_if_failed=True)
+        with preserved(), _generators_kept(), Changed(put_back), failed:
             start = time.perf_counter()
             plain = self._plain(bodies)
             middle = time.perf_counter()
             left = [(change, change.item.capture()) for change in snapshot.changes()]
-            _put_back(snapshot)
+            put_back()
             ours, error = self._tried(bodies)
             own = [change.item.capture() for change, _ in left]
             self._choose_last(left, own)
-            _put_back(snapshot)
         if ours is not None:
             found = (*self._differences(plain, ours), *_state_differences(left, own))
-            error = _error(f"{found[0]} from torch's own order") if found else None
+            error = self._differ(found[0]) if found else None
         took = f"{middle - start:.1f} s in torch's order, {time.perf_counter() - middle:.1f} s in the schedule's"
         return f"self_check: {len(bodies)} micro-batches, {took}: {'they differ' if error else 'they agree'}", error
 
@@ -118,11 +130,20 @@ class SelfCheck:
             record.note_gradient(number, param)
 
         order = PlainOrder(self.layers, self.sweeps.params, self.folder)
-        with order.opened(note_output, note_gradient):
-            for number, body in enumerate(bodies):  # noqa: B007 - the closures read it
-                with _seeded(body.seed):
-                    record.losses.append(digest(order.run(body.run, self.scale)))
-                self.gradients.add("pre")
+        try:
+            with order.opened(note_output, note_gradient):
+                for number, body in enumerate(bodies):  # noqa: B007 - the closures read it
+                    with _seeded(body.seed):
+                        record.losses.append(digest(order.run(body.run, self.scale)))
+                    self.gradients.add("pre")
+        except Exception as failure:
+            phase, block = order.place
+            layer = None if block is None else self._layer_of(block)
+            where = f"in the {phase}{'' if block is None else f' {self._where(block)}'}, for micro-batch {number}"
+            error = self._failed(failure, f"torch's own order raises {_named(failure)} {where}", layer, f"{_MEND}; {_TRAIN}")
+            if error is failure:
+                raise
+            raise error from failure
         record.around = self._sums()
         return record
 
@@ -130,12 +151,12 @@ class SelfCheck:
         """What the schedule computes, or that it fails where torch's own order has not."""
         try:
             return self._scheduled(bodies), None
-        except (LayerError, torch.OutOfMemoryError, MemoryError, OSError):
-            raise
-        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as failure:
-            what = str(failure).strip().partition("\n")[0]
-            error = _error(f"the schedule fails where torch's own order does not ({type(failure).__name__}: {what})")
-            error.__cause__ = failure
+        except Exception as failure:
+            where, layer = self._place_of(failure)
+            what = f"the schedule raises {_named(failure)} {where}, where torch's own order raises nothing"
+            error = self._failed(failure, what, layer, self._remedy)
+            if not isinstance(error, SelfCheckError):
+                raise
             return None, error
 
     def _scheduled(self, bodies: Sequence[Body]) -> Record:
@@ -163,49 +184,117 @@ class SelfCheck:
                 own[index], each.adds_up = each.replaced, False
 
     def _sums(self) -> list[Digest]:
-        sums = [digest(total) for total in self.gradients.take("pre")]
+        pairs = zip(self.gradients.take("pre"), self.gradients.params("pre"), strict=True)
+        # fp32 sums of bf16 gradients have bf16's rounding
+        coarser = partial(min, key=lambda dtype: torch.finfo(dtype).bits)
+        sums = [digest(total, coarser((total.dtype, param.dtype))) for total, param in pairs]
         self.gradients.drop("pre")
         return sums
 
     # ---- comparing
 
-    def _differences(self, plain: Record, ours: Record) -> Iterator[str]:
+    def _differences(self, plain: Record, ours: Record) -> Iterator[Difference]:
         for (micro_batch, block), outputs in plain.outputs.items():
             index, distance = largest_distance(ours.outputs.get((micro_batch, block), []), outputs)
             if index >= 0:
-                yield f"{self._where(block)}: output tensor {index} of micro-batch {micro_batch} {_differs(distance)}"
+                what = f"{self._where(block)}: output tensor {index} of micro-batch {micro_batch} {_differs(distance)}"
+                yield Difference(what, self._layer_of(block))
         index, distance = largest_distance(ours.losses, plain.losses)
         if index >= 0:
-            yield f"the loss of micro-batch {index} {_differs(distance)}, though every layer's outputs agree"
+            what = f"the loss of micro-batch {index} {_differs(distance)}; the outputs of all layers agree"
+            yield Difference(what, self.layers.num_layers)
         names = {id(param): name for name, param in self.model.named_parameters()}
         for micro_batch in range(len(plain.losses)):
             for layer in reversed(range(self.layers.num_layers)):
                 yield from self._gradient_differences(micro_batch, layer, plain, ours, names)
-        params = self.gradients.params("pre")
-        index, distance = largest_distance(ours.around, plain.around, _LEAST_SHARE * total_norm(plain.around))
-        if index >= 0:
-            yield f"the gradient of {names[id(params[index])]}, outside the layers, {_differs(distance)}"
+        around = [names[id(param)] for param in self.gradients.params("pre")]
+        sums = (dict(zip(around, record.around, strict=True)) for record in (ours, plain))
+        for name, distance in wrong_gradients(*sums).items():
+            what = f"outside the layers: the gradient of {name}, summed over micro-batches 0 to {len(plain.losses) - 1},"
+            yield Difference(f"{what} {_differs(distance)}; outputs, losses and the layers' gradients agree")
 
     def _gradient_differences(
         self, micro_batch: int, layer: int, plain: Record, ours: Record, names: dict[int, str]
-    ) -> Iterator[str]:
-        params = self.layers.units[layer]
-        keys = [(micro_batch, id(param)) for param in params]
-        norm = total_norm(plain.gradients[key] for key in keys if key in plain.gradients)
-        for key in keys:
-            both = [[record.gradients[key]] if key in record.gradients else [] for record in (ours, plain)]
-            index, distance = largest_distance(both[0], both[1], _LEAST_SHARE * norm)
-            if index >= 0:
-                what = f"the gradient of {names.get(key[1], '?')} for micro-batch {micro_batch}"
-                yield f"{self._where(self.layers.layers[layer][0])}: {what} {_differs(distance)}, though outputs and loss agree"
+    ) -> Iterator[Difference]:
+        keys = {names.get(id(param), "?"): (micro_batch, id(param)) for param in self.layers.units[layer]}
+        both = (
+            {name: record.gradients[key] for name, key in keys.items() if key in record.gradients} for record in (ours, plain)
+        )
+        for name, distance in wrong_gradients(*both).items():
+            what = f"the gradient of {name} for micro-batch {micro_batch} {_differs(distance)}; outputs and losses agree"
+            yield Difference(f"{self._where(self.layers.layers[layer][0])}: {what}", layer)
+
+    # ---- saying it
+
+    def _layer_of(self, block: int) -> int:
+        return next(index for index, blocks in enumerate(self.layers.layers) if block in blocks)
 
     def _where(self, block: int) -> str:
-        layer = next(index for index, blocks in enumerate(self.layers.layers) if block in blocks)
-        return f"layer {layer} ({self.layers.blocks[block].path})"
+        return f"layer {self._layer_of(block)} ({self.layers.blocks[block].path})"
+
+    def _differ(self, found: Difference) -> SelfCheckError:
+        return self._error(found.what, found.layer, self._remedy)
+
+    @property
+    def _remedy(self) -> str:
+        other = 'set vertical_schedule.order to "horizontal", which runs one micro-batch after another, or '
+        return f"{'' if self.schedule.order == 'horizontal' else other}{_MEND}; {_TRAIN}"
+
+    def _failed(self, failure: Exception, what: str, layer: int | None, remedy: str) -> Exception:
+        """What to raise in the place of an exception: our own refusals, and what is lacking, stay and get a note."""
+        if isinstance(failure, _RESOURCES) or type(failure).__module__.startswith("ds_vertical."):
+            failure.add_note(f"vertical_schedule.self_check: {what}; nothing has been trained; {_TRAIN}")
+            return failure
+        error = self._error(f"{what}: {_first_line(failure)}", layer, remedy)
+        error.__cause__ = failure
+        return error
+
+    def _error(self, what: str, layer: int | None, remedy: str) -> SelfCheckError:
+        suspects = self._suspects(layer)
+        told = f"; what changes there, and may be the cause: {suspects}" if suspects else ""
+        return SelfCheckError(f"vertical_schedule.self_check: {what}{told}; nothing has been trained; {remedy}")
+
+    def _suspects(self, layer: int | None) -> str:
+        """Items of state of which it is known that their contents change in a layer."""
+        if layer is None or self.sweeps.state is None:
+            return ""
+        blocks = self.layers.layers[layer] if layer < self.layers.num_layers else ()
+        items = (each.item for each in self.sweeps.state.items if layer in each.writers or each.item.region in blocks)
+        paths = list(dict.fromkeys(item.path for item in items))
+        more = f" and {len(paths) - _MOST_SUSPECTS} more" if len(paths) > _MOST_SUSPECTS else ""
+        return ", ".join(paths[:_MOST_SUSPECTS]) + more
+
+    def _place_of(self, failure: Exception) -> tuple[str, int | None]:
+        """In which layer the schedule was as it failed, told by the event under way."""
+        event = _event_of(failure)
+        if event is None:
+            return "outside the forwards and backwards", None
+        of = "" if event.micro_batch is None else f", for micro-batch {event.micro_batch}"
+        if event.op is Op.HEAD:
+            return f"in the forward behind the last layer, in the loss or in its backward{of}", self.layers.num_layers
+        if event.op not in (Op.F, Op.B):
+            return f"at {event}", None
+        phase = "forward" if event.op is Op.F else "backward"
+        if not isinstance(event.layer, int):
+            return f"in the {phase} ahead of the first layer{of}", None
+        where = self._where(self.layers.layers[event.layer][0])
+        return f"in the {phase} of {where}, or of the code between it and the layer ahead of it{of}", event.layer
 
 
-def _error(what: str) -> SelfCheckError:
-    return SelfCheckError(f"vertical_schedule.self_check: {what}; nothing has been trained; {_REMEDY}")
+def _event_of(failure: Exception) -> Event | None:
+    """The event that was under way as an exception was raised."""
+    for frame, _ in traceback.walk_tb(failure.__traceback__):
+        if isinstance(event := frame.f_locals.get("event"), Event):
+            return event
+    return None
+
+
+def _named(failure: Exception) -> str:
+    return type(failure).__name__
+
+
+def _first_line(failure: Exception) -> str:
+    return str(failure).strip().partition("\n")[0] or "(no message)"
 
 
 def model_fingerprint(model: nn.Module, settings: Any) -> str:
@@ -235,8 +324,8 @@ def _noting(record: Record, block: int) -> Callable[[nn.Module, Any, Any], None]
 
 def _differs(distance: float) -> str:
     if distance == float("inf"):
-        return "differs wholly"
-    return f"differs by {distance:.1e} of its norm"
+        return "differs wholly from torch's own order: one of both is missing, of another shape or not finite"
+    return f"differs by {distance:.1e} of its norm from torch's own order"
 
 
 @contextlib.contextmanager
@@ -257,16 +346,17 @@ def _generators_kept() -> Iterator[None]:
             item.install(state)
 
 
-def _put_back(snapshot: Snapshot) -> None:
-    for change in list(snapshot.changes()):
+def _put_back(*snapshots: Snapshot) -> None:
+    for change in [change for snapshot in snapshots for change in snapshot.changes()]:
         change.item.install(change.before)
 
 
-def _state_differences(left: Sequence[tuple[Change, Any]], own: Sequence[Any]) -> Iterator[str]:
+def _state_differences(left: Sequence[tuple[Change, Any]], own: Sequence[Any]) -> Iterator[Difference]:
     """What modules hold after both orders: numbers and tensors; other objects are each order's own."""
     for (change, plain), ours in zip(left, own, strict=True):
         if not _agrees(change, plain, ours):
-            yield f"what {change.item.path} holds afterwards, which the forward changes, differs"
+            what = f"{change.item.path}, which the forward changes, holds something else afterwards than in torch's own order"
+            yield Difference(f"{what}; outputs, losses and gradients agree")
 
 
 def _agrees(change: Change, plain: Any, ours: Any) -> bool:

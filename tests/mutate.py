@@ -1179,9 +1179,30 @@ MUTATIONS = (
     Mutation(
         "self-check-finds-nothing",
         "selfcheck.py",
-        """from torch's own order") if found else None\n""",
-        """from torch's own order") if not found else None\n""",
+        "self._differ(found[0]) if found else None\n",
+        "self._differ(found[0]) if found and False else None\n",
         "test_self_check.py::test_what_cannot_be_followed_is_found_by_name_and_right_in_stocks_order",
+    ),
+    Mutation(
+        "self-check-compares-sums",
+        "digests.py",
+        "    return _scaled(torch.randn((_ROW",
+        "    return torch.ones_like(torch.randn((_ROW",
+        "test_digests.py::test_swapped_elements_are_apart",
+    ),
+    Mutation(
+        "small-gradients-may-be-anything",
+        "digests.py",
+        "_SHARE: Final = 2.0**-3",
+        "_SHARE: Final = 2.0**30",
+        "test_self_check.py::test_a_small_gradient_that_is_wholly_wrong_is_found",
+    ),
+    Mutation(
+        "self-check-leaves-what-hooks-collected",
+        "selfcheck.py",
+        "partial(_put_back, snapshot, Snapshot(survey_backward(self.model)))",
+        "partial(_put_back, snapshot)",
+        "test_self_check.py::test_what_hooks_of_the_backward_collect_is_put_back",
     ),
     Mutation(
         "running-statistics-of-a-step-that-was-left",
