@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ds_vertical.modulestate import Slot, survey
 from ds_vertical.reachable import called, is_foreign
+from ds_vertical.statesurvey import Slot, survey
 
 _OF_MODULES = "_backward_hooks", "_backward_pre_hooks"
 _OF_PARAMETERS = "_backward_hooks", "_post_accumulate_grad_hooks"

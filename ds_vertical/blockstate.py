@@ -14,8 +14,9 @@ import torch
 
 from ds_vertical.addedup import sum_of_tensors, sum_up
 from ds_vertical.holders import key_of
-from ds_vertical.modulestate import OUTSIDE, Item, Pairs, PlaceItem, TensorItem, put_back, tensors_of
+from ds_vertical.modulestate import Item, Pairs, PlaceItem, TensorItem, put_back, tensors_of
 from ds_vertical.reachable import Container, container_of, containers, owner_key, tensors_in, with_tensors
+from ds_vertical.statesurvey import OUTSIDE
 
 _SMALL: Final = 1 << 12  # elements of a tensor of which a block gets a copy that it may write
 

@@ -338,7 +338,8 @@ class VerticalEngine(SavingEngine):
             return
         model = model_fingerprint(self.module, self.vertical)
         if wanted or self.checked_model != model:
-            self._check_itself([replace(bodies[index % len(bodies)], seed=index) for index in range(NUM_CHECKED)])
+            count = min(len(bodies), NUM_CHECKED)  # a single one has no other beside it in the steps either
+            self._check_itself([replace(bodies[index], seed=index) for index in range(count)])
         self._is_checked, self.checked_model = True, model
 
     def _check_itself(self, bodies: list[Body]) -> None:

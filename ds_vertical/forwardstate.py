@@ -16,9 +16,9 @@ those few are handled. Every later step compares all state once more, at the end
 something fails. What has changed and was not known makes the step start over, with that known (`until_known`): state put
 back, nothing stepped. So a step counts only if all that its forwards have changed was known when the first of them began.
 
-[Note: resets] Where the prefix empties a list that a block fills, nothing changes as long as all forwards begin with an empty one.
-So a step that has learned of an item which one part alone seems to change starts over with such an item filled, as the forward
-before would have left it. Whoever changes it then is one of those that change it. What this run computes is thrown away.
+[Note: resets] Where the prefix empties a list that a block fills, nothing changes as long as all forwards begin with an empty
+one. So a step that has learned of an item which one part alone seems to change starts over with such an item filled, as the
+forward before would have left it. Whoever changes it then is one of those that change it. This run's results are thrown away.
 
 [Note: one after the other] With a single micro-batch, or in stock's order ("horizontal"), each forward is over before the next
 one begins. Then modules hold what they hold, and only the recompute of a block needs to know what the block found.
@@ -37,23 +37,10 @@ from torch import nn
 from ds_vertical.blockstate import BlockState, Known, Track
 from ds_vertical.changes import Changed
 from ds_vertical.layers import LayerError, LayerMap
-from ds_vertical.modulestate import (
-    LARGEST_NUMEL,
-    OUTSIDE,
-    Change,
-    GeneratorItem,
-    Item,
-    PlaceItem,
-    Snapshot,
-    TensorItem,
-    deep,
-    entry_of,
-    global_generators,
-    is_state,
-    seeded_states,
-    survey,
-)
+from ds_vertical.modulestate import GeneratorItem, Item, PlaceItem, TensorItem, deep, global_generators, seeded_states
 from ds_vertical.reachable import containers, owner_key
+from ds_vertical.statesnapshot import LARGEST_NUMEL, Change, Snapshot
+from ds_vertical.statesurvey import OUTSIDE, entry_of, is_state, survey
 from ds_vertical.stubs import Coroutine
 
 T = TypeVar("T")
@@ -222,7 +209,7 @@ class StepState:
         if known is not None:
             return known
         if change.before is None:
-            _refuse_large(change.item)
+            refuse_large(change.item)
         in_layer = self._layer is not None and self._layer >= 0
         found = Known(change.item, spread=change.item.region == OUTSIDE and in_layer)  # until a whole forward has shown it
         self._owner.items.append(found)
@@ -427,7 +414,8 @@ def _refuse_snake(path: str) -> None:
     )
 
 
-def _refuse_large(item: Item) -> None:
+def refuse_large(item: Item) -> NoReturn:
+    """Raises LayerError: a tensor has changed of which there is no copy."""
     assert isinstance(item, TensorItem)
     numel = item.tensor.numel()
     if numel > LARGEST_NUMEL:

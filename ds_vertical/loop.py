@@ -243,7 +243,7 @@ class VerticalLoop(Loop):
         return self.engine.evaluate([self._body(*each, loss_fn) for each in zip(batches, seeds, strict=True)])
 
     def _evaluation_seeds(self, num_micro_batches: int) -> Sequence[int | None]:
-        """Forwards that take turns cannot share the caller's random stream: each has one of its own, another in each evaluation.
+        """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
         What the caller draws afterwards is what it would have drawn."""
         if num_micro_batches == 1 or self.engine.vertical.order == "horizontal":
             return [None] * num_micro_batches

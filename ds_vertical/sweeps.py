@@ -305,7 +305,36 @@ class _Evaluation(_Pass):
             super().forward(event)
 
 
-class _Training(_Pass):
+class _WithBackward(_Pass):
+    """Handlers that training and the self-check share."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        params: Params,
+        leave: Callable[[], bool],
+        company: Company | None,
+        gradients: GradientStore,
+        scale: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__(schedule, micro_batches, params, leave, company)
+        self.gradients = gradients
+        self.scale = scale
+        self.losses: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
+
+    def head(self, event: Event) -> None:
+        """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
+        assert event.micro_batch is not None
+        micro_batch = self.micro_batch(event)
+        loss = micro_batch.finish()
+        self.gradients.refuse_own_backward()
+        self.losses[event.micro_batch] = loss.detach()
+        micro_batch.backward_suffix(self.scale(loss))
+        self.gradients.add("pre")
+
+
+class _Training(_WithBackward):
     def __init__(
         self,
         schedule: Schedule,
@@ -319,13 +348,10 @@ class _Training(_Pass):
         activations: ActivationStore | None,
         hints: Mapping[Event, Event],
     ) -> None:
-        super().__init__(schedule, micro_batches, params, leave, company)
+        super().__init__(schedule, micro_batches, params, leave, company, gradients, scale)
         self.hints = hints
         self.activations = activations
-        self.gradients = gradients
         self.optimizer = optimizer
-        self.scale = scale
-        self.losses: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
 
     def handlers(self) -> dict[Op, Handler]:
         moves = {} if self.activations is None else _move_handlers(self.activations, self.micro_batches)
@@ -359,15 +385,8 @@ class _Training(_Pass):
         return ticket if step is None else ticket.after(step)
 
     def head(self, event: Event) -> None:
-        """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
-        assert event.micro_batch is not None
         self._hint(event)
-        micro_batch = self.micro_batch(event)
-        loss = micro_batch.finish()
-        self.gradients.refuse_own_backward()
-        self.losses[event.micro_batch] = loss.detach()
-        micro_batch.backward_suffix(self.scale(loss))
-        self.gradients.add("pre")
+        super().head(event)
 
     def backward(self, event: Event) -> None:
         micro_batch = self.micro_batch(event)
@@ -413,7 +432,7 @@ class _Training(_Pass):
         self.optimizer.conclude_early()
 
 
-class _Checking(_Pass):
+class _Checking(_WithBackward):
     """Of a step, what computes: gradients are looked at as they come, and nothing is stepped."""
 
     def __init__(
@@ -426,25 +445,13 @@ class _Checking(_Pass):
         layers: LayerMap,
         note_gradient: Callable[[int, nn.Parameter], None],
     ) -> None:
-        super().__init__(schedule, micro_batches, params, lambda: False, None)
-        self.gradients = gradients
-        self.scale = scale
+        super().__init__(schedule, micro_batches, params, lambda: False, None, gradients, scale)
         self.layers = layers
         self.note_gradient = note_gradient
-        self.losses: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
 
     def handlers(self) -> dict[Op, Handler]:
         nothing: dict[Op, Handler] = dict.fromkeys(Op, lambda _: None)
         return nothing | super().handlers() | {Op.HEAD: self.head, Op.B: self.backward}
-
-    def head(self, event: Event) -> None:
-        assert event.micro_batch is not None
-        micro_batch = self.micro_batch(event)
-        loss = micro_batch.finish()
-        self.gradients.refuse_own_backward()
-        self.losses[event.micro_batch] = loss.detach()
-        micro_batch.backward_suffix(self.scale(loss))
-        self.gradients.add("pre")
 
     def backward(self, event: Event) -> None:
         micro_batch = self.micro_batch(event)

@@ -1,0 +1,168 @@
+"""The state of all places at one moment, and what of it has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from ds_vertical.modulestate import GeneratorItem, Item, Pairs, PlaceItem, TensorItem, same_bits, streams_of
+from ds_vertical.reachable import (
+    Container,
+    Contents,
+    container_of,
+    same_contents,
+)
+from ds_vertical.statesurvey import OUTSIDE, Slot
+
+LARGEST_NUMEL: Final = 1 << 24  # elements of a tensor that each micro-batch may have a copy of
+SMALL_NUMEL: Final = 1 << 16  # elements of a tensor that is copied in every step, lest it change for the first time
+
+
+@dataclass(frozen=True)
+class Change:
+    """An item that has changed, and what it was; None of a tensor that is too large to be copied."""
+
+    item: Item
+    before: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Elements:
+    """A tensor, or an array, in a snapshot: `before` is a copy, None of one that is too large; `version`: its count of writes,
+    None where it keeps none."""
+
+    path: str
+    region: int
+    owner: Any
+    tensor: torch.Tensor
+    before: torch.Tensor | None
+    version: int | None
+
+    def has_changed(self) -> bool:
+        if self.before is not None:  # some kernels write without counting (batch norm's)
+            return not same_bits(self.tensor, self.before)
+        return self.version is not None and self.tensor._version != self.version
+
+
+class Snapshot:
+    """The state of all places at one moment; `changes` compares. See `survey`.
+
+    `closely`: all tensors but the largest are copied and compared bit by bit; otherwise the small ones. Another one has changed
+    when its count of writes has.
+    """
+
+    def __init__(self, slots: Sequence[Slot], closely: bool = True) -> None:
+        self._slots = slots
+        self._closely = closely
+        self._values: list[Contents] = [slot.place.read() for slot in slots]
+        self._containers: dict[int, tuple[str, int, Container, Contents]] = {}
+        self._tensors: dict[int, _Elements] = {}
+        self._generators: dict[int, tuple[GeneratorItem, Any]] = {}
+        self._held: list[Any] = []  # so that no other object takes the id of one
+        for slot, contents in sorted(zip(slots, self._values, strict=True), key=lambda pair: pair[0].region):
+            self._note(slot.path, slot.region, contents.values())
+
+    def items(self) -> Iterator[Item]:
+        """What may change, as items."""
+        for slot in self._slots:
+            yield PlaceItem(slot.path, slot.region, slot.place)
+        for path, region, container, _ in self._containers.values():
+            yield PlaceItem(path, region, container)
+        for each in self._tensors.values():
+            yield TensorItem(each.path, each.region, each.tensor, each.owner)
+        for item, _ in self._generators.values():
+            yield item
+
+    def _note(self, path: str, region: int, values: Iterable[Any]) -> None:
+        """What some values lead to. What two regions lead to is nobody's alone."""
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            self._note_leaf(path, region, value)
+            if isinstance(value, tuple):
+                waiting.extend(value)
+                continue
+            known = self._containers.get(id(value))
+            if known is not None and known[1] in (OUTSIDE, region):
+                continue
+            container = known[2] if known is not None else container_of(value)
+            if container is None:
+                continue
+            contents = known[3] if known is not None else container.read()
+            where = region if known is None else OUTSIDE
+            self._containers[id(value)] = (path, where, container, contents)
+            if where == region:
+                waiting.extend(contents.values())
+            else:
+                self._note(path, OUTSIDE, contents.values())
+
+    def _note_leaf(self, path: str, region: int, value: Any) -> None:
+        if isinstance(value, nn.Parameter) or (isinstance(value, torch.Tensor) and value.is_meta):
+            return
+        if isinstance(value, torch.Tensor | np.ndarray):
+            self._note_elements(path, region, value)
+            return
+        streams = streams_of(value)
+        if streams is not None:
+            known_item = self._generators.get(id(value))
+            where = region if known_item is None or known_item[0].region == region else OUTSIDE
+            self._held.append(value)
+            self._note_generator(id(value), GeneratorItem(path, where, streams, id(value)))
+
+    def _note_elements(self, path: str, region: int, value: Any) -> None:
+        known = self._tensors.get(id(value))
+        if known is not None:
+            self._tensors[id(value)] = replace(known, region=region if known.region == region else OUTSIDE)
+            return
+        tensor = value if isinstance(value, torch.Tensor) else _tensor_over(value)
+        if tensor is None or tensor.layout is not torch.strided:
+            return
+        copied = tensor.numel() <= (LARGEST_NUMEL if self._closely else SMALL_NUMEL)
+        counts = tensor is value and not tensor.is_inference()
+        before = tensor.detach().clone() if copied else None
+        self._tensors[id(value)] = _Elements(path, region, value, tensor, before, tensor._version if counts else None)
+
+    def _note_generator(self, key: int, item: GeneratorItem) -> None:
+        self._generators[key] = (item, self._generators[key][1] if key in self._generators else item.capture())
+
+    def changes(self, regions: Iterable[int] | None = None) -> Iterator[Change]:
+        """What has changed since, in these regions; None: in all."""
+        wanted = None if regions is None else {OUTSIDE, *regions}
+        for slot, before in zip(self._slots, self._values, strict=True):
+            if (wanted is None or slot.region in wanted) and not same_contents(slot.place.read(), before):
+                yield Change(PlaceItem(slot.path, slot.region, slot.place), self._pairs(slot.place, before))
+        for path, region, container, before in self._containers.values():
+            if (wanted is None or region in wanted) and not same_contents(container.read(), before):
+                yield Change(PlaceItem(path, region, container), self._pairs(container, before))
+        for each in self._tensors.values():
+            if (wanted is None or each.region in wanted) and each.has_changed():
+                yield Change(TensorItem(each.path, each.region, each.tensor, each.owner), each.before)
+        for item, before in self._generators.values():
+            if (wanted is None or item.region in wanted) and not item.same(item.capture(), before):
+                yield Change(item, before)
+
+    def _pairs(self, place: Container, contents: Contents) -> Pairs:
+        """As `deep`, at the moment of the snapshot."""
+        pairs: dict[int, tuple[Container, Contents]] = {id(place.owner): (place, contents)}
+        waiting = list(contents.values())
+        while waiting:
+            value = waiting.pop(0)
+            if isinstance(value, tuple | frozenset):
+                waiting.extend(value)
+            elif id(value) in self._containers and id(value) not in pairs:
+                pairs[id(value)] = self._containers[id(value)][2:]
+                waiting.extend(self._containers[id(value)][3].values())
+        return tuple(pairs.values())
+
+
+def _tensor_over(array: np.ndarray) -> torch.Tensor | None:
+    """A tensor over the memory of an array; None where there is none."""
+    try:
+        return torch.from_numpy(array) if array.flags.writeable else None
+    except (TypeError, ValueError):
+        return None
