@@ -40,7 +40,7 @@ from ds_vertical.layers import LayerError, LayerMap
 from ds_vertical.modulestate import GeneratorItem, Item, PlaceItem, TensorItem, deep, global_generators, seeded_states
 from ds_vertical.reachable import containers, owner_key
 from ds_vertical.statesnapshot import LARGEST_NUMEL, Change, Snapshot
-from ds_vertical.statesurvey import OUTSIDE, entry_of, is_state, survey
+from ds_vertical.statesurvey import OUTSIDE, entry_of, is_state, names_in, survey
 from ds_vertical.stubs import Coroutine
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class ForwardState:
         wanted = {(kind, form) for form in forms} - self._known
         blocks = [block.module for block in self._layers.blocks]
         slots = survey(self.model, blocks, functions) if self.handled else []
-        snapshot = Snapshot(slots, closely=bool(wanted))
+        snapshot = Snapshot(slots, bool(wanted), names_in(self.model, blocks) if self.handled else [])
         self._keep(snapshot)
         decided = self._num_decided()
         step = StepState(self, self._layers, snapshot, bool(wanted) and self.handled, seeds, self.snake and training)

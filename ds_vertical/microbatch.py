@@ -207,7 +207,7 @@ class MicroBatch:
         self._refuse_cache(block, flat)
         state = ThreadState.capture()
         context = contextvars.copy_context()
-        found = self._find_state(block, flat)
+        found = self._find_state(block, flat, context)
         inputs = with_state(flat, found)
         versions = versions_of(inputs)
         twins: dict[int, torch.Tensor] = {}
@@ -248,10 +248,11 @@ class MicroBatch:
         self._segments.begin(leaves)
         return returned
 
-    def _find_state(self, block: int, flat: Sequence[Any]) -> BlockState | None:
+    def _find_state(self, block: int, flat: Sequence[Any], context: contextvars.Context) -> BlockState | None:
         if self._modules is None:
             return None
         carriers = [value for value in flat if type(value) not in _PLAIN and container_of(value, given=True) is not None]
+        carriers += [value for value in context.values() if type(value) not in _PLAIN and container_of(value) is not None]
         return self._modules.at_call(block, carriers)
 
     def _refuse_opaque(self, block: int, values: Sequence[Any]) -> None:

@@ -17,7 +17,7 @@ from ds_vertical.reachable import (
     container_of,
     same_contents,
 )
-from ds_vertical.statesurvey import OUTSIDE, Slot
+from ds_vertical.statesurvey import OUTSIDE, Names, Slot, entry_of
 
 LARGEST_NUMEL: Final = 1 << 24  # elements of a tensor that each micro-batch may have a copy of
 SMALL_NUMEL: Final = 1 << 16  # elements of a tensor that is copied in every step, lest it change for the first time
@@ -53,12 +53,13 @@ class Snapshot:
     """The state of all places at one moment; `changes` compares. See `survey`.
 
     `closely`: all tensors but the largest are copied and compared bit by bit; otherwise the small ones. Another one has changed
-    when its count of writes has.
+    when its count of writes has. `names`: what attributes modules have.
     """
 
-    def __init__(self, slots: Sequence[Slot], closely: bool = True) -> None:
+    def __init__(self, slots: Sequence[Slot], closely: bool = True, names: Sequence[Names] = ()) -> None:
         self._slots = slots
         self._closely = closely
+        self._names = names
         self._values: list[Contents] = [slot.place.read() for slot in slots]
         self._containers: dict[int, tuple[str, int, Container, Contents]] = {}
         self._tensors: dict[int, _Elements] = {}
@@ -136,6 +137,10 @@ class Snapshot:
         for slot, before in zip(self._slots, self._values, strict=True):
             if (wanted is None or slot.region in wanted) and not same_contents(slot.place.read(), before):
                 yield Change(PlaceItem(slot.path, slot.region, slot.place), self._pairs(slot.place, before))
+        for names in self._names:
+            for name in names.new() if wanted is None or names.region in wanted else ():
+                place = entry_of(names.owner, name)
+                yield Change(PlaceItem(f"{names.path}.{name}", names.region, place), ((place, {}),))
         for path, region, container, before in self._containers.values():
             if (wanted is None or region in wanted) and not same_contents(container.read(), before):
                 yield Change(PlaceItem(path, region, container), self._pairs(container, before))

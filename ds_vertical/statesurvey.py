@@ -104,13 +104,44 @@ def is_state(name: str) -> bool:
     return name not in _INTERNAL and not name.startswith(("ds_", "_ds_"))
 
 
+@dataclass(frozen=True, eq=False)
+class Names:
+    """The names of one module's attributes, or buffers, at one moment. `owner`: the dict that has them."""
+
+    path: str
+    region: int
+    owner: dict[str, Any]
+    known: frozenset[str]
+
+    def new(self) -> list[str]:
+        """Those of the user's that were not there."""
+        if len(self.owner) == len(self.known) and self.owner.keys() == self.known:
+            return []
+        return [name for name in self.owner if name not in self.known and is_state(name)]
+
+
+def names_in(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Names]:
+    """Of all modules, as `survey` goes through them."""
+    region_of = _regions(blocks)
+    found = []
+    for path, module in model.named_modules():
+        for owner in (vars(module), vars(module)["_buffers"]):
+            region = region_of.get(id(module), OUTSIDE)
+            found.append(Names(path or type(model).__name__, region, owner, frozenset(owner)))
+    return found
+
+
+def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
+    return {id(each): index for index, block in enumerate(blocks) for each in block.modules()}
+
+
 def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Any]) -> list[Slot]:
     """Every place where a model's forward may keep state: of its modules, of what their code and hooks use, of `functions`.
 
     What lies in one of the `blocks` has the block's number as region.
     """
     found = _Survey(set(map(id, model.modules())))
-    region_of = {id(each): index for index, block in enumerate(blocks) for each in block.modules()}
+    region_of = _regions(blocks)
     for each in (*map(type, model.modules()), *functions):
         note_home(each)
     for path, module in model.named_modules():

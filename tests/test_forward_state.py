@@ -17,74 +17,19 @@ from families import VOCAB, Family, fill
 from harness import (
     Run,
     assert_identical,
-    base_config,
     differing,
     read_weights,
     run_arm,
     run_both,
     running,
-    small_buffers,
 )
+from stateful import WIDTH, Base, Block, batches, config_in
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import IBertConfig, IBertForMaskedLM
 from transformers.initialization import no_init_weights
 
 from ds_vertical.layers import LayerError
-
-WIDTH, NUM_LAYERS, M = 48, 4, 3
-Model = Any
-
-
-def config_in(folder: Path, **options: Any) -> dict[str, Any]:
-    return small_buffers(base_config(folder, num_micro_batches=M, dtype="fp32", clip=0.5, **options))
-
-
-def batches(num_steps: int = 3, seed: int = 3) -> list[list[dict[str, torch.Tensor]]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        [{"x": torch.randn(2, 3 + m, WIDTH, generator=generator)} for m in range(M)] for _ in range(num_steps)
-    ]
-
-
-class Block(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH)
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-    def forward(self, x: torch.Tensor, *args: Any) -> Any:
-        return self.body(x)
-
-
-class Base(nn.Module):
-    """Embeds, runs its blocks, and takes a loss that depends on how `begin` and `end` of the case under test go."""
-
-    block: type[nn.Module] = Block
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([type(self).block(index) for index in range(NUM_LAYERS)])
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
-        return ()
-
-    def end(self, x: torch.Tensor) -> torch.Tensor:
-        return x.new_zeros(())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        args = self.begin(x)
-        for block in self.blocks:
-            x = block(x, *args)
-        return self.head(x).square().mean() + self.end(x)
-
 
 # ---- state set by the model, read by blocks
 
