@@ -62,10 +62,11 @@ class StepLeft(Unanimous):
 
 
 class Company:
-    """Of one pass. `decided`: the ranks have decided, or are about to."""
+    """Of one pass. `decided`: the ranks have decided, or are about to. `only_gathers`: nothing is reduced, or voted on, in it."""
 
-    def __init__(self, others: Others) -> None:
+    def __init__(self, others: Others, only_gathers: bool = False) -> None:
         self._others = others
+        self._only_gathers = only_gathers
         self._before = self._counts()
         self.decided = False
 
@@ -107,11 +108,11 @@ class Company:
             return None if event.ahead else Ticket(f"fetch {unit}", lambda: gather(unit))
 
         def reduce(event: Event) -> None:
-            if not is_done("reductions"):
+            if not self._only_gathers and not is_done("reductions"):
                 self._others.reduce(_unit(event))
 
         def vote(_: Event) -> None:
-            if not is_done("votes") and self._others.vote():
+            if not self._only_gathers and not is_done("votes") and self._others.vote():
                 raise _Reached
 
         def reach(_: Event) -> None:

@@ -125,7 +125,10 @@ def _is_there(item: Item, there: Mapping[Hashable, Item], dicts: Collection[int]
 
 
 class StateMissed(LayerError):
-    """State has changed in another way than was known of it. What is known now is right: the step is to be run again."""
+    """State has changed in another way than was known of it. What is known now is right: the step is to be run again, by all
+    ranks (`ranks.agreed`)."""
+
+    starts_over = True
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -133,6 +136,9 @@ class StateMissed(LayerError):
             f"{path} changes in each run of this step in a way that could not be foreseen; keep what changes in the blocks, or"
             f" in the model's forward, {HORIZONTAL}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path,)
 
 
 def until_known(run: Callable[[], T], forget: Callable[[], None], say: Callable[[str], None] = lambda _: None) -> T:

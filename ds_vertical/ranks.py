@@ -46,17 +46,22 @@ def all_gathered(value: Any) -> list[Any]:
 def agreed(what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
     """All ranks leave the block, or all of them raise: those without an error of their own OtherRankError. Collective; the
     block itself must have no collective that another rank's error would leave alone. `then`, which may be collective, follows
-    on all ranks either way; not after an interrupt, or where the ranks do not hear each other any more."""
+    on all ranks either way; not after an interrupt, or where the ranks do not hear each other any more. Where all errors have a
+    true `starts_over`, every rank raises such a one: all do once more what the block ends."""
     error: Exception | None = None
     try:
         yield
     except Exception as raised:
         error = raised
     if world_size() > 1 and not is_true_on_all_ranks(error is None):
-        said = all_gathered(None if error is None else f"{type(error).__name__}: {error}")
-        others = [f"rank {number}: {text}" for number, text in enumerate(said) if text is not None]
-        if error is None:
-            error = OtherRankError(f"{what} failed on {len(others)} of {len(said)} ranks; {others[0]}")
+        again = error if getattr(error, "starts_over", False) else None
+        said = all_gathered(None if error is None else (f"{type(error).__name__}: {error}", again))
+        others = [(f"rank {number}: {each[0]}", each[1]) for number, each in enumerate(said) if each is not None]
+        if all(each is not None for _, each in others):
+            error = error or others[0][1]
+        elif error is None or again is not None:
+            told = next(text for text, each in others if each is None)
+            error = OtherRankError(f"{what} failed on {len(others)} of {len(said)} ranks; {told}")
     if error is not None:
         raise_after(error, then)
     then()

@@ -156,8 +156,10 @@ class Sweeps:
         its gradient, with the micro-batch's number; the sums of `pre` are left to the caller. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=True)
-            checking = _Checking(schedule, micro_batches, self.params, gradients, scale, self.layers, note_gradient)
-            self._run(schedule, checking.handlers(), None, gradients)  # a rank that fails here ends the others (`failures`)
+            company = self._company(only_gathers=True)
+            parts = self.params, company, gradients, scale, self.layers, note_gradient
+            checking = _Checking(schedule, micro_batches, *parts)
+            self._run(schedule, checking.handlers(), company, gradients)
         return checking.losses
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
@@ -173,8 +175,8 @@ class Sweeps:
             micro_batches[0].leave_random_numbers()  # the caller's go on where this forward has left them, as in stock
         return evaluation.results
 
-    def _company(self) -> Company | None:
-        return None if self.others is None else Company(self.others)
+    def _company(self, only_gathers: bool = False) -> Company | None:
+        return None if self.others is None else Company(self.others, only_gathers)
 
     def _state_of(self, bodies: Sequence[Body], training: bool = True) -> contextlib.AbstractContextManager[StepState | None]:
         if self.state is None:
@@ -440,18 +442,23 @@ class _Checking(_WithBackward):
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         params: Params,
+        company: Company | None,
         gradients: GradientStore,
         scale: Callable[[torch.Tensor], torch.Tensor],
         layers: LayerMap,
         note_gradient: Callable[[int, nn.Parameter], None],
     ) -> None:
-        super().__init__(schedule, micro_batches, params, lambda: False, None, gradients, scale)
+        super().__init__(schedule, micro_batches, params, lambda: False, company, gradients, scale)
         self.layers = layers
         self.note_gradient = note_gradient
 
     def handlers(self) -> dict[Op, Handler]:
         nothing: dict[Op, Handler] = dict.fromkeys(Op, lambda _: None)
-        return nothing | super().handlers() | {Op.HEAD: self.head, Op.B: self.backward}
+        return nothing | super().handlers() | {Op.HEAD: self.head, Op.B: self.backward, Op.NORM: self.norm}
+
+    def norm(self, _: Event) -> None:
+        if self.company is not None:
+            self.company.conclude()
 
     def backward(self, event: Event) -> None:
         micro_batch = self.micro_batch(event)

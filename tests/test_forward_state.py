@@ -23,7 +23,7 @@ from harness import (
     run_both,
     running,
 )
-from stateful import WIDTH, Base, Block, batches, config_in
+from stateful import WIDTH, Base, Block, M, batches, config_in
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import IBertConfig, IBertForMaskedLM
