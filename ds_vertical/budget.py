@@ -226,7 +226,7 @@ class Forecast:
     def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[Chunk]:
         """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
         passed = 0
-        for unit in self._layers.units:
+        for unit in self._layers.in_chunk_order(self._json.params_on_ssd):
             for params, persistent in self._split([param for param in group if self._unit_of[id(param)] == unit]):
                 sizes = tuple(map(self._shard, params))
                 passed += sum(sizes)

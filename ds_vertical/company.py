@@ -62,7 +62,7 @@ class StepLeft(Unanimous):
 
 
 class Company:
-    """Of one pass. `decided`: the ranks have decided, or are about to. `only_gathers`: nothing is reduced, or voted on, in it."""
+    """Of one pass. `decided`: the ranks have decided, or are about to. `only_gathers`: nothing is reduced or voted on."""
 
     def __init__(self, others: Others, only_gathers: bool = False) -> None:
         self._others = others

@@ -59,6 +59,13 @@ def note_home(value: Any) -> None:
     HOMES.add((getattr(value, "__module__", None) or "builtins").partition(".")[0])
 
 
+def note_home_of_attribute(value: Any) -> None:
+    """Something that a module holds: the objects of its class's package are the user's own, unless that is installed."""
+    root = (type(value).__module__ or "builtins").partition(".")[0]
+    if root not in HOMES and root not in _ENDS and not is_installed(root):
+        HOMES.add(root)
+
+
 def owner_key(container: Container) -> Hashable:
     """Tells a container's owner from others while it lives."""
     return container.owner if isinstance(container.owner, tuple) else id(container.owner)
@@ -144,7 +151,7 @@ def _ends_the_search(cls: type, given: bool) -> bool:
     root = cls.__module__.partition(".")[0]
     if issubclass(cls, collections.UserDict | collections.UserList | types.SimpleNamespace):
         return False
-    return root in _ENDS or (not given and root not in HOMES and is_installed(root))
+    return root in _ENDS or (not given and root not in HOMES)
 
 
 @functools.cache

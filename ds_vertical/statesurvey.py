@@ -23,6 +23,7 @@ from ds_vertical.reachable import (
     is_users_module,
     names_used,
     note_home,
+    note_home_of_attribute,
     owner_key,
 )
 
@@ -165,6 +166,7 @@ class _Survey:
     def module(self, path: str, module: nn.Module, region: int) -> None:
         own = vars(module)
         for name in filter(is_state, list(own)):
+            note_home_of_attribute(own[name])
             self._add(f"{path}.{name}", region, entry_of(own, name))
         for name in own["_buffers"]:
             self._add(f"{path}.{name}", region, entry_of(own["_buffers"], name))

@@ -42,12 +42,11 @@ class ChunkedStage3(StateRoutes):
 
     def _create_fp16_sub_groups(self, params_group: list[nn.Parameter]) -> list[list[nn.Parameter]]:  # override
         """Chunks: parameters of one unit, split by sub_group_size, those that stay on the device apart from the others.
-        Stock's own sub-groups are remembered for the numerics. What lies outside the layers comes last: a head's bias of a few
-        elements would shift the places of all that follow it (`compat_state.place_as_stock`)."""
+        Stock's own sub-groups are remembered for the numerics."""
         self._stock_groups += super()._create_fp16_sub_groups(params_group)
         self._persistent |= {id(param) for param in params_group if compat.is_persistent(param)}
         chunks: list[list[nn.Parameter]] = []
-        for unit in sorted(self._layer_map.units, key=lambda unit: unit == "pre"):
+        for unit in self._layer_map.in_chunk_order(self.params_in_nvme_and_cpu):
             members = [param for param in params_group if self._unit_of[id(param)] == unit]
             for stays in (False, True):
                 if chosen := [param for param in members if (id(param) in self._persistent) == stays]:

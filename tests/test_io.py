@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
@@ -30,6 +29,7 @@ from harness import (
     running,
     start_process_group,
 )
+from late import LateReads
 from models import MixerModel, token_batches
 from other_job import Other
 
@@ -432,25 +432,6 @@ def test_two_jobs_on_one_nvme_path_finish_as_if_alone_and_a_killed_ones_folder_g
     their_losses, their_weights, their_state = torch.load(out, weights_only=True)
     assert their_losses == alone[0].losses
     assert differing(alone[0].weights, their_weights) == [] and differing(alone[0].state, their_state) == []
-
-
-class LateReads:
-    """A real queue whose reads start only when they are waited for: as late as a read may ever arrive."""
-
-    def __init__(self, native: Any) -> None:
-        self.native = native
-        self.asked: list[tuple[int, int, bytes, int]] = []
-
-    def read(self, address: int, num_bytes: int, path: bytes, offset: int) -> int:
-        ctypes.memset(address, 255, num_bytes)  # NaN
-        self.asked.append((address, num_bytes, path, offset))
-        return len(self.asked) - 1
-
-    def wait(self, operation: int) -> Any:
-        return self.native.wait(self.native.read(*self.asked[operation]))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.native, name)
 
 
 def test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too(tmp_path: Path, alone: list[Run]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -70,16 +71,17 @@ def test_the_line_stands_below_what_a_step_prints_and_goes_with_it(
     screen.clear()
     logger, handler = logging.getLogger("a user's"), logging.StreamHandler(screen.stream)
     logger.addHandler(handler)
-    printed: list[str] = []
-    seen: list[str] = []
+    notes = ModuleType("notes")  # no state of a forward, so that no step starts over
+    notes.printed, notes.seen = list[str](), list[str]()
+    printed, seen = notes.printed, notes.seen
 
     def loss_fn(loss: torch.Tensor, _: Any) -> torch.Tensor:
         print("a text", "in pieces")
         logger.warning("a log")
-        printed.extend(["a text in pieces", "a log"])
+        notes.printed.extend(["a text in pieces", "a log"])
         lines = screen.lines()
-        assert lines[:-1] == printed
-        seen.append(lines[-1])
+        assert lines[:-1] == notes.printed
+        notes.seen.append(lines[-1])
         return loss
 
     attributes = own_attributes(screen)
