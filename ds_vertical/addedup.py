@@ -6,6 +6,7 @@ ended; here each begins with what was there before the step, so what each has ad
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ def sum_up(before: Pairs, versions: Sequence[Pairs]) -> Pairs:
     for container, contents in versions[-1]:
         key = owner_key(container)
         own = [version[key] for version in found if key in version]
-        result[key] = container, _contents(container, was.get(key, {}), own) if len(own) > 1 else contents
+        result[key] = container, _contents(container, was.get(key, Contents()), own) if len(own) > 1 else contents
     return _with_new_lists(tuple(result.values()), was, found)
 
 
@@ -40,21 +41,41 @@ def sum_of_tensors(before: torch.Tensor, versions: Sequence[torch.Tensor]) -> to
 
 
 def _contents(container: Container, before: Contents, versions: Sequence[Contents]) -> Contents:
+    if isinstance(container.owner, deque) and container.owner.maxlen is not None:
+        return _of_bounded(container.owner.maxlen, before, versions)
     if isinstance(container.owner, list | deque):
-        return dict(enumerate(_sequence(list(before.values()), [list(each.values()) for each in versions])))
+        return Contents(enumerate(_sequence(list(before.values()), [list(each.values()) for each in versions])))
     if isinstance(container.owner, set):
         if all(before.keys() <= each.keys() for each in versions):
-            return {key: value for each in versions for key, value in each.items()}
+            return Contents((key, value) for each in versions for key, value in each.items())
         return versions[-1]
     last = versions[-1]
-    return {key: _number(before.get(key, MISSING), [each[key] for each in versions if key in each]) for key in last}
+    own = ((key, [each[key] for each in versions if key in each]) for key in last)
+    return Contents((key, _number(before.get(key, MISSING), found)) for key, found in own)
 
 
 def _sequence(before: list[Any], versions: Sequence[list[Any]]) -> list[Any]:
     start = len(before)
-    if any(len(each) < start or not all(map(same_value, before, each[:start])) for each in versions):
+    if any(len(each) < start or not _begins_with(each, before) for each in versions):
         return versions[-1]
     return before + [value for each in versions for value in each[start:]]
+
+
+def _of_bounded(longest: int, before: Contents, versions: Sequence[Contents]) -> Contents:
+    """What all forwards have put behind what was there: the last of it that finds room."""
+    start = list(before.values())
+    added: list[Any] = []
+    for each in versions:
+        values = list(each.values())
+        kept = next(
+            (n for n in range(min(len(start), len(values)), -1, -1) if _begins_with(values, start[len(start) - n :])), 0
+        )
+        added += values[kept:]
+    return Contents(enumerate([*start, *added][-longest:]))
+
+
+def _begins_with(values: list[Any], start: list[Any]) -> bool:
+    return all(map(operator.is_, start, values)) or all(map(same_value, start, values))
 
 
 def _number(before: Any, versions: Sequence[Any]) -> Any:
@@ -77,5 +98,5 @@ def _with_new_lists(result: Pairs, was: dict[Any, Contents], found: Sequence[dic
             if not made or name in was.get(key, {}) or id(value) not in pairs:
                 continue
             lists = [list(version[id(each)].values()) for version, each in zip(found, own, strict=False) if id(each) in version]
-            pairs[id(value)] = pairs[id(value)][0], dict(enumerate(each for one in lists for each in one))
+            pairs[id(value)] = pairs[id(value)][0], Contents(enumerate(each for one in lists for each in one))
     return tuple(pairs.values())

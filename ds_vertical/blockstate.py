@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
@@ -26,7 +27,8 @@ class Known:
     """An item that changes, and the parts of the forward that change it, by the layers that they go through. `spread`: these
     are several; `settled`: a whole forward has shown it; `adds_up`: after a step it may hold what all forwards have added;
     `replaced`: what the last one has left, where it holds that instead. `sample`: what a forward has left in it, to see whether
-    the code ahead of its writer resets it."""
+    the code ahead of its writer resets it; `tried`: that has been seen;
+    `resets`: it does."""
 
     item: Item
     spread: bool = False
@@ -34,6 +36,8 @@ class Known:
     adds_up: bool = True
     replaced: Any = None
     sample: Any = None
+    tried: bool = False
+    resets: bool = False
     writers: set[int] = field(default_factory=set)
 
 
@@ -67,9 +71,15 @@ class Track:
         """What the item holds after the step."""
         last, known = self.own[max(self.own)] if self.own else self.base, self.known
         known.replaced = None
-        if known.spread and len(self.own) > 1 and known.adds_up and not self.item.is_generator:
+        is_place = isinstance(self.item, PlaceItem)
+        if (
+            known.spread
+            and len(self.own) > 1
+            and known.adds_up
+            and not (self.item.is_generator or (known.resets and not is_place))
+        ):
             own = [self.own[index] for index in sorted(self.own)]
-            added: Any = sum_up(self.base, own) if isinstance(self.item, PlaceItem) else sum_of_tensors(self.base, own)
+            added: Any = sum_up(self.base, own) if is_place else sum_of_tensors(self.base, own)
             if not self.item.same(added, last):
                 known.replaced = last
                 return added
@@ -82,7 +92,9 @@ class Track:
 
 
 class Learner(Protocol):
-    """The step that a call belongs to."""
+    """The step that a call belongs to. `is_quiet`: no code of the layer under way changes the item, as far as is known."""
+
+    def is_quiet(self, track: Track) -> bool: ...
 
     tracks: list[Track]
 
@@ -107,14 +119,19 @@ class BlockState:
         self._step = step
         self._block = block
         self._carriers = carriers
-        self._versions: list[tuple[Track, Any]] = [(track, track.item.capture()) for track in tracks]
+        quiet = (track for track in tracks if step.is_quiet(track) and not any(tensors_of(track.installed)))
+        self._quiet = {id(track) for track in quiet}  # and nothing of them is lent
+        self._versions: list[tuple[Track, Any]] = [(track, self._now_of(track, track.installed)) for track in tracks]
         self._carried: Pairs = tuple((container, container.read()) for container in carriers)
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a copy of a twin, and the twin
         self._plain = [(tensor, tensor._version, tensor.clone() if copies else None) for tensor in self._without_gradient()]
 
+    def _now_of(self, track: Track, last: Any) -> Any:
+        return last if id(track) in self._quiet else track.item.capture(last)
+
     def _without_gradient(self) -> list[torch.Tensor]:
         pairs = (contents for _, contents in self._pairs())
-        found = (tensor for contents in pairs for value in contents.values() for _, tensor in tensors_in(value))
+        found = (tensor for contents in pairs for _, value in contents.carriers for _, tensor in tensors_in(value))
         plain = (t for t in found if not (t.requires_grad or t.is_inference() or t.layout is not torch.strided or t.is_meta))
         return list({id(tensor): tensor for tensor in plain}.values())
 
@@ -135,8 +152,7 @@ class BlockState:
         lent = {key: twin.clone() if key in own and twin.numel() <= _SMALL else twin for key, twin in twins.items()}
         self._lent = {id(copy): (copy, twins[key]) for key, copy in lent.items() if copy is not twins[key]}
         for container, contents in self._pairs():
-            changed = {key: with_tensors(value, lent) for key, value in contents.items()}
-            if any(changed[key] is not contents[key] for key in contents):
+            if (changed := contents.replaced(partial(with_tensors, replaced=lent))) is not None:
                 container.write(changed)
 
     def settle(self, twins: dict[int, torch.Tensor], originals: dict[int, torch.Tensor]) -> None:
@@ -144,7 +160,7 @@ class BlockState:
         known = {id(track) for track, _ in self._versions}
         self._step.learn([self._block])
         for track in self._step.tracks:  # new ones: they were at the call what they were before the step
-            if id(track) not in known and track.item.region in (OUTSIDE, self._block):
+            if id(track) not in known and (track.item.region in (OUTSIDE, self._block) or isinstance(track.item, PlaceItem)):
                 self._versions.append((track, track.base))
         given = {id(twin): originals[key] for key, twin in twins.items()}
         given |= {id(copy): given[id(twin)] for copy, twin in self._lent.values() if copy._version == 0}  # not written
@@ -166,25 +182,28 @@ class BlockState:
         return {key_of(item.tensor.untyped_storage()) for item in items if isinstance(item, TensorItem)}
 
     def _now(self) -> Pairs:
-        places = [pair for track, _ in self._versions if isinstance(track.item, PlaceItem) for pair in track.item.capture()]
+        versions = [self._now_of(track, last) for track, last in self._versions if isinstance(track.item, PlaceItem)]
+        places = [pair for version in versions for pair in version]
         below = containers([container.owner for container in self._carriers], given=True) if self._carriers else []
         return _once((*places, *((container, container.read()) for container in below)))
 
     @contextlib.contextmanager
     def replayed(self, twins: dict[int, torch.Tensor]) -> Iterator[None]:
         """Within the block everything is as at the call, with the twins in their places; afterwards as before."""
-        after = [(track, track.item.capture()) for track, _ in self._versions]
+        after = [(track, self._now_of(track, track.installed)) for track, _ in self._versions]
         carried = self._now()
         now = self._restore_elements()
-        for track, version in self._versions:
-            track.item.install(version)
+        for (track, version), (_, now_held) in zip(self._versions, after, strict=True):
+            if version is not now_held:
+                track.item.install(version)
         put_back(self._carried)
         self.lend(twins)
         try:
             yield
         finally:
-            for track, version in after:
-                track.item.install(version)
+            for (track, version), (_, before) in zip(after, self._versions, strict=True):
+                if not (version is before and id(track) in self._quiet):
+                    track.item.install(version)
             put_back(carried)
             for tensor, elements in now:
                 tensor.data.copy_(elements)
@@ -216,8 +235,7 @@ def replace_in_objects(values: Iterable[Any], leaves: dict[int, torch.Tensor]) -
 
 def _replace(pairs: Pairs, replaced: dict[int, torch.Tensor]) -> None:
     for container, contents in pairs:
-        changed = {key: with_tensors(value, replaced) for key, value in contents.items()}
-        if any(changed[key] is not contents[key] for key in contents):
+        if (changed := contents.replaced(partial(with_tensors, replaced=replaced))) is not None:
             container.write(changed)
 
 

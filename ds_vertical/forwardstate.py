@@ -17,8 +17,8 @@ something fails. What has changed and was not known makes the step start over, w
 back, nothing stepped. So a step counts only if all that its forwards have changed was known when the first of them began.
 
 [Note: resets] Where the prefix empties a list that a block fills, nothing changes as long as all forwards begin with an empty
-one. So a step that has learned of an item which one part alone seems to change starts over with such an item filled, as the
-forward before would have left it. Whoever changes it then is one of those that change it. This run's results are thrown away.
+one. So a step that has learned of an item starts over with that item filled, as the forward before would have left it. Whoever
+changes it then is one of those that change it. What this run computes is thrown away.
 
 [Note: one after the other] With a single micro-batch, or in stock's order ("horizontal"), each forward is over before the next
 one begins. Then modules hold what they hold, and only the recompute of a block needs to know what the block found.
@@ -31,7 +31,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-from greenlet import getcurrent
 from torch import nn
 
 from ds_vertical.blockstate import BlockState, Known, Track
@@ -40,13 +39,21 @@ from ds_vertical.layers import LayerError, LayerMap
 from ds_vertical.modulestate import GeneratorItem, Item, PlaceItem, TensorItem, deep, global_generators, seeded_states
 from ds_vertical.reachable import containers, owner_key
 from ds_vertical.statesnapshot import LARGEST_NUMEL, Change, Snapshot
-from ds_vertical.statesurvey import OUTSIDE, entry_of, is_state, names_in, survey
-from ds_vertical.stubs import Coroutine
+from ds_vertical.statesurvey import OUTSIDE, entry_of, survey
+from ds_vertical.statewatch import Watch
 
 T = TypeVar("T")
-_MOST_RUNS = 8  # of a step
+_MOST_RUNS = 10  # of a step
 HORIZONTAL = 'or set vertical_schedule.order to "horizontal", which runs one micro-batch after the other'
-_MAY_BE_STATES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)  # what wrong state may end in
+_MAY_BE_STATES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ZeroDivisionError,
+)  # what wrong state may end in
 
 
 class ForwardState:
@@ -84,13 +91,13 @@ class ForwardState:
         kind = _shape_of(self.model), tuple(getattr(each, "__code__", id(each)) for each in functions)
         wanted = {(kind, form) for form in forms} - self._known
         blocks = [block.module for block in self._layers.blocks]
-        slots = survey(self.model, blocks, functions) if self.handled else []
-        snapshot = Snapshot(slots, bool(wanted), names_in(self.model, blocks) if self.handled else [])
+        slots, names = survey(self.model, blocks, functions) if self.handled else ([], [])
+        snapshot = Snapshot(slots, names, closely=bool(wanted))
         self._keep(snapshot)
         decided = self._num_decided()
         step = StepState(self, self._layers, snapshot, bool(wanted) and self.handled, seeds, self.snake and training)
         modules = {id(module): path for path, module in self.model.named_modules()} if self.handled else {}
-        with _Watch(step, modules).watching(), Changed(lambda: step.finish(self._num_decided() != decided)):
+        with Watch(step, modules, self._layers).watching(), Changed(lambda: step.finish(self._num_decided() != decided)):
             try:
                 yield step
             except (*_MAY_BE_STATES, LayerError) as error:
@@ -126,15 +133,15 @@ def _is_there(item: Item, there: Mapping[Hashable, Item], dicts: Collection[int]
 
 class StateMissed(LayerError):
     """State has changed in another way than was known of it. What is known now is right: the step is to be run again, by all
-    ranks (`ranks.agreed`)."""
+    ranks (`ranks.agreed`). `path`: what has changed; empty where this run was only to show who changes what."""
 
     starts_over = True
 
     def __init__(self, path: str) -> None:
         self.path = path
         super().__init__(
-            f"{path} changes in each run of this step in a way that could not be foreseen; keep what changes in the blocks, or"
-            f" in the model's forward, {HORIZONTAL}"
+            f"{path or 'state'} changes in each run of this step in a way that could not be foreseen; keep what changes in the"
+            f" blocks, or in the model's forward, {HORIZONTAL}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -147,7 +154,8 @@ def until_known(run: Callable[[], T], forget: Callable[[], None], say: Callable[
         try:
             return run()
         except StateMissed as missed:  # nothing of the step counts
-            say(f"this step starts over, now that it is known that forwards change {missed.path}")
+            if missed.path:  # and no trial
+                say(f"this step starts over, now that it is known that forwards change {missed.path}")
             forget()
     return run()
 
@@ -225,7 +233,8 @@ class StepState:
         """Raise StateMissed where something has failed and state has changed that nobody knew of: it may be why."""
         self._find(None)
         if self._probes:
-            raise StateMissed("what the last run of it has shown") from error
+            self._drop_samples()
+            raise StateMissed("") from error
         if self._news:
             raise StateMissed(self._news[0]) from error
 
@@ -257,29 +266,45 @@ class StepState:
                 if track.item.is_global and layer is not None and layer < 0 and self._seeds[micro_batch] is not None:
                     track.install(track.own[micro_batch])
             elif near is None or track.item.region in near or isinstance(track.item, PlaceItem):
-                track.install(self._sampled(track, micro_batch, layer) or track.version(micro_batch))
+                sample = self._sampled(track, micro_batch, layer)
+                track.install(track.version(micro_batch) if sample is None else sample)
 
     def _sampled(self, track: Track, micro_batch: int, layer: int | None) -> Any:
         """What the prefix of a later micro-batch begins with where this run is to show whether it resets it."""
         wanted = self._probes and micro_batch > 0 and layer is not None and layer < 0 and micro_batch not in track.own
-        return track.known.sample if wanted and not track.known.spread else None
+        return track.known.sample if wanted else None
 
     def leave(self, micro_batch: int, layer: int | None) -> None:
         """The forward parks, or has ended."""
         near = self._near(layer)
         if self._learns or layer is None or layer < 0:
             self._refuse_thawed()
-        for track in self.learn(None):
+        found = self._find(None if self._learns else near) if self._owner.handled else []
+        far = [track for track in self.tracks if near is not None and track.item.region not in near and self._is_changed(track)]
+        for track in (*found, *far):
             if near is not None and track.item.region not in near:
                 track.item.region = OUTSIDE  # something else than its block has changed it
+        self._news += [track.item.path for track in far]
         written, self._written = self._written, set()
         for track in self.tracks:
             if self._in_turn:
                 self._look_in_turn(track, layer)
-            elif near is None or track.item.region in near or id(track) in written:
+            elif near is None or id(track) in written or (track.item.region in near and not self.is_quiet(track)):
                 self._look(track, micro_batch, layer)
         if layer is None:
             self._end(micro_batch)
+
+    def _is_changed(self, track: Track) -> bool:
+        """Of what one block alone is known to change, while another one is under way."""
+        item = track.item
+        return not self._in_turn and isinstance(item, PlaceItem) and item.capture(track.installed) is not track.installed
+
+    def is_quiet(self, track: Track) -> bool:
+        """Whether no code of the layer under way, and of the glue ahead of it, is known to change the item. Who does so for the
+        first time is found at the end of the forward."""
+        known = track.known
+        learned = known.settled and not self._learns and not self._in_turn and isinstance(track.item, PlaceItem)
+        return learned and self._layer is not None and self._layer >= 0 and self._layer not in known.writers
 
     def _look_in_turn(self, track: Track, layer: int | None) -> None:
         """Of Python's and NumPy's generators: whether this forward has used them."""
@@ -287,13 +312,16 @@ class StepState:
             track.known.writers.add(0)
 
     def _look(self, track: Track, micro_batch: int, layer: int | None) -> None:
-        now, item, known = track.item.capture(), track.item, track.known
+        item, known = track.item, track.known
+        now = item.capture(track.installed)
         if item.same(now, track.installed):
             return
         if self._snake and layer is not None and known.settled and not (known.spread or item.is_global):
             _refuse_snake(item.path)
         if item.is_generator and not item.is_global and any(index > micro_batch for index in track.own):
             (_refuse_snake if self._snake else _refuse_shared_generator)(item.path)
+        if self._probes and micro_batch > 0 and layer is not None and layer < 0:
+            known.resets |= item.same(now, track.own.get(0, track.base))
         track.own[micro_batch] = track.installed = now
         known.writers.add(len(self._layers.layers) if layer is None else layer)
         if len(known.writers) > 1 and not known.spread and not item.is_global:
@@ -312,22 +340,28 @@ class StepState:
                 known.settled, was_spread = True, known.spread
                 known.spread = len(known.writers) > 1
                 if was_spread and not known.spread and any(index > micro_batch for index in track.own):
-                    raise StateMissed(track.item.path)  # they should have gone on with what this forward has left
+                    self._news.append(track.item.path)  # they should have gone on with what this forward has left
         is_last = len(self._ended) == len(self._seeds)
-        if (len(self._ended) == 1 or is_last) and self._owner.handled:
-            self._find(None)
         if is_last and self._probes:
-            raise StateMissed("what the last run of it has shown")
-        if self._news and (is_last or not self._learns):
-            self._start_over()
+            self._drop_samples()
+            raise StateMissed("")
+        if is_last and self._learns:
+            self._prepare_trial()
+        if self._owner.probes or (self._news and (is_last or not self._learns)):
+            raise StateMissed(self._news[0] if self._news else "")
 
-    def _start_over(self) -> NoReturn:
-        """Raise StateMissed. The run after this one shows who resets what one part alone seems to change."""
+    def _drop_samples(self) -> None:
         for track in self.tracks:
-            alone = not (track.known.spread or track.item.is_generator or self._in_turn)
-            track.known.sample = track.own.get(0) if alone else None
-            self._owner.probes |= self._learns and track.known.sample is not None
-        raise StateMissed(self._news[0])
+            track.known.sample = None
+
+    def _prepare_trial(self) -> None:
+        """See [Note: resets]: once for each item."""
+        for track in self.tracks:
+            known = track.known
+            is_new = not (known.tried or track.item.is_generator or self._in_turn)
+            known.sample = track.own.get(0) if is_new else None
+            if known.sample is not None:
+                known.tried = self._owner.probes = True
 
     def _refuse_thawed(self) -> None:
         if all(param.requires_grad == before for param, before in zip(self._params, self._flags, strict=True)):
@@ -341,8 +375,9 @@ class StepState:
                 )
 
     def _unless_others_began(self, track: Track, micro_batch: int) -> None:
+        """The step starts over at its end, so that it learns of all such items at once."""
         if any(index > micro_batch for index in track.begun):
-            raise StateMissed(track.item.path)
+            self._news.append(track.item.path)
 
     # ---- a block's call
 
@@ -353,7 +388,7 @@ class StepState:
             return None
         self.learn([block])  # what the code ahead of the call has changed is no doing of the block's
         found = containers(carriers, given=True) if carriers else []
-        tracks = [track for track in self.tracks if track.item.region in (OUTSIDE, block)]
+        tracks = [t for t in self.tracks if t.item.region in (OUTSIDE, block) or isinstance(t.item, PlaceItem)]
         if not found and not tracks and not self._learns:
             return None
         return BlockState(self, block, tracks, found, self._owner.copies)
@@ -433,51 +468,6 @@ def refuse_large(item: Item) -> NoReturn:
         f"{item.path} ({numel} elements) is written during the forward for the first time, after steps that did not write it,"
         " and what it held before was not copied; write it in the first step, too, and load the last checkpoint"
     )
-
-
-class _Watch:
-    """Tells a step of every attribute that a forward sets on a module of the model, ahead of it."""
-
-    def __init__(self, step: StepState, modules: dict[int, str]) -> None:
-        self._step = step
-        self._modules = modules
-        layers = step._layers
-        self._regions = {id(each): index for index, block in enumerate(layers.blocks) for each in block.module.modules()}
-        self._set, self._delete = nn.Module.__setattr__, nn.Module.__delattr__
-
-    def watching(self) -> Changed:
-        """Within the block modules tell."""
-        return Changed(self._put_back, self._take_over)
-
-    def _take_over(self) -> None:
-        setter, deleter = self._set, self._delete
-
-        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-            self._note(module, name)
-            setter(module, name, value)
-
-        def delete_attribute(module: nn.Module, name: str) -> None:
-            self._note(module, name)
-            deleter(module, name)
-
-        if self._modules:
-            nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
-            nn.Module.__delattr__ = delete_attribute  # type: ignore[method-assign]
-
-    def _put_back(self) -> None:
-        nn.Module.__setattr__ = self._set  # type: ignore[method-assign]
-        nn.Module.__delattr__ = self._delete  # type: ignore[method-assign]
-
-    def _note(self, module: nn.Module, name: str) -> None:
-        path = self._modules.get(id(module))
-        if path is None or not is_state(name) or not isinstance(getcurrent(), Coroutine):
-            return
-        own = vars(module)
-        if name in own["_parameters"] or name in own["_modules"]:
-            return
-        owner = own["_buffers"] if name in own["_buffers"] else own
-        where = f"{path}.{name}" if path else name
-        self._step.note_attribute(owner, name, where, self._regions.get(id(module), OUTSIDE))
 
 
 def _shape_of(model: nn.Module) -> Hashable:

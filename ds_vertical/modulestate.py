@@ -41,7 +41,9 @@ class Item(Protocol):
     is_generator: bool
     is_global: bool
 
-    def capture(self) -> Any: ...
+    def capture(self, last: Any = None) -> Any:
+        """`last`: a version that may still stand there; then it is returned."""
+        ...
 
     def install(self, version: Any) -> None: ...
 
@@ -56,15 +58,19 @@ class PlaceItem:
     def __init__(self, path: str, region: int, place: Container) -> None:
         self.path, self.region, self.place = path, region, place
 
-    def capture(self) -> Pairs:
+    def capture(self, last: Pairs | None = None) -> Pairs:
+        if last is not None and all(container.holds(contents) for container, contents in last):
+            return last
         return deep(self.place, self.path)
 
     def install(self, version: Pairs) -> None:
         put_back(version)
 
     def same(self, one: Pairs, other: Pairs) -> bool:
-        return len(one) == len(other) and all(
-            a.owner is b.owner and same_contents(c, d) for (a, c), (b, d) in zip(one, other, strict=True)
+        return (
+            one is other
+            or len(one) == len(other)
+            and all(a.owner is b.owner and same_contents(c, d) for (a, c), (b, d) in zip(one, other, strict=True))
         )
 
 
@@ -76,7 +82,7 @@ class TensorItem:
     def __init__(self, path: str, region: int, tensor: torch.Tensor, owner: Any) -> None:
         self.path, self.region, self.tensor, self.owner = path, region, tensor, owner
 
-    def capture(self) -> torch.Tensor:
+    def capture(self, last: torch.Tensor | None = None) -> torch.Tensor:
         return self.tensor.detach().clone()
 
     def install(self, version: torch.Tensor) -> None:
@@ -96,7 +102,7 @@ class GeneratorItem:
         self.path, self.region, self.key, self.is_global = path, region, key, is_global
         self._read, self._write = streams
 
-    def capture(self) -> Any:
+    def capture(self, last: Any = None) -> Any:
         return self._read()
 
     def install(self, version: Any) -> None:
@@ -110,7 +116,7 @@ def deep(place: Container, path: str) -> Pairs:
     """A place and all containers below it, with their contents now. Raises LayerError where they are too many."""
     contents = place.read()
     try:
-        below = containers(contents.values())
+        below = containers(value for _, value in contents.carriers)
     except TooMany:
         raise LayerError(
             f"{path} changes during the forward and holds too many objects to be kept for each micro-batch; keep what changes"
@@ -122,7 +128,7 @@ def deep(place: Container, path: str) -> Pairs:
 def put_back(pairs: Iterable[tuple[Container, Contents]]) -> None:
     """Make the contents of containers what they were."""
     for container, contents in pairs:
-        if not same_contents(container.read(), contents):
+        if not container.holds(contents):
             container.write(contents)
 
 
@@ -183,7 +189,7 @@ def streams_of(value: Any) -> Streams | None:
     """Of a generator of random numbers that somebody holds; None for anything else."""
     if isinstance(value, torch.Generator) and value is not torch.default_generator:
         return value.get_state, partial(_call, value.set_state)
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate, value.setstate
     if isinstance(value, np.random.RandomState):
         return partial(value.get_state, legacy=False), value.set_state
@@ -200,7 +206,7 @@ def _call(function: Callable[[Any], Any], value: Any) -> None:
 def tensors_of(pairs: Iterable[tuple[Container, Contents]]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """The tensors that containers hold that require grad, with their positions: container, key, place in tuples, by number."""
     for number, (_, contents) in enumerate(pairs):
-        for index, value in enumerate(contents.values()):
+        for index, value in contents.carriers:
             for place, tensor in tensors_in(value):
                 if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                     yield (number, index, *place), tensor

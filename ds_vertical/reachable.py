@@ -8,8 +8,10 @@ the objects of torch, DeepSpeed and this package end the search: what they hold 
 from __future__ import annotations
 
 import collections
+import dis
 import enum
 import functools
+import operator
 import sys
 import sysconfig
 import threading
@@ -32,7 +34,23 @@ _CALLED: Final = (types.FunctionType, types.MethodType, partial)
 _LIBRARIES: Final = frozenset({"torch", "deepspeed", "ds_vertical", "greenlet", "numpy", "accelerate", "tokenizers"})
 _ENDS: Final = _LIBRARIES | (frozenset(sys.stdlib_module_names) - {"collections", "types", "__main__"})
 
-Contents = Mapping[Any, Any]
+_SIMPLE: Final = frozenset({type(None), bool, int, float, complex, str, bytes, type, range, slice})
+
+
+class Contents(dict[Any, Any]):
+    """What a container holds at one moment: references, by key. Nobody changes it afterwards."""
+
+    @functools.cached_property
+    def carriers(self) -> tuple[tuple[int, Any], ...]:
+        """The values that are more than numbers and strings, with their positions."""
+        return tuple((index, value) for index, value in enumerate(self.values()) if type(value) not in _SIMPLE)
+
+    def replaced(self, new: Callable[[Any], Any]) -> Contents | None:
+        """With `new` of each of those; None where that changes nothing."""
+        made = {index: other for index, value in self.carriers if (other := new(value)) is not value}
+        if not made:
+            return None
+        return Contents((key, made.get(index, value)) for index, (key, value) in enumerate(self.items()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +58,15 @@ class Container:
     """One object whose contents may change. `read`: key -> value, now; `write`: make the contents these."""
 
     owner: Any
-    read: Callable[[], dict[Any, Any]]
-    write: Callable[[Contents], None]
+    read: Callable[[], Contents]
+    write: Callable[[Mapping[Any, Any]], None]
+
+    def holds(self, contents: Contents) -> bool:
+        """Whether it holds these contents now."""
+        value = self.owner
+        if type(value) is list and len(value) == len(contents) and all(map(operator.is_, value, contents.values())):
+            return True
+        return same_contents(self.read(), contents)
 
 
 @dataclass(frozen=True)
@@ -81,13 +106,14 @@ def container_of(value: Any, given: bool = False) -> Container | None:
     if isinstance(value, list | collections.deque | dict | set):
         return _collection(value)
     if isinstance(value, threading.local):
-        return Container(value, lambda: dict(vars(value)), lambda contents: _update(vars(value), contents))
+        return Container(value, lambda: Contents(vars(value)), lambda contents: _update(vars(value), contents))
     if _ends_the_search(type(value), given):
         return None
     attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        return Container(value, lambda: dict(attributes), lambda contents: _update(attributes, contents))
-    slots = [name for cls in type(value).__mro__ for name in _slots_of(cls)]
+    slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if name not in ("__dict__", "__weakref__")]
+    if isinstance(attributes, dict) and not slots:
+        return Container(value, lambda: Contents(attributes), lambda contents: _update(attributes, contents))
+    slots += list(attributes or ())
     return Container(value, partial(_read_slots, value, slots), partial(_write_slots, value, slots)) if slots else None
 
 
@@ -97,23 +123,23 @@ def _collection(value: Any) -> Container:
     if not isinstance(attributes, dict):
         return Container(value, partial(_elements, value), partial(_set_elements, value))
 
-    def read() -> dict[Any, Any]:
-        return _elements(value) | {Attribute(name): each for name, each in attributes.items()}
+    def read() -> Contents:
+        return Contents(_elements(value) | {Attribute(name): each for name, each in attributes.items()})
 
-    def write(contents: Contents) -> None:
+    def write(contents: Mapping[Any, Any]) -> None:
         _set_elements(value, {key: each for key, each in contents.items() if not isinstance(key, Attribute)})
         _update(attributes, {key.name: each for key, each in contents.items() if isinstance(key, Attribute)})
 
     return Container(value, read, write)
 
 
-def _elements(value: Any) -> dict[Any, Any]:
+def _elements(value: Any) -> Contents:
     if isinstance(value, dict):
-        return dict(value.items())
-    return {each: each for each in value} if isinstance(value, set) else dict(enumerate(value))
+        return Contents(value.items())
+    return Contents((each, each) for each in value) if isinstance(value, set) else Contents(enumerate(value))
 
 
-def _set_elements(value: Any, contents: Contents) -> None:
+def _set_elements(value: Any, contents: Mapping[Any, Any]) -> None:
     """By the methods of the built-in types: a subclass may refuse its own."""
     if isinstance(value, dict):
         _update(value, contents)
@@ -133,11 +159,11 @@ def _slots_of(cls: type) -> Sequence[str]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _read_slots(value: Any, slots: Sequence[str]) -> dict[Any, Any]:
-    return {name: getattr(value, name) for name in slots if hasattr(value, name)}
+def _read_slots(value: Any, slots: Sequence[str]) -> Contents:
+    return Contents((name, getattr(value, name)) for name in slots if hasattr(value, name))
 
 
-def _write_slots(value: Any, slots: Sequence[str], contents: Contents) -> None:
+def _write_slots(value: Any, slots: Sequence[str], contents: Mapping[Any, Any]) -> None:
     for name in slots:
         if name in contents:
             object.__setattr__(value, name, contents[name])
@@ -172,7 +198,7 @@ def is_users_module(value: Any) -> bool:
     return root not in _ENDS and (root in HOMES or not is_installed(root)) and root != "builtins"
 
 
-def _update(value: dict[Any, Any], contents: Contents) -> None:
+def _update(value: dict[Any, Any], contents: Mapping[Any, Any]) -> None:
     base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
     kept = dict(contents)
     base.clear(value)
@@ -200,7 +226,7 @@ def containers(values: Iterable[Any], given: bool = False) -> list[Container]:
         found.append(container)
         if len(found) > MOST_CONTAINERS:
             raise TooMany
-        waiting.extend(container.read().values())
+        waiting.extend(each for _, each in container.read().carriers)
     return found
 
 
@@ -219,6 +245,8 @@ def same_contents(one: Contents, other: Contents) -> bool:
     """Whether two contents have the same keys, in the same order, and the same values."""
     if len(one) != len(other):
         return False
+    if all(map(operator.is_, one.values(), other.values())) and all(map(operator.is_, one, other)):
+        return True
     pairs = zip(one.items(), other.items(), strict=True)
     return all((a is c or (not isinstance(a, torch.Tensor) and a == c)) and same_value(b, d) for (a, b), (c, d) in pairs)
 
@@ -299,3 +327,11 @@ def names_used(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from names_used(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_bound(code: types.CodeType) -> frozenset[str]:
+    """The global names that a function's code sets, with those of the functions written in it."""
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
+    inner = (globals_bound(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(own).union(*inner)

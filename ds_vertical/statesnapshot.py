@@ -15,9 +15,8 @@ from ds_vertical.reachable import (
     Container,
     Contents,
     container_of,
-    same_contents,
 )
-from ds_vertical.statesurvey import OUTSIDE, Names, Slot, entry_of
+from ds_vertical.statesurvey import OUTSIDE, Names, Slot
 
 LARGEST_NUMEL: Final = 1 << 24  # elements of a tensor that each micro-batch may have a copy of
 SMALL_NUMEL: Final = 1 << 16  # elements of a tensor that is copied in every step, lest it change for the first time
@@ -56,17 +55,21 @@ class Snapshot:
     when its count of writes has. `names`: what attributes modules have.
     """
 
-    def __init__(self, slots: Sequence[Slot], closely: bool = True, names: Sequence[Names] = ()) -> None:
+    def __init__(self, slots: Sequence[Slot], names: Sequence[Names], closely: bool = True) -> None:
         self._slots = slots
         self._closely = closely
         self._names = names
-        self._values: list[Contents] = [slot.place.read() for slot in slots]
+        values = [slot.place.read() for slot in slots]
+        homes = {id(each.owner) for each in names}
+        keys = [slot.place.owner for slot in slots]
+        owners = [key[0] if isinstance(key, tuple) and key[0] in homes else None for key in keys]
+        self._places = list(zip(slots, values, owners, strict=True))  # a slot, what stood there, the dict that has the name
         self._containers: dict[int, tuple[str, int, Container, Contents]] = {}
         self._tensors: dict[int, _Elements] = {}
         self._generators: dict[int, tuple[GeneratorItem, Any]] = {}
         self._held: list[Any] = []  # so that no other object takes the id of one
-        for slot, contents in sorted(zip(slots, self._values, strict=True), key=lambda pair: pair[0].region):
-            self._note(slot.path, slot.region, contents.values())
+        for slot, contents in sorted(zip(slots, values, strict=True), key=lambda pair: pair[0].region):
+            self._note(slot.path, slot.region, (value for _, value in contents.carriers))
 
     def items(self) -> Iterator[Item]:
         """What may change, as items."""
@@ -98,9 +101,9 @@ class Snapshot:
             where = region if known is None else OUTSIDE
             self._containers[id(value)] = (path, where, container, contents)
             if where == region:
-                waiting.extend(contents.values())
+                waiting.extend(each for _, each in contents.carriers)
             else:
-                self._note(path, OUTSIDE, contents.values())
+                self._note(path, OUTSIDE, (each for _, each in contents.carriers))
 
     def _note_leaf(self, path: str, region: int, value: Any) -> None:
         if isinstance(value, nn.Parameter) or (isinstance(value, torch.Tensor) and value.is_meta):
@@ -134,15 +137,18 @@ class Snapshot:
     def changes(self, regions: Iterable[int] | None = None) -> Iterator[Change]:
         """What has changed since, in these regions; None: in all."""
         wanted = None if regions is None else {OUTSIDE, *regions}
-        for slot, before in zip(self._slots, self._values, strict=True):
-            if (wanted is None or slot.region in wanted) and not same_contents(slot.place.read(), before):
+        touched = {
+            id(names.owner) for names in self._names if (wanted is None or names.region in wanted) and not names.are_same()
+        }
+        for slot, before, home in self._places:
+            if (home is None or home in touched) and (wanted is None or slot.region in wanted) and not slot.place.holds(before):
                 yield Change(PlaceItem(slot.path, slot.region, slot.place), self._pairs(slot.place, before))
         for names in self._names:
-            for name in names.new() if wanted is None or names.region in wanted else ():
-                place = entry_of(names.owner, name)
-                yield Change(PlaceItem(f"{names.path}.{name}", names.region, place), ((place, {}),))
+            for name in names.new() if id(names.owner) in touched else ():
+                place = names.place(name)
+                yield Change(PlaceItem(f"{names.path}.{name}", names.region, place), ((place, Contents()),))
         for path, region, container, before in self._containers.values():
-            if (wanted is None or region in wanted) and not same_contents(container.read(), before):
+            if (wanted is None or region in wanted) and not container.holds(before):
                 yield Change(PlaceItem(path, region, container), self._pairs(container, before))
         for each in self._tensors.values():
             if (wanted is None or each.region in wanted) and each.has_changed():
@@ -154,14 +160,14 @@ class Snapshot:
     def _pairs(self, place: Container, contents: Contents) -> Pairs:
         """As `deep`, at the moment of the snapshot."""
         pairs: dict[int, tuple[Container, Contents]] = {id(place.owner): (place, contents)}
-        waiting = list(contents.values())
+        waiting = [value for _, value in contents.carriers]
         while waiting:
             value = waiting.pop(0)
             if isinstance(value, tuple | frozenset):
                 waiting.extend(value)
             elif id(value) in self._containers and id(value) not in pairs:
                 pairs[id(value)] = self._containers[id(value)][2:]
-                waiting.extend(self._containers[id(value)][3].values())
+                waiting.extend(each for _, each in self._containers[id(value)][3].carriers)
         return tuple(pairs.values())
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import operator
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -18,6 +19,7 @@ from ds_vertical.reachable import (
     bound,
     called,
     container_of,
+    globals_bound,
     is_foreign,
     is_internal,
     is_users_module,
@@ -31,7 +33,7 @@ OUTSIDE: Final = -1  # the region of what no block holds alone; otherwise the bl
 _FOLLOWED: Final = (types.FunctionType, types.MethodType, partial, nn.Module)
 
 # what torch and DeepSpeed keep in a module's __dict__
-_INTERNAL: Final = frozenset(vars(nn.Module())) | {
+_INTERNAL: Final = (frozenset(vars(nn.Module())) - {"training"}) | {
     "forward",
     "_compiled_call_impl",
     "_external_params",
@@ -57,10 +59,10 @@ class Slot:
 def entry_of(owner: dict[str, Any], name: str) -> Container:
     """The place of one entry of a dict."""
 
-    def read() -> dict[Any, Any]:
-        return {name: owner[name]} if name in owner else {}
+    def read() -> Contents:
+        return Contents({name: owner[name]} if name in owner else {})
 
-    def write(contents: Contents) -> None:
+    def write(contents: Mapping[Any, Any]) -> None:
         if name in contents:
             owner[name] = contents[name]
         else:
@@ -70,10 +72,10 @@ def entry_of(owner: dict[str, Any], name: str) -> Container:
 
 
 def _attribute_of(cls: type, name: str) -> Container:
-    def read() -> dict[Any, Any]:
-        return {name: vars(cls)[name]} if name in vars(cls) else {}
+    def read() -> Contents:
+        return Contents({name: vars(cls)[name]} if name in vars(cls) else {})
 
-    def write(contents: Contents) -> None:
+    def write(contents: Mapping[Any, Any]) -> None:
         if name in contents:
             setattr(cls, name, contents[name])
         elif name in vars(cls):
@@ -83,13 +85,13 @@ def _attribute_of(cls: type, name: str) -> Container:
 
 
 def _cell(cell: types.CellType) -> Container:
-    def read() -> dict[Any, Any]:
+    def read() -> Contents:
         try:
-            return {"": cell.cell_contents}
+            return Contents({"": cell.cell_contents})
         except ValueError:  # nothing is bound yet
-            return {}
+            return Contents()
 
-    def write(contents: Contents) -> None:
+    def write(contents: Mapping[Any, Any]) -> None:
         if contents:
             cell.cell_contents = contents[""]
 
@@ -97,7 +99,7 @@ def _cell(cell: types.CellType) -> Container:
 
 
 def _constant(value: Any) -> Container:
-    return Container(value, lambda: {"": value}, lambda _: None)
+    return Container(value, lambda: Contents({"": value}), lambda _: None)
 
 
 def is_state(name: str) -> bool:
@@ -107,36 +109,34 @@ def is_state(name: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """The names of one module's attributes, or buffers, at one moment. `owner`: the dict that has them."""
+    """What stands under the names of one module, or class, at one moment. `place`: of a name."""
 
     path: str
     region: int
-    owner: dict[str, Any]
-    known: frozenset[str]
+    owner: Mapping[str, Any]
+    before: Mapping[str, Any]
+    place: Callable[[str], Container]
+
+    @classmethod
+    def of(cls, path: str, region: int, owner: dict[str, Any]) -> Names:
+        return cls(path, region, owner, dict(owner), partial(entry_of, owner))
+
+    def are_same(self) -> bool:
+        """Whether all names stand for the objects of then."""
+        now, then = self.owner, self.before
+        same_values = len(now) == len(then) and all(map(operator.is_, now.values(), then.values()))
+        return same_values and all(map(operator.is_, now, then))
 
     def new(self) -> list[str]:
-        """Those of the user's that were not there."""
-        if len(self.owner) == len(self.known) and self.owner.keys() == self.known:
-            return []
-        return [name for name in self.owner if name not in self.known and is_state(name)]
-
-
-def names_in(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Names]:
-    """Of all modules, as `survey` goes through them."""
-    region_of = _regions(blocks)
-    found = []
-    for path, module in model.named_modules():
-        for owner in (vars(module), vars(module)["_buffers"]):
-            region = region_of.get(id(module), OUTSIDE)
-            found.append(Names(path or type(model).__name__, region, owner, frozenset(owner)))
-    return found
+        """The user's that were not there."""
+        return [name for name in self.owner if name not in self.before and is_state(name)]
 
 
 def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
     return {id(each): index for index, block in enumerate(blocks) for each in block.modules()}
 
 
-def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Any]) -> list[Slot]:
+def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Any]) -> tuple[list[Slot], list[Names]]:
     """Every place where a model's forward may keep state: of its modules, of what their code and hooks use, of `functions`.
 
     What lies in one of the `blocks` has the block's number as region.
@@ -151,7 +151,7 @@ def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[An
         found.follow(getattr(function, "__qualname__", type(function).__name__), OUTSIDE, function)
     for variable, value in contextvars.copy_context().items():
         found.constant(f"context variable {variable.name}", OUTSIDE, value)
-    return found.slots
+    return found.slots, found.names
 
 
 class _Survey:
@@ -159,14 +159,17 @@ class _Survey:
 
     def __init__(self, registered: set[int]) -> None:
         self.slots: list[Slot] = []
+        self.names: list[Names] = []
         self._registered = registered
         self._seen: set[int] = set()  # functions, classes, containers and modules that are not the model's
         self._places: set[Any] = set()
 
     def module(self, path: str, module: nn.Module, region: int) -> None:
         own = vars(module)
+        self.names += [Names.of(path, region, own), Names.of(path, region, own["_buffers"])]
         for name in filter(is_state, list(own)):
-            note_home_of_attribute(own[name])
+            for value in (own[name], *(own[name] if isinstance(own[name], list | tuple) and len(own[name]) < 100 else ())):
+                note_home_of_attribute(value)
             self._add(f"{path}.{name}", region, entry_of(own, name))
         for name in own["_buffers"]:
             self._add(f"{path}.{name}", region, entry_of(own["_buffers"], name))
@@ -177,6 +180,8 @@ class _Survey:
                     self.function(f"a hook of {path}", hook, OUTSIDE)  # several modules' hooks may share what they write to
             if hooks:  # one may take itself off
                 self._add(f"the hooks of {path}", region, _constant(hooks))
+        if own["_modules"]:
+            self._add(f"the modules of {path}", region, _constant(own["_modules"]))
         if "forward" in own:
             self.function(f"{path}.forward", own["forward"], OUTSIDE)
         self._class(type(module))
@@ -194,7 +199,10 @@ class _Survey:
             for name, cell in zip(each.__code__.co_freevars, each.__closure__ or (), strict=True):
                 self._value(f"{name} of {each.__qualname__}", region, _cell(cell))
             if not is_foreign(each):
+                self._add(f"attributes of {each.__qualname__}", OUTSIDE, _constant(vars(each)))
                 names = set(names_used(each.__code__))
+                for name in globals_bound(each.__code__) - each.__globals__.keys():
+                    self._add(f"{each.__module__}.{name}", OUTSIDE, entry_of(each.__globals__, name))
                 for name in names & each.__globals__.keys():
                     self._value(f"{each.__module__}.{name}", OUTSIDE, entry_of(each.__globals__, name))
                     if is_users_module(module := each.__globals__[name]):
@@ -215,7 +223,10 @@ class _Survey:
             if id(each) in self._seen:
                 continue
             self._seen.add(id(each))
-            for name, value in list(vars(each).items()):
+            own = vars(each)
+            self.names.append(Names(each.__qualname__, OUTSIDE, own, dict(own), partial(_attribute_of, each)))
+            for name, value in list(own.items()):
+                value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
                 if isinstance(value, types.FunctionType):
                     self.function(value.__qualname__, value, OUTSIDE)
                 elif not (name.startswith("__") or hasattr(value, "__get__") or isinstance(value, type)):
@@ -247,7 +258,7 @@ class _Survey:
                 self._go_on(path, region, value)
             elif id(value) not in self._seen and (container := container_of(value)) is not None:
                 self._seen.add(id(value))
-                waiting.extend(container.read().values())
+                waiting.extend(each for _, each in container.read().carriers)
 
     def _go_on(self, path: str, region: int, value: Any) -> None:
         if not isinstance(value, nn.Module):

@@ -1165,15 +1165,15 @@ MUTATIONS = (
     Mutation(
         "steps-count-with-what-they-learned",
         "forwardstate.py",
-        "        if self._news and (is_last or not self._learns):\n",
-        "        if False:\n",
+        "        if self._owner.probes or (self._news and (is_last or not self._learns)):\n",
+        "        if self._owner.probes:\n",
         "test_late_state.py::test_a_lone_micro_batch_runs_as_stock_does[False]",
     ),
     Mutation(
         "resets-not-seen",
         "forwardstate.py",
-        "            self._owner.probes |= self._learns and track.known.sample is not None\n",
-        "            pass\n",
+        "                known.tried = self._owner.probes = True\n",
+        "                known.tried = True\n",
         "test_late_state.py::test_it_has_stocks_bits[ClearedFirst]",
     ),
     Mutation(
@@ -1200,7 +1200,7 @@ MUTATIONS = (
     Mutation(
         "state-of-whoever-came-last",
         "forwardstate.py",
-        "                track.install(self._sampled(track, micro_batch, layer) or track.version(micro_batch))\n",
+        "                track.install(track.version(micro_batch) if sample is None else sample)\n",
         "                track.version(micro_batch)\n",
         "test_forward_state.py::test_training_has_stocks_bits[SharedContext]",
     ),

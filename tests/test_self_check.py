@@ -15,13 +15,10 @@ import torch
 from greenlet import getcurrent
 from harness import base_config, differing, read_weights, running
 from models import tiny_gpt2, token_batches
+from stateful import NUM_LAYERS, WIDTH, Base, Block, batches, config_in
 from test_forward_state import (
     CASES,
     NOTES,
-    NUM_LAYERS,
-    WIDTH,
-    Base,
-    Block,
     Keeper,
     MaskOnBlocks,
     Namespaces,
@@ -31,8 +28,6 @@ from test_forward_state import (
     SharedContext,
     SharedUserDict,
     Statistics,
-    batches,
-    config_in,
 )
 from torch import nn
 
