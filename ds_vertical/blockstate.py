@@ -6,7 +6,7 @@ See `forwardstate` for the items of which this is made, and `microbatch` for the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol
@@ -28,7 +28,7 @@ class Known:
     are several; `settled`: a whole forward has shown it; `adds_up`: after a step it may hold what all forwards have added;
     `replaced`: what the last one has left, where it holds that instead. `sample`: what a forward has left in it, to see whether
     the code ahead of its writer resets it; `tried`: that has been seen;
-    `resets`: it does."""
+    `resets`: it does. `backward`: hooks of the backward write there, too."""
 
     item: Item
     spread: bool = False
@@ -38,6 +38,7 @@ class Known:
     sample: Any = None
     tried: bool = False
     resets: bool = False
+    backward: bool = False
     writers: set[int] = field(default_factory=set)
 
 
@@ -184,27 +185,47 @@ class BlockState:
     def _now(self) -> Pairs:
         versions = [self._now_of(track, last) for track, last in self._versions if isinstance(track.item, PlaceItem)]
         places = [pair for version in versions for pair in version]
+        return _once((*places, *self._carried_now()))
+
+    def _carried_now(self) -> Pairs:
         below = containers([container.owner for container in self._carriers], given=True) if self._carriers else []
-        return _once((*places, *((container, container.read()) for container in below)))
+        return tuple((container, container.read()) for container in below)
 
     @contextlib.contextmanager
-    def replayed(self, twins: dict[int, torch.Tensor]) -> Iterator[None]:
-        """Within the block everything is as at the call, with the twins in their places; afterwards as before."""
+    def replayed(self, twins: dict[int, torch.Tensor]) -> Iterator[Callable[[], None]]:
+        """Within the block everything is as at the call, with the twins in their places; afterwards as before. What it gives is
+        to be called once the forward has been replayed: from then on places are as before, and what hooks of the backward write
+        there stays. Elements of tensors are not yet: autograd may have saved them."""
         after = [(track, self._now_of(track, track.installed)) for track, _ in self._versions]
-        carried = self._now()
+        carried = self._carried_now()
         now = self._restore_elements()
         for (track, version), (_, now_held) in zip(self._versions, after, strict=True):
             if version is not now_held:
                 track.item.install(version)
         put_back(self._carried)
         self.lend(twins)
-        try:
-            yield
-        finally:
-            for (track, version), (_, before) in zip(after, self._versions, strict=True):
-                if not (version is before and id(track) in self._quiet):
-                    track.item.install(version)
+        waiting = [
+            (track, version)
+            for (track, version), (_, before) in zip(after, self._versions, strict=True)
+            if not (version is before and id(track) in self._quiet)
+        ]
+        places = [pair for pair in waiting if isinstance(pair[0].item, PlaceItem)]
+
+        def put_places_back() -> None:
+            nonlocal carried
             put_back(carried)
+            carried = ()
+            while places:
+                track, version = places.pop()
+                track.item.install(version)
+
+        try:
+            yield put_places_back
+        finally:
+            put_places_back()
+            for track, version in waiting:
+                if not isinstance(track.item, PlaceItem):
+                    track.item.install(version)
             for tensor, elements in now:
                 tensor.data.copy_(elements)
 

@@ -109,7 +109,7 @@ class ForwardState:
 
     def _keep(self, snapshot: Snapshot) -> None:
         """Drop the items of what the user has replaced since; what stands in its place is known as that was."""
-        dicts = {id(each) for module in self.model.modules() for each in (vars(module), vars(module)["_buffers"])}
+        dicts = snapshot.owners
         there: dict[Hashable, Item] = {}
         for item in snapshot.items():
             there.setdefault(key_of_item(item), item)
@@ -128,7 +128,8 @@ class ForwardState:
 
 def _is_there(item: Item, there: Mapping[Hashable, Item], dicts: Collection[int]) -> bool:
     key = key_of_item(item)
-    return item.is_global or key in there or (isinstance(key, tuple) and key[0] in dicts)
+    is_name = isinstance(key, tuple) and (key[0] in dicts or isinstance(key[0], type))  # it may not stand for anything now
+    return item.is_global or key in there or is_name
 
 
 class StateMissed(LayerError):
@@ -378,6 +379,21 @@ class StepState:
         """The step starts over at its end, so that it learns of all such items at once."""
         if any(index > micro_batch for index in track.begun):
             self._news.append(track.item.path)
+
+    def note_backward(self, micro_batch: int) -> None:
+        """A part of its backward is over: what its hooks have written to known places is this micro-batch's."""
+        for track in self.tracks:
+            item, known = track.item, track.known
+            if self._in_turn or not isinstance(item, PlaceItem):
+                continue
+            now = item.capture(track.installed)
+            if now is track.installed or item.same(now, track.installed):
+                continue
+            track.own[micro_batch] = track.installed = now
+            known.backward = True
+            if not known.spread:
+                known.spread = known.settled = True
+                raise StateMissed(item.path)
 
     # ---- a block's call
 

@@ -296,6 +296,7 @@ class MicroBatch:
         if any(leaf.grad is not None for call in self.calls.values() for leaf in call.leaves if requires_grad(leaf)):
             raise LayerError(OWN_BACKWARD)
         self._segments.run_suffix(loss)
+        self._note_backward()
 
     def backward_layer(self, layer: int) -> None:
         """Run backward through a layer's blocks, last first, and through the glue before each; recompute what kept no graph."""
@@ -304,12 +305,14 @@ class MicroBatch:
             self._backward_block(block)
             if block > 0:
                 self._segments.run(block)
+        self._note_backward()
 
     def backward_prefix(self) -> None:
         """Run backward through the prefix."""
         self._hold_own_state(_PREFIX)
         self._segments.run(0)
         self._segments.clear()
+        self._note_backward()
 
     # ---- what passes between layers, for whoever moves it
 
@@ -357,6 +360,10 @@ class MicroBatch:
         if self._modules is not None:
             self._modules.enter(self.index, layer)
 
+    def _note_backward(self) -> None:
+        if self._modules is not None:
+            self._modules.note_backward(self.index)
+
     def _backward_block(self, block: int) -> None:
         call = self.calls.pop(block, None)
         if call is None:
@@ -375,8 +382,11 @@ class MicroBatch:
         twins: dict[int, torch.Tensor] = {}
         given = twins_of(call.args, twins)[: call.num_given]
         # until the backward is through: autograd may have saved what the modules hold
-        with call.found.replayed(twins) if call.found is not None else contextlib.nullcontext():
-            self._run_graph(call, BlockGraph(twins, self._recompute(block, call, given)), grads)
+        with call.found.replayed(twins) if call.found is not None else contextlib.nullcontext() as put_places_back:
+            outputs = self._recompute(block, call, given)
+            if put_places_back is not None:
+                put_places_back()
+            self._run_graph(call, BlockGraph(twins, outputs), grads)
 
     def _recompute(self, block: int, call: BlockCall, given: list[Any]) -> list[Any]:
         """The block's outputs, with their graph."""

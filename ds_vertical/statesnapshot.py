@@ -71,6 +71,11 @@ class Snapshot:
         for slot, contents in sorted(zip(slots, values, strict=True), key=lambda pair: pair[0].region):
             self._note(slot.path, slot.region, (value for _, value in contents.carriers))
 
+    @property
+    def owners(self) -> set[int]:
+        """Ids of the dicts whose names are known."""
+        return {id(names.owner) for names in self._names}
+
     def items(self) -> Iterator[Item]:
         """What may change, as items."""
         for slot in self._slots:
