@@ -360,6 +360,140 @@ class CountUp(Base):
             block.counter = counts
 
 
+class ScaledBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        found = self.owner[0].found
+        return self.body(x if found["gate"] is None else x * found["gate"])
+
+
+class ClearedAtTheEnd(Base):
+    """From the third step on the prefix sets a gate that the suffix takes away: nothing has changed in the end. One micro-batch
+    alone sets a number that the next one sets back."""
+
+    block = ScaledBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {"gate": None, "number": 1.0}
+        for block in self.blocks:
+            block.owner, block.start = (self,), False
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        if self.blocks[0].start:
+            self.found["number"] = 2.0 if x.shape[1] == 4 else 1.0
+            self.found["gate"] = torch.sigmoid(x.detach().mean((0, 2), keepdim=True)) * self.found["number"]
+        return ()
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        self.found["gate"] = None
+        return x.new_zeros(())
+
+
+class ModedBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.acts, self.start = nn.ModuleList([nn.Tanh(), nn.Sigmoid()]), False
+        self.act, self.probe = self.acts[0], nn.Identity()
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(self.act(x) * (2.0 if self.probe.training else 1.0))
+
+
+class Moded(Base):
+    """From the third step on the prefix sets modes, and swaps a submodule, as the micro-batch wants it."""
+
+    block = ModedBlock
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        for block in self.blocks if self.blocks[0].start else ():
+            block.probe.train(x.shape[1] == 4)
+            block.act = block.acts[x.shape[1] % 2]
+        return ()
+
+
+class AppendedBlock(NotedBlock):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.notes.append(x.square().mean())
+        return self.body(x * (1 + 0.1 * len(self.owner[0].blocks[0].notes)))
+
+
+class Appended(Base):
+    """The code behind each block fills the first one's list, which all blocks read and the suffix clears."""
+
+    block = AppendedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.owner = (self,)
+            block.register_forward_hook(self.note)
+
+    def note(self, module: Any, args: Any, output: torch.Tensor) -> None:
+        self.blocks[0].notes.append(output.detach().mean())
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        total = 0.1 * sum((note for block in self.blocks for note in block.notes), x.new_zeros(()))
+        for block in self.blocks:
+            block.notes.clear()
+        return total
+
+
+class Deep(Appended):
+    """More layers than a step may start over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(AppendedBlock(index) for index in range(4, 12))
+        for block in self.blocks[4:]:
+            block.owner = (self,)
+
+
+class GradientBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.norms: list[float] = []
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        out = self.body(x)
+        if out.requires_grad:
+            out.register_hook(lambda grad: self.norms.append(grad.norm().item()))
+        return out
+
+
+class Gradients(Base):
+    """What hooks of the backward collect."""
+
+    block = GradientBlock
+
+
+class GateModule(nn.Module):
+    def forward(self, x: torch.Tensor) -> None:
+        self.gate = torch.sigmoid(x.detach().mean((0, 2), keepdim=True))
+
+
+class GatedBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x * self.gates[0].gate * NEW)
+
+
+class Named(Base):
+    """Names that nothing stands for until the first forward: of a module that is none of the model's, of a global."""
+
+    block = GatedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = [GateModule()]
+        for block in self.blocks:
+            block.gates = self.gates
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        global NEW
+        NEW = 1 + torch.sigmoid(x.detach().amax((0, 2), keepdim=True))
+        self.gates[0](x)
+        return ()
+
+
 # ---- what users do between steps
 
 
@@ -423,6 +557,7 @@ def outcome(case: type[Base], folder: Path, between: Any, *, vertical: bool, **s
             if index % 2 == 0:
                 found["evaluations"].append(engine.eval_batch(iter(batches(1, seed=9 + index)[0]), loss_fn).item())
             between(engine, model, index)
+        found["norms of gradients"] = [sorted(block.norms) for block in model.blocks if hasattr(block, "norms")]
         found["weights"] = read_weights(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
     return found
 
@@ -442,15 +577,16 @@ def nothing(*_: Any) -> None:
 CASES: dict[type[Base], Any] = {
     **dict.fromkeys((LateDict, LateGenerator, LateTensor, LateAux), start),
     **dict.fromkeys((Growing, Configured, ClearedFirst, ClearedInEvaluation, InPlace, Added, Usage), nothing),
-    **dict.fromkeys((Hiding, Elsewhere, KeptOutputs), nothing),
+    **dict.fromkeys((Hiding, Elsewhere, KeptOutputs, Appended, Deep, Named, Gradients), nothing),
+    **dict.fromkeys((ClearedAtTheEnd, Moded), start),
     Replaced: replace_notes,
     WithLoss: a_loss_from_the_third_step,
 }
-SLOW = {LateGenerator, LateAux, Usage, KeptOutputs, ClearedInEvaluation}
+SLOW = {LateGenerator, LateAux, Usage, KeptOutputs, ClearedInEvaluation, Appended, Named, Growing}
 
 
 def assert_same(stock: dict[str, Any], ours: dict[str, Any]) -> None:
-    for key in ("losses", "norms", "evaluations"):
+    for key in ("losses", "norms", "evaluations", "norms of gradients"):
         assert stock[key] == ours[key], key
     assert not differing(stock["weights"], ours["weights"])
 
