@@ -68,8 +68,8 @@ class Track:
             self.begun[micro_batch] = self.own[max(before)] if before else self.base
         return self.begun[micro_batch]
 
-    def final(self, num_micro_batches: int) -> Any:
-        """What the item holds after the step."""
+    def final(self, compares: bool) -> Any:
+        """What the item holds after the step. `compares`: the last version is kept, too, as `Known.replaced`."""
         last, known = self.own[max(self.own)] if self.own else self.base, self.known
         known.replaced = None
         is_place = isinstance(self.item, PlaceItem)
@@ -82,7 +82,7 @@ class Track:
             own = [self.own[index] for index in sorted(self.own)]
             added: Any = sum_up(self.base, own) if is_place else sum_of_tensors(self.base, own)
             if not self.item.same(added, last):
-                known.replaced = last
+                known.replaced = last if compares else None
                 return added
         return last
 

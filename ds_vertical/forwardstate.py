@@ -12,9 +12,9 @@ the self-check tells. Of what is not added up the modules hold the last micro-ba
 
 [Note: learning] Which items change is learned in the first step, and again when modules, their modes or the form of the
 micro-batches change: all state is compared with what it was before, behind every part of each forward. From then on only
-those few are handled. Every later step compares all state once more, at the end of its first and its last forward, and where
-something fails. What has changed and was not known makes the step start over, with that known (`until_known`): state put
-back, nothing stepped. So a step counts only if all that its forwards have changed was known when the first of them began.
+those few are handled. Every later step still compares: behind each layer what is near it, all state behind the prefix and the
+suffix, and where something fails. What has changed and was not known makes the step start over, with that known
+(`until_known`): state put back, nothing stepped. So a step counts only if all that was seen to change was known when it began.
 
 [Note: resets] Where the prefix empties a list that a block fills, nothing changes as long as all forwards begin with an empty
 one. So a step that has learned of an item starts over with that item filled, as the forward before would have left it. Whoever
@@ -76,6 +76,7 @@ class ForwardState:
         self.items: list[Known] = []
         self.copies = False
         self.probes = False  # the next run is only to see who changes what: see [Note: resets]
+        self.compares = False  # the self-check wants to know what items hold if nothing is added up
         self.handled = True  # switched off by tests of the self-check
 
     def forget(self) -> None:
@@ -430,7 +431,7 @@ class StepState:
                 if any(seed is not None for seed in self._seeds):
                     track.install(track.base)
             elif not self._in_turn:
-                track.install(track.final(len(self._seeds)))
+                track.install(track.final(self._owner.compares))
         self._owner.items = [known for known in self._owner.items if known.writers or not known.item.is_global]
 
     def _undo(self) -> None:

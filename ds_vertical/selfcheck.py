@@ -156,7 +156,13 @@ class SelfCheck:
 
     def _scheduled(self, bodies: Sequence[Body]) -> Record:
         state = self.sweeps.state
-        return until_known(partial(self._run_schedule, bodies), state.forget if state is not None else lambda: None)
+        if state is None:
+            return self._run_schedule(bodies)
+        state.compares = True
+        try:
+            return until_known(partial(self._run_schedule, bodies), state.forget)
+        finally:
+            state.compares = False
 
     def _run_schedule(self, bodies: Sequence[Body]) -> Record:
         record = Record()
@@ -177,6 +183,8 @@ class SelfCheck:
                 continue
             if _agrees(change, plain, each.replaced):
                 own[index], each.adds_up = each.replaced, False
+        for each in known.values():
+            each.replaced = None
 
     def _of_backward(self) -> set[Hashable]:
         """Keys of what hooks of the backward write to: in another order of the layers, so it is not compared."""
