@@ -60,12 +60,17 @@ class Container:
     owner: Any
     read: Callable[[], Contents]
     write: Callable[[Mapping[Any, Any]], None]
+    live: Any = None  # the list, or dict, that has the contents
 
     def holds(self, contents: Contents) -> bool:
         """Whether it holds these contents now."""
-        value = self.owner
-        if type(value) is list and len(value) == len(contents) and all(map(operator.is_, value, contents.values())):
-            return True
+        live = self.live
+        if live is not None and len(live) == len(contents):
+            if type(live) is list:
+                if all(map(operator.is_, live, contents.values())):
+                    return True
+            elif all(map(operator.is_, live.values(), contents.values())) and all(map(operator.is_, live, contents)):
+                return True
         return same_contents(self.read(), contents)
 
 
@@ -112,7 +117,7 @@ def container_of(value: Any, given: bool = False) -> Container | None:
     attributes = getattr(value, "__dict__", None)
     slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if name not in ("__dict__", "__weakref__")]
     if isinstance(attributes, dict) and not slots:
-        return Container(value, lambda: Contents(attributes), lambda contents: _update(attributes, contents))
+        return Container(value, lambda: Contents(attributes), lambda contents: _update(attributes, contents), attributes)
     slots += list(attributes or ())
     return Container(value, partial(_read_slots, value, slots), partial(_write_slots, value, slots)) if slots else None
 
@@ -121,7 +126,8 @@ def _collection(value: Any) -> Container:
     """The elements of a collection and, of a subclass, its attributes."""
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict):
-        return Container(value, partial(_elements, value), partial(_set_elements, value))
+        live = value if type(value) in (list, dict) else None
+        return Container(value, partial(_elements, value), partial(_set_elements, value), live)
 
     def read() -> Contents:
         return Contents(_elements(value) | {Attribute(name): each for name, each in attributes.items()})

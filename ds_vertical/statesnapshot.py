@@ -60,10 +60,12 @@ class Snapshot:
         self._closely = closely
         self._names = names
         values = [slot.place.read() for slot in slots]
-        homes = {id(each.owner) for each in names}
-        keys = [slot.place.owner for slot in slots]
-        owners = [key[0] if isinstance(key, tuple) and key[0] in homes else None for key in keys]
-        self._places = list(zip(slots, values, owners, strict=True))  # a slot, what stood there, the dict that has the name
+        keys = {names.key for names in names}
+        self._places: dict[Any, list[tuple[Slot, Contents]]] = {}  # by the key of the names that they are among
+        for slot, before in zip(slots, values, strict=True):
+            owner = slot.place.owner
+            key = owner[0] if isinstance(owner, tuple) and owner[0] in keys else None
+            self._places.setdefault(key, []).append((slot, before))
         self._containers: dict[int, tuple[str, int, Container, Contents]] = {}
         self._tensors: dict[int, _Elements] = {}
         self._generators: dict[int, tuple[GeneratorItem, Any]] = {}
@@ -142,14 +144,15 @@ class Snapshot:
     def changes(self, regions: Iterable[int] | None = None) -> Iterator[Change]:
         """What has changed since, in these regions; None: in all."""
         wanted = None if regions is None else {OUTSIDE, *regions}
-        touched = {
-            id(names.owner) for names in self._names if (wanted is None or names.region in wanted) and not names.are_same()
-        }
-        for slot, before, home in self._places:
-            if (home is None or home in touched) and (wanted is None or slot.region in wanted) and not slot.place.holds(before):
-                yield Change(PlaceItem(slot.path, slot.region, slot.place), self._pairs(slot.place, before))
-        for names in self._names:
-            for name in names.new() if id(names.owner) in touched else ():
+        near = (names for names in self._names if wanted is None or names.region in wanted)
+        touched = [names for names in near if not names.are_same()]
+        for key in (None, *(names.key for names in touched)):
+            for slot, before in self._places.get(key, ()):
+                if (wanted is None or slot.region in wanted) and not slot.place.holds(before):
+                    yield Change(PlaceItem(slot.path, slot.region, slot.place), self._pairs(slot.place, before))
+        for names in touched:
+            for name in names.new():
+                assert names.place is not None
                 place = names.place(name)
                 yield Change(PlaceItem(f"{names.path}.{name}", names.region, place), ((place, Contents()),))
         for path, region, container, before in self._containers.values():

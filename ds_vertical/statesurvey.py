@@ -109,17 +109,19 @@ def is_state(name: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """What stands under the names of one module, or class, at one moment. `place`: of a name."""
+    """What stands under the names of one module, class or file, at one moment. `key`: the first part of the owner of a place
+    of such a name; `place`: of a name, None where new ones are nobody's state."""
 
     path: str
     region: int
+    key: Any
     owner: Mapping[str, Any]
     before: Mapping[str, Any]
-    place: Callable[[str], Container]
+    place: Callable[[str], Container] | None
 
     @classmethod
     def of(cls, path: str, region: int, owner: dict[str, Any]) -> Names:
-        return cls(path, region, owner, dict(owner), partial(entry_of, owner))
+        return cls(path, region, id(owner), owner, dict(owner), partial(entry_of, owner))
 
     def are_same(self) -> bool:
         """Whether all names stand for the objects of then."""
@@ -129,7 +131,7 @@ class Names:
 
     def new(self) -> list[str]:
         """The user's that were not there."""
-        return [name for name in self.owner if name not in self.before and is_state(name)]
+        return [] if self.place is None else [name for name in self.owner if name not in self.before and is_state(name)]
 
 
 def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
@@ -199,6 +201,7 @@ class _Survey:
             for name, cell in zip(each.__code__.co_freevars, each.__closure__ or (), strict=True):
                 self._value(f"{name} of {each.__qualname__}", region, _cell(cell))
             if not is_foreign(each):
+                self._file(each.__globals__)
                 self._add(f"attributes of {each.__qualname__}", OUTSIDE, _constant(vars(each)))
                 names = set(names_used(each.__code__))
                 for name in globals_bound(each.__code__) - each.__globals__.keys():
@@ -208,6 +211,11 @@ class _Survey:
                     if is_users_module(module := each.__globals__[name]):
                         for inner in names & vars(module).keys():
                             self._value(f"{module.__name__}.{inner}", OUTSIDE, entry_of(vars(module), inner))
+
+    def _file(self, own: dict[str, Any]) -> None:
+        if id(own) not in self._seen:
+            self._seen.add(id(own))
+            self.names.append(Names(str(own.get("__name__")), OUTSIDE, id(own), own, dict(own), None))
 
     def _value(self, path: str, region: int, place: Container) -> None:
         value = next(iter(place.read().values()), None)
@@ -224,7 +232,7 @@ class _Survey:
                 continue
             self._seen.add(id(each))
             own = vars(each)
-            self.names.append(Names(each.__qualname__, OUTSIDE, own, dict(own), partial(_attribute_of, each)))
+            self.names.append(Names(each.__qualname__, OUTSIDE, each, own, dict(own), partial(_attribute_of, each)))
             for name, value in list(own.items()):
                 value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
                 if isinstance(value, types.FunctionType):

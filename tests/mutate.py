@@ -1158,8 +1158,8 @@ MUTATIONS = (
     Mutation(
         "state-that-changes-late-unseen",
         "forwardstate.py",
-        "        if (len(self._ended) == 1 or is_last) and self._owner.handled:\n",
-        "        if False:\n",
+        "        found = self._find(None if self._learns else near) if self._owner.handled else []\n",
+        "        found = self._find(None) if self._learns else []\n",
         "test_late_state.py::test_it_has_stocks_bits[LateDict]",
     ),
     Mutation(
@@ -1242,7 +1242,7 @@ MUTATIONS = (
     Mutation(
         "self-check-leaves-what-hooks-collected",
         "selfcheck.py",
-        "partial(_put_back, snapshot, Snapshot(survey_backward(self.model)))",
+        "partial(_put_back, snapshot, Snapshot(*survey_backward(self.model)))",
         "partial(_put_back, snapshot)",
         "test_self_check.py::test_what_hooks_of_the_backward_collect_is_put_back",
     ),

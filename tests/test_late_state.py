@@ -582,7 +582,7 @@ CASES: dict[type[Base], Any] = {
     Replaced: replace_notes,
     WithLoss: a_loss_from_the_third_step,
 }
-SLOW = {LateGenerator, LateAux, Usage, KeptOutputs, ClearedInEvaluation, Appended, Named, Growing}
+SLOW = {LateGenerator, LateAux, Usage, KeptOutputs, ClearedInEvaluation, Appended, Named, Growing, Replaced, Elsewhere}
 
 
 def assert_same(stock: dict[str, Any], ours: dict[str, Any]) -> None:
