@@ -12,8 +12,8 @@ the self-check tells. Of what is not added up the modules hold the last micro-ba
 
 [Note: learning] Which items change is learned in the first step, and again when modules, their modes or the form of the
 micro-batches change: all state is compared with what it was before, behind every part of each forward. From then on only
-those few are handled. Every later step still compares: behind each layer what is near it, all state behind the prefix and the
-suffix, and where something fails. What has changed and was not known makes the step start over, with that known
+those few are handled. Every later step still compares all state behind the prefix and the suffix of each forward, and where
+something fails. What has changed and was not known makes the step start over, with that known
 (`until_known`): state put back, nothing stepped. So a step counts only if all that was seen to change was known when it began.
 
 [Note: resets] Where the prefix empties a list that a block fills, nothing changes as long as all forwards begin with an empty
@@ -27,6 +27,7 @@ one begins. Then modules hold what they hold, and only the recompute of a block 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
@@ -195,6 +196,7 @@ class StepState:
         for item, state in self._unused if learns else ():
             self._note(Change(item, state))
         self._probes, owner.probes = owner.probes and learns and not self._in_turn, False
+        self.outer_context = {id(value) for value in contextvars.copy_context().values()}  # which the survey has seen
         self._params = list(owner.model.parameters())
         self._flags = [param.requires_grad for param in self._params]
 
@@ -281,7 +283,7 @@ class StepState:
         near = self._near(layer)
         if self._learns or layer is None or layer < 0:
             self._refuse_thawed()
-        found = self._find(None if self._learns else near) if self._owner.handled else []
+        found = self._find(None) if self._owner.handled and (self._learns or near is None) else []
         far = [track for track in self.tracks if near is not None and track.item.region not in near and self._is_changed(track)]
         for track in (*found, *far):
             if near is not None and track.item.region not in near:

@@ -252,7 +252,8 @@ class MicroBatch:
         if self._modules is None:
             return None
         carriers = [value for value in flat if type(value) not in _PLAIN and container_of(value, given=True) is not None]
-        carriers += [value for value in context.values() if type(value) not in _PLAIN and container_of(value) is not None]
+        own = (value for value in context.values() if id(value) not in self._modules.outer_context)
+        carriers += [value for value in own if type(value) not in _PLAIN and container_of(value) is not None]
         return self._modules.at_call(block, carriers)
 
     def _refuse_opaque(self, block: int, values: Sequence[Any]) -> None:

@@ -98,6 +98,16 @@ def _cell(cell: types.CellType) -> Container:
     return Container(cell, read, write)
 
 
+def _whole(own: dict[str, Any]) -> Container:
+    """All entries of a dict, as one place."""
+
+    def write(contents: Mapping[Any, Any]) -> None:
+        own.clear()
+        own.update(contents)
+
+    return Container((id(own), None), lambda: Contents(own), write, own)
+
+
 def _constant(value: Any) -> Container:
     return Container(value, lambda: Contents({"": value}), lambda _: None)
 
@@ -183,7 +193,8 @@ class _Survey:
             if hooks:  # one may take itself off
                 self._add(f"the hooks of {path}", region, _constant(hooks))
         if own["_modules"]:
-            self._add(f"the modules of {path}", region, _constant(own["_modules"]))
+            self.names.append(Names(path, region, id(own["_modules"]), own["_modules"], dict(own["_modules"]), None))
+            self._add(f"the modules of {path}", region, _whole(own["_modules"]))
         if "forward" in own:
             self.function(f"{path}.forward", own["forward"], OUTSIDE)
         self._class(type(module))
