@@ -39,7 +39,7 @@ from ds_vertical.changes import Changed
 from ds_vertical.layers import LayerError, LayerMap
 from ds_vertical.modulestate import GeneratorItem, Item, PlaceItem, TensorItem, deep, global_generators, seeded_states
 from ds_vertical.reachable import containers, owner_key
-from ds_vertical.statesnapshot import LARGEST_NUMEL, Change, Snapshot
+from ds_vertical.statesnapshot import Change, Snapshot, refuse_large, without_collection
 from ds_vertical.statesurvey import OUTSIDE, entry_of, survey
 from ds_vertical.statewatch import Watch
 
@@ -93,8 +93,9 @@ class ForwardState:
         kind = _shape_of(self.model), tuple(getattr(each, "__code__", id(each)) for each in functions)
         wanted = {(kind, form) for form in forms} - self._known
         blocks = [block.module for block in self._layers.blocks]
-        slots, names = survey(self.model, blocks, functions) if self.handled else ([], [])
-        snapshot = Snapshot(slots, names, closely=bool(wanted))
+        with without_collection():
+            slots, names = survey(self.model, blocks, functions) if self.handled else ([], [])
+            snapshot = Snapshot(slots, names, closely=bool(wanted))
         self._keep(snapshot)
         decided = self._num_decided()
         step = StepState(self, self._layers, snapshot, bool(wanted) and self.handled, seeds, self.snake and training)
@@ -284,6 +285,8 @@ class StepState:
         if self._learns or layer is None or layer < 0:
             self._refuse_thawed()
         found = self._find(None) if self._owner.handled and (self._learns or near is None) else []
+        if found and not self._learns:
+            raise StateMissed(found[0].item.path)  # which part has changed it the next run shows
         far = [track for track in self.tracks if near is not None and track.item.region not in near and self._is_changed(track)]
         for track in (*found, *far):
             if near is not None and track.item.region not in near:
@@ -471,21 +474,6 @@ def _refuse_snake(path: str) -> None:
     raise LayerError(
         f"{path}: what one micro-batch leaves there the next one finds, and vertical_schedule.snake runs every second layer's"
         ' micro-batches last first: write "snake": false'
-    )
-
-
-def refuse_large(item: Item) -> NoReturn:
-    """Raises LayerError: a tensor has changed of which there is no copy."""
-    assert isinstance(item, TensorItem)
-    numel = item.tensor.numel()
-    if numel > LARGEST_NUMEL:
-        raise LayerError(
-            f"{item.path} is written during the forward and has {numel} elements; of more than {LARGEST_NUMEL} no micro-batch"
-            " gets a copy: write it outside the forward, or into several smaller tensors"
-        )
-    raise LayerError(
-        f"{item.path} ({numel} elements) is written during the forward for the first time, after steps that did not write it,"
-        " and what it held before was not copied; write it in the first step, too, and load the last checkpoint"
     )
 
 

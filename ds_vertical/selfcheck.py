@@ -29,13 +29,13 @@ from torch import nn
 from ds_vertical.backwardhooks import survey_backward
 from ds_vertical.changes import Changed
 from ds_vertical.digests import Digest, digest, digests_of, largest_distance, wrong_gradients
-from ds_vertical.forwardstate import key_of_item, refuse_large, until_known
+from ds_vertical.forwardstate import key_of_item, until_known
 from ds_vertical.gradients import GradientStore
 from ds_vertical.layers import LayerError, LayerMap
 from ds_vertical.modulestate import TensorItem, global_generators, global_generators_seeded, same_bits
 from ds_vertical.plainorder import PlainOrder
 from ds_vertical.schedule import Event, Op, Schedule
-from ds_vertical.statesnapshot import Change, Snapshot
+from ds_vertical.statesnapshot import Change, Snapshot, refuse_large
 from ds_vertical.statesurvey import survey
 from ds_vertical.stubs import Coroutine
 from ds_vertical.sweeps import Body, Sweeps

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
 from torch import nn
 
+from ds_vertical.layers import LayerError
 from ds_vertical.modulestate import GeneratorItem, Item, Pairs, PlaceItem, TensorItem, same_bits, streams_of
 from ds_vertical.reachable import (
     Container,
@@ -185,3 +188,31 @@ def _tensor_over(array: np.ndarray) -> torch.Tensor | None:
         return torch.from_numpy(array) if array.flags.writeable else None
     except (TypeError, ValueError):
         return None
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Within the block Python collects no garbage: thousands of new objects, none of them garbage, would make it do so, and a
+    full collection takes a tenth of a step."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def refuse_large(item: Item) -> NoReturn:
+    """Raises LayerError: a tensor has changed of which there is no copy."""
+    assert isinstance(item, TensorItem)
+    numel = item.tensor.numel()
+    if numel > LARGEST_NUMEL:
+        raise LayerError(
+            f"{item.path} is written during the forward and has {numel} elements; of more than {LARGEST_NUMEL} no micro-batch"
+            " gets a copy: write it outside the forward, or into several smaller tensors"
+        )
+    raise LayerError(
+        f"{item.path} ({numel} elements) is written during the forward for the first time, after steps that did not write it,"
+        " and what it held before was not copied; write it in the first step, too, and load the last checkpoint"
+    )
