@@ -12,8 +12,8 @@ the self-check tells. Of what is not added up the modules hold the last micro-ba
 
 [Note: learning] Which items change is learned in the first step, and again when modules, their modes or the form of the
 micro-batches change: all state is compared with what it was before, behind every part of each forward. From then on only
-those few are handled. Every later step still compares all state behind the prefix and the suffix of each forward, and where
-something fails. What has changed and was not known makes the step start over, with that known
+those few are handled. Every later step still compares all state behind each prefix, at the end of the first and the last
+forward, and where something fails. What has changed and was not known makes the step start over, with that known
 (`until_known`): state put back, nothing stepped. So a step counts only if all that was seen to change was known when it began.
 
 [Note: resets] Where the prefix empties a list that a block fills, nothing changes as long as all forwards begin with an empty
@@ -284,7 +284,9 @@ class StepState:
         near = self._near(layer)
         if self._learns or layer is None or layer < 0:
             self._refuse_thawed()
-        found = self._find(None) if self._owner.handled and (self._learns or near is None) else []
+        is_outermost = len(self._ended) in (0, len(self._seeds) - 1)  # the first forward, and the last one
+        looks = self._learns or (near is None and (layer is not None or is_outermost))
+        found = self._find(None) if self._owner.handled and looks else []
         if found and not self._learns:
             raise StateMissed(found[0].item.path)  # which part has changed it the next run shows
         far = [track for track in self.tracks if near is not None and track.item.region not in near and self._is_changed(track)]

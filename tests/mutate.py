@@ -1158,7 +1158,7 @@ MUTATIONS = (
     Mutation(
         "state-that-changes-late-unseen",
         "forwardstate.py",
-        "        found = self._find(None) if self._owner.handled and (self._learns or near is None) else []\n",
+        "        found = self._find(None) if self._owner.handled and looks else []\n",
         "        found = self._find(None) if self._learns else []\n",
         "test_late_state.py::test_it_has_stocks_bits[LateDict]",
     ),

@@ -582,7 +582,20 @@ CASES: dict[type[Base], Any] = {
     Replaced: replace_notes,
     WithLoss: a_loss_from_the_third_step,
 }
-SLOW = {LateGenerator, LateAux, Usage, KeptOutputs, ClearedInEvaluation, Appended, Named, Growing, Replaced, Elsewhere}
+SLOW = {
+    LateGenerator,
+    LateAux,
+    Usage,
+    KeptOutputs,
+    ClearedInEvaluation,
+    Appended,
+    Named,
+    Growing,
+    Replaced,
+    Elsewhere,
+    Configured,
+    Gradients,
+}
 
 
 def assert_same(stock: dict[str, Any], ours: dict[str, Any]) -> None:
