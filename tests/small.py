@@ -149,7 +149,7 @@ def small_config(model_type: str, variant: Mapping[str, int]) -> Any:
                     setattr(each, name, value)
         return config
     except Exception as error:
-        raise NotSmall(f"configuration: {_words(error)}") from error
+        raise NotSmall(f"configuration: {words_of(error)}") from error
 
 
 def model_class(config: Any, wanted: str | None = None) -> tuple[str, Any]:
@@ -161,7 +161,7 @@ def model_class(config: Any, wanted: str | None = None) -> tuple[str, Any]:
         try:
             found = mapping[type(config)] if mapping is not None and type(config) in mapping else None
         except Exception as error:
-            raise NotSmall(f"class: {_words(error)}") from error
+            raise NotSmall(f"class: {words_of(error)}") from error
         if found is not None:
             return kind, found[0] if isinstance(found, tuple) else found
     raise NotSmall("no class that trains")
@@ -181,7 +181,7 @@ def small_model(model_type: str, variant: Mapping[str, int], wanted: str | None 
     except NotSmall:
         raise
     except Exception as error:
-        raise NotSmall(f"model: {_words(error)}") from error
+        raise NotSmall(f"model: {words_of(error)}") from error
     for param in model.parameters():
         if not torch.isfinite(param).all() or not param.any():
             nn.init.normal_(param, 0.0, 0.02)  # filled by nobody, or zero as a classifier's head may begin
@@ -262,5 +262,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
     return torch.stack([value.float().square().mean() for value in floats]).sum()
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
+def words_of(error: BaseException, longest: int = 160) -> str:
+    """An error in one line, without the place where this machine has its packages."""
+    text = re.sub(r"/[^' ]*/site-packages/", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {text}"[:longest]

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import transformers
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
-from small import VARIANTS, NotSmall, batch, loss_of, model_types, small_model
+from small import VARIANTS, NotSmall, batch, loss_of, model_types, small_model, words_of
 from torch import nn
 from toy import MemoryOptimizer, MemoryParams
 
@@ -105,10 +105,6 @@ def joined(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
@@ -136,7 +132,7 @@ def compare(model_type: str) -> dict[str, Any]:
         except LayerError as error:
             return row | {"result": "refused", "words": " ".join(str(error).split())}
         except Exception as error:
-            return row | {"result": "fails", "words": _words(error)}
+            return row | {"result": "fails", "words": words_of(error, 300)}
     return row | _verdict(losses, grads, buffers, ours, ours_grads, _buffers(model))
 
 
@@ -162,7 +158,7 @@ def _prepared(model_type: str, variant: Mapping[str, int]) -> tuple[Any, ...]:
         except NotSmall:
             raise
         except Exception as error:
-            words = words or f"plain torch: {_words(error)}"
+            words = words or f"plain torch: {words_of(error, 300)}"
             found = re.search(r"tokens: 0, features:? (\d+)", str(error))
             if found and len(tries) == 1:
                 tries += [(int(found[1]) // 2, False), (int(found[1]) // 128, False)]
@@ -223,7 +219,7 @@ def in_a_child(model_type: str) -> dict[str, Any]:
             try:
                 pipe.write(json.dumps(compare(model_type)))
             except BaseException as error:
-                pipe.write(json.dumps({"type": model_type, "result": "fails", "words": _words(error)}))
+                pipe.write(json.dumps({"type": model_type, "result": "fails", "words": words_of(error, 300)}))
         os._exit(0)
     os.close(writer)
     with open(reader) as pipe:

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from harness import differing, read_weights, running
-from stateful import Base, Block, M, Model, batches, config_in
+from stateful import Base, Block, CountUp, M, Model, batches, config_in
 from test_ranks import free_port
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
@@ -342,22 +342,6 @@ class CountedInTheSuffix(Base):
     def end(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
         return x.new_zeros(())
-
-
-class CountUpBlock(Block):
-    def forward(self, x: torch.Tensor, *args: Any) -> Any:
-        self.counter[0] += 1
-        return self.body(x * (1 + 0.01 * self.counter[0]))
-
-
-class CountUp(Base):
-    block = CountUpBlock
-
-    def __init__(self) -> None:
-        super().__init__()
-        counts = [0]
-        for block in self.blocks:
-            block.counter = counts
 
 
 class ScaledBlock(Block):

@@ -15,7 +15,7 @@ import torch
 from greenlet import getcurrent
 from harness import base_config, differing, read_weights, running
 from models import tiny_gpt2, token_batches
-from stateful import NUM_LAYERS, WIDTH, Base, Block, batches, config_in
+from stateful import NUM_LAYERS, WIDTH, Base, Block, CountUp, CountUpBlock, batches, config_in
 from test_forward_state import (
     CASES,
     NOTES,
@@ -142,24 +142,6 @@ def test_it_finds_a_hook_whose_output_is_another_micro_batchs(tmp_path: Path, de
 
     said = refused(tmp_path, Base, keeper.loss_fn, prepare)  # with gradient, micro-batch 0 meets what 2's backward has left
     assert "loss of micro-batch 0" in said if detached else "backward() itself" in said
-
-
-class CountUpBlock(Block):
-    def forward(self, x: torch.Tensor, *args: Any) -> Any:
-        self.counter[0] += 1
-        return self.body(x * (1 + 0.01 * self.counter[0]))
-
-
-class CountUp(Base):
-    """All blocks count up one counter: no order but stock's gives it."""
-
-    block = CountUpBlock
-
-    def __init__(self) -> None:
-        super().__init__()
-        counter = [0]
-        for block in self.blocks:
-            block.counter = counter
 
 
 COUNTED = (
