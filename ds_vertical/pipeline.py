@@ -166,7 +166,7 @@ class StepPipeline:
 
     def wait_idle(self) -> None:
         """Return when nothing is in flight, whatever came of it. Nothing is expected any more."""
-        self._await(lambda: self._idle)
+        self._await(lambda: self._idle and not self._submitted)  # an interrupt may have cut `submit` between the two
         with self._lock:
             self._expected.clear()
             self._free_all()

@@ -260,6 +260,18 @@ def test_an_interrupt_while_something_is_given_up(tmp_path: Path, files: tuple[s
     assert not trials.wrong and not trials.torn, "\n".join(trials.wrong + trials.torn)
 
 
+def test_an_interrupt_while_a_step_is_handed_over(tmp_path: Path) -> None:
+    """The pipeline seemed idle though it had been given a step, whose gradient was then taken away. It may tear the state: of a
+    step that is made to count."""
+    with Trials(tmp_path, partial(make, "early"), STEPS) as trials:
+        cuts = cuts_in(trials.found, ("pipeline.py",), ("StepPipeline.submit",))
+        after = [cut for cut in cuts if "extend" in str(cut)]
+        assert after
+        for cut in after:
+            trials.cut(cut)
+    assert not trials.wrong, "\n".join(trials.wrong)
+
+
 def test_a_call_that_was_cut_is_over(tmp_path: Path) -> None:
     """An interrupt in the very end of a call, where nothing puts things in order any more: the next call does, or a read."""
     config = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", section=SECTION), 600_000)
