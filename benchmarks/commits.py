@@ -1,11 +1,13 @@
 """Step times of two checkouts against each other: one process of each trains, a step of one, then a step of the other.
 
-    python benchmarks/commits.py A B [--pairs 8] [--micro-batches 16] [--tokens 8] [--clip 0] [--busy N] [--out FILE]
+    python benchmarks/commits.py A B [--rounds 6] [--pairs 4] [--micro-batches 16] [--tokens 8] [--clip 0] [--busy N]
 
 A and B: commits of this repository, or folders of checkouts (of uncommitted changes, too). Both train the vertical arm of
 `configs/gpt_101m_cpu.json` on the full disk, one at a time; who is first changes from pair to pair, so that a drift of the
-machine hits both. The figure is the median of the paired ratios, B over A. `--busy`: beside so many processes that compute
-without a pause. Writes benchmarks/commits/A_B_DATE.json with every pair. Nothing else may run on the machine.
+machine hits both. Each round starts new processes: two processes of one and the same checkout differ by up to 4 % for as long
+as they live, by where their memory lies. The figure is the median of all paired ratios, B over A. `--busy`: beside so many
+processes that compute without a pause. Writes benchmarks/commits/A_B_DATE.json with every pair. Nothing else may run on the
+machine.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def measure(trainers: Mapping[str, inturn.Trainer], num_pairs: int, warm_up: int, num_busy: int) -> dict[str, Any]:
-    """Pairs of steps after the warm-up's, which count neither; all losses of both."""
+    """One round: pairs of steps after the warm-up's, which count neither; all losses of both."""
     first = {name: trainer.turn(warm_up) for name, trainer in trainers.items()}
     losses = {name: [step["loss"] for step in steps] for name, steps in first.items()}
     pairs = []
@@ -73,12 +75,23 @@ def measure(trainers: Mapping[str, inturn.Trainer], num_pairs: int, warm_up: int
             seconds = {name: steps[name]["step_s"] for name in NAMES}
             pairs.append({"order": "".join(order), **seconds, "ratio": seconds["B"] / seconds["A"]})
             print(f"pair {number + 1}: {seconds['A']:.2f} s, {seconds['B']:.2f} s: {pairs[-1]['ratio']:.3f}", flush=True)
-    found = {"warm_up_s": {name: [step["step_s"] for step in steps] for name, steps in first.items()}, "pairs": pairs}
-    return found | {
-        "median_s": {name: median(pair[name] for pair in pairs) for name in NAMES},
-        "median_ratio": median(pair["ratio"] for pair in pairs),
-        "losses_equal": losses["A"] == losses["B"],
-    }
+    warm = {name: [step["step_s"] for step in steps] for name, steps in first.items()}
+    return {"warm_up_s": warm, "pairs": pairs, "losses_equal": losses["A"] == losses["B"]}
+
+
+def run_round(
+    number: int, options: argparse.Namespace, paths: Mapping[str, Path], config: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Start a process of each checkout, in turn the first, let them step and end them. Raises TurnError."""
+    with contextlib.ExitStack() as stack:
+        trainers = {}
+        for name in NAMES if number % 2 == 0 else NAMES[::-1]:
+            place = folder / f"run {number} {name}"
+            trainer = inturn.Trainer(name, paths[name], config, place, options.model, options.tokens)
+            stack.callback(trainer.close)
+            trainer.wait_ready()
+            trainers[name] = trainer
+        return measure(trainers, options.pairs, options.warm_up, options.busy)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -86,43 +99,51 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     config = inturn.arms(options).vertical
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(inturn.scratch_folder(options, config))
-        paths = [
-            stack.enter_context(checked_out(what, folder / name)) for what, name in zip(options.checkouts, NAMES, strict=True)
-        ]
-        trainers = {}
-        for name, path in zip(NAMES, paths, strict=True):
-            trainer = inturn.Trainer(name, path, config, folder / f"run {name}", options.model, options.tokens)
-            stack.callback(trainer.close)
-            trainer.wait_ready()
-            trainers[name] = trainer
-            print(f"{name}: {describe(path)['commit']} is ready", flush=True)
-        found = measure(trainers, options.pairs, options.warm_up, options.busy)
-        commits = {name: describe(path) for name, path in zip(NAMES, paths, strict=True)}
+        paths = {
+            name: stack.enter_context(checked_out(what, folder / name))
+            for what, name in zip(options.checkouts, NAMES, strict=True)
+        }
+        rounds = []
+        for number in range(options.rounds):
+            print(f"round {number + 1}", flush=True)
+            rounds.append(run_round(number, options, paths, config, folder))
+        commits = {name: describe(path) for name, path in paths.items()}
+    pairs = [pair for each in rounds for pair in each["pairs"]]
     settings = {key: getattr(options, key) for key in ("model", "micro_batches", "tokens", "clip", "busy")}
-    return made_of() | {"commits": commits, **settings, "config": inturn.placed(config, inturn.NVME_PATH)} | found
+    return made_of() | {
+        "commits": commits,
+        **settings,
+        "config": inturn.placed(config, inturn.NVME_PATH),
+        "rounds": rounds,
+        "median_s": {name: median(pair[name] for pair in pairs) for name in NAMES},
+        "median_ratio": median(pair["ratio"] for pair in pairs),
+        "losses_equal": all(each["losses_equal"] for each in rounds),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs=2, metavar="CHECKOUT", help="a commit, or a folder")
-    parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--warm-up", type=int, default=2, help="steps of each ahead of the pairs (default 2)")
+    parser.add_argument("--rounds", type=int, default=6, help="of new processes")
+    parser.add_argument("--pairs", type=int, default=4, help="in each round")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each ahead of a round's pairs")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="processes that compute beside the steps")
     parser.add_argument("--out", type=Path, metavar="FILE", help="for the result (default benchmarks/commits/A_B_DATE.json)")
     inturn.add_options(parser)
     options = parser.parse_args(argv)
-    if options.pairs < 1 or options.warm_up < 1:
-        parser.error(f"--pairs {options.pairs} --warm-up {options.warm_up}: write 1 or more")
+    if min(options.rounds, options.pairs, options.warm_up) < 1:
+        given = f"--rounds {options.rounds} --pairs {options.pairs} --warm-up {options.warm_up}"
+        parser.error(f"{given}: write 1 or more")
     content = run(options)
     commits = [content["commits"][name]["commit"] + "-changed" * content["commits"][name]["changed"] for name in NAMES]
     name = "_".join([*commits, *([f"busy{options.busy}"] if options.busy else []), content["date"][:10]])
     target = options.out or inturn.ROOT / "benchmarks" / "commits" / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content, indent=2) + "\n")
-    seconds = content["median_s"]
+    seconds, num_pairs = content["median_s"], options.rounds * options.pairs
     print(
-        f"median of {options.pairs} paired ratios {content['median_ratio']:.3f} (B over A; {seconds['A']:.2f} s,"
+        f"median of {num_pairs} paired ratios {content['median_ratio']:.3f} (B over A; {seconds['A']:.2f} s,"
         f" {seconds['B']:.2f} s), losses {'equal' if content['losses_equal'] else 'DIFFERENT'}; written: {target}"
     )
     return 0

@@ -16,7 +16,7 @@ import torch
 from ds_vertical.addedup import sum_of_tensors, sum_up
 from ds_vertical.holders import key_of
 from ds_vertical.modulestate import Item, Pairs, PlaceItem, TensorItem, put_back, tensors_of
-from ds_vertical.reachable import Container, container_of, containers, owner_key, tensors_in, with_tensors
+from ds_vertical.reachable import Container, Contents, container_of, containers, owner_key, tensors_in, with_tensors
 from ds_vertical.statesurvey import OUTSIDE
 
 _SMALL: Final = 1 << 12  # elements of a tensor of which a block gets a copy that it may write
@@ -120,12 +120,17 @@ class BlockState:
         self._step = step
         self._block = block
         self._carriers = carriers
+        self._began_empty = not tracks and all(type(each.owner) in (dict, list) and not each.owner for each in carriers)
         quiet = (track for track in tracks if step.is_quiet(track) and not any(tensors_of(track.installed)))
         self._quiet = {id(track) for track in quiet}  # and nothing of them is lent
         self._versions: list[tuple[Track, Any]] = [(track, self._now_of(track, track.installed)) for track in tracks]
         self._carried: Pairs = tuple((container, container.read()) for container in carriers)
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a copy of a twin, and the twin
         self._plain = [(tensor, tensor._version, tensor.clone() if copies else None) for tensor in self._without_gradient()]
+
+    def _is_empty(self) -> bool:
+        """Whether the block was called with empty lists and dicts alone, which have stayed empty: a library's that collects."""
+        return self._began_empty and not self._versions and not any(each.owner for each in self._carriers)
 
     def _now_of(self, track: Track, last: Any) -> Any:
         return last if id(track) in self._quiet else track.item.capture(last)
@@ -143,11 +148,13 @@ class BlockState:
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors that require grad which the block can reach, each once."""
+        if self._began_empty and not self._versions:
+            return []
         return list({id(tensor): tensor for _, tensor in tensors_of(self._pairs())}.values())
 
     def lend(self, twins: dict[int, torch.Tensor]) -> None:
         """Let twins stand for the tensors, while the block runs. `twins`: by the tensors' ids."""
-        if not twins:
+        if not twins or (self._began_empty and not self._versions):
             return
         own = {id(tensor) for tensor in self.inputs()}
         lent = {key: twin.clone() if key in own and twin.numel() <= _SMALL else twin for key, twin in twins.items()}
@@ -163,6 +170,8 @@ class BlockState:
         for track in self._step.tracks:  # new ones: they were at the call what they were before the step
             if id(track) not in known and (track.item.region in (OUTSIDE, self._block) or isinstance(track.item, PlaceItem)):
                 self._versions.append((track, track.base))
+        if self._is_empty():
+            return
         given = {id(twin): originals[key] for key, twin in twins.items()}
         given |= {id(copy): given[id(twin)] for copy, twin in self._lent.values() if copy._version == 0}  # not written
         self._lent = {}
@@ -183,12 +192,16 @@ class BlockState:
         return {key_of(item.tensor.untyped_storage()) for item in items if isinstance(item, TensorItem)}
 
     def _now(self) -> Pairs:
+        if self._is_empty():
+            return ()
         versions = [self._now_of(track, last) for track, last in self._versions if isinstance(track.item, PlaceItem)]
         places = [pair for version in versions for pair in version]
         return _once((*places, *self._carried_now()))
 
     def _carried_now(self) -> Pairs:
-        below = containers([container.owner for container in self._carriers], given=True) if self._carriers else []
+        if not self._carriers or self._is_empty():
+            return tuple((container, Contents()) for container in self._carriers)
+        below = containers([container.owner for container in self._carriers], given=True)
         return tuple((container, container.read()) for container in below)
 
     @contextlib.contextmanager

@@ -40,7 +40,7 @@ from ds_vertical.layers import LayerError, LayerMap
 from ds_vertical.modulestate import GeneratorItem, Item, PlaceItem, TensorItem, deep, global_generators, seeded_states
 from ds_vertical.reachable import containers, owner_key
 from ds_vertical.statesnapshot import Change, Snapshot, refuse_large, without_collection
-from ds_vertical.statesurvey import OUTSIDE, entry_of, survey
+from ds_vertical.statesurvey import OUTSIDE, Origin, entry_of, survey
 from ds_vertical.statewatch import Watch
 
 T = TypeVar("T")
@@ -79,6 +79,7 @@ class ForwardState:
         self.probes = False  # the next run is only to see who changes what: see [Note: resets]
         self.compares = False  # the self-check wants to know what items hold if nothing is added up
         self.handled = True  # switched off by tests of the self-check
+        self._unchanging: tuple[Origin, Snapshot] | None = None  # ahead of the last step, where that found no state
 
     def forget(self) -> None:
         """Learn in the next step."""
@@ -90,13 +91,9 @@ class ForwardState:
     ) -> Iterator[StepState]:
         """The state of one schedule's forwards. `forms`: what tells the micro-batches' structures apart; `functions`: those of
         the user that the forwards call. After an error in a step that does not count everything is what it was before."""
-        kind = _shape_of(self.model), tuple(getattr(each, "__code__", id(each)) for each in functions)
-        wanted = {(kind, form) for form in forms} - self._known
-        blocks = [block.module for block in self._layers.blocks]
-        with without_collection():
-            slots, names = survey(self.model, blocks, functions) if self.handled else ([], [])
-            snapshot = Snapshot(slots, names, closely=bool(wanted))
-        self._keep(snapshot)
+        origin = Origin(self.model, [block.module for block in self._layers.blocks], functions)
+        wanted = {(origin.kind, form) for form in forms} - self._known
+        snapshot = self._snapshot(origin, bool(wanted))
         decided = self._num_decided()
         step = StepState(self, self._layers, snapshot, bool(wanted) and self.handled, seeds, self.snake and training)
         modules = {id(module): path for path, module in self.model.named_modules()} if self.handled else {}
@@ -109,6 +106,19 @@ class ForwardState:
                 raise
             step.over = True
         self._known.update(wanted)
+        if not (wanted or self.items):
+            self._unchanging = origin, snapshot
+
+    def _snapshot(self, origin: Origin, closely: bool) -> Snapshot:
+        """Of all state now: the one ahead of the last step where nothing has changed in it and since."""
+        last, self._unchanging = self._unchanging, None
+        if last is not None and not closely and last[0].is_same(origin) and last[1].is_unchanged():
+            return last[1]
+        with without_collection():
+            slots, names = survey(origin) if self.handled else ([], [])
+            snapshot = Snapshot(slots, names, closely)
+        self._keep(snapshot)
+        return snapshot
 
     def _keep(self, snapshot: Snapshot) -> None:
         """Drop the items of what the user has replaced since; what stands in its place is known as that was."""
@@ -265,6 +275,8 @@ class StepState:
     def enter(self, micro_batch: int, layer: int | None) -> None:
         """The forward of a micro-batch goes on: through a layer (below 0: the prefix; None: the suffix). Or its backward."""
         self._layer = layer
+        if not self.tracks:
+            return
         near = self._near(layer)
         for track in self.tracks:
             if self._in_turn:
@@ -289,6 +301,13 @@ class StepState:
         found = self._find(None) if self._owner.handled and looks else []
         if found and not self._learns:
             raise StateMissed(found[0].item.path)  # which part has changed it the next run shows
+        if self.tracks:
+            self._look_at_tracks(found, near, micro_batch, layer)
+        if layer is None:
+            self._end(micro_batch)
+
+    def _look_at_tracks(self, found: Sequence[Track], near: set[int] | None, micro_batch: int, layer: int | None) -> None:
+        """What has changed of the known items since the forward went on, and of those just found."""
         far = [track for track in self.tracks if near is not None and track.item.region not in near and self._is_changed(track)]
         for track in (*found, *far):
             if near is not None and track.item.region not in near:
@@ -300,8 +319,6 @@ class StepState:
                 self._look_in_turn(track, layer)
             elif near is None or id(track) in written or (track.item.region in near and not self.is_quiet(track)):
                 self._look(track, micro_batch, layer)
-        if layer is None:
-            self._end(micro_batch)
 
     def _is_changed(self, track: Track) -> bool:
         """Of what one block alone is known to change, while another one is under way."""
@@ -373,7 +390,7 @@ class StepState:
                 known.tried = self._owner.probes = True
 
     def _refuse_thawed(self) -> None:
-        if all(param.requires_grad == before for param, before in zip(self._params, self._flags, strict=True)):
+        if [param.requires_grad for param in self._params] == self._flags:
             return
         for (name, param), before in zip(self._owner.model.named_parameters(), self._flags, strict=True):
             if param.requires_grad != before:
@@ -408,7 +425,7 @@ class StepState:
     def at_call(self, block: int, carriers: Sequence[Any]) -> BlockState | None:
         """What a block finds as it is called; None where nothing of it ever changes. `carriers`: objects among its arguments
         that it may write into."""
-        if not self._owner.handled:
+        if not self._owner.handled or not (self._learns or self.tracks or carriers):
             return None
         self.learn([block])  # what the code ahead of the call has changed is no doing of the block's
         found = containers(carriers, given=True) if carriers else []
@@ -477,13 +494,3 @@ def _refuse_snake(path: str) -> None:
         f"{path}: what one micro-batch leaves there the next one finds, and vertical_schedule.snake runs every second layer's"
         ' micro-batches last first: write "snake": false'
     )
-
-
-def _shape_of(model: nn.Module) -> Hashable:
-    """Changes with the modules of a model, their modes, their hooks and the number of their attributes."""
-    total = 0
-    for module in model.modules():
-        own = vars(module)
-        hooks = len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])
-        total = hash((total, id(module), len(own), len(own["_buffers"]), hooks, own["training"]))
-    return total

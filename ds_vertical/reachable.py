@@ -60,12 +60,18 @@ class Container:
     owner: Any
     read: Callable[[], Contents]
     write: Callable[[Mapping[Any, Any]], None]
-    live: Any = None  # the list, or dict, that has the contents
+    live: Any = None  # the list, or dict, that has the contents, and nothing else has while `attributes` is empty
+    attributes: Mapping[str, Any] | None = None
+    is_constant: bool = False  # its contents never change
+
+    def is_plain(self) -> bool:
+        """Whether its contents are the elements of a list or a dict, and nothing else."""
+        return self.live is not None and not self.attributes
 
     def holds(self, contents: Contents) -> bool:
         """Whether it holds these contents now."""
         live = self.live
-        if live is not None and len(live) == len(contents):
+        if self.is_plain() and len(live) == len(contents):
             if type(live) is list:
                 if all(map(operator.is_, live, contents.values())):
                     return True
@@ -136,7 +142,8 @@ def _collection(value: Any) -> Container:
         _set_elements(value, {key: each for key, each in contents.items() if not isinstance(key, Attribute)})
         _update(attributes, {key.name: each for key, each in contents.items() if isinstance(key, Attribute)})
 
-    return Container(value, read, write)
+    live = value if type(value) is collections.OrderedDict else None
+    return Container(value, read, write, live, attributes)
 
 
 def _elements(value: Any) -> Contents:

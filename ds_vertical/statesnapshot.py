@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -51,6 +53,34 @@ class _Elements:
         return self.version is not None and self.tensor._version != self.version
 
 
+class _Plain:
+    """The contents of many lists and dicts at one moment, nearly all that there is to compare: in one go."""
+
+    def __init__(self, names: Sequence[Names], containers: Sequence[tuple[Container, Contents]]) -> None:
+        lists = [pair for pair in containers if isinstance(pair[0].live, list)]
+        dicts = [pair for pair in containers if not isinstance(pair[0].live, list)]
+        held = [*((each.owner, each.before) for each in names), *((container.live, contents) for container, contents in dicts)]
+        self._dicts = [mapping for mapping, _ in held]
+        self._lists = [container.live for container, _ in lists]
+        self._attributes = [container.attributes for container, _ in containers if container.attributes is not None]
+        self._sizes = [len(before) for _, before in (*held, *lists)]
+        self._keys = [key for _, before in held for key in before]
+        self._values = [value for _, before in (*held, *lists) for value in before.values()]
+
+    def are_same(self) -> bool:
+        """Whether all of them hold the objects of then, under the same keys in the same order."""
+        values = chain(map(_VALUES, self._dicts), self._lists)
+        return (
+            list(map(len, chain(self._dicts, self._lists))) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(values), self._values))
+            and all(map(operator.is_, chain.from_iterable(self._dicts), self._keys))
+            and not any(self._attributes)
+        )
+
+
+_VALUES: Final = operator.methodcaller("values")
+
+
 class Snapshot:
     """The state of all places at one moment; `changes` compares. See `survey`.
 
@@ -66,6 +96,8 @@ class Snapshot:
         keys = {names.key for names in names}
         self._places: dict[Any, list[tuple[Slot, Contents]]] = {}  # by the key of the names that they are among
         for slot, before in zip(slots, values, strict=True):
+            if slot.place.is_constant:
+                continue
             owner = slot.place.owner
             key = owner[0] if isinstance(owner, tuple) and owner[0] in keys else None
             self._places.setdefault(key, []).append((slot, before))
@@ -75,6 +107,9 @@ class Snapshot:
         self._held: list[Any] = []  # so that no other object takes the id of one
         for slot, contents in sorted(zip(slots, values, strict=True), key=lambda pair: pair[0].region):
             self._note(slot.path, slot.region, (value for _, value in contents.carriers))
+        found = [(container, contents) for _, _, container, contents in self._containers.values()]
+        self._plain = _Plain(names, [pair for pair in found if pair[0].is_plain()])
+        self._others = [each for each in self._containers.values() if not each[2].is_plain()]
 
     @property
     def owners(self) -> set[int]:
@@ -147,7 +182,8 @@ class Snapshot:
     def changes(self, regions: Iterable[int] | None = None) -> Iterator[Change]:
         """What has changed since, in these regions; None: in all."""
         wanted = None if regions is None else {OUTSIDE, *regions}
-        near = (names for names in self._names if wanted is None or names.region in wanted)
+        plain_are_same = self._plain.are_same()
+        near = () if plain_are_same else (names for names in self._names if wanted is None or names.region in wanted)
         touched = [names for names in near if not names.are_same()]
         for key in (None, *(names.key for names in touched)):
             for slot, before in self._places.get(key, ()):
@@ -158,7 +194,7 @@ class Snapshot:
                 assert names.place is not None
                 place = names.place(name)
                 yield Change(PlaceItem(f"{names.path}.{name}", names.region, place), ((place, Contents()),))
-        for path, region, container, before in self._containers.values():
+        for path, region, container, before in self._others if plain_are_same else self._containers.values():
             if (wanted is None or region in wanted) and not container.holds(before):
                 yield Change(PlaceItem(path, region, container), self._pairs(container, before))
         for each in self._tensors.values():
@@ -167,6 +203,10 @@ class Snapshot:
         for item, before in self._generators.values():
             if (wanted is None or item.region in wanted) and not item.same(item.capture(), before):
                 yield Change(item, before)
+
+    def is_unchanged(self) -> bool:
+        """Whether a survey would find the same places, with the same state."""
+        return self._plain.are_same() and next(self.changes(), None) is None
 
     def _pairs(self, place: Container, contents: Contents) -> Pairs:
         """As `deep`, at the moment of the snapshot."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -225,12 +226,13 @@ def test_a_row_beside_other_work_names_the_checkout_that_trained_and_no_other(
 def test_two_checkouts_step_in_turn(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     small = ["--model", "gpt_13m", "--config", str(ROOT / "configs" / "gpt_13m_cpu.json"), "--micro-batches", "2"]
-    wanted = ["--pairs", "3", "--warm-up", "1", "--busy", "1", "--folder", str(tmp_path), "--out", str(out)]
+    wanted = ["--rounds", "2", "--pairs", "3", "--warm-up", "1", "--busy", "1", "--folder", str(tmp_path), "--out", str(out)]
     assert commits.main([str(ROOT), "HEAD", *small, *wanted]) == 0
     found = json.loads(out.read_text())
-    assert [pair["order"] for pair in found["pairs"]] == ["AB", "BA", "AB"]
-    assert all(pair["ratio"] == pair["B"] / pair["A"] for pair in found["pairs"])
-    assert found["median_ratio"] == sorted(pair["ratio"] for pair in found["pairs"])[1]
+    assert [[pair["order"] for pair in each["pairs"]] for each in found["rounds"]] == [["AB", "BA", "AB"]] * 2
+    pairs = [pair for each in found["rounds"] for pair in each["pairs"]]
+    assert all(pair["ratio"] == pair["B"] / pair["A"] for pair in pairs)
+    assert found["median_ratio"] == statistics.median(pair["ratio"] for pair in pairs)
     assert found["losses_equal"] and found["busy"] == 1 and found["micro_batches"] == 2
     assert found["commits"]["A"]["commit"] == found["commits"]["B"]["commit"] and not found["commits"]["B"]["changed"]
     assert not [text for text in (str(ROOT), str(tmp_path)) if text in out.read_text()]
