@@ -27,11 +27,13 @@ from test_ranks import free_port
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from ds_vertical import forwardstate
 from ds_vertical.layers import LayerError
+from ds_vertical.statesurvey import survey
 
 USERS = types.ModuleType("users_module")  # a module of the user's own, as `import users_module` gives it
 USERS.MASK = 1.0
-COUNTS: contextvars.ContextVar[dict[str, int]] = contextvars.ContextVar("counts")
+COUNTS: contextvars.ContextVar[dict[Any, Any]] = contextvars.ContextVar("counts")
 OF_THREAD = threading.local()
 
 
@@ -706,3 +708,95 @@ def test_all_ranks_start_over_where_one_has_found_new_state(tmp_path: Path) -> N
     assert first["losses"] == second["losses"] and first["weights"] == second["weights"]
     assert first["calls"] == second["calls"] == [3 * M] * 4
     assert first["seen"] == [2 * M] * 4 and second["seen"] == [0] * 4
+
+
+# ---- a survey that is still true is not made again
+
+
+class QuietBlock(Block):
+    """Reads what is there, and writes into a list of notes where there is one."""
+
+    scale: dict[Any, Any] = {"of": 1.0}
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.settings: dict[Any, Any] = {"inner": SimpleNamespace(calls=None)}
+        self.register_forward_hook(as_it_is)
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        for notes in (self.settings, COUNTS.get({}), self.scale):
+            each = notes.get(self.index)
+            if each is not None:
+                each.append(0.1 * (len(each) + 1) * x.shape[1])
+                x = x * (1 + each[-1])
+        inner = self.settings["inner"]
+        if inner.calls is not None:
+            inner.calls += 1
+            x = x * inner.calls
+        return self.body(x * self.scale["of"])
+
+
+class Quiet(Base):
+    block = QuietBlock
+
+
+def as_it_is(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def give_notes(model: Model) -> None:
+    for block in model.blocks:
+        block.settings[block.index] = []
+
+
+def give_counter(model: Model) -> None:
+    for block in model.blocks:
+        block.settings["inner"] = SimpleNamespace(calls=0)
+
+
+def swap_hooks(model: Model) -> None:
+    for block in model.blocks:
+        calls: list[int] = []
+        block._forward_hooks.popitem()
+
+        def count(module: nn.Module, args: Any, output: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(1)
+            return output * (1 + 0.1 * len(calls))
+
+        block.register_forward_hook(count)
+
+
+def set_of_class(model: Model) -> None:
+    QuietBlock.scale = {"of": 1.5} | {block.index: [] for block in model.blocks}
+
+
+def set_context(model: Model) -> None:
+    COUNTS.set({block.index: [] for block in model.blocks})
+
+
+@pytest.mark.parametrize("change", [give_notes, give_counter, swap_hooks, set_of_class, set_context])
+def test_a_survey_is_made_again_once_something_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], None]
+) -> None:
+    surveys: list[int] = []
+    monkeypatch.setattr(forwardstate, "survey", lambda origin: (surveys.append(1), survey(origin))[1])
+    arms = []
+    for vertical in (False, True):
+        monkeypatch.setattr(QuietBlock, "scale", {"of": 1.0})
+        steps, losses = batches(6), []
+
+        def train(steps: Any = steps, losses: Any = losses, vertical: bool = vertical) -> Any:
+            config = config_in(tmp_path / str(vertical), section={"self_check": False})
+            with running(config, Quiet, vertical=vertical) as (engine, model):
+                for index, step in enumerate(steps):
+                    if index == 4:
+                        if vertical:
+                            assert 1 <= len(surveys) <= 2  # in the first step, and once all is known
+                        change(model)
+                    losses.append(engine.train_batch(iter(step)).item())
+                return read_weights(model)
+
+        weights = contextvars.copy_context().run(train)
+        arms.append((losses, weights))
+    assert len(surveys) > 2
+    assert arms[0][0] == arms[1][0] and not differing(arms[0][1], arms[1][1])
