@@ -357,7 +357,7 @@ class VerticalEngine(SavingEngine):
         with (
             self.optimizer.calls.running(),
             WATCH.watching(),
-            suspended_hooks(self, joints=True),
+            suspended_hooks(self),
             torch.enable_grad(),
             self.optimizer.schedule_running(),
         ):
@@ -407,7 +407,7 @@ class VerticalEngine(SavingEngine):
         with (
             self.optimizer.calls.running(),
             WATCH.watching(),
-            suspended_hooks(self, joints=True, noted=noted),
+            suspended_hooks(self, noted=noted),
             torch.enable_grad(),
             self.optimizer.schedule_running(),
         ):

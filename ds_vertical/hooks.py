@@ -56,12 +56,13 @@ def _joint_hook(noted: bool, breaks: bool) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def suspended_hooks(engine: Any, *, joints: bool = False, noted: bool = False) -> Iterator[None]:
+def suspended_hooks(engine: Any, *, noted: bool = False) -> Iterator[None]:
     """Take DeepSpeed's own module hooks off for the block; users' hooks stay, and every order is as before afterwards.
 
     [Note: joints] To hear of the backward pass, stock puts an identity node at every module's positional inputs and at its
     outputs. That decides the order in which autograd adds the gradients of a tensor used more than once, hence the last
-    bits (RMSNorm uses its input twice, its caller once more). `joints` keeps such nodes: gradients come out with stock's bits.
+    bits (RMSNorm uses its input twice, its caller once more). Such nodes stay: gradients come out with stock's bits. And a list
+    among a module's positional arguments is a copy, as in stock, in evaluation too: what the module appends nobody sees.
     `noted`: what they make is told to `holders`. Where modules are compiled hooks that do nothing stay, see
     [Note: compiled blocks].
     """
@@ -73,8 +74,7 @@ def suspended_hooks(engine: Any, *, joints: bool = False, noted: bool = False) -
     if breaks:
         refuse_compiled_around(engine.module, engine.layers.blocks)
         in_place |= {handle.id: graph_break for handle in list[Any]([*offload.forward_hooks, *offload.backward_hooks])}
-    if joints:
-        in_place |= dict.fromkeys((handle.id for handle in list[Any](offload.backward_hooks)), _joint_hook(noted, breaks))
+    in_place |= dict.fromkeys((handle.id for handle in list[Any](offload.backward_hooks)), _joint_hook(noted, breaks))
     ids: dict[int, set[int]] = {}
     hooks: dict[int, Any] = {}
     for handle in handles:

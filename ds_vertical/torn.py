@@ -99,7 +99,7 @@ class Condition:
     def refuse(self, failure: BaseException) -> NoReturn:
         """Raise `failure` itself where nobody has been told (it came between two calls), else TornStateError; so after an
         interrupt, which everybody has heard of."""
-        if not self._told and isinstance(failure, Exception):
+        if not self._told and isinstance(failure, Exception) and not isinstance(failure, Interrupted):
             self.tell(failure)
             raise failure
         raise TornStateError(f"{self._note(failure)}; what failed: {type(failure).__name__}: {failure}") from failure

@@ -1223,7 +1223,7 @@ MUTATIONS = (
         "blockstate.py",
         "return self._began_empty and not self._versions and not any(each.owner for each in self._carriers)",
         "return self._began_empty",
-        "test_forward_state.py",
+        "test_late_state.py::test_it_has_stocks_bits[Collecting]",
     ),
     Mutation(
         "state-of-whoever-came-last",

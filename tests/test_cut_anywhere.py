@@ -272,6 +272,16 @@ def test_an_interrupt_while_a_step_is_handed_over(tmp_path: Path) -> None:
     assert not trials.wrong, "\n".join(trials.wrong)
 
 
+def test_an_interrupt_where_nobody_is_told_of_it(tmp_path: Path) -> None:
+    """What was torn behind the last call that could say so is said by the next one, as what it is."""
+    with Trials(tmp_path, partial(make, "early"), STEPS) as trials:
+        cuts = cuts_in(trials.found, ("torn.py",), ("_Section.__enter__",))
+        assert cuts
+        for cut in cuts:
+            trials.cut(cut)
+    assert trials.torn and not trials.wrong, "\n".join(trials.wrong)
+
+
 def test_a_call_that_was_cut_is_over(tmp_path: Path) -> None:
     """An interrupt in the very end of a call, where nothing puts things in order any more: the next call does, or a read."""
     config = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", section=SECTION), 600_000)

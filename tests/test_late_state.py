@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from harness import differing, read_weights, running
-from stateful import Base, Block, CountUp, M, Model, batches, config_in
+from stateful import NUM_LAYERS, Base, Block, CountUp, M, Model, batches, config_in
 from test_ranks import free_port
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
@@ -480,6 +480,27 @@ class Named(Base):
         return ()
 
 
+class CollectingBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any, collected: list[torch.Tensor]) -> Any:
+        for each in (*args, collected):
+            each.append(0.1 * self.up(x).square().mean())
+        return self.body(x)
+
+
+class Collecting(Base):
+    """Lists that are empty as the first block gets them. Of one among the positional arguments stock's hooks make a copy."""
+
+    block = CollectingBlock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lists: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, lists[0], collected=lists[1])
+        assert [len(each) for each in lists] == [0, NUM_LAYERS]
+        return self.head(x).square().mean() + sum(lists[1], x.new_zeros(()))
+
+
 # ---- what users do between steps
 
 
@@ -563,7 +584,7 @@ def nothing(*_: Any) -> None:
 CASES: dict[type[Base], Any] = {
     **dict.fromkeys((LateDict, LateGenerator, LateTensor, LateAux), start),
     **dict.fromkeys((Growing, Configured, ClearedFirst, ClearedInEvaluation, InPlace, Added, Usage), nothing),
-    **dict.fromkeys((Hiding, Elsewhere, KeptOutputs, Appended, Deep, Named, Gradients), nothing),
+    **dict.fromkeys((Hiding, Elsewhere, KeptOutputs, Appended, Deep, Named, Gradients, Collecting), nothing),
     **dict.fromkeys((ClearedAtTheEnd, Moded), start),
     Replaced: replace_notes,
     WithLoss: a_loss_from_the_third_step,
