@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ds_vertical.reachable import called, is_foreign
-from ds_vertical.statesurvey import Names, Origin, Slot, survey
+from ds_vertical.statesurvey import Names, Slot, survey
 
 _OF_MODULES = "_backward_hooks", "_backward_pre_hooks"
 _OF_PARAMETERS = "_backward_hooks", "_post_accumulate_grad_hooks"
@@ -24,7 +24,7 @@ _OF_ALL = "_global_backward_hooks", "_global_backward_pre_hooks"
 
 def survey_backward(model: nn.Module) -> tuple[list[Slot], list[Names]]:
     """Every place where the user's hooks of modules' and parameters' backward may keep state."""
-    return survey(Origin(nn.Module(), [], list(_user_hooks(model))))
+    return survey(nn.Module(), [], list(_user_hooks(model)))
 
 
 def _user_hooks(model: nn.Module) -> Iterator[Any]:

@@ -40,7 +40,7 @@ from ds_vertical.layers import LayerError, LayerMap
 from ds_vertical.modulestate import GeneratorItem, Item, PlaceItem, TensorItem, deep, global_generators, seeded_states
 from ds_vertical.reachable import containers, owner_key
 from ds_vertical.statesnapshot import Change, Snapshot, refuse_large, without_collection
-from ds_vertical.statesurvey import OUTSIDE, Origin, entry_of, survey
+from ds_vertical.statesurvey import OUTSIDE, entry_of, survey
 from ds_vertical.statewatch import Watch
 
 T = TypeVar("T")
@@ -79,7 +79,6 @@ class ForwardState:
         self.probes = False  # the next run is only to see who changes what: see [Note: resets]
         self.compares = False  # the self-check wants to know what items hold if nothing is added up
         self.handled = True  # switched off by tests of the self-check
-        self._unchanging: tuple[Origin, Snapshot] | None = None  # ahead of the last step, where that found no state
 
     def forget(self) -> None:
         """Learn in the next step."""
@@ -91,9 +90,13 @@ class ForwardState:
     ) -> Iterator[StepState]:
         """The state of one schedule's forwards. `forms`: what tells the micro-batches' structures apart; `functions`: those of
         the user that the forwards call. After an error in a step that does not count everything is what it was before."""
-        origin = Origin(self.model, [block.module for block in self._layers.blocks], functions)
-        wanted = {(origin.kind, form) for form in forms} - self._known
-        snapshot = self._snapshot(origin, bool(wanted))
+        kind = _shape_of(self.model), tuple(getattr(each, "__code__", id(each)) for each in functions)
+        wanted = {(kind, form) for form in forms} - self._known
+        blocks = [block.module for block in self._layers.blocks]
+        with without_collection():
+            slots, names = survey(self.model, blocks, functions) if self.handled else ([], [])
+            snapshot = Snapshot(slots, names, closely=bool(wanted))
+        self._keep(snapshot)
         decided = self._num_decided()
         step = StepState(self, self._layers, snapshot, bool(wanted) and self.handled, seeds, self.snake and training)
         modules = {id(module): path for path, module in self.model.named_modules()} if self.handled else {}
@@ -106,19 +109,6 @@ class ForwardState:
                 raise
             step.over = True
         self._known.update(wanted)
-        if not (wanted or self.items):
-            self._unchanging = origin, snapshot
-
-    def _snapshot(self, origin: Origin, closely: bool) -> Snapshot:
-        """Of all state now: the one ahead of the last step where nothing has changed in it and since."""
-        last, self._unchanging = self._unchanging, None
-        if last is not None and not closely and last[0].is_same(origin) and last[1].is_unchanged():
-            return last[1]
-        with without_collection():
-            slots, names = survey(origin) if self.handled else ([], [])
-            snapshot = Snapshot(slots, names, closely)
-        self._keep(snapshot)
-        return snapshot
 
     def _keep(self, snapshot: Snapshot) -> None:
         """Drop the items of what the user has replaced since; what stands in its place is known as that was."""
@@ -494,3 +484,13 @@ def _refuse_snake(path: str) -> None:
         f"{path}: what one micro-batch leaves there the next one finds, and vertical_schedule.snake runs every second layer's"
         ' micro-batches last first: write "snake": false'
     )
+
+
+def _shape_of(model: nn.Module) -> Hashable:
+    """Changes with the modules of a model, their modes, their hooks and the number of their attributes."""
+    total = 0
+    for module in model.modules():
+        own = vars(module)
+        hooks = len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])
+        total = hash((total, id(module), len(own), len(own["_buffers"]), hooks, own["training"]))
+    return total

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,7 +41,6 @@ def load_joint() -> Callable[[torch.Tensor], torch.Tensor]:
     return joint
 
 
-@functools.cache  # the same one in each step: where no hook has changed the survey of state need not look again
 def _joint_hook(noted: bool, breaks: bool) -> Callable[..., Any]:
     """What stands where one of stock's backward hooks stood: see [Note: joints]. `noted`: its tensor is known as one over the
     memory of the tensor before it. `breaks`: no compiler looks into it."""

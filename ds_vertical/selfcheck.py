@@ -36,7 +36,7 @@ from ds_vertical.modulestate import TensorItem, global_generators, global_genera
 from ds_vertical.plainorder import PlainOrder
 from ds_vertical.schedule import Event, Op, Schedule
 from ds_vertical.statesnapshot import Change, Snapshot, refuse_large
-from ds_vertical.statesurvey import Origin, survey
+from ds_vertical.statesurvey import survey
 from ds_vertical.stubs import Coroutine
 from ds_vertical.sweeps import Body, Sweeps
 from ds_vertical.threadstate import ThreadState, applied, preserved
@@ -96,7 +96,7 @@ class SelfCheck:
         """Compare both orders over these micro-batches. Returns a line of what it took, and what is wrong."""
         functions = [function for body in bodies for function in body.functions]
         blocks = [block.module for block in self.layers.blocks]
-        snapshot = Snapshot(*survey(Origin(self.model, blocks, functions)))
+        snapshot = Snapshot(*survey(self.model, blocks, functions))
         put_back = partial(_put_back, snapshot, Snapshot(*survey_backward(self.model)))
         failed = Changed(self.gradients.drop_all, only_if_failed=True)
         with preserved(), _generators_kept(), Changed(put_back), failed:

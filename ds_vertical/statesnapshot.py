@@ -204,10 +204,6 @@ class Snapshot:
             if (wanted is None or item.region in wanted) and not item.same(item.capture(), before):
                 yield Change(item, before)
 
-    def is_unchanged(self) -> bool:
-        """Whether a survey would find the same places, with the same state."""
-        return self._plain.are_same() and next(self.changes(), None) is None
-
     def _pairs(self, place: Container, contents: Contents) -> Pairs:
         """As `deep`, at the moment of the snapshot."""
         pairs: dict[int, tuple[Container, Contents]] = {id(place.owner): (place, contents)}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextvars
-import itertools
 import operator
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -14,7 +13,6 @@ from typing import Any, Final
 from torch import nn
 
 from ds_vertical.reachable import (
-    HOMES,
     MISSING,
     Container,
     Contents,
@@ -150,40 +148,20 @@ def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
     return {id(each): index for index, block in enumerate(blocks) for each in block.modules()}
 
 
-class Origin:
-    """Where a survey begins: a model, its blocks, the `functions` of the user that its forwards call, context variables."""
+def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Any]) -> tuple[list[Slot], list[Names]]:
+    """Every place where a model's forward may keep state: of its modules, of what their code and hooks use, of `functions`.
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Any]) -> None:
-        self.model = model
-        self.blocks = blocks
-        self.functions = functions
-        self.context = list(contextvars.copy_context().items())
-        self.kind: Hashable = (_shape_of(model), tuple(getattr(each, "__code__", id(each)) for each in functions))
-        self._num_homes = len(HOMES)
-
-    def is_same(self, other: Origin) -> bool:
-        """Whether another survey of the same model begins with the same objects."""
-        return self.kind == other.kind and self._num_homes == other._num_homes and self._ids() == other._ids()
-
-    def _ids(self) -> list[int]:
-        return [id(each) for each in (*self.functions, *itertools.chain.from_iterable(self.context))]
-
-
-def survey(origin: Origin) -> tuple[list[Slot], list[Names]]:
-    """Every place where a model's forward may keep state: of its modules, of what their code and hooks use, of functions.
-
-    What lies in one of the blocks has the block's number as region.
+    What lies in one of the `blocks` has the block's number as region.
     """
-    model, functions = origin.model, origin.functions
     found = _Survey(set(map(id, model.modules())))
-    region_of = _regions(origin.blocks)
+    region_of = _regions(blocks)
     for each in (*map(type, model.modules()), *functions):
         note_home(each)
     for path, module in model.named_modules():
         found.module(path or type(model).__name__, module, region_of.get(id(module), OUTSIDE))
     for function in functions:
         found.follow(getattr(function, "__qualname__", type(function).__name__), OUTSIDE, function)
-    for variable, value in origin.context:
+    for variable, value in contextvars.copy_context().items():
         found.constant(f"context variable {variable.name}", OUTSIDE, value)
     return found.slots, found.names
 
@@ -309,13 +287,3 @@ class _Survey:
                 if id(module) not in self._seen and id(module) not in self._registered:
                     self._seen.add(id(module))
                     self.module(f"{path}.{inner}" if inner else path, module, region)
-
-
-def _shape_of(model: nn.Module) -> Hashable:
-    """Changes with the modules of a model, their modes, their hooks and the number of their attributes."""
-    total = 0
-    for module in model.modules():
-        own = vars(module)
-        hooks = len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])
-        total = hash((total, id(module), len(own), len(own["_buffers"]), hooks, own["training"]))
-    return total

@@ -36,17 +36,12 @@ class Stubs:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
-        self.raw: list[Callable[..., Any]] = []
-        self._kept: list[Callable[..., Any] | None] = []
-        self._compiled: dict[int, Callable[..., Any]] = {}
-        self._stubs = [self._stub(index) for index in range(len(blocks))]  # the same ones in all steps
+        self.raw: list[Callable[..., Any]] = [raw_forward(block.module) for block in blocks]
+        self._kept = [block.module.__dict__.get("forward") for block in blocks]
+        self._compiled = {index: call for index, b in enumerate(blocks) if (call := b.module._compiled_call_impl) is not None}
         self._changed = Changed(self._put_back, self._take_over)
 
     def __enter__(self) -> Stubs:
-        modules = [block.module for block in self.blocks]
-        self.raw = list(map(raw_forward, modules))
-        self._kept = [module.__dict__.get("forward") for module in modules]
-        self._compiled = {index: call for index, m in enumerate(modules) if (call := m._compiled_call_impl) is not None}
         self._changed.__enter__()
         return self
 
@@ -54,8 +49,8 @@ class Stubs:
         self._changed.__exit__(*error)
 
     def _take_over(self) -> None:
-        for block, stub in zip(self.blocks, self._stubs, strict=True):
-            object.__setattr__(block.module, "forward", stub)
+        for index, block in enumerate(self.blocks):
+            object.__setattr__(block.module, "forward", self._stub(index))
         for index in self._compiled:
             object.__setattr__(self.blocks[index].module, "_compiled_call_impl", None)
 
@@ -69,11 +64,13 @@ class Stubs:
                 object.__setattr__(block.module, "forward", kept)
 
     def _stub(self, index: int) -> Callable[..., Any]:
+        raw = self.raw[index]
+
         @torch.compiler.disable  # where the user's own compiled function calls a block, its graph ends here
         def forward(*args: Any, **kwargs: Any) -> Any:
             current = getcurrent()
             if isinstance(current, Coroutine):
                 return current.micro_batch.call_block(index, args, kwargs)
-            return self.raw[index](*args, **kwargs)
+            return raw(*args, **kwargs)
 
         return forward

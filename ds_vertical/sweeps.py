@@ -124,7 +124,6 @@ class Sweeps:
         self.tracer = tracer
         self.activations = activations
         self.others = others
-        self._stubs = Stubs(layers.blocks)
         self._live: Sequence[MicroBatch] = ()  # of the pass under way, or of one that was cut
 
     def train(
@@ -136,8 +135,8 @@ class Sweeps:
         scale: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
-        with preserved(), self._stubs, self._state_of(bodies) as modules:
-            micro_batches = self._micro_batches(bodies, modules, keep=True, moved=schedule.moved)
+        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
+            micro_batches = self._micro_batches(bodies, stubs, modules, keep=True, moved=schedule.moved)
             company = self._company()
             parts = gradients, optimizer, scale, self.activations
             hints = schedule.coming if self.overlap else {}
@@ -155,8 +154,8 @@ class Sweeps:
     ) -> list[torch.Tensor]:
         """Forwards and backwards of a training step, nothing else. `note_gradient` hears of each parameter of a layer that has
         its gradient, with the micro-batch's number; the sums of `pre` are left to the caller. Returns the losses."""
-        with preserved(), self._stubs, self._state_of(bodies) as modules:
-            micro_batches = self._micro_batches(bodies, modules, keep=True)
+        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
+            micro_batches = self._micro_batches(bodies, stubs, modules, keep=True)
             company = self._company(only_gathers=True)
             parts = self.params, company, gradients, scale, self.layers, note_gradient
             checking = _Checking(schedule, micro_batches, *parts)
@@ -165,8 +164,8 @@ class Sweeps:
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
-        with preserved(), self._stubs, self._state_of(bodies, training=False) as modules:
-            micro_batches = self._micro_batches(bodies, modules, keep=False)
+        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies, training=False) as modules:
+            micro_batches = self._micro_batches(bodies, stubs, modules, keep=False)
             company = self._company()
             evaluation = _Evaluation(schedule, micro_batches, self.params, self.leave, company)
             self._run(schedule, evaluation.handlers(), company)
@@ -186,13 +185,14 @@ class Sweeps:
         return self.state.opened([body.form for body in bodies], [body.seed for body in bodies], functions, training)
 
     def _micro_batches(
-        self, bodies: Sequence[Body], modules: StepState | None, keep: bool, moved: Collection[int] = ()
+        self, bodies: Sequence[Body], stubs: Stubs, modules: StepState | None, keep: bool, moved: Collection[int] = ()
     ) -> list[MicroBatch]:
         state = ThreadState.capture()
         states = [state if body.seed is None else state.seeded(body.seed) for body in bodies]
+        numbered = enumerate(zip(bodies, states, strict=True))
         self._live = live = [
-            MicroBatch(body.run, self.layers, self._stubs, own, keep, run_on=index in moved, modules=modules, index=index)
-            for index, (body, own) in enumerate(zip(bodies, states, strict=True))
+            MicroBatch(body.run, self.layers, stubs, own, keep, run_on=index in moved, modules=modules, index=index)
+            for index, (body, own) in numbered
         ]
         return live
 
