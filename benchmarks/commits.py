@@ -4,10 +4,9 @@
 
 A and B: commits of this repository, or folders of checkouts (of uncommitted changes, too). Both train the vertical arm of
 `configs/gpt_101m_cpu.json` on the full disk, one at a time; who is first changes from pair to pair, so that a drift of the
-machine hits both. Each round starts new processes: two processes of one and the same checkout differ by up to 4 % for as long
-as they live, by where their memory lies. The figure is the median of all paired ratios, B over A. `--busy`: beside so many
-processes that compute without a pause. Writes benchmarks/commits/A_B_DATE.json with every pair. Nothing else may run on the
-machine.
+machine hits both. Each round starts a new process of either: two processes of the same checkout differed by 4 % for as long
+as they lived. The figure is the median of all paired ratios, B over A. `--busy`: beside so many processes that compute without
+a pause. Writes benchmarks/commits/A_B_DATE.json with every pair. Nothing else may run on the machine.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def measure(trainers: Mapping[str, inturn.Trainer], num_pairs: int, warm_up: int, num_busy: int) -> dict[str, Any]:
-    """One round: pairs of steps after the warm-up's, which count neither; all losses of both."""
+    """One round: pairs of steps, after a warm-up that does not count. `losses_equal`: those of the warm-up, too."""
     first = {name: trainer.turn(warm_up) for name, trainer in trainers.items()}
     losses = {name: [step["loss"] for step in steps] for name, steps in first.items()}
     pairs = []
@@ -82,7 +81,7 @@ def measure(trainers: Mapping[str, inturn.Trainer], num_pairs: int, warm_up: int
 def run_round(
     number: int, options: argparse.Namespace, paths: Mapping[str, Path], config: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """Start a process of each checkout, in turn the first, let them step and end them. Raises TurnError."""
+    """Start a process of A and one of B (of B first where `number` is odd), let them step, and end them. Raises TurnError."""
     with contextlib.ExitStack() as stack:
         trainers = {}
         for name in NAMES if number % 2 == 0 else NAMES[::-1]:
@@ -125,9 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs=2, metavar="CHECKOUT", help="a commit, or a folder")
-    parser.add_argument("--rounds", type=int, default=6, help="of new processes")
-    parser.add_argument("--pairs", type=int, default=4, help="in each round")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps of each ahead of a round's pairs")
+    parser.add_argument("--rounds", type=int, default=6, help="each with new processes (default 6)")
+    parser.add_argument("--pairs", type=int, default=4, help="of steps in each round (default 4)")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each ahead of a round's pairs (default 2)")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="processes that compute beside the steps")
     parser.add_argument("--out", type=Path, metavar="FILE", help="for the result (default benchmarks/commits/A_B_DATE.json)")
     inturn.add_options(parser)

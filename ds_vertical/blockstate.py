@@ -128,9 +128,14 @@ class BlockState:
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a copy of a twin, and the twin
         self._plain = [(tensor, tensor._version, tensor.clone() if copies else None) for tensor in self._without_gradient()]
 
+    def _found_nothing(self) -> bool:
+        """Whether no state changes, and the block was given no objects but empty lists and dicts."""
+        return self._began_empty and not self._versions
+
     def _is_empty(self) -> bool:
-        """Whether the block was called with empty lists and dicts alone, which have stayed empty: a library's that collects."""
-        return self._began_empty and not self._versions and not any(each.owner for each in self._carriers)
+        """Whether, besides, these are empty now. transformers gives every block a dict in which to collect outputs, and most
+        calls leave it so."""
+        return self._found_nothing() and not any(each.owner for each in self._carriers)
 
     def _now_of(self, track: Track, last: Any) -> Any:
         return last if id(track) in self._quiet else track.item.capture(last)
@@ -148,13 +153,13 @@ class BlockState:
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors that require grad which the block can reach, each once."""
-        if self._began_empty and not self._versions:
+        if self._found_nothing():
             return []
         return list({id(tensor): tensor for _, tensor in tensors_of(self._pairs())}.values())
 
     def lend(self, twins: dict[int, torch.Tensor]) -> None:
         """Let twins stand for the tensors, while the block runs. `twins`: by the tensors' ids."""
-        if not twins or (self._began_empty and not self._versions):
+        if not twins or self._found_nothing():
             return
         own = {id(tensor) for tensor in self.inputs()}
         lent = {key: twin.clone() if key in own and twin.numel() <= _SMALL else twin for key, twin in twins.items()}

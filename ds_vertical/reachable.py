@@ -60,18 +60,18 @@ class Container:
     owner: Any
     read: Callable[[], Contents]
     write: Callable[[Mapping[Any, Any]], None]
-    live: Any = None  # the list, or dict, that has the contents, and nothing else has while `attributes` is empty
-    attributes: Mapping[str, Any] | None = None
+    live: Any = None  # the list, or dict, whose entries are the contents
+    attributes: Mapping[str, Any] | None = None  # of a live one that may have some: they are among the contents, too
     is_constant: bool = False  # its contents never change
 
-    def is_plain(self) -> bool:
-        """Whether its contents are the elements of a list or a dict, and nothing else."""
+    def is_list_or_dict(self) -> bool:
+        """Whether its contents are the entries of one list or dict now, and nothing else."""
         return self.live is not None and not self.attributes
 
     def holds(self, contents: Contents) -> bool:
         """Whether it holds these contents now."""
         live = self.live
-        if self.is_plain() and len(live) == len(contents):
+        if self.is_list_or_dict() and len(live) == len(contents):
             if type(live) is list:
                 if all(map(operator.is_, live, contents.values())):
                     return True

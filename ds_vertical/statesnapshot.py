@@ -53,8 +53,11 @@ class _Elements:
         return self.version is not None and self.tensor._version != self.version
 
 
-class _Plain:
-    """The contents of many lists and dicts at one moment, nearly all that there is to compare: in one go."""
+_VALUES: Final = operator.methodcaller("values")
+
+
+class _ListsAndDicts:
+    """What many lists and dicts hold at one moment. They are nearly all that a snapshot compares, so it is done in one go."""
 
     def __init__(self, names: Sequence[Names], containers: Sequence[tuple[Container, Contents]]) -> None:
         lists = [pair for pair in containers if isinstance(pair[0].live, list)]
@@ -76,9 +79,6 @@ class _Plain:
             and all(map(operator.is_, chain.from_iterable(self._dicts), self._keys))
             and not any(self._attributes)
         )
-
-
-_VALUES: Final = operator.methodcaller("values")
 
 
 class Snapshot:
@@ -108,8 +108,8 @@ class Snapshot:
         for slot, contents in sorted(zip(slots, values, strict=True), key=lambda pair: pair[0].region):
             self._note(slot.path, slot.region, (value for _, value in contents.carriers))
         found = [(container, contents) for _, _, container, contents in self._containers.values()]
-        self._plain = _Plain(names, [pair for pair in found if pair[0].is_plain()])
-        self._others = [each for each in self._containers.values() if not each[2].is_plain()]
+        self._lists_and_dicts = _ListsAndDicts(names, [pair for pair in found if pair[0].is_list_or_dict()])
+        self._others = [each for each in self._containers.values() if not each[2].is_list_or_dict()]
 
     @property
     def owners(self) -> set[int]:
@@ -182,8 +182,8 @@ class Snapshot:
     def changes(self, regions: Iterable[int] | None = None) -> Iterator[Change]:
         """What has changed since, in these regions; None: in all."""
         wanted = None if regions is None else {OUTSIDE, *regions}
-        plain_are_same = self._plain.are_same()
-        near = () if plain_are_same else (names for names in self._names if wanted is None or names.region in wanted)
+        most_are_same = self._lists_and_dicts.are_same()
+        near = () if most_are_same else (names for names in self._names if wanted is None or names.region in wanted)
         touched = [names for names in near if not names.are_same()]
         for key in (None, *(names.key for names in touched)):
             for slot, before in self._places.get(key, ()):
@@ -194,7 +194,7 @@ class Snapshot:
                 assert names.place is not None
                 place = names.place(name)
                 yield Change(PlaceItem(f"{names.path}.{name}", names.region, place), ((place, Contents()),))
-        for path, region, container, before in self._others if plain_are_same else self._containers.values():
+        for path, region, container, before in self._others if most_are_same else self._containers.values():
             if (wanted is None or region in wanted) and not container.holds(before):
                 yield Change(PlaceItem(path, region, container), self._pairs(container, before))
         for each in self._tensors.values():
@@ -228,8 +228,7 @@ def _tensor_over(array: np.ndarray) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Within the block Python collects no garbage: thousands of new objects, none of them garbage, would make it do so, and a
-    full collection takes a tenth of a step."""
+    """Within the block Python collects no garbage: thousands of new objects, none of them garbage, would make it do so."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1207,8 +1207,8 @@ MUTATIONS = (
     Mutation(
         "empty-carriers-that-fill",
         "blockstate.py",
-        "return self._began_empty and not self._versions and not any(each.owner for each in self._carriers)",
-        "return self._began_empty",
+        "return self._found_nothing() and not any(each.owner for each in self._carriers)",
+        "return self._found_nothing()",
         "test_late_state.py::test_it_has_stocks_bits[Collecting]",
     ),
     Mutation(

@@ -822,7 +822,7 @@ def set_context(model: Model) -> None:
 def test_what_is_changed_after_four_steps_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], None]
 ) -> None:
-    """A survey of state that was kept from step to step missed the cells, the defaults, and what else is a place only now."""
+    """Each step has to look for state anew: what held a class, or nothing, in the steps before may hold a list in this one."""
     arms = []
     for vertical in (False, True):
         monkeypatch.setattr(QuietBlock, "scale", {"of": 1.0})
@@ -832,10 +832,11 @@ def test_what_is_changed_after_four_steps_is_followed(
 
 
 def trained_and_changed(config: dict[str, Any], change: Callable[[Model], None], vertical: bool) -> tuple[list[float], Any]:
-    losses = []
+    """Losses and norms of six steps, and the weights. Ahead of the fifth something is changed."""
+    losses: list[float] = []
     with running(config, Quiet, vertical=vertical) as (engine, model):
         for index, step in enumerate(batches(6)):
             if index == 4:
                 change(model)
-            losses.append(engine.train_batch(iter(step)).item())
+            losses += [engine.train_batch(iter(step)).item(), float(engine.get_global_grad_norm())]
         return losses, read_weights(model)
