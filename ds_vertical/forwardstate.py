@@ -112,6 +112,8 @@ class ForwardState:
 
     def _keep(self, snapshot: Snapshot) -> None:
         """Drop the items of what the user has replaced since; what stands in its place is known as that was."""
+        if not self.items:
+            return
         dicts = snapshot.owners
         there: dict[Hashable, Item] = {}
         for item in snapshot.items():

@@ -34,7 +34,13 @@ _CALLED: Final = (types.FunctionType, types.MethodType, partial)
 _LIBRARIES: Final = frozenset({"torch", "deepspeed", "ds_vertical", "greenlet", "numpy", "accelerate", "tokenizers"})
 _ENDS: Final = _LIBRARIES | (frozenset(sys.stdlib_module_names) - {"collections", "types", "__main__"})
 
-_SIMPLE: Final = frozenset({type(None), bool, int, float, complex, str, bytes, type, range, slice})
+SIMPLE: Final = frozenset({type(None), bool, int, float, complex, str, bytes, type, range, slice})
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_leaf(cls: type) -> bool:
+    """Whether the values of a class have no contents that could change: numbers, modules, tensors, functions."""
+    return issubclass(cls, (*_ATOMS, *_ATOMS_TOO, *_CALLED))
 
 
 class Contents(dict[Any, Any]):
@@ -43,7 +49,7 @@ class Contents(dict[Any, Any]):
     @functools.cached_property
     def carriers(self) -> tuple[tuple[int, Any], ...]:
         """The values that are more than numbers and strings, with their positions."""
-        return tuple((index, value) for index, value in enumerate(self.values()) if type(value) not in _SIMPLE)
+        return tuple((index, value) for index, value in enumerate(self.values()) if type(value) not in SIMPLE)
 
     def replaced(self, new: Callable[[Any], Any]) -> Contents | None:
         """With `new` of each of those; None where that changes nothing."""
@@ -110,7 +116,7 @@ def owner_key(container: Container) -> Hashable:
 def container_of(value: Any, given: bool = False) -> Container | None:
     """The container that a value is; None for one that cannot change, or that ends the search: an object of a library. `given`:
     it was handed to a block, or by one, so that only the objects of a few libraries end the search."""
-    if isinstance(value, _ATOMS) or isinstance(value, _ATOMS_TOO) or isinstance(value, _CALLED):
+    if _is_leaf(type(value)) or isinstance(value, _ATOMS) or isinstance(value, _ATOMS_TOO) or isinstance(value, _CALLED):
         return None
     if isinstance(value, tuple | frozenset):
         return None
@@ -120,12 +126,10 @@ def container_of(value: Any, given: bool = False) -> Container | None:
         return Container(value, lambda: Contents(vars(value)), lambda contents: _update(vars(value), contents))
     if _ends_the_search(type(value), given):
         return None
-    attributes = getattr(value, "__dict__", None)
     slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if name not in ("__dict__", "__weakref__")]
-    if isinstance(attributes, dict) and not slots:
-        return Container(value, lambda: Contents(attributes), lambda contents: _update(attributes, contents), attributes)
-    slots += list(attributes or ())
-    return Container(value, partial(_read_slots, value, slots), partial(_write_slots, value, slots)) if slots else None
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    return Container(value, partial(_read_attributes, value, slots), partial(_write_attributes, value, slots))
 
 
 def _collection(value: Any) -> Container:
@@ -167,21 +171,29 @@ def _set_elements(value: Any, contents: Mapping[Any, Any]) -> None:
         base.extend(value, kept)
 
 
-def _slots_of(cls: type) -> Sequence[str]:
+def _slots_of(cls: type) -> Iterator[str]:
+    """The names of a class's slots, as attributes."""
     slots = vars(cls).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    for name in (slots,) if isinstance(slots, str) else tuple(slots):
+        is_private = name.startswith("__") and not name.endswith("__")
+        yield f"_{cls.__name__.lstrip('_')}{name}" if is_private else name
 
 
-def _read_slots(value: Any, slots: Sequence[str]) -> Contents:
-    return Contents((name, getattr(value, name)) for name in slots if hasattr(value, name))
+def _read_attributes(value: Any, slots: Sequence[str]) -> Contents:
+    """What stands in an object's slots and in its `__dict__`, which may be another one than at the last look."""
+    held = Contents((name, getattr(value, name)) for name in slots if hasattr(value, name))
+    held.update(getattr(value, "__dict__", ()))
+    return held
 
 
-def _write_slots(value: Any, slots: Sequence[str], contents: Mapping[Any, Any]) -> None:
+def _write_attributes(value: Any, slots: Sequence[str], contents: Mapping[Any, Any]) -> None:
     for name in slots:
         if name in contents:
             object.__setattr__(value, name, contents[name])
         elif hasattr(value, name):
             object.__delattr__(value, name)
+    if hasattr(value, "__dict__"):
+        _update(vars(value), {name: each for name, each in contents.items() if name not in slots})
 
 
 def _ends_the_search(cls: type, given: bool) -> bool:

@@ -93,7 +93,7 @@ class Snapshot:
         self._closely = closely
         self._names = names
         values = [slot.place.read() for slot in slots]
-        keys = {names.key for names in names}
+        keys = {each.key for each in names}
         self._places: dict[Any, list[tuple[Slot, Contents]]] = {}  # by the key of the names that they are among
         for slot, before in zip(slots, values, strict=True):
             if slot.place.is_constant:
@@ -105,10 +105,16 @@ class Snapshot:
         self._tensors: dict[int, _Elements] = {}
         self._generators: dict[int, tuple[GeneratorItem, Any]] = {}
         self._held: list[Any] = []  # so that no other object takes the id of one
-        for slot, contents in sorted(zip(slots, values, strict=True), key=lambda pair: pair[0].region):
-            self._note(slot.path, slot.region, (value for _, value in contents.carriers))
-        found = [(container, contents) for _, _, container, contents in self._containers.values()]
-        self._lists_and_dicts = _ListsAndDicts(names, [pair for pair in found if pair[0].is_list_or_dict()])
+        carriers = [
+            (slot.region, slot.path, value)
+            for slot, contents in zip(slots, values, strict=True)
+            for _, value in contents.carriers
+        ]
+        carriers += [(each.region, path, value) for each in names for path, value in each.carriers()]
+        for region, path, value in sorted(carriers, key=operator.itemgetter(0)):
+            self._note(path, region, (value,))
+        pairs = [(container, contents) for _, _, container, contents in self._containers.values()]
+        self._lists_and_dicts = _ListsAndDicts(names, [pair for pair in pairs if pair[0].is_list_or_dict()])
         self._others = [each for each in self._containers.values() if not each[2].is_list_or_dict()]
 
     @property
@@ -120,6 +126,9 @@ class Snapshot:
         """What may change, as items."""
         for slot in self._slots:
             yield PlaceItem(slot.path, slot.region, slot.place)
+        for names in self._names:
+            for path, place, _ in names.places():
+                yield PlaceItem(path, names.region, place)
         for path, region, container, _ in self._containers.values():
             yield PlaceItem(path, region, container)
         for each in self._tensors.values():
@@ -183,17 +192,8 @@ class Snapshot:
         """What has changed since, in these regions; None: in all."""
         wanted = None if regions is None else {OUTSIDE, *regions}
         most_are_same = self._lists_and_dicts.are_same()
-        near = () if most_are_same else (names for names in self._names if wanted is None or names.region in wanted)
-        touched = [names for names in near if not names.are_same()]
-        for key in (None, *(names.key for names in touched)):
-            for slot, before in self._places.get(key, ()):
-                if (wanted is None or slot.region in wanted) and not slot.place.holds(before):
-                    yield Change(PlaceItem(slot.path, slot.region, slot.place), self._pairs(slot.place, before))
-        for names in touched:
-            for name in names.new():
-                assert names.place is not None
-                place = names.place(name)
-                yield Change(PlaceItem(f"{names.path}.{name}", names.region, place), ((place, Contents()),))
+        near = [] if most_are_same else [each for each in self._names if wanted is None or each.region in wanted]
+        yield from self._changed_names([each for each in near if not each.are_same()], wanted)
         for path, region, container, before in self._others if most_are_same else self._containers.values():
             if (wanted is None or region in wanted) and not container.holds(before):
                 yield Change(PlaceItem(path, region, container), self._pairs(container, before))
@@ -203,6 +203,19 @@ class Snapshot:
         for item, before in self._generators.values():
             if (wanted is None or item.region in wanted) and not item.same(item.capture(), before):
                 yield Change(item, before)
+
+    def _changed_names(self, touched: Sequence[Names], wanted: set[int] | None) -> Iterator[Change]:
+        """What has changed at places: those under none of the names, and those under names that are not the same."""
+        for key in (None, *(names.key for names in touched)):
+            for slot, before in self._places.get(key, ()):
+                if (wanted is None or slot.region in wanted) and not slot.place.holds(before):
+                    yield Change(PlaceItem(slot.path, slot.region, slot.place), self._pairs(slot.place, before))
+        for names in touched:
+            for path, place, before in names.places():
+                if not place.holds(before):
+                    yield Change(PlaceItem(path, names.region, place), self._pairs(place, before))
+            for path, place in names.new():
+                yield Change(PlaceItem(path, names.region, place), ((place, Contents()),))
 
     def _pairs(self, place: Container, contents: Contents) -> Pairs:
         """As `deep`, at the moment of the snapshot."""

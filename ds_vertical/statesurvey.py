@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import operator
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_vertical.reachable import (
     MISSING,
+    SIMPLE,
     Container,
     Contents,
     bound,
@@ -40,6 +41,8 @@ _INTERNAL: Final = (frozenset(vars(nn.Module())) - {"training"}) | {
     "pre_bwd_fn",
     "post_bwd_fn",
     "applied_pre_backward_ref_cnt",
+    "all_parameters",
+    "_original_parameters",
 }
 
 
@@ -98,16 +101,6 @@ def _cell(cell: types.CellType) -> Container:
     return Container(cell, read, write)
 
 
-def _whole(own: dict[str, Any]) -> Container:
-    """All entries of a dict, as one place."""
-
-    def write(contents: Mapping[Any, Any]) -> None:
-        own.clear()
-        own.update(contents)
-
-    return Container((id(own), None), lambda: Contents(own), write, own)
-
-
 def _constant(value: Any) -> Container:
     return Container(value, lambda: Contents({"": value}), lambda _: None, is_constant=True)
 
@@ -117,21 +110,16 @@ def is_state(name: str) -> bool:
     return name not in _INTERNAL and not name.startswith(("ds_", "_ds_"))
 
 
-@dataclass(frozen=True, eq=False)
 class Names:
-    """What stands under the names of one module, class or file, at one moment. `key`: the first part of the owner of a place
-    of such a name; `place`: of a name, None where new ones are nobody's state."""
+    """What stands under the names of one module, class or file, or in a dict of a module's hooks, at one moment.
 
-    path: str
-    region: int
-    key: Any
-    owner: Mapping[str, Any]
-    before: Mapping[str, Any]
-    place: Callable[[str], Container] | None
+    `key`: the first part of the owner of a place of such a name. `before`: what stood there. The changes of some names are
+    found by the slots that have this key, and by `new`.
+    """
 
-    @classmethod
-    def of(cls, path: str, region: int, owner: dict[str, Any]) -> Names:
-        return cls(path, region, id(owner), owner, dict(owner), partial(entry_of, owner))
+    def __init__(self, path: str, region: int, key: Any, owner: Mapping[Any, Any]) -> None:
+        self.path, self.region, self.key, self.owner = path, region, key, owner
+        self.before: Mapping[Any, Any] = dict(owner)
 
     def are_same(self) -> bool:
         """Whether all names stand for the objects of then."""
@@ -139,9 +127,67 @@ class Names:
         same_values = len(now) == len(then) and all(map(operator.is_, now.values(), then.values()))
         return same_values and list(now) == list(then)
 
-    def new(self) -> list[str]:
-        """The user's that were not there."""
-        return [] if self.place is None else [name for name in self.owner if name not in self.before and is_state(name)]
+    def places(self) -> Iterator[tuple[str, Container, Contents]]:
+        """Of what stood there: path, place and contents of each that no slot has."""
+        return iter(())
+
+    def new(self) -> Iterator[tuple[str, Container]]:
+        """Places of state that were not there, with their paths."""
+        return iter(())
+
+    def carriers(self) -> list[tuple[str, Any]]:
+        """Values that stood at `places` and are more than numbers and strings, with their paths."""
+        return []
+
+
+class _NamesOfClass(Names):
+    """Of one that the user has written."""
+
+    def new(self) -> Iterator[tuple[str, Container]]:
+        for name in self.owner:
+            if name not in self.before and is_state(name):
+                yield f"{self.path}.{name}", _attribute_of(self.key, name)
+
+
+class _NamesOfModule(Names):
+    """A module's attributes, or its buffers. Hardly any ever changes, so they have no slots. `of`: which names are state."""
+
+    owner: dict[str, Any]
+
+    def __init__(self, path: str, region: int, owner: dict[str, Any], of: Callable[[str], bool]) -> None:
+        super().__init__(path, region, id(owner), owner)
+        self._of = of
+
+    def places(self) -> Iterator[tuple[str, Container, Contents]]:
+        for name, value in self.before.items():
+            if self._of(name):
+                yield f"{self.path}.{name}", entry_of(self.owner, name), Contents({name: value})
+
+    def new(self) -> Iterator[tuple[str, Container]]:
+        for name in self.owner:
+            if name not in self.before and self._of(name):
+                yield f"{self.path}.{name}", entry_of(self.owner, name)
+
+    def carriers(self) -> list[tuple[str, Any]]:
+        found = ((name, value) for name, value in self.before.items() if type(value) not in SIMPLE)
+        return [(f"{self.path}.{name}", value) for name, value in found if self._of(name)]
+
+
+class _Whole(Names):
+    """A dict whose entries change together: the hooks of a module, its modules."""
+
+    owner: dict[Any, Any]
+
+    def __init__(self, path: str, region: int, owner: dict[Any, Any]) -> None:
+        super().__init__(path, region, id(owner), owner)
+
+    def places(self) -> Iterator[tuple[str, Container, Contents]]:
+        def write(contents: Mapping[Any, Any]) -> None:
+            self.owner.clear()
+            self.owner.update(contents)
+
+        place = Container((self.key, None), lambda: Contents(self.owner), write, self.owner)
+        yield self.path, place, Contents(self.before)
 
 
 def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
@@ -178,26 +224,33 @@ class _Survey:
 
     def module(self, path: str, module: nn.Module, region: int) -> None:
         own = vars(module)
-        self.names += [Names.of(path, region, own), Names.of(path, region, own["_buffers"])]
-        for name in filter(is_state, list(own)):
-            for value in (own[name], *(own[name] if isinstance(own[name], list | tuple) and len(own[name]) < 100 else ())):
-                note_home_of_attribute(value)
-            self._add(f"{path}.{name}", region, entry_of(own, name))
-        for name in own["_buffers"]:
-            self._add(f"{path}.{name}", region, entry_of(own["_buffers"], name))
+        attributes = _NamesOfModule(path, region, own, is_state)
+        for where, value in attributes.carriers():
+            for each in (value, *(value if isinstance(value, list | tuple) and len(value) < 100 else ())):
+                note_home_of_attribute(each)
+            self.follow(where, region, value)
+        self.names += [attributes, _NamesOfModule(path, region, own["_buffers"], lambda _: True)]
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
             for hook in hooks.values():
-                if not is_foreign(next(called(hook), hook)):
-                    note_home(next(called(hook), type(hook)))
-                    self.function(f"a hook of {path}", hook, OUTSIDE)  # several modules' hooks may share what they write to
+                self._hook(path, region, hook)
             if hooks:  # one may take itself off
-                self._add(f"the hooks of {path}", region, _constant(hooks))
+                self.names.append(_Whole(f"the hooks of {path}", region, hooks))
         if own["_modules"]:
-            self.names.append(Names(path, region, id(own["_modules"]), own["_modules"], dict(own["_modules"]), None))
-            self._add(f"the modules of {path}", region, _whole(own["_modules"]))
+            self.names.append(_Whole(f"the modules of {path}", region, own["_modules"]))
+            for value in own["_modules"].values():
+                self.follow(path, region, value)
         if "forward" in own:
             self.function(f"{path}.forward", own["forward"], OUTSIDE)
         self._class(type(module))
+
+    def _hook(self, path: str, region: int, hook: Any) -> None:
+        functions = list(called(hook))
+        if functions and all(map(is_internal, functions)) and not list(bound(hook)):
+            return  # DeepSpeed's, on every module
+        if not is_foreign(next(iter(functions), hook)):
+            note_home(next(iter(functions), type(hook)))
+            region = OUTSIDE  # several modules' hooks may share what they write to
+        self.function(f"a hook of {path}", hook, region)
 
     def function(self, path: str, function: Any, region: int) -> None:
         """Closures, globals and bound objects of a function, and of the user's functions that it calls."""
@@ -226,7 +279,7 @@ class _Survey:
     def _file(self, own: dict[str, Any]) -> None:
         if id(own) not in self._seen:
             self._seen.add(id(own))
-            self.names.append(Names(str(own.get("__name__")), OUTSIDE, id(own), own, dict(own), None))
+            self.names.append(Names(str(own.get("__name__")), OUTSIDE, id(own), own))
 
     def _value(self, path: str, region: int, place: Container) -> None:
         value = next(iter(place.read().values()), None)
@@ -243,7 +296,7 @@ class _Survey:
                 continue
             self._seen.add(id(each))
             own = vars(each)
-            self.names.append(Names(each.__qualname__, OUTSIDE, each, own, dict(own), partial(_attribute_of, each)))
+            self.names.append(_NamesOfClass(each.__qualname__, OUTSIDE, each, own))
             for name, value in list(own.items()):
                 value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
                 if isinstance(value, types.FunctionType):

@@ -499,6 +499,43 @@ class Collecting(Base):
         return self.head(x).square().mean() + sum(lists[1], x.new_zeros(()))
 
 
+class Counter:
+    """Counts in a private slot, in an attribute, and in a `__dict__` that is another one after each call."""
+
+    __slots__ = ("__calls", "__dict__")
+
+    def __init__(self) -> None:
+        self.__calls = self.sizes = 0
+
+    def next(self) -> float:
+        self.__calls += 1
+        self.sizes += 1
+        self.__dict__ = {**self.__dict__, f"call {self.__calls % 3}": self.__calls}
+        return self.__calls + 0.5 * self.sizes + 0.25 * len(self.__dict__)
+
+
+class Attributed:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def next(self) -> float:
+        self.__dict__ = {"calls": self.calls + 1}
+        return self.calls
+
+
+class SlottedBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.counters = [Counter(), Attributed()]
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x * (1 + 0.1 * sum(each.next() for each in self.counters)))
+
+
+class Slotted(Base):
+    block = SlottedBlock
+
+
 # ---- what users do between steps
 
 
@@ -585,6 +622,7 @@ CASES: dict[type[Base], Any] = {
     **dict.fromkeys((Hiding, Elsewhere, KeptOutputs, Appended, Deep, Named, Gradients, Collecting), nothing),
     **dict.fromkeys((ClearedAtTheEnd, Moded), start),
     Replaced: replace_notes,
+    Slotted: nothing,
     WithLoss: a_loss_from_the_third_step,
 }
 SLOW = {
