@@ -28,6 +28,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled  # noq
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: E402,F401  (subclasses stage 3 at its import)
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus  # noqa: E402
 from deepspeed.runtime.zero import stage3  # noqa: E402
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3  # noqa: E402
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param  # noqa: E402
 
@@ -67,6 +68,12 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return _parameters(inner[0]) if names == ("args", "kwargs") and len(inner) == 1 else names
 
 
+def keep_signature(function: Any) -> None:
+    """Let `inspect.signature` read what it would find out anew. torch's `Function.apply` asks at each call: for DeepSpeed's
+    linear layer that was 1 % of a step."""
+    function.__signature__ = inspect.signature(function)
+
+
 def check_deepspeed() -> None:
     """Raise DeepSpeedVersionError unless the installed DeepSpeed is the one whose internals this file knows."""
     if deepspeed.__version__.split("+")[0] != SUPPORTED:
@@ -85,6 +92,7 @@ def check_deepspeed() -> None:
 
 
 check_deepspeed()
+keep_signature(LinearFunctionForZeroStage3.forward)
 
 
 def get_accelerator() -> Any:

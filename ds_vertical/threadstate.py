@@ -104,7 +104,9 @@ class ThreadState:
         """This state with fresh random streams seeded by `seed`."""
         outer = ThreadState.capture()
         try:
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
+            if outer.device_rng is not None:
+                torch.cuda.manual_seed(seed)  # of this device alone: the others' streams would stay seeded
             now = ThreadState.capture()
         finally:
             outer.apply_rng()
