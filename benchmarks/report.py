@@ -13,24 +13,29 @@ _NAME = re.compile(r"gpt_101m_(?P<row>.+)_(?P<isa>avx\w+|cpu|cuda)_(?P<date>\d{4
 _NONE = "-"
 _HEAD = """# Benchmarks
 
-Which runs have been recorded, and what did each one measure? `python benchmarks/run.py --table` makes this page from the
-files in `ab/`, `gains/`, `saves/` and `busy/`. Each file holds the machine, the date, the command, both JSONs and every step.
-[docs/results.md](../docs/results.md) explains the figures, [docs/benchmarking.md](../docs/benchmarking.md) how to make new ones.
+Which runs have been recorded, and what did each one measure? `python benchmarks/run.py --table`
+makes this page from the files in `ab/`, `gains/`, `saves/` and `busy/`. Each file holds the
+machine, the date, the command, both JSONs and every step. [docs/results.md](../docs/results.md)
+explains the figures, [docs/benchmarking.md](../docs/benchmarking.md) how to make new ones.
 
-`gpt_101m` has 8 layers of width 1024 and 101.3 M parameters; all of its state rests on SSD. Seconds are medians without the
-first step of each repeat, and a ratio compares two arms of one run. The columns:
+`gpt_101m` has 8 layers of width 1024 and 101.3 M parameters; all of its state rests on SSD. Seconds
+are medians without the first step of each repeat, and a ratio compares two arms of one run. The
+columns:
 
-- "bound s" is the least time that the vertical step could take at the rates measured in the same run, under the same disk
-  limit. The resource behind it is the one that decides.
-- "step/bound" is the measured step over that time. A "~" marks a run in which the machine's speed changed by more than 15 %.
+- "bound s" is the least time that the vertical step could take at the rates measured in the same
+  run, under the same disk limit. The resource behind it is the one that decides.
+- "step/bound" is the measured step over that time. A "~" marks a run in which the machine's speed
+  changed by more than 15 %.
 - "sim s" is the simulated step.
 - "read" and "written" are SSD bytes over those of the closed formula for the schedule.
 - "outside" is the share of the step in which no resource was busy.
-- "peak/formula" and "peak/stock" are the vertical arm's peak host memory over its closed formula, and over the stock arm's.
+- "peak/formula" and "peak/stock" are the vertical arm's peak host memory over its closed formula,
+  and over the stock arm's.
 
-The bound is measured before and after each vertical run since 2026-11-22 16:00, and corrected by the host's speed between the
-steps since then; since 22:40 that speed is taken from a layer of the model. Gradients are summed in pairs since 2026-11-23
-01:30, checksums count in bound and simulation since 03:00, and CPU Adam takes its measured share of the cores since 04:25.
+The bound is measured before and after each vertical run since 2026-11-22 16:00, and corrected by
+the host's speed between the steps since then; since 22:40 that speed is taken from a layer of the
+model. Gradients are summed in pairs since 2026-11-23 01:30, checksums count in bound and simulation
+since 03:00, and CPU Adam takes its measured share of the cores since 04:25.
 
 [stock_best.md](stock_best.md) says how the best stock settings were found.
 """
