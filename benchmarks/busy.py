@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 import commits
 import inturn
+import portable
 import report
 import run
 
@@ -75,8 +75,7 @@ def main() -> int:
         f"{options.model}_m{options.micro_batches}_s{options.tokens}_clip{options.clip:g}_{report.instructions()}_{date[:10]}"
     )
     target = options.benchmarks / "busy" / f"{name}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content, indent=2) + "\n")
+    portable.write(target, content, run.ROOT / "runs" / "busy", "busy")
     run.write_table(options.benchmarks / "ab")
     print(report.busy_table(content))
     for name, steps in found["step_s"].items():

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import inturn
+import portable
 
 NAMES = ("A", "B")
 
@@ -138,8 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commits = [content["commits"][name]["commit"] + "-changed" * content["commits"][name]["changed"] for name in NAMES]
     name = "_".join([*commits, *([f"busy{options.busy}"] if options.busy else []), content["date"][:10]])
     target = options.out or inturn.ROOT / "benchmarks" / "commits" / f"{name}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content, indent=2) + "\n")
+    portable.write(target, content, inturn.ROOT / "runs" / "commits", "commits")
     seconds, num_pairs = content["median_s"], options.rounds * options.pairs
     print(
         f"median of {num_pairs} paired ratios {content['median_ratio']:.3f} (B over A; {seconds['A']:.2f} s,"

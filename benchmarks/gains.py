@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import portable
 import report
 import run
 
@@ -81,10 +82,9 @@ def main() -> None:
     options = parser.parse_args()
     content = measure(options)
     folder = run.ROOT / "benchmarks" / "gains"
-    folder.mkdir(exist_ok=True)
     shape = f"m{options.micro_batches}_s{options.tokens}_{options.dtype}{'_limited' if options.ssd_limit else ''}"
     name = f"gpt_101m_{shape}_{report.instructions()}_{datetime.date.today()}"
-    (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    portable.write(folder / f"{name}.json", content, options.runs, "gains")
     for row, values in content["rows"].items():
         print(f"{row:45}{median(values['step_s']):8.2f} s, simulated {values['simulated_s']:.2f} s")
     run.write_table(run.ROOT / "benchmarks" / "ab")

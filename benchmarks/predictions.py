@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import portable
 import report
 import run
 
@@ -212,9 +213,8 @@ def main() -> None:
     content |= {"machine": report_machine(), "command": sys.argv}
     if options.sweep:
         content["choices"] = choices(options.dtype, options.steps, runs, rows)
-    FOLDER.mkdir(exist_ok=True)
     name = f"{kind}_{options.dtype}_{report.instructions()}_{content['date']}"
-    (FOLDER / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    portable.write(FOLDER / f"{name}.json", content, options.runs, "predictions")
     (FOLDER / "README.md").write_text(table())
 
 

@@ -13,16 +13,31 @@ _NAME = re.compile(r"gpt_101m_(?P<row>.+)_(?P<isa>avx\w+|cpu|cuda)_(?P<date>\d{4
 _NONE = "-"
 _HEAD = """# Benchmarks
 
-Made by `python benchmarks/run.py --table` from the files in `ab/`, each of which holds machine, date, command, both JSONs
-and every step. `gpt_101m`: 8 layers x 1024, 101.3 M parameters, all state on SSD. Ratios are within one run, medians
-without the first step of each repeat. "bound": the least time of the vertical step at the rates measured in the same run
-under the same limit, since 2026-11-22 16:00 ahead of and after each vertical run, and corrected by the speed of the host
-between its steps, since 22:40 by the model's own layer (a "~" where what is left differs by more than 15 %); "sim": the
-simulated makespan, which stands beside it. Since 2026-11-23 01:30 gradients are summed in pairs, since 03:00 checksums
-count in both, since 04:25 CPU Adam takes of the cores what it was seen to take. Bytes are SSD bytes
-over the closed table's. "outside": the share of the step in which no resource was busy. "peak": host memory over its closed
-formula, and over stock's.
-`stock_best.md` says how the best stock settings were found.
+Which runs have been recorded, and what did each one measure? `python benchmarks/run.py --table`
+makes this page from the files in `ab/`, `gains/`, `saves/` and `busy/`. Each file holds the
+machine, the date, the command, both JSONs and every step. [docs/results.md](../docs/results.md)
+explains the figures, [docs/benchmarking.md](../docs/benchmarking.md) how to make new ones.
+
+`gpt_101m` has 8 layers of width 1024 and 101.3 M parameters; all of its state rests on SSD. Seconds
+are medians without the first step of each repeat, and a ratio compares two arms of one run. The
+columns:
+
+- "bound s" is the least time that the vertical step could take at the rates measured in the same
+  run, under the same disk limit. The resource behind it is the one that decides.
+- "step/bound" is the measured step over that time. A "~" marks a run in which the machine's speed
+  changed by more than 15 %.
+- "sim s" is the simulated step.
+- "read" and "written" are SSD bytes over those of the closed formula for the schedule.
+- "outside" is the share of the step in which no resource was busy.
+- "peak/formula" and "peak/stock" are the vertical arm's peak host memory over its closed formula,
+  and over the stock arm's.
+
+The bound is measured before and after each vertical run since 2026-11-22 16:00, and corrected by
+the host's speed between the steps since then; since 22:40 that speed is taken from a layer of the
+model. Gradients are summed in pairs since 2026-11-23 01:30, checksums count in bound and simulation
+since 03:00, and CPU Adam takes its measured share of the cores since 04:25.
+
+[stock_best.md](stock_best.md) says how the best stock settings were found.
 """
 
 

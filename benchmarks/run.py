@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import portable
 import report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,8 +214,7 @@ def run_all(chosen: Sequence[Row], options: argparse.Namespace, known: dict[str,
                 print(f"{row.name}: failed with status {error.returncode}", flush=True)
                 continue
             shutil.rmtree(options.runs / row.name / "traced.0.trace", ignore_errors=True)
-            options.results.mkdir(parents=True, exist_ok=True)
-            target.write_text(json.dumps(content, indent=2) + "\n")
+            portable.write(target, content, options.runs, "bench")
 
 
 if __name__ == "__main__":

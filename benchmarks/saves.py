@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import portable
 import report
 import run
 
@@ -134,8 +135,7 @@ def main() -> None:
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {"date": date, "model": options.model, "dtype": options.dtype, "command": sys.argv, "arms": found}
     target = options.benchmarks / "saves" / f"{options.model}_{options.dtype}_{date[:10]}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content, indent=2) + "\n")
+    portable.write(target, content, options.runs, "saves")
     run.write_table(options.benchmarks / "ab")
     print(report.saves_table(content))
 

@@ -20,6 +20,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import portable
+
 from ds_vertical import cgroup, facts, files, locked, native
 from ds_vertical.disk import DiskQueue
 
@@ -98,9 +100,7 @@ def main() -> None:
         "pause_s": PAUSE_S,
         "rows": rows,
     }
-    out = ROOT / "benchmarks" / "turns"
-    out.mkdir(exist_ok=True)
-    (out / f"{today}.json").write_text(json.dumps(content, indent=2) + "\n")
+    portable.write(ROOT / "benchmarks" / "turns" / f"{today}.json", content, ROOT / "runs" / "turns", "turns")
 
 
 if __name__ == "__main__":

@@ -64,54 +64,54 @@ class VerticalConfig(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     enabled: bool = True
-    """False: the stock arm, a plain DeepSpeedEngine with the same train_batch."""
+    """Layer-major training; false: the stock arm. That arm is a plain DeepSpeedEngine with the same train_batch."""
     order: Literal["vertical", "horizontal"] = "vertical"
-    """vertical: all micro-batches of a layer before the next layer; horizontal: all layers of a micro-batch first."""
+    """Walk layer by layer (vertical) or micro-batch by micro-batch (horizontal)."""
     layers: LayerPaths | None = None
-    """Dotted paths of the layers' modules. Null: discovered in the model."""
+    """Dotted paths of the stacks of blocks; null: discovered in the model."""
     blocks_per_layer: Annotated[int, Field(ge=1)] = 1
     """Consecutive blocks that the schedule moves as one layer."""
     snake: bool = False
-    """Reverse the order of micro-batches from one layer to the next (vertical order only)."""
+    """Reverse the order of micro-batches at every second layer. Vertical order only."""
     overlap: bool = True
-    """False: every transfer is waited for right after it is issued; the debugging oracle, same values."""
+    """False: wait for every transfer where it is issued; same values. The debugging oracle."""
     prefetch_layers: Annotated[int, Field(ge=0)] | None = None
-    """Layers whose fetch is issued ahead of use. Null: 1 with overlap, 0 without."""
+    """Layers read ahead of their use; null: 1, or 0 without overlap."""
     optimizer_delay: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of every layer whose optimizer step is taken in the next forward. Null: 0.25 where the rest can be stepped
-    during the backward (no clipping, static loss scale, optimizer on SSD), else 1. With clipping or a dynamic loss scale,
+    """Share of each layer stepped in the next forward; null: chosen. Null is 0.25 where the rest can be stepped during the
+    backward (no clipping, static loss scale, optimizer on SSD), else 1. With clipping or a dynamic loss scale,
     and no speculation, nothing is known before the norm: then any share above 0 delays the whole step."""
     optimizer_speculation: bool | None = None
-    """Step layers during the backward although the norm may ask for clipping, and redo the step where it does. Null:
+    """Step before the norm is known; null: by recent norms. A step whose norm asks for clipping is redone. Null:
     where it would lately have come true, if there is room on the SSD for a second generation of files."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
-    """skip: a step whose gradients are not finite is skipped whole, as in stock. stop: train_batch raises NonFiniteError on
-    every rank. Without clipping the early steps are then taken in place, with one generation of files (14 bytes per
-    parameter less on the SSD), so that the live state is torn afterwards. Not with a dynamic loss scale."""
+    """Skip a step that is not finite, or stop the run. skip: the whole step, as in stock. stop: train_batch raises
+    NonFiniteError on every rank. Without clipping the early steps are then taken in place, with one generation of files
+    (14 bytes per parameter less on the SSD), so that the live state is torn afterwards. Not with a dynamic loss scale."""
     gradient_host_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the waiting gradients that do so in host memory; the others wait on SSD, written and read once. Null: 1."""
+    """Share of waiting gradients kept in host memory; null: what fits. The others wait on SSD, written and read once."""
     keep_gradients: bool = False
-    """True: keep every gradient of the last step in host memory (4 bytes per parameter) until the next step sums new ones,
-    for safe_get_full_grad and safe_get_local_grad."""
+    """Keep the last step's gradients for safe_get_full_grad and safe_get_local_grad. They stay in host memory (4 bytes per
+    parameter) until the next step sums new ones."""
     host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Host memory that all ranks of a host may use, checked before anything is allocated. Null: what the machine has."""
+    """Host memory for all ranks of a host; null: what is available. Checked before anything is allocated."""
     activations: Activations = Activations()
-    """Where layer inputs and the gradients between layers rest until they are used."""
+    """Tier where layer inputs and gradients between layers rest."""
     seed_micro_batches: bool = True
-    """Give each micro-batch its own random stream from (seed, step, micro-batch, rank), in both arms."""
+    """Give each micro-batch a random stream of its own, in both arms. From (seed, step, micro-batch, rank)."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    """Seed of these streams. Null: torch.initial_seed() at initialize."""
+    """Base of the micro-batches' random streams; null: torch.initial_seed(). As it is at initialize."""
     trace: Annotated[StrictStr, StringConstraints(min_length=1)] | None = None
-    """Folder for one JSONL file per rank with each step's spans, waits and counters (`trace.py`). Null: off."""
+    """Folder for each step's spans, waits and counters; null: off. One JSONL file per rank (`trace.py`)."""
     progress: bool | None = None
-    """A line below a step's output on rank 0: tokens/s, fraction of the bound, busiest resource. Null: on a terminal."""
+    """Show a progress line on rank 0; null: on a terminal. It has tokens/s, fraction of the bound, busiest resource."""
     verify: bool = False
-    """Hold each read of optimizer state, parameters and waiting gradients against the checksum taken when it was written."""
+    """Check each read against the checksum taken when it was written. Of optimizer state, parameters, waiting gradients."""
     self_check: bool | None = None
-    """Before the first step run two micro-batches in torch's own order and in the schedule's, and end the run where outputs,
-    losses or gradients differ. Null: at the start of a run, and after a resume with another model."""
+    """Compare two micro-batches with torch's own order before the first step. Where outputs, losses or gradients differ
+    from the schedule's, the run ends. Null: at the start of a run, and after a resume with another model."""
     on_signal: OnSignal | None = None
-    """End a run that gets SIGTERM or SIGINT between two steps, with a checkpoint. Null: at once, without one."""
+    """Save a checkpoint when SIGTERM or SIGINT ends the run. It ends between two steps. Null: at once, without one."""
 
 
 _NESTED: Mapping[str, type[BaseModel]] = {"activations": Activations, "on_signal": OnSignal}

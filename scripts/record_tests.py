@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import portable  # noqa: E402
 
 
 def git(*arguments: str) -> str:
@@ -72,8 +76,7 @@ def main() -> int:
         "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "command": sys.argv[3],
     }
-    result.parent.mkdir(parents=True, exist_ok=True)
-    result.write_text(json.dumps(record | condense(junit) | {"machine": machine()}, indent=2) + "\n")
+    portable.write(result, record | condense(junit) | {"machine": machine()}, ROOT / "runs" / "tests", "tests")
     print(f"wrote {result}")
     return 0
 

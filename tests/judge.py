@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import shutil
 import subprocess
@@ -22,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import portable  # noqa: E402
+
 ARMS = ("stock", "vertical")
 _ZERO, _V1 = "unit/runtime/zero", "unit/v1/zero"
 SELECTED = (
@@ -53,7 +56,7 @@ def main() -> None:
     found = {"date": datetime.date.today().isoformat(), "deepspeed": commit, "tests": together(outcomes)}
     print("\n".join(table(found["tests"])))
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        portable.write(options.out, found, ROOT / "runs" / "judge", "judge")
 
 
 def copy_tests(source: Path, target: Path) -> str:

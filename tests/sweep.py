@@ -257,14 +257,18 @@ _TITLES = {
     "fails": "fails, with torch's words",
     "not made": "not made small here, or plain torch fails",
 }
-_HEADING = """# Model types of transformers {version}, layer-major against plain autograd
+_HEADING = """# Which model types of transformers {version} train layer-major, and how exactly?
 
-{date}, commit {commit}. Each of the {count} types is made small by `tests/small.py` (a class with a head where it has
-one, two micro-batches of two samples, fp32, dropout on) and runs layer-major (`ds_vertical.sweeps`; all weights but
-those of the units in use overwritten by NaN) and as plain autograd does it, with what decides stock's bits on both
-sides: ZeRO-3's own linear, and identity nodes where its hooks put them. Losses, summed gradients and buffers are
-compared. `python tests/sweep.py OUT.jsonl` and `python tests/sweep.py OUT.jsonl --table docs/families.md` make this
-file; `tests/test_kinds.py` holds types of each kind against real stock."""
+Find your type below: "exact" has the bits of plain autograd, "to rounding" differs by what is
+named, "refused" ends with the message that is quoted.
+
+{date}, commit {commit}. Each of the {count} types is made small by `tests/small.py` (a class with a
+head where it has one, two micro-batches of two samples, fp32, dropout on). It runs layer-major
+(`ds_vertical.sweeps`; all weights but those of the units in use overwritten by NaN) and as plain
+autograd does it, with what decides stock's bits on both sides: ZeRO-3's own linear, and identity
+nodes where its hooks put them. Losses, summed gradients and buffers are compared.
+`python tests/sweep.py OUT.jsonl` and `python tests/sweep.py OUT.jsonl --table docs/families.md`
+make this file; `tests/test_kinds.py` holds types of each kind against real stock."""
 
 
 def main(arguments: Sequence[str]) -> None:

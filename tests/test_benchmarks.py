@@ -18,9 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import busy  # noqa: E402
+import chart  # noqa: E402
 import commits  # noqa: E402
 import gains  # noqa: E402
 import inturn  # noqa: E402
+import portable  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
 
@@ -239,3 +241,51 @@ def test_two_checkouts_step_in_turn(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
     worktrees = subprocess.run(["git", "-C", str(ROOT), "worktree", "list"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path) not in worktrees
+
+
+# ------------------------------------------------------------------------------- what is recorded, and what is made from it
+
+RECORDED = [*(ROOT / "benchmarks").rglob("*.json"), *(ROOT / "tests" / "recorded").rglob("*.json*")]
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_record_has_a_path_of_one_machine(path: Path) -> None:
+    assert portable.machine_paths(path.read_text()) == []
+
+
+def test_a_record_names_folders_of_this_repository(tmp_path: Path) -> None:
+    runs = tmp_path / "elsewhere"
+    words = ["--out", str(runs / "m16"), "--config", str(ROOT / "configs" / "a.json"), "/home/someone/model", "/ssd/data"]
+    content = {"command": words, "nvme_path": "/tmp/ds_vertical/20261122-1335-vm-31399d13", "twice": {"at": "/tmp/ds_vertical"}}
+    portable.write(tmp_path / "new" / "record.json", content, runs, "bench")
+    assert json.loads((tmp_path / "new" / "record.json").read_text()) == {
+        "command": ["--out", "runs/bench/m16", "--config", "configs/a.json", ".../model", "/ssd/data"],
+        "nvme_path": "/tmp/ds_vertical",
+        "twice": {"at": "/tmp/ds_vertical"},
+    }
+    assert portable.machine_paths("at /root/x, /work/main and /tmp/ds_vertical/run; not a/tmp/b or ~/.cache/tmp/c") == [
+        "/root/x,",
+        "/work/main",
+        "/tmp/ds_vertical/run;",
+    ]
+
+
+def test_the_ssd_of_records_is_that_of_the_configurations() -> None:
+    for path in (ROOT / "configs").glob("*.json"):
+        zero = json.loads(path.read_text())["zero_optimization"]
+        assert {zero[key]["nvme_path"] for key in ("offload_param", "offload_optimizer")} == {portable.SSD}
+
+
+def test_the_chart_and_the_tables_are_those_of_the_records(tmp_path: Path) -> None:
+    found = report.results(chart.RECORDS)
+    shown = chart.points(found)
+    assert list(shown) == [4, 8, 16, 32]
+    assert chart.CHART.read_text() == chart.svg(shown), "run: python benchmarks/chart.py --write"
+    assert chart.PAGE.read_text() == chart.replaced(chart.PAGE.read_text(), found), "run: python benchmarks/chart.py --write"
+    picture = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("!["))
+    ends = [f"{chart.seconds(shown, arm)[count]:.2f} s" for arm in ("stock", "vertical") for count in (4, 32)]
+    assert all(each in picture for each in ends), "README's words for the chart have other figures than the records"
+    for folder in ("ab", "gains", "saves", "busy"):
+        (tmp_path / folder).symlink_to(ROOT / "benchmarks" / folder)
+    run.write_table(tmp_path / "ab")
+    assert (tmp_path / "README.md").read_text() == (ROOT / "benchmarks" / "README.md").read_text(), "run.py --table"

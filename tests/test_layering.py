@@ -1,4 +1,4 @@
-"""The rooms and arrows that README's Architecture section draws are those of the code; sizes stay readable."""
+"""The rooms and arrows that docs/architecture.md draws are those of the code; sizes stay readable."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import ds_vertical
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ds_vertical"
+PAGE = "docs/architecture.md"
 COMPAT = ("compat", "compat_pools", "compat_state")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 50
@@ -23,7 +24,7 @@ FORBIDDEN = {"core": {"torch", "deepspeed"}, "runtime": {"deepspeed"}}
 PRIVATE = re.compile(r"_[A-Za-z]\w*$")
 
 
-# ---------------------------------------------------------------------------------------------------- what README draws
+# --------------------------------------------------------------------------------------------------------- what is drawn
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def read_picture(markdown: str) -> Picture:
     blocks = re.findall(r"^```[^\n]*\n(.*?)^```", section, re.M | re.S)
     drawn = next((block for block in blocks if "->" in block), None)
     if not heading or drawn is None:
-        raise ValueError("README.md needs a section 'Architecture' with a fenced block of lines `module -> module, module`")
+        raise ValueError(f"{PAGE} needs a section 'Architecture' with a fenced block of lines `module -> module, module`")
     arrows: dict[str, frozenset[str]] = {}
     groups: dict[str, str] = {}
     group = GROUPS[0]
@@ -50,7 +51,7 @@ def read_picture(markdown: str) -> Picture:
             continue
         module, arrow, targets = line.partition("->")
         if not arrow:
-            raise ValueError(f"README.md, Architecture: {line!r} is no line `module -> module, module`")
+            raise ValueError(f"{PAGE}, Architecture: {line!r} is no line `module -> module, module`")
         arrows[module.strip()] = frozenset(filter(None, re.split(r"[,\s]+", targets.split("#")[0])))
         groups[module.strip()] = group
     return Picture(arrows, groups)
@@ -58,7 +59,7 @@ def read_picture(markdown: str) -> Picture:
 
 @functools.cache
 def picture() -> Picture:
-    return read_picture((ROOT / "README.md").read_text())
+    return read_picture((ROOT / PAGE).read_text())
 
 
 # ------------------------------------------------------------------------------------------------- what the code imports
@@ -123,14 +124,14 @@ def test_every_import_is_an_arrow_of_the_picture() -> None:
     drawn = picture().arrows
     missing = [f"{name} -> {target}" for name, targets in arrows().items() for target in targets - drawn.get(name, set())]
     unlisted = sorted(set(trees()) - set(drawn))
-    assert not missing and not unlisted, f"README's Architecture lacks arrows {sorted(missing)} and modules {unlisted}"
+    assert not missing and not unlisted, f"{PAGE} lacks arrows {sorted(missing)} and modules {unlisted}"
 
 
 def test_the_picture_has_no_arrow_that_the_code_has_not() -> None:
     real = arrows()
     stale = [f"{name} -> {target}" for name, targets in picture().arrows.items() for target in targets - real.get(name, set())]
     gone = sorted(set(picture().arrows) - set(real))
-    assert not stale and not gone, f"README's Architecture draws arrows {sorted(stale)} and modules {gone} that are not there"
+    assert not stale and not gone, f"{PAGE} draws arrows {sorted(stale)} and modules {gone} that are not there"
 
 
 def test_no_cycle() -> None:
@@ -143,7 +144,7 @@ def test_groups_import_downward() -> None:
         f"{name} -> {target}"
         for name, targets in arrows().items()
         for target in targets
-        if rank.get(target, 0) > rank.get(name, len(GROUPS))  # modules that README lacks fail another test
+        if rank.get(target, 0) > rank.get(name, len(GROUPS))  # modules that the page lacks fail another test
     ]
     assert upward == []
 
@@ -151,7 +152,7 @@ def test_groups_import_downward() -> None:
 @pytest.mark.parametrize("group", sorted(FORBIDDEN))
 def test_group_keeps_its_hands_off(group: str) -> None:
     members = [name for name, its in picture().groups.items() if its == group]
-    assert members, f"README's Architecture has no group {group!r}"
+    assert members, f"{PAGE} has no group {group!r}"
     wrong = [
         f"{name} imports {imported}"
         for name in members
