@@ -49,11 +49,12 @@ def describe(checkout: Path) -> dict[str, Any]:
 def made_of() -> dict[str, Any]:
     """When, where and with which packages. Without our own: this process imports the one that is installed, which may be of
     another checkout than those whose steps are measured."""
-    from ds_vertical import facts
+    from ds_vertical.cli.bench import machine_info
 
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    versions = {package: version for package, version in facts.versions().items() if package not in ("commit", "ds-vertical")}
-    return {"date": date, "machine": facts.describe_machine(), "versions": versions}
+    found = machine_info.versions().items()
+    versions = {package: version for package, version in found if package not in ("commit", "ds-vertical")}
+    return {"date": date, "machine": machine_info.describe_machine(), "versions": versions}
 
 
 def _git(folder: Path, *words: str) -> str:

@@ -130,7 +130,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def arms(options: argparse.Namespace, stock: Path | None = None) -> Any:
     """The configurations of both arms, `stock`'s transfer settings in the stock arm."""
-    from ds_vertical.arms import build_arms
+    from ds_vertical.cli.bench.arms import build_arms
 
     settings = [f"gradient_accumulation_steps={options.micro_batches}", f"gradient_clipping={options.clip}"]
     return build_arms(options.config, stock, settings)
@@ -139,7 +139,7 @@ def arms(options: argparse.Namespace, stock: Path | None = None) -> Any:
 @contextlib.contextmanager
 def scratch_folder(options: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Path]:
     """A folder on the SSD, for as long as the block runs."""
-    from ds_vertical.arms import nvme_paths
+    from ds_vertical.cli.bench.arms import nvme_paths
 
     base = options.folder or Path(nvme_paths(config)[0])
     base.mkdir(parents=True, exist_ok=True)

@@ -25,17 +25,16 @@ import portable
 import report
 import run
 
-from ds_vertical import memory, planner
-from ds_vertical.arms import nvme_paths
-from ds_vertical.costs import Placement
-from ds_vertical.deepspeed_json import write_config
-from ds_vertical.hfmodel import read_fields
-from ds_vertical.metamodel import read_outline
-from ds_vertical.outline import Outline, Seconds, shape_of
-from ds_vertical.plan import time_pieces
-from ds_vertical.planner import Candidate, Setting, Task
-from ds_vertical.profile import Profile
-from ds_vertical.program import Case, Limits
+from ds_vertical.cli.bench.arms import nvme_paths
+from ds_vertical.cli.plan.command import time_pieces
+from ds_vertical.cli.plan.deepspeed_json import write_config
+from ds_vertical.cli.plan.fake_run import read_outline
+from ds_vertical.model.hf import read_fields
+from ds_vertical.planner import memory_budget, search
+from ds_vertical.planner.linear_program import Case, Limits
+from ds_vertical.planner.machine import Profile
+from ds_vertical.planner.model_shape import Outline, Placement, Seconds, shape_of
+from ds_vertical.planner.search import Candidate, Setting, Task
 
 FOLDER = run.ROOT / "benchmarks" / "predictions"
 LAYERS_200M = ("num_hidden_layers=16",)
@@ -128,12 +127,12 @@ def candidate(row: Row, dtype: str, out: Path) -> tuple[Candidate, Outline]:
         sequences=row.size,
         blocks_per_layer=row.blocks,
         generations=1 + early,
-        part_elements=memory.PART_ELEMENTS,
+        part_elements=memory_budget.PART_ELEMENTS,
         placement=placement,
     )
     machine = profile_of(row.limited, out).machine
     held = delay if early else 1.0
-    settings = memory.Settings(row.micro_batches, row.window, held_share=held, one_memory=machine.one_memory)
+    settings = memory_budget.Settings(row.micro_batches, row.window, held_share=held, one_memory=machine.one_memory)
     setting = Setting(row.size, row.micro_batches, row.blocks, row.window, delay, early, placement)
     case = Case(shape, machine, settings, Limits(None, None, None), delay, early)
     return Candidate(setting, shape, machine, case, 0.0, ()), outline
@@ -186,7 +185,7 @@ def choices(dtype: str, steps: int, out: Path, rows: list[dict[str, Any]]) -> li
     machine = profile_of(True, out)
     found: list[dict[str, Any]] = []
     for name, host_bytes in (("plan_little_host_memory", LITTLE), ("plan", machine.host_bytes)):
-        chosen = planner.choose(task, machine.machine, Limits(None, host_bytes, machine.ssd_bytes)).chosen
+        chosen = search.choose(task, machine.machine, Limits(None, host_bytes, machine.ssd_bytes)).chosen
         step_s = train(SWEEP[0], name, chosen, outline, steps, out)
         told = {"choice": name, "host_bytes": host_bytes, "setting": asdict(chosen.setting), "predicted_s": chosen.step_s}
         found.append(told | {"step_s": step_s, "measured_s": median(step_s), "over_best": median(step_s) / best})
@@ -219,7 +218,7 @@ def main() -> None:
 
 
 def report_machine() -> dict[str, Any]:
-    from ds_vertical.facts import describe_machine
+    from ds_vertical.cli.bench.machine_info import describe_machine
 
     return describe_machine()
 

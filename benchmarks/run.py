@@ -150,7 +150,7 @@ def write_table(folder: Path) -> None:
 
 def here(command: Sequence[str]) -> list[str]:
     """The console script as this interpreter's module."""
-    return [sys.executable, "-m", "ds_vertical.cli", *command[1:]]
+    return [sys.executable, "-m", "ds_vertical.cli.main", *command[1:]]
 
 
 def known_steps(folder: Path) -> dict[str, tuple[float, float]]:

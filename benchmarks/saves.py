@@ -42,7 +42,7 @@ def train_and_save(options: argparse.Namespace) -> dict[str, Any]:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     import ds_vertical
-    from ds_vertical import facts
+    from ds_vertical.cli.bench import machine_info
 
     shape = model_config.resolve(options.model, [], None, TOKENS)
     config = ds_vertical.prepare(str(options.deepspeed_config))
@@ -71,7 +71,7 @@ def train_and_save(options: argparse.Namespace) -> dict[str, Any]:
     content = {"steps_s": steps, "saves": saves, "loads": loads, "parameters": sum(p.ds_numel for p in model.parameters())}
     engine.destroy()
     del zero_init
-    return content | {"machine": facts.describe_machine(), "config": config}
+    return content | {"machine": machine_info.describe_machine(), "config": config}
 
 
 def measured(call: Any) -> dict[str, float]:
@@ -127,7 +127,7 @@ def main() -> None:
     if options.worker:
         (options.out / RESULT).write_text(json.dumps(train_and_save(options), indent=2))
         return
-    from ds_vertical.arms import build_arms
+    from ds_vertical.cli.bench.arms import build_arms
 
     settings = ["gradient_clipping=0.0", *(["bf16.enabled=false"] if options.dtype == "fp32" else [])]
     arms = build_arms(run.ROOT / "configs" / "gpt_101m_cpu.json", run.ROOT / "configs" / "stock_pipelined.json", settings)

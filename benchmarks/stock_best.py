@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from ds_vertical.arms import build_arms
-from ds_vertical.metrics import METRICS_VARIABLE, STEPS_VARIABLE, read_records
+from ds_vertical.cli.bench.arms import build_arms
+from ds_vertical.engine.metrics import METRICS_VARIABLE, STEPS_VARIABLE, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAM, OPTIMIZER = "zero_optimization.offload_param", "zero_optimization.offload_optimizer"

@@ -22,8 +22,11 @@ from pathlib import Path
 
 import portable
 
-from ds_vertical import cgroup, facts, files, locked, native
-from ds_vertical.disk import DiskQueue
+from ds_vertical.cli.bench import disk_limit, machine_info
+from ds_vertical.compat import pinned_memory
+from ds_vertical.compat.ops import load
+from ds_vertical.io import files
+from ds_vertical.io.aio import DiskQueue
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {
@@ -59,7 +62,7 @@ def measure(folder: Path) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory(prefix="turns.", dir=folder) as scratch:
         paths = {direction: Path(scratch) / direction for direction in ("read", "write")}
         files.preallocate({path: max(SIZES) for path in paths.values()})
-        memory, queue = locked.lock_host_bytes(max(SIZES)), DiskQueue(native.checked_aio().Queue(1 << 20, 32, False))
+        memory, queue = pinned_memory.lock_host_bytes(max(SIZES)), DiskQueue(load.checked_aio().Queue(1 << 20, 32, False))
         queue.write(memory.data_ptr(), max(SIZES), paths["read"], 0).wait()
         for num_bytes, (mode, directions) in itertools.product(SIZES, MODES.items()):
 
@@ -71,7 +74,7 @@ def measure(folder: Path) -> list[dict[str, object]]:
 
             rows.append({"bytes": num_bytes, "mode": mode, "bytes_per_s": rates(turn, directions, num_bytes)})
         queue.close()
-        locked.unlock_host_bytes(memory)
+        pinned_memory.unlock_host_bytes(memory)
     return rows
 
 
@@ -85,7 +88,7 @@ def main() -> None:
     if options.child:
         print(json.dumps(measure(options.folder)))
         return
-    with cgroup.limited(cgroup.parse_limit(options.ssd_limit), [options.folder]) as group:
+    with disk_limit.limited(disk_limit.parse_limit(options.ssd_limit), [options.folder]) as group:
         command = group.wrap([sys.executable, __file__, "--child", "--folder", str(options.folder)])
         rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
     for row in rows:
@@ -94,8 +97,8 @@ def main() -> None:
     today = datetime.date.today()
     content = {
         "date": str(today),
-        "machine": facts.describe_machine(),
-        "versions": facts.versions(),
+        "machine": machine_info.describe_machine(),
+        "versions": machine_info.versions(),
         "ssd_limit": options.ssd_limit,
         "pause_s": PAUSE_S,
         "rows": rows,

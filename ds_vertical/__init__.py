@@ -7,6 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from ds_vertical.config.section import VerticalConfig
+    from ds_vertical.engine.api import initialize, prepare
+    from ds_vertical.engine.engine import VerticalEngine
+    from ds_vertical.errors import ConfigError, NonFiniteError, OtherRankError, TornStateError
+    from ds_vertical.io.checksums import ChecksumError
+
+
 __version__ = "0.1.0"
 __all__ = [
     "initialize",
@@ -22,23 +30,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "initialize": "ds_vertical.engine",
-    "prepare": "ds_vertical.engine",
-    "VerticalEngine": "ds_vertical.engine",
-    "VerticalConfig": "ds_vertical.config",
-    "ConfigError": "ds_vertical.config",
-    "ChecksumError": "ds_vertical.checksums",
-    "NonFiniteError": "ds_vertical.torn",
-    "OtherRankError": "ds_vertical.failures",
-    "TornStateError": "ds_vertical.torn",
+    "initialize": "ds_vertical.engine.api",
+    "prepare": "ds_vertical.engine.api",
+    "VerticalEngine": "ds_vertical.engine.engine",
+    "VerticalConfig": "ds_vertical.config.section",
+    "ConfigError": "ds_vertical.errors",
+    "ChecksumError": "ds_vertical.io.checksums",
+    "NonFiniteError": "ds_vertical.errors",
+    "OtherRankError": "ds_vertical.errors",
+    "TornStateError": "ds_vertical.errors",
 }
-
-if TYPE_CHECKING:
-    from ds_vertical.checksums import ChecksumError
-    from ds_vertical.config import ConfigError, VerticalConfig
-    from ds_vertical.engine import VerticalEngine, initialize, prepare
-    from ds_vertical.failures import OtherRankError
-    from ds_vertical.torn import NonFiniteError, TornStateError
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ds_vertical.config import VerticalConfig  # noqa: E402
+from ds_vertical.config.section import VerticalConfig  # noqa: E402
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- keys: made by scripts/keys_table.py -->\n", "<!-- /keys -->"

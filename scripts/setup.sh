@@ -122,5 +122,5 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || ! .venv/bin/python -c '' 2>
     install_python_packages
 fi
 has_gpu || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
-.venv/bin/python -m ds_vertical.cli build-ops || fail "the ops could not be compiled; the compiler's words are above"
+.venv/bin/python -m ds_vertical.cli.main build-ops || fail "the ops could not be compiled; the compiler's words are above"
 echo "$wanted" >"$stamp"

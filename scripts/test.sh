@@ -19,7 +19,7 @@ fi
 # The tests' DeepSpeed computes on the CPU; those marked gpu start processes for CUDA, and are left out where torch sees none.
 export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
 if nvidia-smi -L >/dev/null 2>&1; then
-    .venv/bin/python -m ds_vertical.cli build-ops # setup.sh has built those for CUDA
+    .venv/bin/python -m ds_vertical.cli.main build-ops # setup.sh has built those for CUDA
 fi
 [ -n "$(command -v chromium chromium-browser google-chrome)" ] || marks+=("not browser")
 expression=$(printf '%s and ' "${marks[@]}")

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ds_vertical import opcache
+from ds_vertical.compat.ops import cache
 
 NUMEL = 16 << 20
 OPTIMIZER_ID = 7_000  # far from those of DeepSpeed's own optimizers in this process
@@ -89,7 +89,7 @@ def ticks_during_update(adam: Any) -> int:
 
 
 def load_adam(build_folder: Path | None) -> Any:
-    opcache.activate()
+    cache.activate()
     from deepspeed.accelerator import get_accelerator
 
     if build_folder is not None:

@@ -13,7 +13,7 @@ import browser
 import pytest
 import torch
 
-from ds_vertical import opcache
+from ds_vertical.compat.ops import cache
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available asks the driver, and sets CUDA up in no process
@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_VERTICAL_LIMITS", "")  # what a null means must not depend on what was measured here
 # before anything imports DeepSpeed, and inherited by the processes that tests start
-opcache.set_environment()
+cache.set_environment()
 
 
 # The modules with a fixture of a minute: not last, when idle workers would take parts of them and each make that fixture.
@@ -41,4 +41,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # tests that use DeepSpeed without ds_vertical must not compile ops of their own either
     if "deepspeed" in sys.modules:
-        opcache.activate()
+        cache.activate()

@@ -128,7 +128,7 @@ def main() -> int:
     import harness  # noqa: F401
     import test_resume  # noqa: F401
 
-    import ds_vertical.engine  # noqa: F401
+    import ds_vertical.engine.engine  # noqa: F401
 
     print(f"{MARK}ready to start", flush=True)
     for line in sys.stdin:
@@ -239,7 +239,7 @@ def open_elsewhere(ssd: str) -> int:
 
 
 def be_killed_at(point: str) -> None:
-    from ds_vertical import checkpoint
+    from ds_vertical.engine.checkpoint import save as checkpoint
 
     def reach(reached: str) -> None:
         if reached == point:

@@ -16,14 +16,12 @@ import torch
 from harness import digest, dispose, read_state, read_weights
 from torch import nn
 
-from ds_vertical.torn import TornStateError
+from ds_vertical.errors import TornStateError
 
 PACKAGE = str(Path(__import__("ds_vertical").__file__).parent)
 # what only shows, measures or plans; the rest is the engine's, the stores' and the queue's
-_LEFT_OUT = set(
-    "account blocktime costs cgroup gauge headroom hostload limits metrics plan planner progress simulate statusline survey"
-    " trace dependencies schedule program hostmemory opcache finding".split()
-)
+_LEFT_OUT = ("cli/", "planner/", "engine/disk_check", "engine/metrics", "engine/progress", "engine/run_log", "io/host")
+_LEFT_OUT += ("schedule/trace", "schedule/dependencies", "schedule/events", "compat/ops/cache")
 _INNER = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 
 
@@ -45,7 +43,7 @@ def _site(frame: FrameType, event: str, arg: Any) -> Site | None:
     if event not in ("call", "return", "c_return") or not code.co_filename.startswith(PACKAGE):
         return None
     name = code.co_filename[len(PACKAGE) + 1 :]
-    if name.removesuffix(".py") in _LEFT_OUT or code.co_name in _INNER:
+    if name.startswith(_LEFT_OUT) or code.co_name in _INNER:
         return None
     callee = getattr(arg, "__name__", "") if event == "c_return" else ""
     line = frame.f_lineno if event == "c_return" else code.co_firstlineno

@@ -21,7 +21,8 @@ from typing import Final
 
 import pytest
 
-from ds_vertical import storage
+from ds_vertical import errors
+from ds_vertical.io.runs import run_dir
 
 
 @contextlib.contextmanager
@@ -155,10 +156,10 @@ def _mount(device: str, folder: Path, undo: contextlib.ExitStack) -> None:
 
 def _release(folder: Path) -> None:
     """Give up the runs' folders below one, whose locks would keep the disk."""
-    for path in storage.claimed():
+    for path in run_dir.claimed():
         if path.is_relative_to(folder.resolve()):
-            with contextlib.suppress(storage.StorageError):
-                owned = storage.owned(path)
+            with contextlib.suppress(errors.StorageError):
+                owned = run_dir.owned(path)
                 assert owned is not None
                 owned.release()
 

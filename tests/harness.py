@@ -98,9 +98,9 @@ def start_process_group() -> None:
         os.environ.setdefault(name, value)
     import deepspeed
 
-    from ds_vertical import opcache
+    from ds_vertical.compat.ops import cache
 
-    opcache.activate()  # in processes that tests start, too: DeepSpeed's communication loads an op
+    cache.activate()  # in processes that tests start, too: DeepSpeed's communication loads an op
     if torch.distributed.is_initialized():
         return
     if launched:
@@ -283,9 +283,9 @@ def _flat_state(optimizer: Any, index: int, kind: str) -> torch.Tensor:
 
 
 def bytes_on_ssd(model: nn.Module) -> int:
-    from ds_vertical import compat
+    from ds_vertical.compat import zero_params
 
-    return sum(compat.shard_bytes(p) for p in model.parameters() if compat.is_on_ssd(p))
+    return sum(zero_params.shard_bytes(p) for p in model.parameters() if zero_params.is_on_ssd(p))
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
@@ -326,9 +326,7 @@ def small_buffers(config: dict[str, Any], numel: int = 300_000) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def running(
-    config: dict[str, Any], build: Callable[[], nn.Module], *, vertical: bool
-) -> Iterator[tuple[Any, nn.Module]]:
+def running(config: dict[str, Any], build: Callable[[], nn.Module], *, vertical: bool) -> Iterator[tuple[Any, nn.Module]]:
     """(engine, model) as `build_engine` makes them; destroyed at the end."""
     engine, model = build_engine(config, build, vertical=vertical)
     try:
@@ -352,13 +350,13 @@ def counters(engine: Any) -> dict[str, Any]:
 
 
 class TwoMemories:
-    """`compat` on a machine whose host and device are two memories: put in the place of a module's own."""
+    """`compat.accelerator` on a machine whose host and device are two memories: put in the place of a module's own."""
 
     @staticmethod
     def is_one_memory() -> bool:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        from ds_vertical import compat
+        from ds_vertical.compat import accelerator
 
-        return getattr(compat, name)
+        return getattr(accelerator, name)

@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import Init
 
 import ds_vertical
-from ds_vertical import opcache
+from ds_vertical.compat.ops import cache
 
 ARM_VARIABLE = "DS_VERTICAL_JUDGED"  # "stock" or "vertical"
 _FRAGMENTS = "test_zero_tensor_fragment"
@@ -83,7 +83,7 @@ def _is_ours(params: dict[str, Any]) -> bool:
 def install() -> None:
     """Put the arm that the environment names in stock's place."""
     vertical = os.environ[ARM_VARIABLE] == "vertical"
-    opcache.activate()  # the ops are compiled already, for both arms
+    cache.activate()  # the ops are compiled already, for both arms
     get_accelerator().is_fp16_supported = lambda: True
     if get_accelerator().device_name() == "cpu":
         get_accelerator().current_device = lambda: "cpu"  # its number, which is what the tests get, names no device

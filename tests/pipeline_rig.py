@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_vertical import native
-from ds_vertical.disk import DiskQueue
-from ds_vertical.pipeline import Job, StepPipeline
-from ds_vertical.slots import Extent
+from ds_vertical.compat.ops import load
+from ds_vertical.io.aio import DiskQueue
+from ds_vertical.io.extents import Extent
+from ds_vertical.offload.step_pipeline import Job, StepPipeline
 
 BLOCK = 4096
 LIMIT_S = 60  # a wait that takes longer hangs
@@ -28,7 +28,7 @@ class Rig:
     ) -> None:
         self.memory = mmap.mmap(-1, num_slots * slot_bytes)
         slots = torch.frombuffer(self.memory, dtype=torch.uint8).view(num_slots, slot_bytes)
-        self.reader, self.writer = (DiskQueue(native.checked_aio().Queue(BLOCK, 8, False)) for _ in range(2))
+        self.reader, self.writer = (DiskQueue(load.checked_aio().Queue(BLOCK, 8, False)) for _ in range(2))
         self.pipeline = StepPipeline(list(slots), self.reader, self.writer, begin=begin, overlap=overlap)
         self.computed: list[str] = []
 

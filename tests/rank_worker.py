@@ -180,8 +180,8 @@ def watch(folder: Path, rank: int) -> dict[str, Any]:
 def lack_room(folder: Path, rank: int, delay: float | None) -> Any:
     """Two steps where rank 1 has room for one generation of files only: this rank's regime, second generation of files and
     losses; or the error's name."""
-    from ds_vertical import files
-    from ds_vertical.storage import StorageError
+    from ds_vertical.errors import StorageError
+    from ds_vertical.io import files
 
     made = config(folder, "fp32", clip=0.0, delay=delay)
     one = 12 * (2 * VOCAB * WIDTH + 6 * INNER * WIDTH) // 2  # bytes of this rank's state, about
@@ -206,8 +206,8 @@ def lack_room(folder: Path, rank: int, delay: float | None) -> Any:
 
 def lack_shared_room(folder: Path) -> str:
     """The disk that both ranks share has room for one and a half of them: the error's name and text."""
-    from ds_vertical import files
-    from ds_vertical.storage import StorageError
+    from ds_vertical.errors import StorageError
+    from ds_vertical.io import files
 
     one = 12 * (2 * VOCAB * WIDTH + 6 * INNER * WIDTH) // 2
     with mock.patch.object(files, "free_bytes", lambda path: one * 3 // 2):
@@ -220,8 +220,8 @@ def lack_shared_room(folder: Path) -> str:
 
 def lack_gradient_room(folder: Path, rank: int) -> tuple[str, list[str]]:
     """The gradients' file does not fit on rank 1: the error's name, and what is left of such a file."""
-    from ds_vertical import files
-    from ds_vertical.storage import StorageError
+    from ds_vertical.errors import StorageError
+    from ds_vertical.io import files
 
     made = config(folder, "fp32", delay=1.0, share=0.0)
     free_bytes, asked = files.free_bytes, []
@@ -244,7 +244,7 @@ def lack_gradient_room(folder: Path, rank: int) -> tuple[str, list[str]]:
 def resume(folder: Path, rank: int) -> dict[str, Any]:
     """A save that fails on rank 1, one that does not, a step, and that step again in an engine that resumes: what this rank
     was told, what was left beside the checkpoint, and the names that differ."""
-    from ds_vertical import checkpoint
+    from ds_vertical.engine.checkpoint import save
 
     def fail(point: str) -> None:
         if point == "memory written":
@@ -255,7 +255,7 @@ def resume(folder: Path, rank: int) -> dict[str, Any]:
     with harness.running(made, OddModel, vertical=True) as (engine, model):
         engine.train_batch(iter(steps[0]))
         try:
-            with mock.patch.object(checkpoint, "reach", fail if rank == 1 else checkpoint.reach):
+            with mock.patch.object(save, "reach", fail if rank == 1 else save.reach):
                 engine.save_checkpoint(str(saved), tag="failed")
         except (ValueError, RuntimeError) as error:
             told = f"{type(error).__name__}: {error}"
@@ -327,8 +327,8 @@ def exits(folder: Path, rank: int, dtype: str) -> dict[str, Any]:
     this rank's masters."""
     from deepspeed.utils import zero_to_fp32 as stock_script
 
-    from ds_vertical import zero_to_fp32
-    from ds_vertical.adam import Powers
+    from ds_vertical.engine.checkpoint import zero_to_fp32
+    from ds_vertical.offload.cpu_adam import Powers
 
     saved, portable, steps = folder.parent / f"{dtype} saved", folder.parent / f"{dtype} portable", batches(rank, 2)
 

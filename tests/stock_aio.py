@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ds_vertical import opcache
+from ds_vertical.compat.ops import cache
 
 MIB = 1 << 20
 BLOCK_BYTES = MIB // 2
@@ -29,7 +29,7 @@ TENSOR_BYTES = 2 * MIB
 
 
 def load_aio(build_folder: Path | None) -> Any:
-    opcache.activate()
+    cache.activate()
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 

@@ -22,7 +22,7 @@ import harness
 import torch
 from torch import nn
 
-from ds_vertical import opcache
+from ds_vertical.compat.ops import cache
 
 NUM_STEPS = 4  # the trace that prefetch needs is complete in the third
 Shapes = tuple[tuple[int, int], ...]  # (inputs, outputs) of each layer
@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("variants", nargs="+", choices=tuple(VARIANTS))
     args = parser.parse_args()
-    opcache.activate()
+    cache.activate()
     harness.start_process_group()
     from deepspeed.accelerator import get_accelerator
 

@@ -1,5 +1,5 @@
 """Train eight linear layers for some steps with stock DeepSpeed alone on a given JSON: what tests/test_doctor.py runs to see
-whether stock really does what `ds_vertical/traps.py` says.
+whether stock really does what `ds_vertical/cli/doctor/stock_traps.py` says.
 
     python tests/stock_trap.py FILE.json NUM_STEPS
 """

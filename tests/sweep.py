@@ -31,13 +31,15 @@ from small import VARIANTS, NotSmall, batch, loss_of, model_types, small_model, 
 from torch import nn
 from toy import MemoryOptimizer, MemoryParams
 
-from ds_vertical.forwardstate import ForwardState, until_known
-from ds_vertical.gradients import GradientStore
-from ds_vertical.hooks import _joint_hook
-from ds_vertical.layers import LayerError, check_trainable, map_layers
-from ds_vertical.passes import build_training
-from ds_vertical.sweeps import Body, Sweeps
-from ds_vertical.threadstate import ThreadState, applied
+from ds_vertical.engine.handlers import Body, Sweeps
+from ds_vertical.engine.module_hooks import _joint_hook
+from ds_vertical.errors import LayerError
+from ds_vertical.model.layers import check_trainable, map_layers
+from ds_vertical.model.state.forward_state import ForwardState
+from ds_vertical.model.state.restart import until_known
+from ds_vertical.model.thread_state import ThreadState, applied
+from ds_vertical.offload.grad_accumulator import GradientStore
+from ds_vertical.schedule.passes import build_training
 
 NUM_MICRO_BATCHES = 2
 ROUNDING = 1e-4  # relative, in fp32: above it is no rounding
@@ -264,7 +266,7 @@ named, "refused" ends with the message that is quoted.
 
 {date}, commit {commit}. Each of the {count} types is made small by `tests/small.py` (a class with a
 head where it has one, two micro-batches of two samples, fp32, dropout on). It runs layer-major
-(`ds_vertical.sweeps`; all weights but those of the units in use overwritten by NaN) and as plain
+(`ds_vertical.engine.handlers`; all weights but those of the units in use overwritten by NaN) and as plain
 autograd does it, with what decides stock's bits on both sides: ZeRO-3's own linear, and identity
 nodes where its hooks put them. Losses, summed gradients and buffers are compared.
 `python tests/sweep.py OUT.jsonl` and `python tests/sweep.py OUT.jsonl --table docs/families.md`

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 from deepspeed.runtime import config as deepspeed_config
 
-from ds_vertical import ab
-from ds_vertical.arms import TOP_LEVEL_KEYS, Arms, build_arms
-from ds_vertical.comparison import (
-    Agreement,
+from ds_vertical.cli.bench import ab
+from ds_vertical.cli.bench.arms import Arms, build_arms
+from ds_vertical.cli.bench.comparison import (
     ComparisonError,
     Contract,
     Run,
@@ -32,8 +31,9 @@ from ds_vertical.comparison import (
     summarize,
     table,
 )
-from ds_vertical.config import ConfigError
-from ds_vertical.metrics import StepRecord
+from ds_vertical.config.deepspeed_keys import TOP_LEVEL_KEYS
+from ds_vertical.engine.metrics import Agreement, StepRecord
+from ds_vertical.errors import ConfigError
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -54,7 +54,7 @@ BASE: dict[str, Any] = {
 SCRIPT = """
 import argparse, json, os, sys, time
 from pathlib import Path
-from ds_vertical.metrics import StepRecorder
+from ds_vertical.engine.metrics import StepRecorder
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank")
@@ -445,7 +445,7 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def ab_command(folder: Path, *arguments: str) -> list[str]:
     script, config = write(folder, "script.py", SCRIPT), write(folder, "config.json", BASE)
     own = ["--config", str(config), "--out", str(folder / "out"), "--steps", "3"]
-    return [sys.executable, "-m", "ds_vertical.cli", "ab", *own, "--", str(script), *arguments]
+    return [sys.executable, "-m", "ds_vertical.cli.main", "ab", *own, "--", str(script), *arguments]
 
 
 def test_equal_arms_give_a_table_and_a_report(tmp_path: Path) -> None:
@@ -490,7 +490,7 @@ def test_a_real_run_is_measured_against_its_bound(tmp_path: Path) -> None:
         config["zero_optimization"][name]["nvme_path"] = str(tmp_path / "ssd")
     script = [str(root / "scripts" / "train.py"), "--model", "gpt_13m", "--seq", "8"]
     own = ["--config", str(write(tmp_path, "config.json", config)), "--out", str(tmp_path / "out"), "--steps", "4"]
-    command = [sys.executable, "-m", "ds_vertical.cli", "ab", *own, "--vertical-only", "--trace", "--", *script]
+    command = [sys.executable, "-m", "ds_vertical.cli.main", "ab", *own, "--vertical-only", "--trace", "--", *script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out" / "ab.json").read_text())["yardstick"]

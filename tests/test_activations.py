@@ -15,11 +15,12 @@ from harness import Run, assert_identical, base_config, run_arm, running, small_
 from models import MixerModel, next_token_loss, tiny_gpt2, token_batches
 from torch import nn
 
-from ds_vertical.activations import ActivationStore
-from ds_vertical.config import ConfigError, VerticalConfig, load_section
-from ds_vertical.crosscheck import check
-from ds_vertical.disk import DiskError
-from ds_vertical.holders import Privacy
+from ds_vertical.config.cross_check import check
+from ds_vertical.config.section import VerticalConfig, load_section
+from ds_vertical.errors import ConfigError
+from ds_vertical.io.aio import DiskError
+from ds_vertical.model.tensor_refs import Privacy
+from ds_vertical.offload.activation_store import ActivationStore
 
 SSD = {"device": "ssd"}
 

@@ -13,9 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_vertical.adam import AdamSettings, CpuAdam
-from ds_vertical.chunks import LANE, Cut, Piece, adam_cuts
-from ds_vertical.parts import ALIGNMENT, Part, split_chunk
+from ds_vertical.offload.chunking import ALIGNMENT, LANE, Cut, Part, Piece, adam_cuts, split_chunk
+from ds_vertical.offload.cpu_adam import AdamSettings, CpuAdam
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,7 @@ class Regrouping:
     def elements(self) -> list[torch.Tensor]:
         """For each chunk, where its elements lie in stock's order of all elements."""
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        return [
-            torch.cat([torch.arange(starts[p], starts[p] + self.sizes[p]) for p in chunk]) for chunk in self.chunks
-        ]
+        return [torch.cat([torch.arange(starts[p], starts[p] + self.sizes[p]) for p in chunk]) for chunk in self.chunks]
 
 
 @st.composite

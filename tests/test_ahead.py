@@ -17,9 +17,9 @@ from harness import base_config, differing, read_state, read_weights, running, s
 from late import LateReads, LateSteps, SoonReads
 from models import MixerModel, token_batches
 
-from ds_vertical.disk import DiskError
-from ds_vertical.optimizer import VerticalStage3
-from ds_vertical.torn import TornStateError
+from ds_vertical.engine.zero3.optimizer import VerticalStage3
+from ds_vertical.errors import TornStateError
+from ds_vertical.io.aio import DiskError
 
 NUM_LAYERS = 4
 VOCAB = 600  # the embedding and the head have more than 1 MiB each: `pre` is on SSD as well

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_vertical import ab, facts
+from ds_vertical.cli.bench import ab, machine_info
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -157,18 +157,18 @@ def test_a_measurement_names_the_commit_and_what_differs_from_it_but_for_results
 
     code, result = tmp_path / "code.py", tmp_path / "benchmarks" / "row.json"
     result.parent.mkdir()
-    assert facts._commit(tmp_path) is None
+    assert machine_info._commit(tmp_path) is None
     git("init", "-q")
-    assert facts._commit(tmp_path) is None
+    assert machine_info._commit(tmp_path) is None
     for path in (code, result):
         path.write_text("first")
     git("add", ".")
     git("commit", "-qm", "first")
     head = git("rev-parse", "HEAD")[:12]
     result.write_text("another")
-    assert facts._commit(tmp_path) == head
+    assert machine_info._commit(tmp_path) == head
     code.write_text("another")
-    assert facts._commit(tmp_path) == f"{head}-dirty"
+    assert machine_info._commit(tmp_path) == f"{head}-dirty"
 
 
 BUSY_CONTENT = {
@@ -211,7 +211,7 @@ def test_a_row_beside_other_work_names_the_checkout_that_trained_and_no_other(
 ) -> None:
     """The recorder's own package is the one that is installed: a row of 8b134c2 said "c81cdc9110ca-dirty" of it."""
     installed = {"torch": "2.13.0", "ds-vertical": "0.0.9", "commit": "c81cdc9110ca-dirty", "python": "3.11.7"}
-    monkeypatch.setattr(facts, "versions", lambda: dict(installed))
+    monkeypatch.setattr(machine_info, "versions", lambda: dict(installed))
     monkeypatch.setattr(inturn, "Trainer", NoTrainer)
     monkeypatch.setattr(busy, "measure", lambda *_: {key: BUSY_CONTENT[key] for key in ("step_s", "losses_equal")})
     monkeypatch.setattr(run, "write_table", lambda _: None)

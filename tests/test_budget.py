@@ -24,10 +24,12 @@ from harness import base_config, read_weights, running, small_buffers, start_pro
 from models import MixerModel, token_batches
 from test_leaks import status
 
-from ds_vertical import hostmemory
-from ds_vertical.config import load_section, resolve
-from ds_vertical.memory import MemoryBudgetError, budget
-from ds_vertical.stores import bytes_by_tier
+from ds_vertical.config.resolve import resolve
+from ds_vertical.config.section import load_section
+from ds_vertical.engine.engine import bytes_by_tier
+from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.io import host
+from ds_vertical.planner.memory_budget import budget
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -67,7 +69,7 @@ def stock_buffers(engine: Any) -> list[torch.Tensor]:
     ids=["speculating", "early, small chunks", "some in host memory", "state in host memory", "one at a time"],
 )
 def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any], section: dict[str, Any]) -> None:
-    from ds_vertical.budget import Forecast, groups_of
+    from ds_vertical.engine.memory_check import Forecast, groups_of
 
     config = small_buffers(base_config(tmp_path, dtype="fp32", section=section, **settings))
     locked = status("VmLck")
@@ -92,7 +94,7 @@ def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any
 
 def test_clipping_that_is_not_written_counts_as_deepspeeds_own(tmp_path: Path) -> None:
     """It clips to 1 there, so that no early step is final and every gradient waits."""
-    from ds_vertical.budget import Forecast, groups_of
+    from ds_vertical.engine.memory_check import Forecast, groups_of
 
     config = small_buffers(base_config(tmp_path, dtype="fp32"))
     del config["gradient_clipping"]
@@ -117,7 +119,7 @@ def test_stocks_buffers_hold_memory_only_while_they_are_used(tmp_path: Path) -> 
         weight = model.blocks[0].up.weight
         with deepspeed.zero.GatheredParameters([weight]):
             engine.optimizer.optimizer_swapper.swap_buffer_manager.allocate(1, 1, torch.float32)[0].fill_(1.0)
-            from ds_vertical.compat_pools import rest_stock_buffers
+            from ds_vertical.compat.swap_buffers import rest_stock_buffers
 
             rest_stock_buffers(model.parameters(), engine.optimizer)  # what is in use is left alone
             assert torch.equal(weight.ds_tensor, weight.flatten()) and not torch.equal(weight, before["blocks.0.up.weight"])
@@ -159,10 +161,10 @@ def train_one_step(config: dict[str, Any]) -> None:
 
 def test_the_ranks_of_a_host_share_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ds_vertical
-    from ds_vertical import ranks
+    from ds_vertical.distributed import ranks as distributed_ranks
 
     start_process_group()
-    monkeypatch.setattr(ranks, "ranks_on_this_host", lambda: 4)
+    monkeypatch.setattr(distributed_ranks, "ranks_on_this_host", lambda: 4)
     config = base_config(tmp_path / "swap", section={"host_memory_bytes": 100 * MIB})
     with pytest.raises(MemoryBudgetError, match=f"{25 * MIB} are allowed"):
         ds_vertical.initialize(model=MixerModel(3, width=1024), config=config)
@@ -172,11 +174,11 @@ def test_the_machines_own_limit_is_kept_where_none_is_written(tmp_path: Path, mo
     import ds_vertical
 
     start_process_group()
-    monkeypatch.setattr(hostmemory, "available_bytes", lambda: MIB)
+    monkeypatch.setattr(host, "available_bytes", lambda: MIB)
     with pytest.raises(MemoryBudgetError, match='change vertical_schedule.optimizer_delay|write "vertical'):
         ds_vertical.initialize(model=MixerModel(3, width=1024), config=base_config(tmp_path / "swap"))
     monkeypatch.undo()
-    monkeypatch.setattr(hostmemory, "lockable_bytes", lambda: MIB)
+    monkeypatch.setattr(host, "lockable_bytes", lambda: MIB)
     with pytest.raises(MemoryBudgetError, match=r"locked memory: .*ulimit -l"):
         ds_vertical.initialize(model=MixerModel(3, width=1024), config=base_config(tmp_path / "swap"))
     assert not (tmp_path / "swap").exists()
@@ -188,36 +190,37 @@ def test_the_machines_own_limit_is_kept_where_none_is_written(tmp_path: Path, mo
 def test_memory_that_a_device_locks_is_not_held_against_the_users_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_memory: bool, backend: str, counts: bool
 ) -> None:
-    from ds_vertical import budget, compat
-    from ds_vertical.layers import map_layers
+    from ds_vertical.compat import accelerator
+    from ds_vertical.engine import memory_check
+    from ds_vertical.model.layers import map_layers
 
     start_process_group()
     model, config = MixerModel(3, width=1024), base_config(tmp_path)
     section = resolve(load_section(config), 0)
-    forecast = budget.Forecast(map_layers(model, None), budget.groups_of(model, None, None), config, section)
-    monkeypatch.setattr(compat, "is_one_memory", lambda: one_memory)
+    forecast = memory_check.Forecast(map_layers(model, None), memory_check.groups_of(model, None, None), config, section)
+    monkeypatch.setattr(accelerator, "is_one_memory", lambda: one_memory)
     monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", backend)
-    monkeypatch.setattr(hostmemory, "lockable_bytes", lambda: MIB)
+    monkeypatch.setattr(host, "lockable_bytes", lambda: MIB)
     with pytest.raises(MemoryBudgetError, match="ulimit -l") if counts else contextlib.nullcontext():
-        budget.check_memory(forecast, model.parameters(), None)
+        memory_check.check_memory(forecast, model.parameters(), None)
 
 
 def test_activations_may_take_what_the_budget_leaves(tmp_path: Path) -> None:
-    from ds_vertical import budget
-    from ds_vertical.layers import map_layers
+    from ds_vertical.engine import memory_check
+    from ds_vertical.model.layers import map_layers
 
     start_process_group()
     model, config = MixerModel(3, width=1024), base_config(tmp_path)
     section = resolve(load_section(config), 0)
-    forecast = budget.Forecast(map_layers(model, None), budget.groups_of(model, None, None), config, section)
+    forecast = memory_check.Forecast(map_layers(model, None), memory_check.groups_of(model, None, None), config, section)
     limit = 8 << 30
-    _, needed, left = budget.check_memory(forecast, model.parameters(), limit)
+    _, needed, left = memory_check.check_memory(forecast, model.parameters(), limit)
     assert 0 < needed < limit and limit - needed <= left < limit
 
 
 def test_a_layers_backward_has_its_gradients_and_an_fp32_copy_of_the_largest(tmp_path: Path) -> None:
-    from ds_vertical.budget import Forecast, groups_of
-    from ds_vertical.layers import map_layers
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+    from ds_vertical.model.layers import map_layers
 
     start_process_group()
     model, config = MixerModel(3, width=1024), base_config(tmp_path, dtype="bf16")
@@ -239,7 +242,7 @@ class Pinned(torch.Tensor):
 
 
 def test_buffers_that_a_driver_has_locked_keep_their_pages() -> None:
-    from ds_vertical import compat_pools
+    from ds_vertical.compat import swap_buffers
 
     buffer = torch.ones(1 << 20)
     swapper = SimpleNamespace(
@@ -247,7 +250,7 @@ def test_buffers_that_a_driver_has_locked_keep_their_pages() -> None:
     )
     swapper.partitioned_swap_buffer, swapper.pending_writes = buffer.as_subclass(Pinned), 0
     with pytest.raises(RuntimeError, match="page-locked by the device's driver"):
-        compat_pools.rest_stock_buffers([SimpleNamespace(nvme_swapper=swapper)])
+        swap_buffers.rest_stock_buffers([SimpleNamespace(nvme_swapper=swapper)])
     assert bool((buffer == 1).all())
 
 
@@ -268,31 +271,31 @@ def test_a_control_groups_limit_counts_in_both_versions(tmp_path: Path) -> None:
     group(tmp_path / "user", "500", 700, v2)
     membership = tmp_path / "membership"
     membership.write_text("5:cpu:/other\n4:cpuset,memory:/job\n0::/user/task\n")
-    assert list(hostmemory._group_bytes(tmp_path, membership)) == [430, 0]
+    assert list(host._group_bytes(tmp_path, membership)) == [430, 0]
     membership.write_text("0::/gone\n")
-    assert list(hostmemory._group_bytes(tmp_path, membership)) == []
+    assert list(host._group_bytes(tmp_path, membership)) == []
 
 
 def test_resting_gives_whole_pages_back_and_leaves_the_rest() -> None:
     with mmap.mmap(-1, 4 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         data = torch.frombuffer(pages, dtype=torch.uint8)
         data.fill_(7)
-        hostmemory.rest(data.data_ptr() + 100, 3 * mmap.PAGESIZE)
+        host.rest(data.data_ptr() + 100, 3 * mmap.PAGESIZE)
         assert data.view(4, -1).sum(1).tolist() == [7 * mmap.PAGESIZE, 0, 0, 7 * mmap.PAGESIZE]
         data.fill_(3)
-        hostmemory.rest(data.data_ptr() + 100, 100)
+        host.rest(data.data_ptr() + 100, 100)
         assert data.sum() == 3 * data.numel()
         with pytest.raises(OSError, match="giving"):
-            hostmemory.rest(1 << 46, mmap.PAGESIZE)
+            host.rest(1 << 46, mmap.PAGESIZE)
         del data
 
 
 def test_what_the_machine_has_is_no_more_than_it_says() -> None:
     total = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    assert 0 < hostmemory.available_bytes() < 1024 * total
-    assert 0 < hostmemory.resident_bytes() < 1024 * total
-    assert hostmemory.lockable_bytes() is None or hostmemory.lockable_bytes() >= 0  # type: ignore[operator]
-    hostmemory.trim()
+    assert 0 < host.available_bytes() < 1024 * total
+    assert 0 < host.resident_bytes() < 1024 * total
+    assert host.lockable_bytes() is None or host.lockable_bytes() >= 0  # type: ignore[operator]
+    host.trim()
 
 
 # ----------------------------------------------------------------------------------------------------- the peak of real runs
@@ -333,10 +336,10 @@ def test_peak_host_memory_is_within_a_tenth_of_its_formula_and_below_stocks(tmp_
 FAULTS = """
 import resource, sys
 import torch
-from ds_vertical import hostmemory
+from ds_vertical.io import host
 
 if int(sys.argv[1]):
-    hostmemory.keep_freed_memory(int(sys.argv[1]))
+    host.keep_freed_memory(int(sys.argv[1]))
 for _ in range(16):  # a layer's gradients; an aligned block fits into a larger one only, so the heap grows a few times first
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     gradients = [torch.empty(int(count) << 20, dtype=torch.uint8).fill_(1) for count in sys.argv[2:]]
@@ -361,7 +364,7 @@ def test_an_engine_keeps_what_backward_frees_once_its_own_memory_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[int] = []
-    monkeypatch.setattr(hostmemory, "keep_freed_memory", kept.append)
+    monkeypatch.setattr(host, "keep_freed_memory", kept.append)
     config = small_buffers(base_config(tmp_path, dtype="fp32"))
     with running(config, MixerModel, vertical=True) as (engine, model):
         assert kept == []

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from test_ab import BASE, SCRIPT, wait_for_pid, write
 
-from ds_vertical import ab, cgroup
-from ds_vertical.cgroup import Controller, Disk, Limit, controllers, disk_of, limited, parse_limit
-from ds_vertical.config import ConfigError
+from ds_vertical.cli.bench import ab, disk_limit
+from ds_vertical.cli.bench.disk_limit import Controller, Disk, Limit, controllers, disk_of, limited, parse_limit
+from ds_vertical.errors import ConfigError
 
 READ_BYTES = 8 << 20
 SLOW = Limit(read_bps=16 << 20, write_bps=1 << 30)  # half a second for READ_BYTES
@@ -146,7 +146,7 @@ def _ab(folder: Path, *options: str, script_arguments: tuple[str, ...] = ()) -> 
     config = json.loads(json.dumps(BASE).replace("/tmp/ds_vertical", str(folder / "swap")))
     script = write(folder, "script.py", 'print(open("/proc/self/cgroup").read(), flush=True)\n' + SCRIPT)
     own = ["--config", str(write(folder, "config.json", config)), "--out", str(folder / "out"), "--steps", "2", *options]
-    command = [sys.executable, "-m", "ds_vertical.cli", "ab", *own, "--", str(script), *script_arguments]
+    command = [sys.executable, "-m", "ds_vertical.cli.main", "ab", *own, "--", str(script), *script_arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -183,8 +183,8 @@ def test_ab_refuses_before_anything_is_made(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_machine_without_the_controller_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cgroup, "controllers", lambda *_: [])
-    monkeypatch.setattr(cgroup, "disk_of", lambda _: Disk("vda", "254:0"))
+    monkeypatch.setattr(disk_limit, "controllers", lambda *_: [])
+    monkeypatch.setattr(disk_limit, "disk_of", lambda _: Disk("vda", "254:0"))
     with pytest.raises(ConfigError, match="no cgroup file system with such a controller is mounted"), limited(SLOW, [tmp_path]):
         pass
 
@@ -195,9 +195,9 @@ def test_a_group_that_cannot_be_made_is_refused_with_the_kernels_reason(
     (tmp_path / "v2").mkdir()
     (tmp_path / "v2" / "cgroup.controllers").write_text("cpu memory")
     places = [Controller(tmp_path / "v2", 2), Controller(tmp_path / "absent", 1), Controller(tmp_path, 1)]
-    monkeypatch.setattr(cgroup, "controllers", lambda *_: places)
-    monkeypatch.setattr(cgroup, "disk_of", lambda _: Disk("vda", "254:0"))
-    monkeypatch.setattr(cgroup, "_remove", lambda folder: folder.exists() and folder.rmdir())
+    monkeypatch.setattr(disk_limit, "controllers", lambda *_: places)
+    monkeypatch.setattr(disk_limit, "disk_of", lambda _: Disk("vda", "254:0"))
+    monkeypatch.setattr(disk_limit, "_remove", lambda folder: folder.exists() and folder.rmdir())
     with pytest.raises(ConfigError) as refusal, limited(SLOW, [tmp_path]):
         pass
     lines = str(refusal.value).splitlines()

@@ -27,8 +27,8 @@ from harness import (
 from models import MixerModel, token_batches
 from torch import nn
 
-from ds_vertical import choices, limits_cache
-from ds_vertical.machine import CostsError
+from ds_vertical.engine import autotune, machine_cache
+from ds_vertical.errors import CostsError
 
 STEPS = 3
 
@@ -133,9 +133,9 @@ def xlnet() -> nn.Module:
 @pytest.mark.parametrize("flops", [1e9, 2e11])
 def test_xlnet_trains_once_limits_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flops: float) -> None:
     """c81cdc9 took its -1 positions for tokens, and ended in initialize: "CostsError: model.forward_s: got -7.8e-05"."""
-    monkeypatch.setattr(limits_cache, "cache_root", lambda: tmp_path / "cache" / "ops")
+    monkeypatch.setattr(machine_cache, "cache_root", lambda: tmp_path / "cache" / "ops")
     monkeypatch.delenv("DS_VERTICAL_LIMITS")
-    limits_cache.keep_report(report(flops=flops), ".")  # of the working directory's disk: nothing of this run rests on another
+    machine_cache.keep_report(report(flops=flops), ".")  # of the working directory's disk: nothing of this run rests on another
     made = base_config(tmp_path, num_micro_batches=2, dtype="fp32", params="cpu", optimizer="cpu", clip=0.0)
     engine, network = build_engine(made, xlnet, vertical=True, under_zero_init=False)
     try:
@@ -152,8 +152,8 @@ def test_whatever_a_model_says_of_its_positions_no_time_is_negative(
 ) -> None:
     """The seconds that `initialize` plans by, as the cost model takes them."""
     seen: list[Any] = []
-    tune = choices.tune
-    monkeypatch.setattr(choices, "tune", lambda case, *args: seen.append(case.shape) or tune(case, *args))
+    tune = autotune.tune
+    monkeypatch.setattr(autotune, "tune", lambda case, *args: seen.append(case.shape) or tune(case, *args))
     measured(report())
     made = base_config(tmp_path, num_micro_batches=2, dtype="fp32", params="cpu", optimizer="cpu", clip=0.0)
 
@@ -174,7 +174,7 @@ def test_a_model_that_cannot_be_planned_for_has_the_rules(
     def tune(*_: Any) -> Any:
         raise CostsError("model.forward_s: got -7.8e-05")
 
-    monkeypatch.setattr(choices, "tune", tune)
+    monkeypatch.setattr(autotune, "tune", tune)
     measured(report())
     with running(config(tmp_path), model, vertical=True) as (engine, _):
         assert engine.vertical.prefetch_layers == 1 and "planned" not in engine.vertical.reasons["prefetch_layers"]
@@ -199,11 +199,12 @@ def long_model() -> nn.Module:
 
 def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -> None:
     """By the budget's own formulas: to the byte, down to what nothing fits into."""
-    from ds_vertical import memory
-    from ds_vertical.budget import Forecast, groups_of
-    from ds_vertical.choices import choose_gradient_tier
-    from ds_vertical.config import load_section, resolve
-    from ds_vertical.layers import map_layers
+    from ds_vertical.config.resolve import resolve
+    from ds_vertical.config.section import load_section
+    from ds_vertical.engine.autotune import choose_gradient_tier
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+    from ds_vertical.model.layers import map_layers
+    from ds_vertical.planner import memory_budget
 
     start_process_group()
     made, network = config(tmp_path, clip=1.0), long_model()
@@ -216,7 +217,7 @@ def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -
 
     def needed(share: float) -> int:
         forecast = forecast_of(replace(resolved, gradient_host_share=share))
-        return memory.total_bytes(memory.budget(forecast.shape, forecast.settings, forecast.further(7)), "host")
+        return memory_budget.total_bytes(memory_budget.budget(forecast.shape, forecast.settings, forecast.further(7)), "host")
 
     def chosen(allowed: int, section: Any = section, resolved: Any = resolved) -> float:
         return choose_gradient_tier(section, resolved, forecast_of, (allowed, 7)).gradient_host_share
@@ -235,9 +236,9 @@ def test_what_host_memory_does_not_hold_waits_on_ssd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The room is made small; how much a process takes beside it differs from run to run by more than these gradients."""
-    import ds_vertical.engine
+    import ds_vertical.engine.engine
 
-    monkeypatch.setattr(ds_vertical.engine, "host_room", lambda *_: (1, 7))
+    monkeypatch.setattr(ds_vertical.engine.engine, "host_room", lambda *_: (1, 7))
     with running(config(tmp_path, clip=1.0), long_model, vertical=True) as (engine, _):
         assert engine.vertical.gradient_host_share < 1
         engine.train_batch(iter(token_batches(1, 4, rows=1, shortest=4)[0]))
@@ -249,8 +250,8 @@ RANK = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
 import deepspeed, harness, test_choices
-from ds_vertical import opcache
-opcache.activate()
+from ds_vertical.compat.ops import cache
+cache.activate()
 deepspeed.init_distributed(verbose=False, init_method=f"file://{sys.argv[2]}", rank=int(os.environ["RANK"]), world_size=2)
 with harness.running(json.loads(sys.argv[3]), test_choices.model, vertical=True) as (engine, _):
     print("chosen", engine.vertical.prefetch_layers, engine.vertical.optimizer_delay, flush=True)

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 from test_storage import Job, jobs, write_lock
 
-from ds_vertical import clean, locks, storage, tenants
-from ds_vertical.files import disk_bytes, make_private
-from ds_vertical.tenants import Tenant
+from ds_vertical.cli import clean
+from ds_vertical.io.files import disk_bytes, make_private
+from ds_vertical.io.runs import run_dir, run_dirs, run_lock
+from ds_vertical.io.runs.run_dirs import Tenant
 
 WITHOUT_LOCK = "20260131-235959-node7-1f2e3d4c"
 
@@ -96,7 +97,7 @@ def test_a_run_is_live_while_one_rank_is_and_unknown_while_one_may_be(
     (dead("half_known") / "rank1.lock").write_text((write_lock(tmp_path / "far", host="node7") / "rank0.lock").read_text())
     dead("both_dead", 0)
     dead("both_dead", 1)
-    states = {tenant.folder.name: tenant.state for tenant in tenants.tenants(tmp_path)}
+    states = {tenant.folder.name: tenant.state for tenant in run_dirs.tenants(tmp_path)}
     assert states == {"half_alive": "live", "half_known": "unknown", "far": "unknown", "both_dead": "stale"}
     status, report = said(capsys, "--path", tmp_path, "--remove")
     assert status == 0 and report["counts"] == {"live": 1, "unknown": 2, "removed": 1}
@@ -139,7 +140,7 @@ def test_a_folder_that_cannot_be_looked_into_is_told(
         raise OSError(5, "Input/output error")
 
     write_lock(tmp_path / "run1")
-    monkeypatch.setattr(locks, "locks_in", fails)
+    monkeypatch.setattr(run_lock, "locks_in", fails)
     status, report = said(capsys, "--path", tmp_path, "--remove")
     assert status == 0 and report["counts"] == {"unknown": 1}
     assert report["runs"]["run1"]["why"].startswith("a run that cannot be looked into: [Errno 5]")
@@ -197,7 +198,8 @@ def test_a_lock_that_is_held_is_live_whatever_host_it_names(tmp_path: Path, caps
 # A child in which the last file but the locks cannot be deleted; argv: nvme_path, "kill" or an errno, code to run.
 NO_DELETE = """
 import os, signal, sys
-from ds_vertical import clean, storage
+from ds_vertical.cli import clean
+from ds_vertical.io.runs import run_dir
 left = 20
 def refuse(event, arguments):
     global left
@@ -212,7 +214,7 @@ exec(sys.argv[3])
 """
 CLEAN = "sys.exit(clean.main(['--path', sys.argv[1], '--remove']))"
 RUN = """
-folder = storage.RunFolder.claim(sys.argv[1], "run1", 0)
+folder = run_dir.RunFolder.claim(sys.argv[1], "run1", 0)
 for number in range(20):
     (folder.path / f"swap{number}").write_bytes(b"x" * 100)
 """
@@ -238,7 +240,7 @@ def test_what_a_kill_leaves_of_a_removal_is_still_known_for_a_dead_runs(
     assert without_deleting(tmp_path, "kill", code).returncode == -signal.SIGKILL
     left = sorted(path.name for path in folder.iterdir())
     assert left[:10] == ranks and len(left) == 11
-    assert [tenant.state for tenant in tenants.tenants(tmp_path)] == ["stale"]
+    assert [tenant.state for tenant in run_dirs.tenants(tmp_path)] == ["stale"]
     assert clean.main(["--path", str(tmp_path), "--remove"]) == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -251,9 +253,9 @@ def test_a_file_that_cannot_be_deleted_is_named_and_the_rest_goes(tmp_path: Path
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert re.search(r"  failed .*run1", done.stdout)
     assert re.search(r"-> \S+/run1/swap\d+: delete: Input/output error \(errno EIO\); delete it by hand", done.stdout)
-    (tenant,) = tenants.tenants(tmp_path)
+    (tenant,) = run_dirs.tenants(tmp_path)
     assert tenant.state == "stale" and len(list(tenant.folder.iterdir())) == 2
-    assert tenants.remove(tenant.folder, named=False) == "removed"
+    assert run_dirs.remove(tenant.folder, named=False) == "removed"
 
 
 # ---- runs that start and end meanwhile
@@ -263,11 +265,11 @@ def test_a_run_that_starts_after_the_list_keeps_its_folder(
     tmp_path: Path, job: Callable[..., Job], dead: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = dead("run1", 1)
-    (listed,) = tenants.tenants(tmp_path)
+    (listed,) = run_dirs.tenants(tmp_path)
     assert listed.state == "stale"
     started = job(tmp_path, "run1", 0)
-    assert tenants.remove(folder, named=False) == "kept"
-    assert tenants.remove(folder, named=True) == "kept"
+    assert run_dirs.remove(folder, named=False) == "kept"
+    assert run_dirs.remove(folder, named=True) == "kept"
     monkeypatch.setattr(clean, "tenants", lambda root: [listed])
     assert clean.main(["--path", str(tmp_path), "--remove"]) == 0
     assert clean.main(["--path", str(tmp_path), "--remove", "run1"]) == 1
@@ -276,17 +278,17 @@ def test_a_run_that_starts_after_the_list_keeps_its_folder(
 
 def test_a_run_that_is_unknown_by_now_is_kept_unless_named(tmp_path: Path) -> None:
     folder = write_lock(tmp_path / "run1", host="node7")
-    assert tenants.remove(folder, named=False) == "kept"
-    assert tenants.remove(folder, named=True) == "removed"
-    assert tenants.remove(folder, named=True) == "gone"
-    assert tenants.examine(folder) is None
+    assert run_dirs.remove(folder, named=False) == "kept"
+    assert run_dirs.remove(folder, named=True) == "removed"
+    assert run_dirs.remove(folder, named=True) == "gone"
+    assert run_dirs.examine(folder) is None
 
 
 def test_a_run_that_ends_after_the_list_is_no_failure(
     tmp_path: Path, dead: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (listed,) = tenants.tenants(dead("run1").parent)
-    storage.RunFolder.claim(tmp_path, "run1", 0).release()
+    (listed,) = run_dirs.tenants(dead("run1").parent)
+    run_dir.RunFolder.claim(tmp_path, "run1", 0).release()
     monkeypatch.setattr(clean, "tenants", lambda root: [listed])
     status, report = said(capsys, "--path", tmp_path, "--remove")
     assert status == 0 and report["counts"] == {"gone": 1} and report["freed_bytes"] == 0
@@ -298,11 +300,11 @@ def waits() -> bool:
     return any(re.search(rf"-> FLOCK .* {os.getpid()} ", line) for line in lines)
 
 
-def behind_the_guard(folder: Path, act: Callable[[], Any], meanwhile: Callable[[storage.Guard], None]) -> Any:
+def behind_the_guard(folder: Path, act: Callable[[], Any], meanwhile: Callable[[run_dir.Guard], None]) -> Any:
     """What `act` returns in a thread that has to wait for the folder's guard, held here until `meanwhile` has run."""
     result: list[Any] = []
     thread = threading.Thread(target=lambda: result.append(act()))
-    with storage.guarded(folder, create=False) as guard:
+    with run_dir.guarded(folder, create=False) as guard:
         thread.start()
         while thread.is_alive() and not waits():
             time.sleep(0.005)
@@ -315,7 +317,7 @@ def behind_the_guard(folder: Path, act: Callable[[], Any], meanwhile: Callable[[
 def test_a_removal_waits_for_a_claim_that_is_under_way(tmp_path: Path, dead: Callable[..., Path]) -> None:
     folder, held = dead("run1"), []
     outcome = behind_the_guard(
-        folder, lambda: tenants.remove(folder, named=True), lambda guard: held.append(storage._take_lock(guard, 1))
+        folder, lambda: run_dirs.remove(folder, named=True), lambda guard: held.append(run_dir._take_lock(guard, 1))
     )
     assert outcome == "kept" and swapped(folder)
     os.close(held[0])
@@ -324,7 +326,7 @@ def test_a_removal_waits_for_a_claim_that_is_under_way(tmp_path: Path, dead: Cal
 def test_a_look_waits_for_a_claim_that_is_under_way(tmp_path: Path, dead: Callable[..., Path]) -> None:
     """A lock that is looked at cannot be taken at that moment: the run would be refused."""
     folder, held = dead("run1"), []
-    found = behind_the_guard(folder, lambda: tenants.examine(folder), lambda guard: held.append(storage._take_lock(guard, 1)))
+    found = behind_the_guard(folder, lambda: run_dirs.examine(folder), lambda guard: held.append(run_dir._take_lock(guard, 1)))
     assert isinstance(found, Tenant) and found.state == "live"
     os.close(held[0])
 
@@ -332,7 +334,7 @@ def test_a_look_waits_for_a_claim_that_is_under_way(tmp_path: Path, dead: Callab
 # Runs that come and go, each in a folder in which another of its ranks has just died: stale when it starts.
 COME_AND_GO = """
 import os, sys
-from ds_vertical.storage import RunFolder
+from ds_vertical.io.runs.run_dir import RunFolder
 for number in range(40):
     if os.fork() == 0:
         RunFolder.claim(sys.argv[1], f"run{number}", 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ds_vertical
-from ds_vertical import cli
+from ds_vertical.cli import main
 
 SCRIPT = Path(sys.prefix) / "bin" / "ds-vertical"
 
@@ -27,21 +27,21 @@ def test_help_lists_every_command_and_imports_no_torch() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200).stdout
     assert out.strip().endswith("False")
-    assert all(name in out for name in cli.COMMANDS)
+    assert all(name in out for name in main.COMMANDS)
 
 
 def test_installed_script_tells_its_version() -> None:
     assert run("--version").stdout == f"ds-vertical {ds_vertical.__version__}\n"
 
 
-@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+@pytest.mark.parametrize("name", sorted(main.COMMANDS))
 def test_every_command_leads_to_a_main_that_takes_argv(name: str) -> None:
-    command = cli.COMMANDS[name]
+    command = main.COMMANDS[name]
     function = getattr(importlib.import_module(command.module), command.function)
     assert len(inspect.signature(function).parameters) == 1
 
 
-@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+@pytest.mark.parametrize("name", sorted(main.COMMANDS))
 def test_every_command_answers_help_itself(name: str) -> None:
     result = run(name, "--help")
     assert result.returncode == 0 and result.stdout.startswith(f"usage: ds-vertical {name}"), result.stderr
@@ -56,8 +56,8 @@ def test_wrong_usage_exits_2_and_says_so(arguments: tuple[str, ...]) -> None:
 def test_arguments_after_the_command_arrive_untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "echo_command.py").write_text("received = []\ndef main(argv):\n    received.extend(argv)\n    return 7\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(cli.COMMANDS, "echo", cli.Command("for this test", "echo_command", "main"))
-    assert cli.main(["echo", "--steps", "3", "--", "train.py", "--help"]) == 7
+    monkeypatch.setitem(main.COMMANDS, "echo", main.Command("for this test", "echo_command", "main"))
+    assert main.main(["echo", "--steps", "3", "--", "train.py", "--help"]) == 7
     assert importlib.import_module("echo_command").received == ["--steps", "3", "--", "train.py", "--help"]
 
 

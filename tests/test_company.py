@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from toy import ToyTraining, toy_inputs, toy_model
 
-from ds_vertical.company import StepLeft
-from ds_vertical.passes import build_evaluation, build_training
-from ds_vertical.schedule import Schedule
-from ds_vertical.sweeps import Body
+from ds_vertical.engine.handlers import Body
+from ds_vertical.errors import StepLeft
+from ds_vertical.schedule.events import Schedule
+from ds_vertical.schedule.passes import build_evaluation, build_training
 
 NUM_LAYERS = 3
 

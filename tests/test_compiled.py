@@ -14,7 +14,7 @@ from models import MixerModel, tiny_neox, token_batches
 from torch import nn
 
 import ds_vertical
-from ds_vertical.layers import LayerError
+from ds_vertical.errors import LayerError
 
 
 def config_in(folder: Path) -> dict[str, Any]:

@@ -16,17 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vertical.config import (
-    SECTION,
-    ConfigError,
-    OnSignal,
-    VerticalConfig,
-    explain,
-    load_section,
-    resolve,
-)
-from ds_vertical.configfile import read_config
-from ds_vertical.crosscheck import check
+from ds_vertical.config.cross_check import check
+from ds_vertical.config.file import read_config
+from ds_vertical.config.resolve import explain, resolve
+from ds_vertical.config.section import SECTION, OnSignal, VerticalConfig, load_section
+from ds_vertical.errors import ConfigError
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -478,7 +472,7 @@ def test_each_refusal_names_path_and_value_and_its_remedy_passes(path: str, valu
 
 
 def test_every_refusal_rule_has_a_case() -> None:
-    from ds_vertical.crosscheck import _REFUSALS
+    from ds_vertical.config.cross_check import _REFUSALS
 
     tested = {path for path, _, _ in REFUSED}
     assert {rule.path.replace("bfloat16", "bf16") for rule in _REFUSALS} <= tested
@@ -496,8 +490,7 @@ def test_missing_sections_are_named() -> None:
     assert faults_of(without("zero_optimization"))[0].startswith("zero_optimization.stage: got nothing")
     (fault,) = faults_of(without("zero_optimization.offload_optimizer"))
     assert fault == (
-        "zero_optimization.offload_optimizer.device: got nothing; the optimizer step runs on the host; "
-        'write "cpu" or "nvme"'
+        'zero_optimization.offload_optimizer.device: got nothing; the optimizer step runs on the host; write "cpu" or "nvme"'
     )
 
 
@@ -569,7 +562,7 @@ def test_number_of_micro_batches_must_be_written_or_derivable(sizes: dict[str, A
 @pytest.mark.parametrize(
     ("section", "device", "told"),
     [
-        ({"gradient_host_share": 0.5}, "cpu", 'vertical_schedule.gradient_host_share: got 0.5 with zero_optimization'),
+        ({"gradient_host_share": 0.5}, "cpu", "vertical_schedule.gradient_host_share: got 0.5 with zero_optimization"),
         ({"gradient_host_share": 0, "keep_gradients": True}, "nvme", "vertical_schedule.keep_gradients: got true with"),
         ({"gradient_host_share": 0}, "nvme", None),
         ({"gradient_host_share": 1, "keep_gradients": True}, "cpu", None),
@@ -667,6 +660,6 @@ def test_explain_prints_every_key_with_its_origin() -> None:
 
 
 def test_config_and_storage_import_neither_torch_nor_deepspeed() -> None:
-    code = "import sys, ds_vertical.crosscheck, ds_vertical.files; print({'torch', 'deepspeed'} & set(sys.modules))"
+    code = "import sys, ds_vertical.config.cross_check, ds_vertical.io.files; print({'torch', 'deepspeed'} & set(sys.modules))"
     root = Path(__file__).parents[1]
     assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True, timeout=200).strip() == "set()"

@@ -12,9 +12,9 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_vertical.arms import build_arms
-from ds_vertical.config import load_section
-from ds_vertical.crosscheck import check
+from ds_vertical.cli.bench.arms import build_arms
+from ds_vertical.config.cross_check import check
+from ds_vertical.config.section import load_section
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 TRAINING = sorted(CONFIGS.glob("*.json"))

@@ -21,8 +21,9 @@ from terminal import terminal
 from test_engine_api import host_config, initialize
 from test_ranks import start_ranks
 
-from ds_vertical import contention, hardware
-from ds_vertical.finding import Case
+from ds_vertical.cli.doctor import hardware
+from ds_vertical.cli.doctor.check import Case
+from ds_vertical.io import contention
 
 TESTS = Path(__file__).resolve().parent
 NUM_BATCHES = 2
@@ -131,7 +132,7 @@ def test_cores_are_denied_by_others_and_not_by_threads_of_our_own() -> None:
 OWN_THREADS = """
 import hashlib, os, threading, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from ds_vertical.contention import Threads
+from ds_vertical.io.contention import Threads
 block = bytes(1 << 20)
 def compute():
     end = time.perf_counter() + 1

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from ds_vertical.costs import CostsError, ModelShape, Placement, event_costs, split_steps
-from ds_vertical.machine import Machine
-from ds_vertical.passes import build_training
-from ds_vertical.schedule import PRE, Event, Unit, parse_event, parse_events
-from ds_vertical.traffic import kept_layers, stock_traffic, traffic_of, vertical_traffic
+from ds_vertical.errors import CostsError
+from ds_vertical.planner.closed_forms import kept_layers, stock_traffic, traffic_of, vertical_traffic
+from ds_vertical.planner.costs import event_costs, split_steps
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape, Placement
+from ds_vertical.schedule.events import PRE, Event, Unit, parse_event, parse_events
+from ds_vertical.schedule.passes import build_training
 
 RATES = {
     "ssd_read_bytes_per_s": 1000.0,
@@ -193,7 +195,6 @@ def test_issuing_ahead_moves_no_byte_more(window: int, steps: dict[str, Any]) ->
     assert vars(moved[0]) == pytest.approx(vars(moved[1]))
 
 
-
 @pytest.mark.parametrize("waiting_on_ssd", [0.0, 1.0])
 @pytest.mark.parametrize("window", [0, 1, 2, 5])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
@@ -315,7 +316,7 @@ def test_shares_and_layers_out_of_range_are_refused() -> None:
 
 
 def test_every_op_has_a_price() -> None:
-    from ds_vertical.schedule import Op
+    from ds_vertical.schedule.events import Op
 
     texts = {Op.NORM: "NORM", Op.HEAD: "sufHEAD0"}
     plain = {Op.FETCH, Op.RELEASE, Op.REDUCE, Op.HOLD, Op.RECALL, Op.READ, Op.STEP, Op.WRITE, Op.COMMIT, Op.DISCARD}

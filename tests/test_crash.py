@@ -18,8 +18,9 @@ from crash_worker import EVERY, NUM_TAGS, Log, Starter, bytes_below, evaluate
 from harness import differing, running
 from test_resume import assert_whole, config_in, contents, model_of, train
 
-from ds_vertical import checkpoint, clean, manifest
-from ds_vertical.checkpoint import POINTS
+from ds_vertical.cli import clean
+from ds_vertical.engine.checkpoint import manifest, save
+from ds_vertical.engine.checkpoint.save import POINTS
 
 NUM_KILLS = 50
 NUM_SOAK_STEPS = 500
@@ -72,7 +73,7 @@ def kill_in_save(engine: Any, ssd: Path, folder: Path, tag: str, point: str) -> 
         try:
             engine.optimizer.calls._pid = os.getpid()  # else refused; what this child does is what a killed process would
             torch.set_num_threads(1)  # the others are the parent's
-            checkpoint.reach = lambda reached: os.kill(os.getpid(), signal.SIGKILL) if reached == point else None
+            save.reach = lambda reached: os.kill(os.getpid(), signal.SIGKILL) if reached == point else None
             engine.save_checkpoint(str(folder), tag=tag)
         finally:
             os._exit(1)

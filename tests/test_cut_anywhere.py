@@ -17,7 +17,7 @@ from harness import base_config, build_engine, differing, dispose, read_state, r
 from models import MixerModel, token_batches
 from torch import nn
 
-from ds_vertical.torn import TornStateError
+from ds_vertical.errors import TornStateError
 
 STEPS = [list(step) for step in token_batches(20, 2)]
 BUILD = partial(MixerModel, 2, 512)
@@ -246,8 +246,8 @@ def cuts_in(found: Counter[Site], files: tuple[str, ...], functions: tuple[str, 
 @pytest.mark.parametrize(
     ("files", "functions"),
     [
-        pytest.param(("params.py", "compat.py"), ("ParamStore.release", "partition"), id="release"),
-        pytest.param(("stubs.py", "hooks.py"), ("Stubs.", "suspended_hooks"), id="forwards put back"),
+        pytest.param(("offload/param_store.py", "compat/zero_params.py"), ("ParamStore.release", "partition"), id="release"),
+        pytest.param(("model/stubs.py", "engine/module_hooks.py"), ("Stubs.", "suspended_hooks"), id="forwards put back"),
     ],
 )
 def test_an_interrupt_while_something_is_given_up(tmp_path: Path, files: tuple[str, ...], functions: tuple[str, ...]) -> None:
@@ -264,7 +264,7 @@ def test_an_interrupt_while_a_step_is_handed_over(tmp_path: Path) -> None:
     """The pipeline seemed idle though it had been given a step, whose gradient was then taken away. It may tear the state: of a
     step that is made to count."""
     with Trials(tmp_path, partial(make, "early"), STEPS) as trials:
-        cuts = cuts_in(trials.found, ("pipeline.py",), ("StepPipeline.submit",))
+        cuts = cuts_in(trials.found, ("offload/step_pipeline.py",), ("StepPipeline.submit",))
         after = [cut for cut in cuts if "extend" in str(cut)]
         assert after
         for cut in after:
@@ -275,7 +275,7 @@ def test_an_interrupt_while_a_step_is_handed_over(tmp_path: Path) -> None:
 def test_an_interrupt_where_nobody_is_told_of_it(tmp_path: Path) -> None:
     """What was torn behind the last call that could say so is said by the next one, as what it is."""
     with Trials(tmp_path, partial(make, "early"), STEPS) as trials:
-        cuts = cuts_in(trials.found, ("torn.py",), ("_Section.__enter__",))
+        cuts = cuts_in(trials.found, ("offload/consistency.py",), ("_Section.__enter__",))
         assert cuts
         for cut in cuts:
             trials.cut(cut)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ds_vertical.digests import Digest, digest, wrong_gradients
+from ds_vertical.engine.self_check.digests import Digest, digest, wrong_gradients
 
 LARGE = 300_000  # elements: several pieces, and a rest
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from faults import small_disk, small_files
 
-from ds_vertical import native
-from ds_vertical.disk import DiskError, DiskQueue, Transfer
+from ds_vertical.compat.ops import load
+from ds_vertical.io.aio import DiskError, DiskQueue, Transfer
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK = 64 * KIB
@@ -43,7 +43,7 @@ def noise(num_bytes: int) -> Memory:
 
 @pytest.fixture(params=[False, True], ids=["batches", "singles"])
 def queue(request: pytest.FixtureRequest) -> Iterator[DiskQueue]:
-    made = DiskQueue(native.checked_aio().Queue(BLOCK, DEPTH, request.param))
+    made = DiskQueue(load.checked_aio().Queue(BLOCK, DEPTH, request.param))
     yield made
     made.close()
 
@@ -156,7 +156,7 @@ def test_close_completes_what_is_in_flight(queue: DiskQueue, tmp_path: Path) -> 
 
 def test_a_dropped_queue_completes_what_is_in_flight(tmp_path: Path) -> None:
     memory = noise(64 * BLOCK)
-    dropped: Any = native.checked_aio().Queue(BLOCK, DEPTH)
+    dropped: Any = load.checked_aio().Queue(BLOCK, DEPTH)
     dropped.write(memory.address, len(memory), os.fsencode(tmp_path / "file"), 0)
     del dropped
     assert (tmp_path / "file").read_bytes() == memory.map[:]
@@ -165,8 +165,8 @@ def test_a_dropped_queue_completes_what_is_in_flight(tmp_path: Path) -> None:
 def test_a_process_may_end_with_operations_in_flight(tmp_path: Path) -> None:
     code = """
 import mmap, ctypes, sys
-from ds_vertical import native
-queue = native.checked_aio().Queue(1 << 16, 4)
+from ds_vertical.compat.ops import load
+queue = load.checked_aio().Queue(1 << 16, 4)
 memory = mmap.mmap(-1, 1 << 25)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 ids = [queue.read(address, 1 << 25, b"/nonexistent", 0), queue.write(address, 1 << 25, sys.argv[1].encode(), 0)]
@@ -253,10 +253,10 @@ def test_a_failure_leaves_the_other_operations_alone(queue: DiskQueue, tmp_path:
 @pytest.mark.parametrize("settings", [(1000, 4), (0, 4), (4096, 0)])
 def test_settings_that_cannot_work_are_refused(settings: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="block_size must be a multiple of 512"):
-        native.checked_aio().Queue(*settings)
+        load.checked_aio().Queue(*settings)
 
 
 def test_more_depth_than_the_kernel_has_is_an_os_error() -> None:
     limit = int(Path("/proc/sys/fs/aio-max-nr").read_text())
     with pytest.raises(OSError):
-        native.checked_aio().Queue(4096, limit + 1)
+        load.checked_aio().Queue(4096, limit + 1)

@@ -15,16 +15,21 @@ from typing import Any
 import harness
 import pytest
 
-from ds_vertical import buildlock, doctor, findings, hardware, installation, mounts, native, opcache, ssdpath, storage
-from ds_vertical.finding import Case, Finding
-from ds_vertical.isolated import Check, examine
+from ds_vertical.cli.doctor import command as doctor
+from ds_vertical.cli.doctor import hardware, installation, ssd_path
+from ds_vertical.cli.doctor.check import Case, Finding
+from ds_vertical.cli.doctor.worker import Check, examine
+from ds_vertical.cli.report import summary
+from ds_vertical.compat.ops import build_lock, cache, load
+from ds_vertical.io import files
+from ds_vertical.io.runs import run_dir
 
-HOME = Path(findings.__file__).parents[1]  # of the package under test
+HOME = Path(summary.__file__).parents[1]  # of the package under test
 CHEAP = ("config", "keys", "auto", "traps", "ssd", "file system", "free space", "other runs")
 
 BROKEN_CHECKS = """
 import os, signal, sys, time
-from ds_vertical.finding import ok
+from ds_vertical.cli.doctor.check import ok
 
 def fine(case):
     print("words that belong to nobody")
@@ -127,7 +132,7 @@ def test_a_machine_that_works_has_no_errors_and_every_check_has_run(
     ran = {finding["check"] for finding in report["findings"]}
     assert {check.name for check in doctor.CHECKS} - silent_where_well <= ran
     found = "\n".join(finding["found"] for finding in report["findings"] if finding["severity"] == "ok")
-    assert all(name in found for name in native.needed_ops()), found
+    assert all(name in found for name in load.needed_ops()), found
     assert f"{folder / 'swap'}: 8.0 MiB written past the page cache (O_DIRECT) and read back, the same bytes" in found
     assert list((folder / "swap").iterdir()) == [], "the doctor left something"
 
@@ -179,8 +184,8 @@ def test_every_row_of_the_table_names_a_check() -> None:
     assert {check.function for check in doctor.CHECKS} <= known
 
 
-MODULES = [sys.modules[f"ds_vertical.{name}"] for name in ("hardware", "installation", "ssdpath")]
-MODULES += [__import__(f"ds_vertical.{name}", fromlist=[name]) for name in ("jsoncheck", "traps")]
+MODULES = [sys.modules[f"ds_vertical.cli.doctor.{name}"] for name in ("hardware", "installation", "ssd_path")]
+MODULES += [__import__(f"ds_vertical.cli.doctor.{name}", fromlist=[name]) for name in ("config_checks", "stock_traps")]
 
 
 # ---- what is installed
@@ -256,7 +261,7 @@ def test_variables_that_send_a_run_somewhere_else(monkeypatch: pytest.MonkeyPatc
 
 
 HOLD = "import sys\nlock = open(sys.argv[1], 'w')\nprint('held', flush=True)\nsys.stdin.read()"
-BUILD = "import sys, pathlib\nfrom ds_vertical.buildlock import build_turn\n"
+BUILD = "import sys, pathlib\nfrom ds_vertical.compat.ops.build_lock import build_turn\n"
 BUILD += "with build_turn(pathlib.Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
 
 
@@ -288,7 +293,7 @@ def test_live_locks_are_told_from_stale_ones(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
     (nothing,) = installation.compile_locks(Case())
     assert nothing.severity == "ok"
-    key = opcache.cache_root() / "ds-key"
+    key = cache.cache_root() / "ds-key"
     live, stale = key / "jit-1234" / "cpu_adam" / "lock", key / "jit-1234" / "async_io" / "lock"
     stock, users = tmp_path / "xdg/torch_extensions/py311_cpu/cpu_adam/lock", tmp_path / "own" / "pin_memory" / "lock"
     for lock in (live, stale, stock, users):
@@ -305,24 +310,27 @@ def test_live_locks_are_told_from_stale_ones(tmp_path: Path, monkeypatch: pytest
     assert f"process {builder.pid} on " in said[str(key)].found
     assert len(said) == 5
     builder.communicate()
-    assert buildlock.builder(key) is None and buildlock.builder(tmp_path / "no such") is None
+    assert build_lock.builder(key) is None and build_lock.builder(tmp_path / "no such") is None
 
 
-OPS = [Check("ops", "ds_vertical.installation.ops"), Check("page-locked", "ds_vertical.hardware.page_locked")]
-OPS += [Check("direct I/O", "ds_vertical.ssdpath.round_trip")]
+OPS = [
+    Check("ops", "ds_vertical.cli.doctor.installation.ops"),
+    Check("page-locked", "ds_vertical.cli.doctor.hardware.page_locked"),
+    Check("direct I/O", "ds_vertical.cli.doctor.ssd_path.round_trip"),
+]
 
 
 def test_ops_that_are_missing_or_damaged_are_told_and_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
-    library = opcache.cache_folder() / "lib" / "cpu_adam.so"
+    library = cache.cache_folder() / "lib" / "cpu_adam.so"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"no library")
     library.with_suffix(".json").write_text(json.dumps({"size_bytes": 10}))
     before = sorted(tmp_path.rglob("*"))
     found = list(examine(OPS, Case(nvme_path=tmp_path)))
     missing, damaged, *others = bad(iter(found))
-    total = len(native.needed_ops())
+    total = len(load.needed_ops())
     assert missing.severity == "warning" and missing.found.startswith(f"{total - 1} of {total} ops are not compiled")
     assert missing.remedy == "ds-vertical build-ops"
     assert damaged.severity == "error" and "the op cpu_adam does not load: ImportError" in damaged.found
@@ -336,7 +344,7 @@ def test_ops_that_are_missing_or_damaged_are_told_and_not_compiled(tmp_path: Pat
 @pytest.mark.parametrize("value", ["gpu", ""])
 def test_an_accelerator_that_deepspeed_does_not_know(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", value)
-    (error,) = examine([Check("device", "ds_vertical.hardware.device")], Case())
+    (error,) = examine([Check("device", "ds_vertical.cli.doctor.hardware.device")], Case())
     assert error.severity == "error" and f"DS_ACCELERATOR is {value!r}" in error.found
     assert error.remedy == "unset DS_ACCELERATOR"
 
@@ -346,8 +354,8 @@ def test_an_accelerator_that_deepspeed_does_not_know(monkeypatch: pytest.MonkeyP
 LITTLE_LOCKED = """
 import os, resource, sys
 from pathlib import Path
-from ds_vertical.finding import Case
-from ds_vertical.hardware import memory
+from ds_vertical.cli.doctor.check import Case
+from ds_vertical.cli.doctor.hardware import memory
 case = Case(Path(sys.argv[2]) if sys.argv[2:] else None)
 list(memory(case))  # whatever it imports, while all may be read
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (int(sys.argv[1]), int(sys.argv[1])))
@@ -399,18 +407,18 @@ def at(path: Path | str) -> Case:
 
 
 def test_folders_that_are_not_there_or_are_none(tmp_path: Path) -> None:
-    assert list(ssdpath.existence(at(tmp_path))) == []
-    (missing,) = ssdpath.existence(at(tmp_path / "a" / "b"))
+    assert list(ssd_path.existence(at(tmp_path))) == []
+    (missing,) = ssd_path.existence(at(tmp_path / "a" / "b"))
     assert missing.severity == "warning" and f"made below {tmp_path}" in missing.found
     assert missing.remedy.startswith(f"mkdir -p {tmp_path}/a/b")
     (tmp_path / "file").touch()
-    (file,) = ssdpath.existence(at(tmp_path / "file" / "below"))
+    (file,) = ssd_path.existence(at(tmp_path / "file" / "below"))
     assert file.severity == "error" and f"{tmp_path}/file is not a folder" in file.found
     assert not (tmp_path / "a").exists()
 
 
 def test_memory_is_no_ssd() -> None:
-    (said,) = ssdpath.file_system(at("/dev/shm"))
+    (said,) = ssd_path.file_system(at("/dev/shm"))
     assert said.severity == "warning" and "tmpfs: memory, not an SSD" in said.found and '"nvme_path"' in said.remedy
 
 
@@ -433,7 +441,7 @@ MOUNTS = """\
     ],
 )
 def test_the_deepest_and_last_mount_holds_a_path(path: str, expected: tuple[str, str, str, bool]) -> None:
-    assert mounts.mount_of(Path(path), MOUNTS) == mounts.Mount(Path(expected[0]), *expected[1:])
+    assert files.mount_of(Path(path), MOUNTS) == files.Mount(Path(expected[0]), *expected[1:])
 
 
 def status(**changes: int) -> os.statvfs_result:
@@ -453,33 +461,33 @@ def status(**changes: int) -> os.statvfs_result:
     ],
 )
 def test_free_space_is_judged(changes: dict[str, int], severity: str, words: str) -> None:
-    said = ssdpath.judge_space(Path("/ssd"), status(**changes))
+    said = ssd_path.judge_space(Path("/ssd"), status(**changes))
     assert said.severity == severity and words in said.found and bool(said.remedy) is (severity != "ok")
 
 
 def test_a_round_trip_moves_bytes_and_leaves_nothing(tmp_path: Path) -> None:
-    (said,) = ssdpath.round_trip(at(tmp_path / "not yet there"))
+    (said,) = ssd_path.round_trip(at(tmp_path / "not yet there"))
     assert said.severity == "ok" and "8.0 MiB written past the page cache (O_DIRECT) and read back" in said.found
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_bytes_than_were_written_are_seen(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"written")
-    assert ssdpath.came_back(b"written", b"written", tmp_path / "file")
-    assert not ssdpath.came_back(b"written", b"wrItten", tmp_path / "file")
-    assert not ssdpath.came_back(b"cached", b"cached", tmp_path / "file")
+    assert ssd_path.came_back(b"written", b"written", tmp_path / "file")
+    assert not ssd_path.came_back(b"written", b"wrItten", tmp_path / "file")
+    assert not ssd_path.came_back(b"cached", b"cached", tmp_path / "file")
 
 
 @pytest.mark.parametrize("path", ["/sys", "/proc"])
 def test_a_folder_that_takes_no_files_is_a_sentence(path: str) -> None:
-    (said,) = ssdpath.round_trip(at(path))
+    (said,) = ssd_path.round_trip(at(path))
     assert said.severity == "error" and said.found.startswith(path) and "takes no files" in said.remedy
 
 
 @pytest.mark.parametrize("aio", [{"single_submit": "false"}, {"block_size": 1_000_000}])
 def test_an_aio_section_that_no_queue_takes_is_a_sentence(tmp_path: Path, aio: dict[str, Any]) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(harness.base_config(tmp_path) | {"aio": aio}))
-    (said,) = ssdpath.round_trip(Case(tmp_path / "ds_config.json", tmp_path))
+    (said,) = ssd_path.round_trip(Case(tmp_path / "ds_config.json", tmp_path))
     assert said.severity == "error" and said.found.startswith("aio: no queue") and said.remedy.startswith('"aio": {')
     assert list(tmp_path.iterdir()) == [tmp_path / "ds_config.json"]
 
@@ -487,11 +495,11 @@ def test_an_aio_section_that_no_queue_takes_is_a_sentence(tmp_path: Path, aio: d
 CUT = """
 import resource, signal, sys
 from pathlib import Path
-from ds_vertical import ssdpath
-from ds_vertical.finding import Case
+from ds_vertical.cli.doctor import ssd_path
+from ds_vertical.cli.doctor.check import Case
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-for finding in ssdpath.round_trip(Case(nvme_path=Path(sys.argv[1]))):
+for finding in ssd_path.round_trip(Case(nvme_path=Path(sys.argv[1]))):
     print(finding.severity, finding.found, "->", finding.remedy)
 """
 
@@ -511,9 +519,10 @@ MOUNTED = """
 set -e
 mount -t tmpfs -o {options} none "$0"
 cd {home}
-exec {python} -c 'import sys; from pathlib import Path; from ds_vertical import ssdpath; from ds_vertical.finding import Case
+exec {python} -c 'import sys; from pathlib import Path; from ds_vertical.cli.doctor import ssd_path
+from ds_vertical.cli.doctor.check import Case
 case = Case(nvme_path=Path(sys.argv[1]))
-for check in (ssdpath.file_system, ssdpath.space, ssdpath.round_trip):
+for check in (ssd_path.file_system, ssd_path.space, ssd_path.round_trip):
     for finding in check(case): print(finding.severity, finding.found, "->", finding.remedy)' "$0"
 """
 
@@ -544,12 +553,12 @@ def test_a_disk_that_is_read_only_or_full_is_a_sentence(tmp_path: Path, options:
 
 # ---- who else is there
 
-CLAIM = "import sys\nfrom ds_vertical.storage import RunFolder\nfolder = RunFolder.claim(sys.argv[1], sys.argv[2], 0)\n"
+CLAIM = "import sys\nfrom ds_vertical.io.runs.run_dir import RunFolder\nfolder = RunFolder.claim(sys.argv[1], sys.argv[2], 0)\n"
 CLAIM += "print('held', flush=True)\nsys.stdin.read()"
 
 
 def test_live_runs_are_told_from_dead_ones(tmp_path: Path, hold: Any) -> None:
-    (nobody,) = ssdpath.runs(at(tmp_path))
+    (nobody,) = ssd_path.runs(at(tmp_path))
     assert nobody.severity == "ok"
     live = hold(CLAIM, tmp_path, "live")
     dead = hold(CLAIM, tmp_path, "dead", kill=True)
@@ -560,7 +569,7 @@ def test_live_runs_are_told_from_dead_ones(tmp_path: Path, hold: Any) -> None:
     (tmp_path / "zero_stage_3").mkdir()
     (tmp_path / "just a folder").mkdir()
     (tmp_path / "20260131-235959-node7-1f2e3d4c").mkdir()
-    said = {Path(finding.found.split(": ")[0]).name: finding for finding in ssdpath.runs(at(tmp_path))}
+    said = {Path(finding.found.split(": ")[0]).name: finding for finding in ssd_path.runs(at(tmp_path))}
     nameless = said.pop("20260131-235959-node7-1f2e3d4c")
     assert set(said) == {"live", "dead", "elsewhere", "zero_stage_3"}
     assert "without a lock that says so" in nameless.found and f"rm -r {tmp_path}/20260131-235959-node7" in nameless.remedy
@@ -575,8 +584,8 @@ def test_live_runs_are_told_from_dead_ones(tmp_path: Path, hold: Any) -> None:
 
 
 def test_the_folder_of_a_run_is_refused_as_an_nvme_path(tmp_path: Path) -> None:
-    folder = storage.RunFolder.claim(tmp_path, "mine", 0)
-    (said,) = ssdpath.round_trip(at(folder.path / "below"))
+    folder = run_dir.RunFolder.claim(tmp_path, "mine", 0)
+    (said,) = ssd_path.round_trip(at(folder.path / "below"))
     assert said.severity == "error" and "is the folder of a run" in said.found
     assert said.remedy == "give the original configuration, whose nvme_path is the bare SSD folder"
     folder.release()

@@ -15,7 +15,7 @@ import pytest
 from harness import running
 from test_resume import config_in, model_of, train
 
-from ds_vertical import manifest, tagfolder
+from ds_vertical.engine.checkpoint import manifest, tag_dir
 
 Call = tuple[str, int, int]  # what, inode, bytes of the file then
 
@@ -25,7 +25,7 @@ class Calls(list[Call]):
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        sync, exchange, rename, replace = os.fsync, tagfolder._exchange, os.rename, os.replace
+        sync, exchange, rename, replace = os.fsync, tag_dir._exchange, os.rename, os.replace
 
         def synced(fd: int) -> None:
             sync(fd)
@@ -43,7 +43,7 @@ class Calls(list[Call]):
             self.append(("named", inode(Path(other)), 0))
 
         patch.setattr(os, "fsync", synced)
-        patch.setattr(tagfolder, "_exchange", exchanged)
+        patch.setattr(tag_dir, "_exchange", exchanged)
         patch.setattr(os, "rename", lambda one, other: renamed(rename, one, other))
         patch.setattr(os, "replace", lambda one, other: renamed(replace, one, other))
 
@@ -64,9 +64,7 @@ def inode(path: Path) -> int:
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("params", ["nvme", "cpu"])
-def test_each_name_comes_after_what_it_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: str, again: bool
-) -> None:
+def test_each_name_comes_after_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: str, again: bool) -> None:
     """To a new tag, and to one that is there; what is linked, and what rests in memory and is written."""
     saved, tag = tmp_path / "saved", tmp_path / "saved" / "one"
     with running(config_in(tmp_path / "ssd", params=params), model_of, vertical=True) as (engine, _):

@@ -31,7 +31,7 @@ from models import MixerModel, next_token_loss, tiny_gpt2, token_batches
 from torch import nn
 
 import ds_vertical
-from ds_vertical.config import ConfigError
+from ds_vertical.errors import ConfigError
 
 build_model = partial(MixerModel, 3, dropout=0.1)
 
@@ -39,9 +39,7 @@ build_model = partial(MixerModel, 3, dropout=0.1)
 def ssd_config(folder: Path, num_micro_batches: int = 2, **options: Any) -> dict[str, Any]:
     """Parameters on SSD, optimizer state in host memory, fp32, clipping on every step, fixed seeds."""
     options = {"section": {"seed": 5}} | options
-    config = base_config(
-        folder, num_micro_batches=num_micro_batches, dtype="fp32", clip=0.05, optimizer="cpu", **options
-    )
+    config = base_config(folder, num_micro_batches=num_micro_batches, dtype="fp32", clip=0.05, optimizer="cpu", **options)
     return small_buffers(config)
 
 
@@ -340,9 +338,7 @@ def test_a_model_built_under_another_runs_path_is_refused(tmp_path: Path) -> Non
     config = ssd_config(tmp_path)
     model = build_under(ds_vertical.prepare(config))
     with pytest.raises(ConfigError, match="outside the folder of this run"):
-        ds_vertical.initialize(
-            model=model, model_parameters=list(model.parameters()), config=ds_vertical.prepare(config)
-        )
+        ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=ds_vertical.prepare(config))
 
 
 # ---- what is compiled

@@ -28,8 +28,8 @@ from models import MixerBlock, MixerModel, next_token_loss, token_batches
 from torch import nn
 from toy import facts
 
-from ds_vertical import stubs
-from ds_vertical.threadstate import ThreadState
+from ds_vertical.model import stubs
+from ds_vertical.model.thread_state import ThreadState
 
 NUM_MICRO_BATCHES = 3
 
@@ -165,9 +165,7 @@ STEPS = tensors(token_batches(3, NUM_MICRO_BATCHES))
 @pytest.fixture(scope="module")
 def untroubled(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same training where nothing fails."""
-    return run_arm(
-        config_in(tmp_path_factory.mktemp("untroubled")), TripModel, STEPS, vertical=True, loss_fn=next_token_loss
-    )
+    return run_arm(config_in(tmp_path_factory.mktemp("untroubled")), TripModel, STEPS, vertical=True, loss_fn=next_token_loss)
 
 
 # where -> the event under which it happens

@@ -10,12 +10,13 @@ import pytest
 import torch
 from toy import ToyTraining, facts, plain_step, toy_inputs, toy_model
 
-from ds_vertical.executor import Executor, Handler
-from ds_vertical.passes import build_evaluation, build_training
-from ds_vertical.schedule import Event, Op, Schedule, ScheduleError, parse_events
-from ds_vertical.sweeps import Body
-from ds_vertical.threadstate import ThreadState
-from ds_vertical.transfer import Ticket
+from ds_vertical.engine.handlers import Body
+from ds_vertical.errors import ScheduleError
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.thread_state import ThreadState
+from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
+from ds_vertical.schedule.executor import Executor, Handler
+from ds_vertical.schedule.passes import build_evaluation, build_training
 
 # 2 layers, 2 micro-batches, window 1: written out by hand. Layer 1 stays from its forward to its backward, and layer 0
 # too: it comes back within the window.
@@ -24,9 +25,7 @@ STEP = (
     " 0B0 0B1 0REDUCE 0RELEASE preB0 preB1 preREDUCE preRELEASE NORM preSTEP 0STEP 1STEP"
 )
 # where each fetch is complete: just before the first event that uses the unit
-STEP_WITH_WAITS = (
-    STEP.replace("preF0", "[preFETCH] preF0").replace(" 0F0", " [0FETCH] 0F0").replace(" 1F0", " [1FETCH] 1F0")
-)
+STEP_WITH_WAITS = STEP.replace("preF0", "[preFETCH] preF0").replace(" 0F0", " [0FETCH] 0F0").replace(" 1F0", " [1FETCH] 1F0")
 
 
 class Log:
@@ -84,8 +83,7 @@ def test_without_overlap_every_issue_is_waited_for_at_once() -> None:
 def test_a_fetch_is_waited_for_once_and_a_second_fetch_of_the_layer_again() -> None:
     text = "preFETCH 0FETCH preF0 preF1 0F0 0F1 0RELEASE 0FETCH 1FETCH 1F0 sufHEAD0 1B0 0B0"
     expected = (
-        "preFETCH 0FETCH [preFETCH] preF0 preF1 [0FETCH] 0F0 0F1 0RELEASE"
-        " 0FETCH 1FETCH [1FETCH] 1F0 sufHEAD0 1B0 [0FETCH] 0B0"
+        "preFETCH 0FETCH [preFETCH] preF0 preF1 [0FETCH] 0F0 0F1 0RELEASE 0FETCH 1FETCH [1FETCH] 1F0 sufHEAD0 1B0 [0FETCH] 0B0"
     )
     assert executed(piece(text)) == expected
 

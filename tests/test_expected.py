@@ -16,9 +16,9 @@ from harness import base_config, running
 from models import MixerModel, token_batches
 from pipeline_rig import BLOCK, LIMIT_S, Rig, assert_dead, blocks, values, within_limit, zeros
 
-from ds_vertical.disk import DiskError
-from ds_vertical.expected import Coming
-from ds_vertical.pipeline import Job
+from ds_vertical.io.aio import DiskError
+from ds_vertical.offload.state_prefetch import Coming
+from ds_vertical.offload.step_pipeline import Job
 
 make_rig, rig = pipeline_rig.make_rig, pipeline_rig.rig  # fixtures
 

@@ -22,9 +22,10 @@ from models import MixerModel, token_batches
 from safetensors.torch import load_file
 from torch import nn
 
-from ds_vertical import checkpoint, checksums, manifest, zero_to_fp32
-from ds_vertical.manifest import Range, RankManifest, SavedFile, SavedTensor
-from ds_vertical.zero_to_fp32 import ExportError, get_fp32_state_dict_from_zero_checkpoint
+from ds_vertical.engine.checkpoint import manifest, save, zero_to_fp32
+from ds_vertical.engine.checkpoint.manifest import Range, RankManifest, SavedFile, SavedTensor
+from ds_vertical.engine.checkpoint.zero_to_fp32 import ExportError, get_fp32_state_dict_from_zero_checkpoint
+from ds_vertical.io import checksums
 
 WIDTH = {"fp32": 512, "bf16": 768, "fp16": 768}  # square matrices of 1 MiB and more
 FROZEN = ("blocks.0.up.weight", "norm.bias")  # the first on SSD, the second in host memory
@@ -159,14 +160,14 @@ def test_the_library_calls(saved: tuple[Path, Tensors]) -> None:
 
 def test_the_script_stands_alone_and_knows_the_format() -> None:
     """It repeats what it cannot import."""
-    source = ast.parse(checkpoint.SCRIPT.read_text())
+    source = ast.parse(save.SCRIPT.read_text())
     imported = {alias.name for node in ast.walk(source) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(source) if isinstance(node, ast.ImportFrom)}
     installed = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
     assert installed == {"torch", "xxhash", "safetensors"}
     theirs = (zero_to_fp32.FORMAT, zero_to_fp32.NAME, zero_to_fp32.LATEST)
     assert theirs == (manifest.FORMAT, manifest.NAME, manifest.LATEST)
-    assert (zero_to_fp32.ALGORITHM, zero_to_fp32.LOOSE) == (checksums.ALGORITHM, checkpoint.LOOSE)
+    assert (zero_to_fp32.ALGORITHM, zero_to_fp32.LOOSE) == (checksums.ALGORITHM, save.LOOSE)
 
 
 @slow
@@ -209,7 +210,7 @@ def damages(rank: Path) -> Iterator[tuple[str, Any]]:
     yield f"{master.name}: bytes .* have another checksum than when saved", partial(flip, master, 5000)
     yield f"{master.name}: 4096 bytes, .* were saved", partial(os.truncate, master, 4096)
     yield f"{master.name}: no bytes", master.unlink
-    yield "memory.bin: no bytes", (rank / checkpoint.MEMORY).unlink
+    yield "memory.bin: no bytes", (rank / save.MEMORY).unlink
     yield "loose.pt: bytes .* have another checksum", partial(flip, rank / "loose.pt", 300)
     yield "ds_vertical.json: (not as it was saved|cannot be read)", partial(flip, rank / manifest.NAME, 200)
     yield "rank0/ds_vertical.json: cannot be read .No such file", (rank / manifest.NAME).unlink
@@ -255,7 +256,7 @@ def test_without_xxhash_sizes_are_still_looked_at(
     flip(copied / "one" / "rank0" / "loose.pt", 0)
     assert convert(copied) == 1
     assert "loose.pt: cannot be loaded" in capsys.readouterr().err
-    os.truncate(copied / "one" / "rank0" / checkpoint.MEMORY, 100)
+    os.truncate(copied / "one" / "rank0" / save.MEMORY, 100)
     assert convert(copied) == 1
     assert "memory.bin: 100 bytes" in capsys.readouterr().err
 

@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 import torch.distributed
 
-from ds_vertical import failures
-from ds_vertical.company import StepLeft
-from ds_vertical.failures import OtherRankError, Process, Watch
+from ds_vertical.distributed import failure_watch
+from ds_vertical.distributed.failure_watch import Process, Watch
+from ds_vertical.errors import OtherRankError, StepLeft
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3021"
 GRACE_S = 1.0
@@ -52,7 +52,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     for name, seconds in (("POLL_S", 0.01), ("GRACE_S", GRACE_S), ("HEARD_S", 0.3)):
-        monkeypatch.setattr(failures, name, seconds)
+        monkeypatch.setattr(failure_watch, name, seconds)
     both = Pair()
     yield both
     for watch in both.ranks:
@@ -107,7 +107,7 @@ def test_a_rank_that_waits_for_ever_is_ended(pair: Pair) -> None:
 def test_a_rank_that_is_killed_ends_the_others(pair: Pair) -> None:
     child = subprocess.Popen(["sleep", "100"])
     here = Process.me()
-    pair.ranks[0]._fellows[1] = Process(here.home, child.pid, failures._status(child.pid)[1])
+    pair.ranks[0]._fellows[1] = Process(here.home, child.pid, failure_watch._status(child.pid)[1])
     with pair.ranks[0].section("save_checkpoint"):
         time.sleep(0.2)
     assert not pair.ranks[0]._entries, "the other one lives"
@@ -120,7 +120,7 @@ def test_a_rank_that_is_killed_ends_the_others(pair: Pair) -> None:
 
 def test_a_killed_ranks_sockets_may_close_before_it_is_gone(pair: Pair) -> None:
     child = subprocess.Popen(["sleep", "100"])
-    pair.ranks[0]._fellows[1] = Process(Process.me().home, child.pid, failures._status(child.pid)[1])
+    pair.ranks[0]._fellows[1] = Process(Process.me().home, child.pid, failure_watch._status(child.pid)[1])
     threading.Timer(0.3, child.kill).start()
     with pytest.raises(OtherRankError, match="rank 1 is gone"), pair.ranks[0].section("train_batch"):
         raise RuntimeError(GLOO)
@@ -159,7 +159,7 @@ def test_what_all_ranks_have_decided_is_no_failure(pair: Pair) -> None:
 
 
 def test_a_rank_that_ends_early_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(failure_watch, "PATIENCE_S", 0.2)
     pair.ranks[1].close(None)
     with pytest.raises(OtherRankError, match="rank 1 has ended without an error: do all ranks have as many batches"):
         with pair.ranks[0].section("train_batch"):
@@ -176,7 +176,7 @@ def test_a_process_is_known_among_all_of_its_pid() -> None:
     assert me.is_alive() and me.pid == os.getpid()
     assert not me._replace(start_ticks="1").is_alive()
     child = subprocess.Popen(["true"])
-    found = me._replace(pid=child.pid, start_ticks=failures._status(child.pid)[1])
+    found = me._replace(pid=child.pid, start_ticks=failure_watch._status(child.pid)[1])
     deadline = time.monotonic() + 60
     while found.is_alive() and time.monotonic() < deadline:  # nobody has asked after it: its pid is still taken
         time.sleep(0.01)

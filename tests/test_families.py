@@ -23,7 +23,7 @@ from harness import (
 )
 from torch import nn
 
-from ds_vertical import compat
+from ds_vertical.compat import zero_params
 
 CLIP = 0.05  # far below every gradient norm here, so clipping acts on every step
 NUM_STEPS = 3
@@ -45,11 +45,11 @@ def assert_layers_on_ssd(engine: Any, step: int) -> None:
     assert engine.layers.num_layers >= 4
     for layer in range(engine.layers.num_layers):
         params = engine.layers.units[layer]
-        on_ssd = [param for param in params if compat.is_on_ssd(param)]
-        assert all(compat.is_on_ssd(param) for param in params if compat.shard_bytes(param) >= MIN_SSD_BYTES)
+        on_ssd = [param for param in params if zero_params.is_on_ssd(param)]
+        assert all(zero_params.is_on_ssd(param) for param in params if zero_params.shard_bytes(param) >= MIN_SSD_BYTES)
         assert len(on_ssd) >= 2
-        total = sum(map(compat.shard_bytes, params))
-        assert sum(map(compat.shard_bytes, on_ssd)) > 0.8 * total, f"layer {layer}"
+        total = sum(map(zero_params.shard_bytes, params))
+        assert sum(map(zero_params.shard_bytes, on_ssd)) > 0.8 * total, f"layer {layer}"
 
 
 def run_pair(
@@ -73,9 +73,7 @@ TWINS = {"mistral", "olmo2", "glm4", "phi", "phi3", "gemma", "gemma2", "gemma3_t
 TWINS |= {"gpt_neox", "qwen3_next"}  # test_parity trains the first
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, id=f.name, marks=[SLOW] if f.name in TWINS else []) for f in FAMILIES]
-)
+@pytest.mark.parametrize("family", [pytest.param(f, id=f.name, marks=[SLOW] if f.name in TWINS else []) for f in FAMILIES])
 def test_family_is_bit_identical_to_stock(tmp_path: Path, family: Family) -> None:
     batches = family.batches(NUM_STEPS, NUM_MICRO_BATCHES)
     assert_identical(*run_pair(tmp_path, family.builder(), batches, stock_on_host=bool(family.stock_on_host)))
@@ -191,8 +189,6 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 def test_parameter_groups(tmp_path: Path) -> None:
     batches = BY_NAME["gpt2"].batches(NUM_STEPS, NUM_MICRO_BATCHES)
     no_schedule = {"scheduler": {}}  # WarmupLR would give every group one rate
-    stock, vertical = run_pair(
-        tmp_path, BY_NAME["gpt2"].builder(), batches, groups=decay_groups, config=no_schedule
-    )
+    stock, vertical = run_pair(tmp_path, BY_NAME["gpt2"].builder(), batches, groups=decay_groups, config=no_schedule)
     assert_identical(stock, vertical)
     assert len(vertical.counters["lr"]) == 3 and len(set(vertical.counters["lr"])) == 2

@@ -21,11 +21,11 @@ from harness import build_engine, differing, dispose, running, start_process_gro
 from test_resume import CLIP, Tensors, config_in, contents, loaded, model_of, train
 
 import ds_vertical
-from ds_vertical.disk import DiskError
-from ds_vertical.manifest import CheckpointError, complete_tags
-from ds_vertical.remedies import remedy
-from ds_vertical.storage import StorageError
-from ds_vertical.torn import WHOLE, TornStateError
+from ds_vertical.engine.checkpoint.manifest import complete_tags
+from ds_vertical.errors import CheckpointError, StorageError, TornStateError
+from ds_vertical.io.aio import DiskError
+from ds_vertical.io.disk_errors import remedy
+from ds_vertical.offload.consistency import WHOLE
 
 MIB = 1 << 20
 DISK_BYTES = 256 * MIB  # the run takes some 40 MiB of it, and as much again after a save

@@ -12,7 +12,7 @@ from models import MixerModel
 from test_resume import config_in, model_of, train
 from torch import nn
 
-from ds_vertical.manifest import CheckpointError
+from ds_vertical.errors import CheckpointError
 
 slow = pytest.mark.slow
 

@@ -289,9 +289,7 @@ READ_CASES += [(HOST, route) for route in IN_HOST_MEMORY] + [(regime, bare_state
 
 
 @pytest.mark.parametrize(("regime", "route"), READ_CASES)
-def test_a_route_reads_what_stock_reads(
-    tmp_path: Path, pairs: Callable[[str], Pair], regime: str, route: Route
-) -> None:
+def test_a_route_reads_what_stock_reads(tmp_path: Path, pairs: Callable[[str], Pair], regime: str, route: Route) -> None:
     pair = pairs(regime)
     pair.sound = False
     pair.step()

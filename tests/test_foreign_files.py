@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 from test_storage import write_lock
 
-from ds_vertical import clean, files, storage, tenants
-from ds_vertical.storage import RunFolder, StorageError
+from ds_vertical.cli import clean
+from ds_vertical.errors import StorageError
+from ds_vertical.io import files as io_files
+from ds_vertical.io.runs import run_dir, run_dirs
+from ds_vertical.io.runs.run_dir import RunFolder
 
 RUN = "20260131-235959-node7-1f2e3d4c"
 ANOTHER_PROGRAMS = '{"pid": 1, "owner": "backup"}'
@@ -49,7 +52,7 @@ def test_a_folder_with_another_programs_lock_is_never_removed(
         clean.main(["--path", str(tmp_path), *words])
         assert digest(folder) == before, "something of theirs is gone"
     assert (f"rm -r {folder}" in capsys.readouterr().out) == named
-    assert tenants.remove(folder, named=True) == "kept"
+    assert run_dirs.remove(folder, named=True) == "kept"
     with pytest.raises(StorageError, match=r"claim: holds .*no lock in it says that a run made it"):
         RunFolder.claim(tmp_path, folder.name, 0)
     assert digest(folder) == before
@@ -71,9 +74,9 @@ def test_a_copy_of_a_run_under_another_name_is_not_the_runs(tmp_path: Path) -> N
     entry = json.loads(folder.lock_path.read_text())
     assert (entry["written_by"], entry["run"]) == ("ds_vertical", RUN)
     folder.release()
-    assert [tenant.folder.name for tenant in tenants.tenants(tmp_path)] == []
+    assert [tenant.folder.name for tenant in run_dirs.tenants(tmp_path)] == []
     earlier = write_lock(tmp_path / "earlier")
-    assert [(tenant.folder, tenant.state) for tenant in tenants.tenants(tmp_path)] == [(earlier, "stale")]
+    assert [(tenant.folder, tenant.state) for tenant in run_dirs.tenants(tmp_path)] == [(earlier, "stale")]
     assert clean.main(["--path", str(tmp_path), "--remove"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
@@ -114,7 +117,7 @@ class Place:
             made.rename(self.run)
         finally:
             shutil.rmtree(made, ignore_errors=True)
-        return lambda: tenants.remove(self.run, named=True)
+        return lambda: run_dirs.remove(self.run, named=True)
 
     def own(self) -> Callable[[], Any]:
         folder = RunFolder.claim(self.root, RUN, 0)
@@ -124,7 +127,7 @@ class Place:
     def files(self) -> Callable[[], Any]:
         RunFolder.claim(self.root, RUN, 0)
         self.fill(self.run)
-        return lambda: (files.make_private(self.run), files.remove([self.run / "zero" / "rank0" / "state.swp"]))
+        return lambda: (io_files.make_private(self.run), io_files.remove([self.run / "zero" / "rank0" / "state.swp"]))
 
     def harmed(self) -> bool:
         kept = [folder for folder in (self.outside, self.root / "theirs", self.run) if (folder / "thesis.tex").exists()]
@@ -252,7 +255,7 @@ def test_nothing_outside_is_deleted_beside_a_neighbour_who_renames_all_the_time(
                 if act is not None:
                     act()
             assert digest(place.outside) == place.before, f"trial {trial}"
-            storage._claimed.pop(place.run, None)
+            run_dir._claimed.pop(place.run, None)
             if place.run.is_symlink():
                 continue
             shutil.rmtree(place.run, ignore_errors=True)
@@ -298,7 +301,7 @@ def test_a_runs_folder_has_its_modes_whatever_the_umask(tmp_path: Path, umask: i
     before = os.umask(umask)
     try:
         folder = RunFolder.claim(tmp_path / "new" / "ssd", "run1", 0)
-        files.preallocate({folder.path / "below" / "state.swp": 4096})
+        io_files.preallocate({folder.path / "below" / "state.swp": 4096})
     finally:
         os.umask(before)
     modes = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}

@@ -17,10 +17,10 @@ from test_foreign_files import digest
 from test_manifest import write_checkpoint
 from test_resume import config_in, contents, model_of, train
 
-from ds_vertical import manifest
-from ds_vertical.manifest import CheckpointError
-from ds_vertical.tagfolder import TagFolder, check_tag
-from ds_vertical.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ds_vertical.engine.checkpoint import manifest
+from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag
+from ds_vertical.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ds_vertical.errors import CheckpointError
 
 THEIRS = (
     ".backup.20261124/thesis.tex",

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import IBertConfig, IBertForMaskedLM
 from transformers.initialization import no_init_weights
 
-from ds_vertical.layers import LayerError
+from ds_vertical.errors import LayerError
 
 # ---- state set by the model, read by blocks
 

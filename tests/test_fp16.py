@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from harness import assert_identical, base_config, differing, read_state, read_weights, run_arm, running
 from models import MixerModel, token_batches
 
-from ds_vertical.manifest import CheckpointError
+from ds_vertical.errors import CheckpointError
 
 STEPS = 6
 MIXER = partial(MixerModel, 3, 768, dropout=0.1)  # each matrix over 1 MiB

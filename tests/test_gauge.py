@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from ds_vertical import gauge, timekeeper
-from ds_vertical.blocktime import Batch, BlockTimer
+from ds_vertical.cli.bench import host_speed_server
+from ds_vertical.cli.bench.block_timer import Batch, BlockTimer
+from ds_vertical.engine import metrics
 
 MODEL = Path(__file__).parent.parent / "configs" / "models" / "gpt_13m.json"
 
 ASKING = """
 import json, sys, threading, time
-from ds_vertical import gauge
+from ds_vertical.engine import metrics
 
 def count():
     while True:
@@ -30,7 +31,7 @@ def count():
 stamps = []
 threading.Thread(target=count, daemon=True).start()
 time.sleep(0.5)
-seconds = gauge.measure_between_steps(json.loads(sys.argv[1]), {"tokens": 8, "sequences": 1, "dtype": "fp32"}, 1)
+seconds = metrics.measure_between_steps(json.loads(sys.argv[1]), {"tokens": 8, "sequences": 1, "dtype": "fp32"}, 1)
 time.sleep(0.5)
 pauses = [after - before for before, after in zip(stamps, stamps[1:])]
 print(seconds, max(pauses))
@@ -38,10 +39,10 @@ print(seconds, max(pauses))
 
 
 def test_the_process_that_asks_stands_still_meanwhile() -> None:
-    with timekeeper.serving() as path:
+    with host_speed_server.serving() as path:
         for _ in range(2):
             command = [sys.executable, "-c", ASKING, MODEL.read_text()]
-            env = os.environ | {gauge.VARIABLE: path}
+            env = os.environ | {metrics.VARIABLE: path}
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
             assert done.returncode == 0, done.stderr
             seconds, pause = map(float, done.stdout.split())
@@ -49,8 +50,8 @@ def test_the_process_that_asks_stands_still_meanwhile() -> None:
 
 
 def test_nobody_is_asked_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(gauge.VARIABLE, raising=False)
-    assert gauge.measure_between_steps(json.loads(MODEL.read_text()), asdict(Batch(8, 1, "fp32")), 1) is None
+    monkeypatch.delenv(metrics.VARIABLE, raising=False)
+    assert metrics.measure_between_steps(json.loads(MODEL.read_text()), asdict(Batch(8, 1, "fp32")), 1) is None
 
 
 def test_a_model_without_a_configuration_is_not_gauged() -> None:
@@ -58,16 +59,16 @@ def test_a_model_without_a_configuration_is_not_gauged() -> None:
         raise AssertionError("asked for a model that cannot be built")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(gauge.VARIABLE, "/nobody")
-        patch.setattr(gauge.socket, "socket", asks)
-        assert gauge.measure_between_steps(None, asdict(Batch(8, 1, "fp32")), 1) is None
+        patch.setenv(metrics.VARIABLE, "/nobody")
+        patch.setattr(metrics.socket, "socket", asks)
+        assert metrics.measure_between_steps(None, asdict(Batch(8, 1, "fp32")), 1) is None
         with pytest.raises(AssertionError, match="asked"):
-            gauge.measure_between_steps({}, asdict(Batch(8, 1, "fp32")), 1)
+            metrics.measure_between_steps({}, asdict(Batch(8, 1, "fp32")), 1)
 
 
 def test_a_stopped_process_goes_on_when_the_one_that_measures_is_killed() -> None:
-    with timekeeper.serving() as path:
-        env = os.environ | {gauge.VARIABLE: path}
+    with host_speed_server.serving() as path:
+        env = os.environ | {metrics.VARIABLE: path}
         asking = subprocess.Popen([sys.executable, "-c", ASKING, MODEL.read_text()], env=env, stdout=subprocess.PIPE, text=True)
         status = Path("/proc", str(asking.pid), "stat")
         end = time.monotonic() + 60
@@ -89,7 +90,7 @@ def test_more_work_takes_longer() -> None:
 
 
 def test_the_measuring_process_ends_with_the_block() -> None:
-    with timekeeper.serving() as path:
+    with host_speed_server.serving() as path:
         assert subprocess.run(["pgrep", "-f", path], capture_output=True).stdout
     assert not subprocess.run(["pgrep", "-f", path], capture_output=True).stdout
     assert not os.path.exists(path)

@@ -19,9 +19,8 @@ import torch
 from harness import base_config
 from test_held import a_chunk, no_queue
 
-from ds_vertical.gradient_file import GradientFile
-from ds_vertical.held import HeldGradients
-from ds_vertical.stepper import Chunk
+from ds_vertical.offload.grad_store import GradientFile, HeldGradients
+from ds_vertical.offload.state_files import Chunk
 
 TESTS = Path(__file__).parent
 MODEL = TESTS.parent / "configs" / "models" / "gpt_13m.json"
@@ -120,12 +119,12 @@ def test_gradients_of_a_busy_device_are_whole_for_another_thread(device: str) ->
 def test_limits_measures_the_gpu_and_doctor_finds_no_fault(tmp_path: Path) -> None:
     out = tmp_path / "limits.json"
     words = ["--path", tmp_path, "--size-mb", 4, "--rounds", 1, "--model", MODEL, "--dtype", "bf16", "--tokens", 16]
-    run(tmp_path, "cuda", "-m", "ds_vertical.cli", "limits", *words, "--no-keep", "--out", out)
+    run(tmp_path, "cuda", "-m", "ds_vertical.cli.main", "limits", *words, "--no-keep", "--out", out)
     rates = json.loads(out.read_text())["rates"]
     assert rates["layer_forward_s"] > 0 and rates["activation_bytes"] == 16 * 512 * 2
     (tmp_path / "swap").mkdir()
     (tmp_path / "ds.json").write_text(json.dumps(base_config(tmp_path / "swap")))
-    printed = run(tmp_path, "cuda", "-m", "ds_vertical.cli", "doctor", "--json", "--config", tmp_path / "ds.json")
+    printed = run(tmp_path, "cuda", "-m", "ds_vertical.cli.main", "doctor", "--json", "--config", tmp_path / "ds.json")
     findings = json.loads(printed)["findings"]
     assert not [finding for finding in findings if finding["severity"] == "error"]
     assert [finding for finding in findings if f" x {torch.cuda.get_device_name(0)}" in finding["found"]]

@@ -27,9 +27,9 @@ from spoilt import GOOD, SPOILT, SpoilableModel, spoilt_batches
 from test_delay import LateWrites
 from torch import nn
 
-from ds_vertical.disk import DiskError
-from ds_vertical.schedule import MAX_STEPS
-from ds_vertical.torn import TornStateError
+from ds_vertical.errors import TornStateError
+from ds_vertical.io.aio import DiskError
+from ds_vertical.schedule.events import MAX_STEPS
 
 NUM_LAYERS = 4
 CLIPS = 0.05  # far below every norm here

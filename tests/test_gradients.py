@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from ds_vertical import gradients
-from ds_vertical.gradients import GradientStore
-from ds_vertical.layers import Unit
+from ds_vertical.offload import grad_accumulator
+from ds_vertical.offload.grad_accumulator import GradientStore
+from ds_vertical.schedule.events import Unit
 
-LARGE = 2 * gradients._PIECE + 77
+LARGE = 2 * grad_accumulator._PIECE + 77
 
 
 def new_store(

@@ -20,9 +20,13 @@ from faults import small_disk
 from harness import base_config, build_engine, running, small_buffers
 from models import MixerModel, token_batches
 
-from ds_vertical import compat_state, files, headroom, storage
-from ds_vertical.config import Resolved, load_section, resolve
-from ds_vertical.storage import StorageError
+from ds_vertical.compat import zero_optimizer
+from ds_vertical.config.resolve import Resolved, resolve
+from ds_vertical.config.section import load_section
+from ds_vertical.engine import disk_check
+from ds_vertical.errors import StorageError
+from ds_vertical.io import files
+from ds_vertical.io.runs import run_dir
 
 MIB = 1 << 20
 BUILD = partial(MixerModel, 3)
@@ -43,15 +47,15 @@ def config_in(folder: Path, clip: float = 0.0, section: dict[str, Any] | None = 
     ids=["two generations", "gradients wait"],
 )
 def test_the_files_are_as_large_as_was_said(tmp_path: Path, clip: float, section: dict[str, Any]) -> None:
-    from ds_vertical.budget import Forecast, groups_of
+    from ds_vertical.engine.memory_check import Forecast, groups_of
 
     made = config_in(tmp_path, clip, section)
     with running(made, BUILD, vertical=True) as (engine, model):
         said = Forecast(engine.layers, groups_of(model, None, None), made, engine.vertical).files
         optimizer = engine.optimizer
-        assert said.state == sum(compat_state.optimizer_files(optimizer, 1).values())
+        assert said.state == sum(zero_optimizer.optimizer_files(optimizer, 1).values())
         assert said.parameters == sum(shard.num_bytes for shard in engine.param_store.shards())
-        assert said.on_ssd == len(list(engine.param_store.shards())) + len(compat_state.optimizer_files(optimizer, 1))
+        assert said.on_ssd == len(list(engine.param_store.shards())) + len(zero_optimizer.optimizer_files(optimizer, 1))
         written = sum(path.stat().st_size for path in tmp_path.rglob("gradients.swp"))
         assert abs(said.gradients - written) <= MIB and (written > 0) == (clip > 0)
         second = sum(path.stat().st_size for path in tmp_path.rglob("generation_1/*"))
@@ -76,8 +80,8 @@ def on_disk(folder: Path, size_bytes: int, monkeypatch: pytest.MonkeyPatch, **se
         with pytest.raises(StorageError) as raised:
             build_engine(config_in(folder, section=section, params="cpu"), BUILD, vertical=True)
         assert not list(folder.rglob("*.swp")), "files were made"
-        for path in [path for path in storage.claimed() if path.is_relative_to(folder)]:  # while it is there
-            claimed = storage.owned(path)
+        for path in [path for path in run_dir.claimed() if path.is_relative_to(folder)]:  # while it is there
+            claimed = run_dir.owned(path)
             assert claimed is not None
             claimed.release()
     return str(raised.value)
@@ -133,27 +137,27 @@ def test_open_files_are_counted_and_the_soft_limit_is_raised(monkeypatch: pytest
     open_now = len(os.listdir("/proc/self/fd"))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 100, before[1]))
-        assert list(headroom._descriptor_faults(forecast(10), made, resolved)) == []
+        assert list(disk_check._descriptor_faults(forecast(10), made, resolved)) == []
         raised, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert open_now + 100 < raised < open_now + 250 and hard == before[1]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    monkeypatch.setattr(headroom.resource, "getrlimit", lambda _: (1000, 10_000))
-    (fault,) = headroom._descriptor_faults(forecast(10**6), made, resolved)
+    monkeypatch.setattr(disk_check.resource, "getrlimit", lambda _: (1000, 10_000))
+    (fault,) = disk_check._descriptor_faults(forecast(10**6), made, resolved)
     told = re.search(r"open files: this rank needs up to (\d+), 10000 are allowed; raise the limit \(ulimit -Hn", fault)
     assert told is not None and 10_000 < int(told[1]) < 11_000
 
 
 def test_the_kernels_events_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harness.start_process_group()
-    monkeypatch.setattr(headroom, "_AIO", tmp_path)
+    monkeypatch.setattr(disk_check, "_AIO", tmp_path)
     (tmp_path / "aio-nr").write_text("900\n")
     (tmp_path / "aio-max-nr").write_text("1000\n")
     resolved = settings()
     made = config_in(Path("/ssd")) | {"aio": {"queue_depth": 4, "intra_op_parallelism": 4}}
-    assert list(headroom._event_faults(forecast(10), made, resolved)) == []  # six queues of 16
+    assert list(disk_check._event_faults(forecast(10), made, resolved)) == []  # six queues of 16
     made["aio"]["queue_depth"] = 5
-    (fault,) = headroom._event_faults(forecast(10), made, resolved)
+    (fault,) = disk_check._event_faults(forecast(10), made, resolved)
     assert "need 120 events, 100 of the kernel's 1000 are left; sysctl -w fs.aio-max-nr=1140" in fault
 
 
@@ -185,7 +189,7 @@ def test_a_process_that_may_open_few_files_is_refused_before_one_is_made(tmp_pat
 
 LITTLE_LOCKED = """
 import json, os, resource, sys
-import ds_vertical.engine, ds_vertical.headroom as headroom
+import ds_vertical.engine.engine, ds_vertical.engine.disk_check as headroom
 headroom.check_before_the_model(json.loads(sys.argv[1]))  # whatever it imports, while all may be read
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 << 20, 4 << 20))
 if os.geteuid() == 0:

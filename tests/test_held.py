@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vertical.disk import DiskQueue
-from ds_vertical.generations import Chunk
-from ds_vertical.gradient_file import GradientFile, aligned, beyond_host
-from ds_vertical.held import GradientGoneError, HeldGradients
-from ds_vertical.parts import ALIGNMENT, Part, spread
-from ds_vertical.reserve import Reserve
+from ds_vertical.errors import GradientGoneError
+from ds_vertical.io.aio import DiskQueue
+from ds_vertical.io.buffers import Reserve
+from ds_vertical.offload.chunking import ALIGNMENT, Part, spread
+from ds_vertical.offload.grad_store import GradientFile, HeldGradients, aligned, beyond_host
+from ds_vertical.offload.state_files import Chunk
 
 SIZES = [3000, 2 * ALIGNMENT, 5]
 

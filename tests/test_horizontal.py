@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ds_vertical.costs import ModelShape, Placement
-from ds_vertical.horizontal import horizontal_step, stock_placement
-from ds_vertical.machine import Machine
+from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape, Placement
 
 SHAPE = ModelShape(0, (10**9,) * 4, 1.0, 2.0, 10**6, placement=Placement(1.0, 1.0, 0.0))
 FAST = Machine(1e30, 1e30, 1e30, 8, False, 1e30, 1e30)

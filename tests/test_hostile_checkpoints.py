@@ -17,10 +17,10 @@ from harness import differing, running
 from models import MixerModel
 from test_resume import BATCHES, config_in, contents, model_of, train
 
-from ds_vertical import manifest
-from ds_vertical.checksums import checksum, read_pieces
-from ds_vertical.manifest import CheckpointError
-from ds_vertical.zero_to_fp32 import ExportError, get_fp32_state_dict_from_zero_checkpoint
+from ds_vertical.engine.checkpoint import manifest
+from ds_vertical.engine.checkpoint.zero_to_fp32 import ExportError, get_fp32_state_dict_from_zero_checkpoint
+from ds_vertical.errors import CheckpointError
+from ds_vertical.io.checksums import checksum, read_pieces
 
 slow = pytest.mark.slow
 WEIGHT = "blocks.0.up.weight"  # in a file of its own

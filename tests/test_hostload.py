@@ -7,7 +7,7 @@ from time import sleep
 import pytest
 import torch
 
-from ds_vertical.hostload import core_s_per_byte, core_share
+from ds_vertical.cli.bench.host_bench import core_s_per_byte, core_share
 
 
 def test_a_core_that_is_taken_shows_and_idle_bytes_are_free() -> None:

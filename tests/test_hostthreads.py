@@ -13,10 +13,10 @@ PROGRAM = """
 import ctypes, json, pathlib, sys, threading
 import torch
 import ds_vertical
-from ds_vertical import native
-from ds_vertical.adam import AdamSettings, CpuAdam, Powers
-from ds_vertical.chunks import Cut
-from ds_vertical.parts import Part
+from ds_vertical.compat.ops import load
+from ds_vertical.offload.cpu_adam import AdamSettings, CpuAdam, Powers
+from ds_vertical.offload.chunking import Cut
+from ds_vertical.offload.chunking import Part
 
 def threads_of_another():
     found = []
@@ -36,7 +36,7 @@ def team_of_a_thread_that_only_steps(found):
 before = torch.get_num_threads(), threads_of_another()
 ds_vertical.prepare(json.loads(sys.argv[1]))
 torch.ones(1 << 22).sum()
-kernel = native.free_adam()
+kernel = load.free_adam()
 kernel.create_adam(77, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
 NUMEL = 1 << 16
 PART, CUT = Part(0, 0, NUMEL), Cut(0, NUMEL, NUMEL, 0)
@@ -71,7 +71,7 @@ def run(folder: Path, enabled: bool) -> list[Any]:
 SHARING = """
 import ctypes, json, os, pathlib, threading
 import torch
-from ds_vertical.hostthreads import serve_device, share_cores
+from ds_vertical.io.host import serve_device, share_cores
 
 runtime = ctypes.CDLL(str(next(pathlib.Path(torch.__file__).parent.glob("lib/libgomp*"))))
 found = []

@@ -15,8 +15,8 @@ import injected
 import pytest
 from fault_worker import CASES, NUM_TRIES
 
-from ds_vertical.remedies import remedy
-from ds_vertical.torn import WHOLE
+from ds_vertical.io.disk_errors import remedy
+from ds_vertical.offload.consistency import WHOLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SEED = 1

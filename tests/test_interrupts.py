@@ -21,10 +21,10 @@ from harness import base_config, differing, read_state, read_weights, running, s
 from late import LateSteps
 from models import MixerModel, token_batches
 
-from ds_vertical import compat_state
-from ds_vertical.native import new_disk_queue
-from ds_vertical.stepper import Stepper
-from ds_vertical.transfer import Ticket
+from ds_vertical.compat import zero_optimizer
+from ds_vertical.compat.ops.load import new_disk_queue
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.offload.stepper import Stepper
 
 BUILD = partial(MixerModel, 3, 512)
 STEPS = [list(step) for step in token_batches(4, 2)]
@@ -88,7 +88,7 @@ def test_an_interrupt_while_a_step_is_made_to_count_tears_the_state_loudly(
     """Some chunks have been counted, or the masters count already and the parameters do not yet."""
     with running(on_ssd(tmp_path, 0.0), BUILD, vertical=True) as (engine, _):
         engine.train_batch(iter(STEPS[0]))
-        moments, asked = compat_state.moments, []
+        moments, asked = zero_optimizer.moments, []
 
         def interrupted(*arguments: Any) -> Any:
             asked.append(arguments)
@@ -100,7 +100,7 @@ def test_an_interrupt_while_a_step_is_made_to_count_tears_the_state_loudly(
             if place == "parameters":
                 patch.setattr(engine.param_store, "commit", interrupted)
             else:
-                patch.setattr(compat_state, "moments", interrupted)
+                patch.setattr(zero_optimizer, "moments", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.train_batch(iter(STEPS[1]))
         assert_torn(engine, lambda: engine.save_checkpoint(str(tmp_path / "out")))

@@ -34,12 +34,14 @@ from models import MixerModel, token_batches
 from other_job import Other
 
 import ds_vertical
-from ds_vertical import clean, compat, storage
-from ds_vertical.disk import DiskError
-from ds_vertical.files import StorageError
-from ds_vertical.layers import Unit
-from ds_vertical.tenants import Tenant, tenants
-from ds_vertical.transfer import Ticket
+from ds_vertical.cli import clean
+from ds_vertical.compat import zero_params
+from ds_vertical.errors import StorageError
+from ds_vertical.io.aio import DiskError
+from ds_vertical.io.runs import run_dir
+from ds_vertical.io.runs.run_dirs import Tenant, tenants
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.schedule.events import Unit
 
 NUM_LAYERS = 5
 WIDTH = 512  # a matrix is 1 MiB in fp32
@@ -113,7 +115,7 @@ class OneStep:
             self.read_bytes = read_bytes() - read
             self.written_bytes = disk_bytes("write") - written
             self.layer_files = [
-                {str(compat.swap_file(p).path) for p in engine.layers.units[layer] if compat.is_on_ssd(p)}
+                {str(zero_params.swap_file(p).path) for p in engine.layers.units[layer] if zero_params.is_on_ssd(p)}
                 for layer in range(NUM_LAYERS)
             ]
         finally:
@@ -174,9 +176,7 @@ def test_gradients_go_to_ssd_once_and_come_back_once(
 ) -> None:
     """By the kernel's count: what the step moves more than with gradients in memory."""
     section = {"optimizer_delay": delay, "optimizer_speculation": speculation}
-    memory, ssd = (
-        OneStep(tmp_path / str(share), 2, section | {"gradient_host_share": share}, clip) for share in (1.0, 0.0)
-    )
+    memory, ssd = (OneStep(tmp_path / str(share), 2, section | {"gradient_host_share": share}, clip) for share in (1.0, 0.0))
     assert ssd.written_bytes - memory.written_bytes == pytest.approx(held * 4 * ELEMENTS, rel=0.03)
     assert ssd.read_bytes - memory.read_bytes == pytest.approx(recalled * 4 * ELEMENTS, rel=0.03)
 
@@ -188,8 +188,8 @@ def test_a_unit_arrives_where_the_device_is_no_further_behind_than_the_window(
     """The device's place is taken by marks: it has computed what somebody waited for, and nothing else."""
     left: list[Mark] = []
     behind: list[int] = []
-    gather = compat.gather
-    monkeypatch.setattr(compat, "gather", lambda params: (behind.append(len(left)), gather(params))[1])
+    gather = zero_params.gather
+    monkeypatch.setattr(zero_params, "gather", lambda params: (behind.append(len(left)), gather(params))[1])
     with running(config(tmp_path, section={"prefetch_layers": window}), build, vertical=True) as (engine, _):
         engine._params._backlog._record = partial(Mark, left)
         engine.train_batch(iter(token_batches(1, 2)[0]))
@@ -237,15 +237,13 @@ def file_sizes(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("clip", "speculation", "generations"), [(0.5, False, 1), (0.5, None, 2), (0.0, False, 2)])
-def test_initialize_preallocates_every_file(
-    tmp_path: Path, clip: float, speculation: bool | None, generations: int
-) -> None:
+def test_initialize_preallocates_every_file(tmp_path: Path, clip: float, speculation: bool | None, generations: int) -> None:
     """Early steps have a second generation of files, for parameters too."""
     section = {"optimizer_speculation": speculation}
     engine, model = build_engine(config(tmp_path, clip=clip, section=section), build, vertical=True)
     try:
         folders = [Path(engine.optimizer.optimizer_swapper.swap_folder)]
-        folders.append(next(folder for p in model.parameters() if (folder := compat.swap_folder(p)) is not None))
+        folders.append(next(folder for p in model.parameters() if (folder := zero_params.swap_folder(p)) is not None))
         before = [file_sizes(folder) for folder in folders]
         assert all(allocated >= size for sizes in before for size, allocated in sizes.values())
         totals = [sum(size for size, _ in sizes.values()) for sizes in before]
@@ -281,7 +279,7 @@ def initialize(model: torch.nn.Module, prepared: dict[str, Any]) -> Any:
 def test_a_parameter_file_of_the_wrong_size_is_refused_with_the_numbers(tmp_path: Path, fault: str) -> None:
     prepared = ds_vertical.prepare(config(tmp_path))
     model = written_model(prepared)
-    files = [compat.swap_file(p).path for p in model.parameters() if compat.is_on_ssd(p)]
+    files = [zero_params.swap_file(p).path for p in model.parameters() if zero_params.is_on_ssd(p)]
     assert len(files) == 2 * NUM_LAYERS
     victim = files[3]
     size = victim.stat().st_size
@@ -335,7 +333,7 @@ def test_too_little_space_is_refused_with_the_numbers(tmp_path: Path, monkeypatc
 
 def _release(prepared: dict[str, Any]) -> None:
     """Give the folder up while its file system is still there."""
-    folder = storage.owned(prepared["zero_optimization"]["offload_optimizer"]["nvme_path"])
+    folder = run_dir.owned(prepared["zero_optimization"]["offload_optimizer"]["nvme_path"])
     assert folder is not None
     folder.release()
 
@@ -456,7 +454,7 @@ def test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too(tmp_path: P
 def test_a_file_that_becomes_short_stops_the_step_with_its_name_and_place(tmp_path: Path, alone: list[Run]) -> None:
     engine, model = build_engine(config(tmp_path), BUILDS[1], vertical=True)
     try:
-        path = compat.swap_file(model.get_submodule("blocks.2").up.weight).path
+        path = zero_params.swap_file(model.get_submodule("blocks.2").up.weight).path
         content = path.read_bytes()
         os.truncate(path, MATRIX_BYTES // 2)
         with pytest.raises(DiskError) as caught:

@@ -16,9 +16,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy import ToyModel, ToyTraining, plain_step, toy_inputs
 
-from ds_vertical.layers import LayerError
-from ds_vertical.passes import build_training
-from ds_vertical.schedule import Schedule
+from ds_vertical.errors import LayerError
+from ds_vertical.schedule.events import Schedule
+from ds_vertical.schedule.passes import build_training
 
 NUM_LAYERS, NUM_MICRO_BATCHES = 3, 3
 LAST = NUM_LAYERS - 1

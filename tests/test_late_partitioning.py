@@ -18,9 +18,7 @@ def test_fp32_without_zero_init_is_refused_where_stock_would_round_to_bf16(tmp_p
     assert not get_accelerator().is_fp16_supported(), "written for an accelerator without fp16"
     model = tiny_neox(num_layers=2)
     with pytest.raises(ds_vertical.ConfigError, match="zero.Init"):
-        ds_vertical.initialize(
-            model=model, model_parameters=model.parameters(), config=base_config(tmp_path, dtype="fp32")
-        )
+        ds_vertical.initialize(model=model, model_parameters=model.parameters(), config=base_config(tmp_path, dtype="fp32"))
     assert list(tmp_path.iterdir()) == []
     assert all(param.dtype == torch.float32 and param.numel() for param in model.parameters())
 

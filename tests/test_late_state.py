@@ -27,7 +27,7 @@ from test_ranks import free_port
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from ds_vertical.layers import LayerError
+from ds_vertical.errors import LayerError
 
 USERS = types.ModuleType("users_module")  # a module of the user's own, as `import users_module` gives it
 USERS.MASK = 1.0

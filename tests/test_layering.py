@@ -1,12 +1,12 @@
-"""The rooms and arrows that docs/architecture.md draws are those of the code; sizes stay readable."""
+"""The packages and arrows that docs/architecture.md draws are those of the code; folders, files and functions stay readable."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,51 +15,43 @@ import ds_vertical
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ds_vertical"
-PAGE = "docs/architecture.md"
-COMPAT = ("compat", "compat_pools", "compat_state")
+DRAWING = ROOT / "docs" / "architecture.md"
+MAX_FOLDER_FILES = 15
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 50
-GROUPS = ("core", "runtime", "deepspeed side", "tools")
-FORBIDDEN = {"core": {"torch", "deepspeed"}, "runtime": {"deepspeed"}}
+LEAVES = frozenset({"errors", "interrupts", "types"})  # every package may import them
+FORBIDDEN = {
+    "config": {"torch", "deepspeed"},
+    "schedule": {"torch", "deepspeed"},
+    "planner": {"torch", "deepspeed"},
+    "io": {"deepspeed"},
+    "model": {"deepspeed"},
+}
 PRIVATE = re.compile(r"_[A-Za-z]\w*$")
 
 
-# --------------------------------------------------------------------------------------------------------- what is drawn
+# --------------------------------------------------------------------------------------- what docs/architecture.md draws
 
 
-@dataclass(frozen=True)
-class Picture:
-    """Arrows and groups as drawn: module -> modules it may import; module -> group."""
-
-    arrows: dict[str, frozenset[str]]
-    groups: dict[str, str]
-
-
-def read_picture(markdown: str) -> Picture:
-    """Parse the first fenced block with arrows below the heading that contains `Architecture`."""
-    _, heading, section = markdown.partition("\n" + next(iter(re.findall(r"^#+ .*Architecture.*$", markdown, re.M)), "?"))
+def read_arrows(markdown: str) -> dict[str, set[str]]:
+    """Package -> packages it may import: the lines of the first fenced block with arrows below a heading "Packages"."""
+    _, heading, section = markdown.partition("\n" + next(iter(re.findall(r"^#+ .*Packages.*$", markdown, re.M)), "?"))
     blocks = re.findall(r"^```[^\n]*\n(.*?)^```", section, re.M | re.S)
     drawn = next((block for block in blocks if "->" in block), None)
     if not heading or drawn is None:
-        raise ValueError(f"{PAGE} needs a section 'Architecture' with a fenced block of lines `module -> module, module`")
-    arrows: dict[str, frozenset[str]] = {}
-    groups: dict[str, str] = {}
-    group = GROUPS[0]
+        raise ValueError("docs/architecture.md needs a section 'Packages' with a fenced block of lines `package -> package`")
+    found: dict[str, set[str]] = {}
     for line in filter(None, map(str.strip, drawn.splitlines())):
-        if line.startswith("#"):
-            group = next((name for name in GROUPS if line.lstrip("# ").lower().startswith(name)), group)
-            continue
-        module, arrow, targets = line.partition("->")
+        package, arrow, targets = line.partition("->")
         if not arrow:
-            raise ValueError(f"{PAGE}, Architecture: {line!r} is no line `module -> module, module`")
-        arrows[module.strip()] = frozenset(filter(None, re.split(r"[,\s]+", targets.split("#")[0])))
-        groups[module.strip()] = group
-    return Picture(arrows, groups)
+            raise ValueError(f"docs/architecture.md, Packages: {line!r} is no line `package -> package, package`")
+        found[package.strip()] = set(filter(None, re.split(r"[,\s]+", targets.split("#")[0])))
+    return found
 
 
 @functools.cache
-def picture() -> Picture:
-    return read_picture((ROOT / PAGE).read_text())
+def drawn() -> dict[str, set[str]]:
+    return read_arrows(DRAWING.read_text())
 
 
 # ------------------------------------------------------------------------------------------------- what the code imports
@@ -67,8 +59,10 @@ def picture() -> Picture:
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    paths = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
-    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text()) for path in paths}
+    """Module -> its tree; a package's `__init__` under the package's name."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    names = (".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".") for path in paths)
+    return {name: ast.parse(path.read_text()) for name, path in zip(names, paths, strict=True) if name}
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
@@ -97,9 +91,23 @@ def imported_modules(tree: ast.AST, modules: set[str]) -> set[str]:
     return found
 
 
-def arrows() -> dict[str, set[str]]:
+@functools.cache
+def module_arrows() -> dict[str, set[str]]:
+    """Module -> modules it imports. Importing a module imports the packages around it, which is no arrow."""
     modules = set(trees())
-    return {name: imported_modules(tree, modules) - {name} for name, tree in trees().items()}
+    packages = {name for name in modules for other in modules if other.startswith(name + ".")}
+    return {name: imported_modules(tree, modules) - {name} - packages for name, tree in trees().items()}
+
+
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def package_arrows() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {room(name): set() for name in trees()}
+    for name, targets in module_arrows().items():
+        found[room(name)] |= {room(target) for target in targets} - {room(name)}
+    return found
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -120,44 +128,47 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
     return next((cycle for node in sorted(graph) if (cycle := visit(node, []))), [])
 
 
-def test_every_import_is_an_arrow_of_the_picture() -> None:
-    drawn = picture().arrows
-    missing = [f"{name} -> {target}" for name, targets in arrows().items() for target in targets - drawn.get(name, set())]
-    unlisted = sorted(set(trees()) - set(drawn))
-    assert not missing and not unlisted, f"{PAGE} lacks arrows {sorted(missing)} and modules {unlisted}"
-
-
-def test_the_picture_has_no_arrow_that_the_code_has_not() -> None:
-    real = arrows()
-    stale = [f"{name} -> {target}" for name, targets in picture().arrows.items() for target in targets - real.get(name, set())]
-    gone = sorted(set(picture().arrows) - set(real))
-    assert not stale and not gone, f"{PAGE} draws arrows {sorted(stale)} and modules {gone} that are not there"
-
-
-def test_no_cycle() -> None:
-    assert find_cycle(arrows()) == []
-
-
-def test_groups_import_downward() -> None:
-    rank = {name: GROUPS.index(group) for name, group in picture().groups.items()}
-    upward = [
+def test_every_import_between_packages_is_drawn() -> None:
+    wrong = [
         f"{name} -> {target}"
-        for name, targets in arrows().items()
+        for name, targets in module_arrows().items()
         for target in targets
-        if rank.get(target, 0) > rank.get(name, len(GROUPS))  # modules that the page lacks fail another test
+        if room(target) not in {room(name), *LEAVES, *drawn().get(room(name), ())}
     ]
-    assert upward == []
+    assert not wrong, f"docs/architecture.md draws no arrow for {sorted(wrong)}"
+    assert set(package_arrows()) == set(drawn()), "docs/architecture.md draws other packages than there are"
 
 
-@pytest.mark.parametrize("group", sorted(FORBIDDEN))
-def test_group_keeps_its_hands_off(group: str) -> None:
-    members = [name for name, its in picture().groups.items() if its == group]
-    assert members, f"{PAGE} has no group {group!r}"
+def test_no_arrow_is_drawn_that_no_import_needs() -> None:
+    real = package_arrows()
+    stale = [f"{name} -> {target}" for name, targets in drawn().items() for target in targets - real.get(name, set())]
+    assert not stale, f"docs/architecture.md draws arrows that no import needs: {sorted(stale)}"
+
+
+def test_no_cycle_among_packages_or_modules() -> None:
+    assert find_cycle({name: targets - LEAVES for name, targets in package_arrows().items()}) == []
+    assert find_cycle(module_arrows()) == []
+
+
+@pytest.mark.parametrize("package", sorted(FORBIDDEN))
+def test_package_keeps_its_hands_off(package: str) -> None:
+    members = [name for name in trees() if room(name) == package]
+    assert members, f"there is no package {package!r}"
     wrong = [
         f"{name} imports {imported}"
         for name in members
         for imported in imported_names(trees()[name])
-        if imported.split(".")[0] in FORBIDDEN[group]
+        if imported.split(".")[0] in FORBIDDEN[package]
+    ]
+    assert wrong == []
+
+
+def test_only_compat_imports_deepspeed() -> None:
+    wrong = [
+        f"{name} imports {imported}"
+        for name, tree in trees().items()
+        for imported in imported_names(tree)
+        if imported.split(".")[0] == "deepspeed" and room(name) != "compat"
     ]
     assert wrong == []
 
@@ -243,15 +254,20 @@ def foreign_privates(tree: ast.AST) -> list[str]:
 
 
 def test_private_names_of_deepspeed_only_in_compat() -> None:
-    wrong = {name: uses for name, tree in trees().items() if name not in COMPAT and (uses := foreign_privates(tree))}
+    wrong = {name: uses for name, tree in trees().items() if room(name) != "compat" and (uses := foreign_privates(tree))}
     assert wrong == {}
 
 
 # ------------------------------------------------------------------------------------------------------------------ sizes
 
 
+def test_folders_hold_few_files() -> None:
+    files = Counter(str(path.parent.relative_to(ROOT)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    assert {folder: num for folder, num in files.items() if num > MAX_FOLDER_FILES} == {}
+
+
 def test_files_fit_on_few_screens() -> None:
-    lines = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    lines = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert {name: num for name, num in lines.items() if num > MAX_FILE_LINES} == {}
 
 
@@ -268,14 +284,11 @@ def test_functions_fit_on_one_screen() -> None:
 # ---------------------------------------------------------------------------------------------- the checks can themselves fail
 
 
-def test_picture_is_read_from_markdown() -> None:
-    text = (
-        "# A\n\n## 3. Architecture\ntext\n```\nno arrow\n```\n```text\n# core: x\na ->\n# tools\nb -> a, c  # why\n```\n## B\n"
-    )
-    drawn = read_picture(text)
-    assert drawn == Picture({"a": frozenset(), "b": frozenset({"a", "c"})}, {"a": "core", "b": "tools"})
-    with pytest.raises(ValueError, match="Architecture"):
-        read_picture("# A\n```\na -> b\n```\n")
+def test_arrows_are_read_from_markdown() -> None:
+    text = "# A\n\n## 3. Packages\ntext\n```\nno arrow\n```\n```text\na ->\nb -> a, c  # why\n```\n## B\n"
+    assert read_arrows(text) == {"a": set(), "b": {"a", "c"}}
+    with pytest.raises(ValueError, match="Packages"):
+        read_arrows("# A\n```\na -> b\n```\n")
 
 
 def test_imports_are_found_in_every_form() -> None:

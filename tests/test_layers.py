@@ -12,7 +12,8 @@ from families import FAMILIES, NUM_LAYERS, Handwritten, Pair
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from ds_vertical.layers import LayerError, LayerMap, map_layers
+from ds_vertical.errors import LayerError
+from ds_vertical.model.layers import LayerMap, map_layers
 
 MODELS = Path(__file__).parent.parent / "configs" / "models"
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ds_vertical import blocktime, fio, limits, limits_cache
-from ds_vertical.machine import Machine
+from ds_vertical.cli.bench import block_timer, fio, limits
+from ds_vertical.engine import machine_cache
+from ds_vertical.planner.machine import Machine
 
 MODEL = Path(__file__).parents[1] / "configs" / "models" / "gpt_13m.json"
 
@@ -45,7 +46,7 @@ def test_the_report_as_json_alone_is_what_is_kept(
     options = ["--path", str(tmp_path), "--size-mb", "4", "--rounds", "1", "--no-fio"]
     assert limits.main([*options, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["rates"]["adam_elements_per_s"] > 0 and report == limits_cache.cached_report(tmp_path)
+    assert report["rates"]["adam_elements_per_s"] > 0 and report == machine_cache.cached_report(tmp_path)
 
 
 def test_a_cache_that_cannot_be_written_is_told_before_anything_is_measured(
@@ -85,7 +86,7 @@ def test_aio_settings_that_make_no_queue_are_refused(tmp_path: Path, capsys: pyt
 
 
 def test_gradients_of_a_models_pieces_are_summed_where_the_model_is() -> None:
-    timer = blocktime.BlockTimer(MODEL, blocktime.Batch(16, 1, "fp32"), "meta")  # any device but the host
+    timer = block_timer.BlockTimer(MODEL, block_timer.Batch(16, 1, "fp32"), "meta")  # any device but the host
     timer.sums.add("pre")
     assert {total.device.type for total in timer.sums.take("pre")} == {"meta"}
 

@@ -14,11 +14,10 @@ from faults import small_files
 from harness import differing, read_weights, running
 from test_resume import config_in, contents, model_of, train
 
-from ds_vertical import manifest
-from ds_vertical.checksums import checksum, read_pieces
-from ds_vertical.manifest import CheckpointError, SavedFile
-from ds_vertical.storage import StorageError
-from ds_vertical.torn import TornStateError
+from ds_vertical.engine.checkpoint import manifest
+from ds_vertical.engine.checkpoint.manifest import SavedFile
+from ds_vertical.errors import CheckpointError, StorageError, TornStateError
+from ds_vertical.io.checksums import checksum, read_pieces
 
 
 @pytest.mark.parametrize(

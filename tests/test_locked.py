@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_vertical import hostmemory, locked
+from ds_vertical.compat import pinned_memory
+from ds_vertical.io import host
 
 MIB = 1 << 20
 
@@ -39,23 +40,23 @@ def mapped(address: int) -> dict[str, int]:
 def test_memory_is_locked_and_given_back(num_bytes: int) -> None:
     before = status("VmLck")
     for _ in range(3):
-        buffer = locked.lock_host_bytes(num_bytes)
+        buffer = pinned_memory.lock_host_bytes(num_bytes)
         assert (buffer.dtype, buffer.shape) == (torch.uint8, (num_bytes,)) and buffer.data_ptr() % 4096 == 0
         assert abs(status("VmLck") - before - num_bytes / 1024) <= 8
         buffer.fill_(7)
         assert int(buffer[-1]) == 7
-        locked.unlock_host_bytes(buffer)
+        pinned_memory.unlock_host_bytes(buffer)
         assert status("VmLck") == before
 
 
 def test_a_large_buffer_is_in_huge_pages_and_its_memory_goes_with_it() -> None:
-    buffer = locked.lock_host_bytes(65 * MIB)
-    assert buffer.data_ptr() % hostmemory.HUGE_BYTES == 0
+    buffer = pinned_memory.lock_host_bytes(65 * MIB)
+    assert buffer.data_ptr() % host.HUGE_BYTES == 0
     pages = mapped(buffer.data_ptr())
     assert pages["Rss"] == pages["Locked"] == 65 * 1024
     assert "hg" in pages  # asked for: how many a kernel grants is its own affair, and none where it has run out
     address = buffer.data_ptr()
-    locked.unlock_host_bytes(buffer)
+    pinned_memory.unlock_host_bytes(buffer)
     assert mapped(address)["Rss"] == mapped(address)["Locked"] == 0
     del buffer
     gc.collect()

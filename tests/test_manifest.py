@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from ds_vertical import leftovers, manifest, tagfolder, trees
-from ds_vertical.checksums import Checksums, Piece, checksum, read_pieces
-from ds_vertical.files import set_aside
-from ds_vertical.manifest import CheckpointError, Range, RankManifest, SavedFile, SavedTensor
-from ds_vertical.storage import StorageError
-from ds_vertical.tagfolder import TagFolder, check_tag
+from ds_vertical.engine.checkpoint import leftovers, manifest, tag_dir
+from ds_vertical.engine.checkpoint.manifest import Range, RankManifest, SavedFile, SavedTensor
+from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag
+from ds_vertical.errors import CheckpointError, StorageError
+from ds_vertical.io import remove_tree
+from ds_vertical.io.checksums import Checksums, Piece, checksum, read_pieces
+from ds_vertical.io.files import set_aside
 
 # ---- checksums
 
@@ -233,7 +234,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_folder_takes_the_place_of_the_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
     """On a file system that can exchange two names, and on one that cannot."""
     if not exchanges:
-        monkeypatch.setattr(tagfolder, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(tag_dir, "_exchange", lambda one, other: False)
     for number in range(3):
         folder = TagFolder(tmp_path / "saved", "tag", str(number))
         folder.make()
@@ -299,7 +300,7 @@ def test_a_switch_that_is_not_on_the_disk_is_taken_back(
 ) -> None:
     """Else the earlier checkpoint would be deleted as what has failed."""
     if not exchanges:
-        monkeypatch.setattr(tagfolder, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(tag_dir, "_exchange", lambda one, other: False)
     folder = TagFolder(tmp_path, "tag", "00000001")
     if earlier:
         folder.path.mkdir()
@@ -324,7 +325,7 @@ def test_a_switch_without_exchange_that_is_interrupted_leaves_the_earlier_folder
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the two renames, when the tag is absent."""
-    monkeypatch.setattr(tagfolder, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(tag_dir, "_exchange", lambda one, other: False)
     folder = TagFolder(tmp_path, "tag", "00000001")
     folder.path.mkdir()
     (folder.path / manifest.NAME).write_text("earlier")
@@ -354,7 +355,7 @@ def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from ds_vertical.tagfolder import TagFolder
+from ds_vertical.engine.checkpoint.tag_dir import TagFolder
 
 folder = TagFolder(Path(sys.argv[1]), "killed", "0123abcd")
 folder.make()
@@ -378,7 +379,7 @@ def test_what_a_killed_save_left_is_deleted_by_the_next(tmp_path: Path) -> None:
 KILLED_BEFORE_LATEST = """
 import os, signal, sys
 from pathlib import Path
-from ds_vertical.tagfolder import TagFolder
+from ds_vertical.engine.checkpoint.tag_dir import TagFolder
 
 folder = TagFolder(Path(sys.argv[1]), "killed", "0123abcd")
 os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -407,7 +408,7 @@ def test_the_only_copies_of_a_checkpoint_are_no_leftovers(tmp_path: Path) -> Non
     """Killed between the two renames of a file system that cannot exchange names."""
     for name in (".tag.00000001", ".tag.00000001.old", ".tag.00000002"):
         (tmp_path / name).mkdir()
-        with trees.opened(tmp_path / name) as fd:
+        with remove_tree.opened(tmp_path / name) as fd:
             leftovers.mark(fd, "run", "tag", name.split(".")[2])
     assert [path.name for path, _, _ in leftovers.find(tmp_path)] == [".tag.00000002"]
     (tmp_path / "tag").mkdir()

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from ds_vertical.costs import ModelShape, Placement
-from ds_vertical.dependencies import dependencies
-from ds_vertical.machine import Machine
-from ds_vertical.memory import SLOTS, Item, MemoryBudgetError, Settings, budget, budget_lines, check_budget, total_bytes
-from ds_vertical.passes import build_evaluation, build_training
-from ds_vertical.residency import changes, peaks
-from ds_vertical.schedule import Event, Op, Schedule, parse_events
-from ds_vertical.simulate import simulate
+from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.memory_budget import SLOTS, Item, Settings, budget, budget_lines, check_budget, total_bytes
+from ds_vertical.planner.memory_timeline import changes, peaks
+from ds_vertical.planner.model_shape import ModelShape, Placement
+from ds_vertical.planner.simulate import simulate
+from ds_vertical.schedule.dependencies import dependencies
+from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
+from ds_vertical.schedule.passes import build_evaluation, build_training
 
 DEVICE = Machine(1e6, 5e5, 1e5, 2, False, 4e6, 2e6)
 ONE_MEMORY = replace(DEVICE, one_memory=True)

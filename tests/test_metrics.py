@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_vertical.metrics import (
+from ds_vertical.engine.metrics import (
     METRICS_VARIABLE,
     STEPS_VARIABLE,
     StepRecord,
@@ -70,7 +70,7 @@ def test_step_holds_the_bytes_and_seconds_between_begin_and_end(tmp_path: Path) 
 def test_peak_is_the_largest_resident_set_in_bytes() -> None:
     # In a process of its own: this one's peak may be gigabytes, and only more than that would show.
     program = """
-from ds_vertical.metrics import peak_host_bytes
+from ds_vertical.engine.metrics import peak_host_bytes
 before = peak_host_bytes()
 block = b"x" * (128 << 20)
 held = peak_host_bytes()

@@ -14,7 +14,7 @@ import torch
 from harness import base_config, differing, read_weights, running
 from models import MixerModel, token_batches
 
-from ds_vertical.batches import as_iterator, loss_of
+from ds_vertical.model.batch import as_iterator, loss_of
 
 
 @pytest.mark.parametrize("batch", [{"input_ids": torch.zeros(1, 2)}, torch.zeros(2, 3)], ids=["dict", "tensor"])

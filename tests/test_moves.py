@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vertical.dependencies import dependencies, validate
-from ds_vertical.extents import Extents
-from ds_vertical.moves import spread
-from ds_vertical.passes import build_training
-from ds_vertical.schedule import Event, Op, Schedule, ScheduleError
+from ds_vertical.errors import ScheduleError
+from ds_vertical.io.extents import Extents
+from ds_vertical.planner.activation_policy import spread
+from ds_vertical.schedule.dependencies import dependencies, validate
+from ds_vertical.schedule.events import Event, Op, Schedule
+from ds_vertical.schedule.passes import build_training
 
 
 @st.composite

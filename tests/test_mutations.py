@@ -26,8 +26,8 @@ def test_names_differ_and_an_unknown_one_is_refused() -> None:
 
 
 def test_a_text_that_does_not_stand_there_once_is_refused() -> None:
-    with pytest.raises(ValueError, match="executor.py holds 0 times 'no such text', not once"):
-        with mutate.package_copy([Mutation("x", "executor.py", "no such text", "", "test_executor.py::x")]):
+    with pytest.raises(ValueError, match="schedule/executor.py holds 0 times 'no such text', not once"):
+        with mutate.package_copy([Mutation("x", "schedule/executor.py", "no such text", "", "test_executor.py::x")]):
             pass
 
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 from adam_gap import MAX_UPDATES, NUMEL, load_adam, long_updates, ticking, ticks_during_update, update
 
-from ds_vertical import hooks, native, opcache
+from ds_vertical.cli import build_ops
+from ds_vertical.compat.ops import cache, load
+from ds_vertical.engine import module_hooks
 
 MODULES = ("free", "pieces")
 IDS = itertools.count(9_000)
@@ -37,14 +39,14 @@ def stock() -> Any:
 
 @pytest.fixture(scope="module")
 def adams(stock: Any) -> dict[str, Any]:
-    free = native.free_adam()
-    assert not isinstance(free, native.PiecewiseAdam), "our own binding was not built"
-    return {"free": free, "pieces": native.PiecewiseAdam(stock)}
+    free = load.free_adam()
+    assert not isinstance(free, load.PiecewiseAdam), "our own binding was not built"
+    return {"free": free, "pieces": load.PiecewiseAdam(stock)}
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PIECE_NUMEL", 4096)
+    monkeypatch.setattr(load, "PIECE_NUMEL", 4096)
 
 
 def trained(adam: Any, numel: int, dtypes: tuple[torch.dtype, torch.dtype], adamw: bool) -> list[list[torch.Tensor]]:
@@ -119,12 +121,12 @@ class Noted:
 def test_other_threads_run_between_the_pieces_of_a_long_update(stock: Any) -> None:
     counts: list[int] = []
     with ticking(switch_interval_s=1e-4) as count:
-        adam = native.PiecewiseAdam(Noted(stock, lambda: counts.append(count())))
+        adam = load.PiecewiseAdam(Noted(stock, lambda: counts.append(count())))
         with long_updates(adam) as run:
             for step in range(1, MAX_UPDATES + 1):
                 counts.clear()
                 run(step)
-                assert len(counts) == NUMEL // native.PIECE_NUMEL > 8
+                assert len(counts) == NUMEL // load.PIECE_NUMEL > 8
                 if counts[-1] > counts[1]:
                     return
     raise AssertionError("no other thread ran between two pieces")
@@ -190,15 +192,15 @@ def test_an_unknown_optimizer_is_refused(adams: dict[str, Any], name: str) -> No
 
 def test_an_edited_source_is_another_op(tmp_path: Path) -> None:
     copied = tmp_path / "free_adam.cpp"
-    shutil.copyfile(native.CSRC / native.FREE_ADAM.source, copied)
-    op = replace(native.FREE_ADAM, source=str(copied))
-    assert op.build_name == native.FREE_ADAM.build_name
+    shutil.copyfile(load.CSRC / load.FREE_ADAM.source, copied)
+    op = replace(load.FREE_ADAM, source=str(copied))
+    assert op.build_name == load.FREE_ADAM.build_name
     copied.write_text(copied.read_text() + "// edited\n")
-    assert op.build_name != native.FREE_ADAM.build_name
+    assert op.build_name != load.FREE_ADAM.build_name
 
 
 def test_build_ops_knows_our_own() -> None:
-    assert {op.build_name for op in native.OWN_OPS} < set(native.needed_ops())
+    assert {op.build_name for op in load.OWN_OPS} < set(load.needed_ops())
 
 
 def test_build_ops_fails_where_a_stand_in_works_in_an_ops_place(
@@ -206,16 +208,16 @@ def test_build_ops_fails_where_a_stand_in_works_in_an_ops_place(
 ) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error on purpose\n")
-    op = native.OwnOp("joint", str(broken), (), "CPUAdamBuilder")
-    monkeypatch.setattr(native, "JOINT", op)
-    monkeypatch.setattr(native, "OWN_OPS", (native.FREE_ADAM, native.CHECKED_AIO, op))
-    native.joint.cache_clear()
+    op = load.OwnOp("joint", str(broken), (), "CPUAdamBuilder")
+    monkeypatch.setattr(load, "JOINT", op)
+    monkeypatch.setattr(load, "OWN_OPS", (load.FREE_ADAM, load.CHECKED_AIO, op))
+    load.joint.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled"):
-            assert native.main([]) == 1
+            assert build_ops.main([]) == 1
     finally:
-        opcache.forget(op.build_name)
-        native.joint.cache_clear()
+        cache.forget(op.build_name)
+        load.joint.cache_clear()
     said = capsys.readouterr()
     assert f"{op.build_name}: not compiled, slower stand-ins" in said.err and "are ready" not in said.out
 
@@ -225,14 +227,14 @@ def test_where_it_does_not_compile_a_warning_says_so_and_deepspeeds_is_used(
 ) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error on purpose\n")
-    op = native.OwnOp("free_adam", str(broken), (), "CPUAdamBuilder")
-    monkeypatch.setattr(native, "FREE_ADAM", op)
+    op = load.OwnOp("free_adam", str(broken), (), "CPUAdamBuilder")
+    monkeypatch.setattr(load, "FREE_ADAM", op)
     try:
         with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* in pieces"):
-            adam = native.free_adam.__wrapped__()
+            adam = load.free_adam.__wrapped__()
     finally:
-        opcache.forget(op.build_name)
-    assert isinstance(adam, native.PiecewiseAdam)
+        cache.forget(op.build_name)
+    assert isinstance(adam, load.PiecewiseAdam)
     assert torch.equal(trained(adam, 1000, DTYPES[0], True)[-1][0], trained(stock, 1000, DTYPES[0], True)[-1][0])
 
 
@@ -265,7 +267,7 @@ def gradients_through(joint: Any) -> list[torch.Tensor]:
 
 
 def test_a_joint_gives_the_bits_of_a_node_in_python() -> None:
-    joint = native.joint()
+    joint = load.joint()
     assert joint is not None
     ours, expected = gradients_through(joint), gradients_through(PythonJoint.apply)
     assert len(ours) == 7
@@ -276,7 +278,7 @@ def test_a_joint_gives_the_bits_of_a_node_in_python() -> None:
 
 
 def test_a_joint_is_the_same_memory_and_no_view() -> None:
-    joint = native.joint()
+    joint = load.joint()
     assert joint is not None
     leaf = torch.ones(4, requires_grad=True)
     inner = leaf * 1
@@ -303,7 +305,7 @@ class Marked(torch.Tensor):
 
 
 def test_tensors_of_users_own_types_keep_them() -> None:
-    joint = hooks.load_joint()
+    joint = module_hooks.load_joint()
     marked = torch.ones(4).as_subclass(Marked).requires_grad_()
     assert type(joint(marked)) is Marked
     plain = torch.ones(4, requires_grad=True)
@@ -315,13 +317,13 @@ def test_tensors_of_users_own_types_keep_them() -> None:
 def test_where_the_joint_does_not_compile_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error on purpose\n")
-    op = native.OwnOp("joint", str(broken), (), "CPUAdamBuilder")
-    monkeypatch.setattr(native, "JOINT", op)
+    op = load.OwnOp("joint", str(broken), (), "CPUAdamBuilder")
+    monkeypatch.setattr(load, "JOINT", op)
     try:
         with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* written in Python"):
-            assert native.joint.__wrapped__() is None
+            assert load.joint.__wrapped__() is None
     finally:
-        opcache.forget(op.build_name)
-    monkeypatch.setattr(native, "joint", lambda: None)
-    for got, wanted in zip(gradients_through(hooks.load_joint()), gradients_through(PythonJoint.apply), strict=True):
+        cache.forget(op.build_name)
+    monkeypatch.setattr(load, "joint", lambda: None)
+    for got, wanted in zip(gradients_through(module_hooks.load_joint()), gradients_through(PythonJoint.apply), strict=True):
         assert torch.equal(got, wanted)

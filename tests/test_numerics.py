@@ -30,9 +30,9 @@ from models import MixerModel, next_token_loss, token_batches
 from spoilt import GOOD, INF, SPOILT, SpoilableModel, spoilt_batches
 from torch import nn
 
-from ds_vertical.chunks import LANE
-from ds_vertical.compat_state import NormMemory
-from ds_vertical.stores import bytes_by_tier
+from ds_vertical.compat.zero_optimizer import NormMemory
+from ds_vertical.engine.engine import bytes_by_tier
+from ds_vertical.offload.chunking import LANE
 
 CLIP = 0.05  # far below every gradient norm here, so clipping acts on every step
 
@@ -116,9 +116,7 @@ def test_odd_sizes_with_the_optimizer_on_ssd(tmp_path: Path) -> None:
     runs: dict[tuple[str, bool], Run] = {}
     for optimizer, vertical in (("cpu", False), ("nvme", False), ("nvme", True)):
         config = base_config(tmp_path, dtype="fp32", clip=CLIP, sub_group_size=300_001, optimizer=optimizer)
-        runs[optimizer, vertical] = run_arm(
-            small_buffers(config, 600_000), build, token_batches(2, 2), vertical=vertical
-        )
+        runs[optimizer, vertical] = run_arm(small_buffers(config, 600_000), build, token_batches(2, 2), vertical=vertical)
     assert_identical(runs["cpu", False], runs["nvme", True])
     assert differing(runs["cpu", False].state, runs["nvme", False].state), "stock is right here: compare it directly"
 
@@ -277,16 +275,12 @@ def test_a_non_finite_step_is_skipped_whole(tmp_path: Path, dtype: str, clip: fl
         model = engine.module
         state = digest(read_state(engine, model)) if step else None
         norm = float(engine.get_global_grad_norm())
-        after = After(
-            digest(read_weights(model)), state, engine.skipped_steps, engine.global_steps, engine.get_lr()[0], norm
-        )
+        after = After(digest(read_weights(model)), state, engine.skipped_steps, engine.global_steps, engine.get_lr()[0], norm)
         seen[type(engine).__name__].append(after)
 
     config = base_config(tmp_path, num_micro_batches=2, dtype=dtype, clip=clip)
     width = 768 if dtype == "bf16" else 512
-    stock, vertical = run_both(
-        small_buffers(config, 600_000), lambda: SpoilableModel(width), spoilt_batches(), between=note
-    )
+    stock, vertical = run_both(small_buffers(config, 600_000), lambda: SpoilableModel(width), spoilt_batches(), between=note)
     assert seen["DeepSpeedEngine"] == seen["VerticalEngine"]
     for run in (stock, vertical):  # a NaN differs from itself, and nobody sees the gradients of a skipped step
         run.losses = [repr(loss) for loss in run.losses]

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_vertical import buildlock, native, opcache
+from ds_vertical.compat.ops import build_lock, cache
+from ds_vertical.compat.ops import load as native
 
 TINY_SOURCE = """
 #include <Python.h>
@@ -25,8 +26,8 @@ PyMODINIT_FUNC PyInit_tiny() { return PyModule_Create(&tiny); }
 # what a process of a user does: activate, then let DeepSpeed load an op
 LOAD_TINY = """
 import shutil, sys
-from ds_vertical import opcache
-opcache.activate()
+from ds_vertical.compat.ops import cache
+cache.activate()
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 class TinyBuilder(CPUOpBuilder):
@@ -112,10 +113,10 @@ def user(tmp_path: Path) -> Iterator[User]:
 @pytest.fixture
 def fresh_facts(monkeypatch: pytest.MonkeyPatch):
     """`build_facts` is read once per process: forget it before and after."""
-    opcache.build_facts.cache_clear()
+    cache.build_facts.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    opcache.build_facts.cache_clear()
+    cache.build_facts.cache_clear()
 
 
 # -------------------------------------------------------------------------------------------------------------- the key
@@ -123,27 +124,27 @@ def fresh_facts(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("variable", "value"), [("CXXFLAGS", "-O1"), ("LDFLAGS", "-L/opt"), ("CXX", "cat")])
 def test_key_depends_on_compiler_and_flags(fresh_facts: pytest.MonkeyPatch, variable: str, value: str) -> None:
-    before = opcache.build_facts().key()
-    opcache.build_facts.cache_clear()
+    before = cache.build_facts().key()
+    cache.build_facts.cache_clear()
     fresh_facts.setenv(variable, value)
-    assert opcache.build_facts().key() != before
+    assert cache.build_facts().key() != before
 
 
 def test_key_depends_on_the_accelerator(fresh_facts: pytest.MonkeyPatch) -> None:
     keys = set()
     for name in ("cpu", "cuda"):
         fresh_facts.setenv("DS_ACCELERATOR", name)
-        opcache.build_facts.cache_clear()
-        keys.add(opcache.build_facts().key())
+        cache.build_facts.cache_clear()
+        keys.add(cache.build_facts().key())
     assert len(keys) == 2
 
 
 def test_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DS_VERTICAL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert opcache.cache_root() == tmp_path / "ds_vertical" / "ops"
+    assert cache.cache_root() == tmp_path / "ds_vertical" / "ops"
     monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "mine"))
-    assert opcache.cache_root() == tmp_path / "mine" / "ops"
+    assert cache.cache_root() == tmp_path / "mine" / "ops"
 
 
 # ---------------------------------------------------------------------------------------------------------- environment
@@ -154,23 +155,23 @@ def test_the_venvs_ninja_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     other.write_text("#!/bin/sh\necho 1.11.1\n")
     other.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    opcache.set_environment()
+    cache.set_environment()
     assert shutil.which("ninja") == str(Path(sys.prefix) / "bin" / "ninja")
     path = os.environ["PATH"]
-    opcache.set_environment()
+    cache.set_environment()
     assert os.environ["PATH"] == path, "a second call must change nothing"
 
 
 def test_a_folder_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    opcache.set_environment()
+    cache.set_environment()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
 
 
 def test_a_folder_inherited_from_another_accelerator_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(opcache.cache_root() / "other-key" / "jit-0"))
-    opcache.set_environment()
-    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(opcache.jit_folder())
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(cache.cache_root() / "other-key" / "jit-0"))
+    cache.set_environment()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(cache.jit_folder())
 
 
 # ---------------------------------------------------------------------------------------------------------------- locks
@@ -192,7 +193,7 @@ def test_lock_of_a_dead_compile_is_removed(tmp_path: Path, capsys: pytest.Captur
     builder.send_signal(signal.SIGKILL)
     builder.wait()
     assert lock.exists()
-    buildlock.wait_for_lock(lock)
+    build_lock.wait_for_lock(lock)
     assert not lock.exists()
     assert str(lock) in capsys.readouterr().err
 
@@ -208,9 +209,9 @@ def test_lock_of_a_live_compile_is_waited_for_and_named(tmp_path: Path, monkeypa
         if builder.stdin is not None and not builder.stdin.closed:
             builder.communicate(b"\n")  # it has been waited for
 
-    monkeypatch.setattr(buildlock, "say", say)
-    assert not buildlock.clear_stale_lock(lock)
-    buildlock.wait_for_lock(lock)
+    monkeypatch.setattr(build_lock, "say", say)
+    assert not build_lock.clear_stale_lock(lock)
+    build_lock.wait_for_lock(lock)
     assert not lock.exists()
     assert [f"waiting for process [{builder.pid}]" in words for words in said] == [True]
     assert builder.wait() == 0, "its lock was taken from under it"
@@ -231,7 +232,7 @@ def test_compiled_once_then_imported_also_by_a_second_clone(user: User, tmp_path
     clone = tmp_path / "clone"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", clone], check=True)
     packages = next(clone.glob("lib/python*/site-packages"))
-    here = Path(opcache.__file__).parents[1]
+    here = Path(cache.__file__).parents[1]
     ours = next(entry for entry in sys.path if entry.endswith("site-packages"))
     (packages / "main.pth").write_text(f"{ours}\n{here}\n")
     (clone / "bin" / "ninja").symlink_to(Path(sys.prefix) / "bin" / "ninja")
@@ -294,12 +295,12 @@ def test_a_damaged_library_does_not_count_as_ready(fresh_facts: pytest.MonkeyPat
     fresh_facts.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
     built = tmp_path / "tiny.so"
     built.write_bytes(b"a whole library")
-    assert opcache.ready_library("tiny") is None
-    opcache._record_ready(built, 1.0)
-    shared = opcache.ready_library("tiny")
+    assert cache.ready_library("tiny") is None
+    cache._record_ready(built, 1.0)
+    shared = cache.ready_library("tiny")
     assert shared is not None and shared.read_bytes() == b"a whole library"
     shared.write_bytes(b"half")
-    assert opcache.ready_library("tiny") is None
+    assert cache.ready_library("tiny") is None
 
 
 # ------------------------------------------------------------------------------------------------------------ real ops
@@ -307,22 +308,23 @@ def test_a_damaged_library_does_not_count_as_ready(fresh_facts: pytest.MonkeyPat
 
 def test_all_ops_load_from_the_users_cache() -> None:
     code = """
-from ds_vertical import native, opcache
-opcache.activate()
-for builder in native.needed_ops().values():
+from ds_vertical.compat.ops import load
+from ds_vertical.compat.ops import cache
+cache.activate()
+for builder in load.needed_ops().values():
     print(builder().load(verbose=False).__file__)
 """
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": ""}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=280)
     files = [line for line in run.stdout.splitlines() if line.endswith(".so")]
-    assert files == [str(opcache.cache_folder() / "lib" / f"{name}.so") for name in native.needed_ops()]
+    assert files == [str(cache.cache_folder() / "lib" / f"{name}.so") for name in native.needed_ops()]
     assert "compiling" not in run.stderr
 
 
 @pytest.mark.slow
 def test_build_ops_compiles_a_real_op_into_an_empty_cache(user: User) -> None:
-    load = "native.needed_ops()['deepspeed_shm_comm']().load(verbose=False)"
-    code = f"from ds_vertical import native, opcache; opcache.activate(); {load}"
+    load = "load.needed_ops()['deepspeed_shm_comm']().load(verbose=False)"
+    code = f"from ds_vertical.compat.ops import cache, load; cache.activate(); {load}"
     run = subprocess.run([sys.executable, "-c", code], env=user.environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr
     # both of its files may be finished between two signs of life: then these never count above 0

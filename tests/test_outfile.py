@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from faults import small_files
 
-from ds_vertical import cli
-from ds_vertical.config import ConfigError
-from ds_vertical.outfile import check_out, write_out
+from ds_vertical.cli import main
+from ds_vertical.errors import ConfigError
+from ds_vertical.io.atomic_file import check_out, write_out
 
 
 def test_a_new_file_has_the_modes_that_the_user_wants(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_what_was_there_stays_where_the_disk_has_no_room(tmp_path: Path) -> None
 
 
 def test_a_stream_is_written_to_and_not_replaced() -> None:
-    script = "from pathlib import Path; from ds_vertical.outfile import *; out = Path('/dev/stdout');"
+    script = "from pathlib import Path; from ds_vertical.io.atomic_file import *; out = Path('/dev/stdout');"
     script += "check_out(out); write_out(out, 'text')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "text"
@@ -65,8 +65,8 @@ def test_a_stream_is_written_to_and_not_replaced() -> None:
 def test_a_command_says_so_before_its_work(
     arguments: list[str], out: str, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for work in ("plan.plan", "limits.measure", "limits._run_limited"):
+    for work in ("cli.plan.command.plan", "cli.bench.limits.measure", "cli.bench.limits._run_limited"):
         monkeypatch.setattr(f"ds_vertical.{work}", lambda *_: pytest.fail("the work has begun"))
-    assert cli.main([*arguments, "--out", out]) == 2
+    assert main.main([*arguments, "--out", out]) == 2
     shown = capsys.readouterr()
     assert f"--out {out}: cannot be written" in shown.err and why in shown.err and not shown.out

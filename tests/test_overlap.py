@@ -26,11 +26,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from models import MixerModel, token_batches
 
-from ds_vertical import engine, native, optimizer, stores, sweeps
-from ds_vertical.adam import CpuAdam
-from ds_vertical.disk import DiskQueue
-from ds_vertical.executor import Executor, Handler
-from ds_vertical.schedule import Event, Op
+from ds_vertical.compat.ops import load
+from ds_vertical.engine import engine
+from ds_vertical.engine import handlers as sweeps
+from ds_vertical.engine.zero3 import optimizer as zero3_optimizer
+from ds_vertical.io.aio import DiskQueue
+from ds_vertical.offload.cpu_adam import CpuAdam
+from ds_vertical.schedule.events import Event, Op
+from ds_vertical.schedule.executor import Executor, Handler
 
 NUM_STEPS = 3
 WIDTH = {False: {"fp32": 64, "bf16": 64}, True: {"fp32": 512, "bf16": 768}}  # on SSD a matrix must have 1 MiB
@@ -83,7 +86,7 @@ def run(numbers: Numbers, timing: Timing, folder: Path) -> Run:
     build = partial(MixerModel, numbers.num_layers, WIDTH[numbers.wide][numbers.dtype], dropout=0.1, vocab=61)
     batches = token_batches(NUM_STEPS, numbers.num_micro_batches, vocab=61, rows=1, shortest=3)
     # Where host and device are one memory nothing would move to the host.
-    apart = mock.patch.object(stores, "compat", TwoMemories()) if moved else contextlib.nullcontext()
+    apart = mock.patch.object(engine, "accelerator", TwoMemories()) if moved else contextlib.nullcontext()
     with apart:
         return run_arm(config, build, batches, vertical=True)
 
@@ -143,7 +146,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[DiskQueue]:
     queues: list[DiskQueue] = []
 
     def new_queue(aio: Mapping[str, Any], *_: Any) -> DiskQueue:
-        inner = native.checked_aio().Queue(aio["block_size"], aio["queue_depth"], aio["single_submit"])
+        inner = load.checked_aio().Queue(aio["block_size"], aio["queue_depth"], aio["single_submit"])
         queues.append(DiskQueue(SlowQueue(inner, lambda: generator.choice((0.0, LONGEST_PAUSE_S * generator.random())))))
         return queues[-1]
 
@@ -194,9 +197,9 @@ IN_MEMORY = st.tuples(
         st.sampled_from([5_001, 20_001, 700_001]),
         st.just(False),
     ),
-    st.builds(
-        Timing, sections(TO_HOST), st.sampled_from(["none", "cpu"]), st.just("cpu"), st.just(0), PERSISTENCE
-    ).filter(fits),
+    st.builds(Timing, sections(TO_HOST), st.sampled_from(["none", "cpu"]), st.just("cpu"), st.just(0), PERSISTENCE).filter(
+        fits
+    ),
 )
 ON_SSD = st.tuples(
     st.builds(
@@ -303,7 +306,7 @@ def test_without_overlap_no_event_finds_anything_in_flight(
         found.extend(f"{what}: queue {number}" for number, queue in enumerate(queues) if cast(Any, queue.native).pending())
 
     monkeypatch.setattr(sweeps, "Executor", Watched)
-    monkeypatch.setattr(optimizer, "CpuAdam", WatchedAdam)
+    monkeypatch.setattr(zero3_optimizer, "CpuAdam", WatchedAdam)
     numbers = Numbers(4, 2, "fp32", 0.0, 1, True)  # each parameter a chunk
     moved = ("activations", {"device": "ssd"})
     section = (("overlap", False), ("optimizer_delay", 0.5), ("gradient_host_share", host_share), moved)

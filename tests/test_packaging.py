@@ -21,11 +21,12 @@ def test_a_wheel_has_the_shapes_the_machines_and_the_sources(tmp_path: Path) -> 
     subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=200)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    for folder, target in (("configs/models", "models"), ("ds_vertical/machines", "machines"), ("ds_vertical/csrc", "csrc")):
+    copied = {"configs/models": "models"} | {f"ds_vertical/{each}": each for each in ("planner/machines", "compat/ops/csrc")}
+    for folder, target in copied.items():
         there = {f"ds_vertical/{target}/{path.name}" for path in (ROOT / folder).iterdir() if path.suffix in (".json", ".cpp")}
         assert there and there <= set(names)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
-    code = "import ds_vertical.shapes as s; print(s.SHAPES); print(s.named_shape('gpt_175b'))"
+    code = "import ds_vertical.model.hf as s; print(s.SHAPES); print(s.named_shape('gpt_175b'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "installed", capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == str(tmp_path / "installed" / "ds_vertical" / "models")

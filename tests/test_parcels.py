@@ -14,13 +14,14 @@ from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 from harness import TwoMemories, assert_identical, base_config, run_arm, running
 from models import MixerModel, token_batches
 
-import ds_vertical.stores
-from ds_vertical import locked, native
-from ds_vertical.memory import MemoryBudgetError
-from ds_vertical.parcels import AwayTier, HostMemory, Parcel, Parcels
+import ds_vertical.engine.engine
+from ds_vertical.compat import pinned_memory
+from ds_vertical.compat.ops import load
+from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.offload.tensor_swapper import AwayTier, HostMemory, Parcel, Parcels
 
 PAGE = 4096
-NEW_QUEUE = partial(native.new_disk_queue, get_aio_config({}))
+NEW_QUEUE = partial(load.new_disk_queue, get_aio_config({}))
 
 
 class Counting(HostMemory):
@@ -31,13 +32,13 @@ class Counting(HostMemory):
         object.__setattr__(self, "sizes", [])
 
     def _lock(self, num_bytes: int) -> torch.Tensor:
-        data = locked.lock_host_bytes(num_bytes)
+        data = pinned_memory.lock_host_bytes(num_bytes)
         self.sizes.append(num_bytes)
         return data
 
     def _unlock(self, data: torch.Tensor) -> None:
         self.sizes.remove(data.numel())
-        locked.unlock_host_bytes(data)
+        pinned_memory.unlock_host_bytes(data)
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ HALVES = {"device": "ssd", "share": 0.5, "host_share": 0.5}
 def test_the_same_bits_from_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     batches = token_batches(3, 4, rows=1, shortest=5)
     expected = run_arm(config_in(tmp_path), MIXER, batches, vertical=True)
-    monkeypatch.setattr(ds_vertical.stores, "compat", TwoMemories())
+    monkeypatch.setattr(ds_vertical.engine.engine, "accelerator", TwoMemories())
     most = 0
     put = Parcels.put
 
@@ -160,7 +161,7 @@ def test_too_many_micro_batches_for_the_budget_are_refused_in_the_first_step_and
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = token_batches(2, 4, rows=1, shortest=5)
-    monkeypatch.setattr(ds_vertical.stores, "compat", TwoMemories())
+    monkeypatch.setattr(ds_vertical.engine.engine, "accelerator", TwoMemories())
     given = config_in(tmp_path, activations={"device": "host"})
     expected = run_arm(given, MIXER, batches, vertical=True)
     with running(given, MIXER, vertical=True) as (engine, _):

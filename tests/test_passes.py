@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vertical.dependencies import dependencies, validate
-from ds_vertical.passes import (
+from ds_vertical.errors import ScheduleError
+from ds_vertical.schedule.dependencies import dependencies, validate
+from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
+from ds_vertical.schedule.passes import (
     build_evaluation,
     build_training,
     forward_order,
@@ -23,7 +25,6 @@ from ds_vertical.passes import (
     place_parameters,
     vertical_order,
 )
-from ds_vertical.schedule import Event, Op, Schedule, ScheduleError, parse_events
 
 GOLDEN = Path(__file__).parent / "golden"
 ORDERS = {"vertical": {}, "snake": {"snake": True}, "horizontal": {"order": "horizontal"}}

@@ -16,9 +16,9 @@ import torch
 from faults import small_disk, small_files
 from pipeline_rig import BLOCK, Rig, assert_dead, blocks, pipeline_threads, values, within_limit, zeros
 
-from ds_vertical.disk import DiskError
-from ds_vertical.pipeline import Job
-from ds_vertical.slots import Extent
+from ds_vertical.io.aio import DiskError
+from ds_vertical.io.extents import Extent
+from ds_vertical.offload.step_pipeline import Job
 
 make_rig, rig = pipeline_rig.make_rig, pipeline_rig.rig  # fixtures
 

@@ -17,19 +17,23 @@ from harness import dispose, start_process_group
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_vertical
-from ds_vertical import cli, hfmodel, limits_cache, metamodel, profile
-from ds_vertical.config import ConfigError, load_section
-from ds_vertical.costs import Placement
-from ds_vertical.crosscheck import check
-from ds_vertical.machine import CostsError
-from ds_vertical.planner import Candidate, Setting
+from ds_vertical.cli import main
+from ds_vertical.cli.plan import fake_run
+from ds_vertical.config.cross_check import check
+from ds_vertical.config.section import load_section
+from ds_vertical.engine import machine_cache
+from ds_vertical.errors import ConfigError, CostsError
+from ds_vertical.model import hf
+from ds_vertical.planner import machine as profile
+from ds_vertical.planner.model_shape import Placement
+from ds_vertical.planner.search import Candidate, Setting
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "configs" / "models"
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
-    status = cli.main(["plan", *options])
+    status = main.main(["plan", *options])
     return status, *capsys.readouterr()
 
 
@@ -44,8 +48,8 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]
 
 @pytest.mark.parametrize("name", ["gpt_13m", "llama_3_8b"])
 def test_the_outline_has_the_models_own_sizes(name: str) -> None:
-    fields = hfmodel.read_fields(SHAPES / f"{name}.json")
-    outline = metamodel.read_outline(name, fields, 64, "bf16")
+    fields = hf.read_fields(SHAPES / f"{name}.json")
+    outline = fake_run.read_outline(name, fields, 64, "bf16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SHAPES / f"{name}.json"))
     assert outline.num_elements == sum(param.numel() for param in model.parameters())
@@ -59,8 +63,8 @@ def test_the_outline_has_the_models_own_sizes(name: str) -> None:
 
 
 def test_what_autograd_keeps_of_a_block_is_what_it_keeps_in_a_real_one() -> None:
-    fields = hfmodel.read_fields(SHAPES / "gpt_13m.json")
-    outline = metamodel.read_outline("gpt_13m", fields, 128, "fp32")
+    fields = hf.read_fields(SHAPES / "gpt_13m.json")
+    outline = fake_run.read_outline("gpt_13m", fields, 128, "fp32")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**fields, "use_cache": False}))
     block = model.get_submodule("gpt_neox.layers.0")
     kept: dict[int, int] = {}
@@ -124,27 +128,27 @@ def test_a_broken_machine_is_refused_by_its_key(tmp_path: Path, change: dict[str
 
 def test_limits_are_kept_per_disk_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
-    assert limits_cache.cached_report(tmp_path) is None
-    path = limits_cache.keep_report({"date": "today"}, tmp_path)
-    assert limits_cache.cached_report(tmp_path / "not" / "yet" / "there") == {"date": "today"}
-    limits_cache.keep_report({"date": "tomorrow"}, tmp_path)
-    assert limits_cache.cached_report(tmp_path) == {"date": "tomorrow"} and list(path.parent.iterdir()) == [path]
-    other = limits_cache.report_path("/dev/shm")
+    assert machine_cache.cached_report(tmp_path) is None
+    path = machine_cache.keep_report({"date": "today"}, tmp_path)
+    assert machine_cache.cached_report(tmp_path / "not" / "yet" / "there") == {"date": "today"}
+    machine_cache.keep_report({"date": "tomorrow"}, tmp_path)
+    assert machine_cache.cached_report(tmp_path) == {"date": "tomorrow"} and list(path.parent.iterdir()) == [path]
+    other = machine_cache.report_path("/dev/shm")
     assert other != path and other.parent == path.parent
     path.write_text("{")
-    assert limits_cache.cached_report(tmp_path) is None
+    assert machine_cache.cached_report(tmp_path) is None
 
 
 def test_training_uses_the_file_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_VERTICAL_LIMITS", "")
-    assert limits_cache.training_report(tmp_path) is None
+    assert machine_cache.training_report(tmp_path) is None
     file = tmp_path / "limits.json"
     file.write_text('{"date": "now"}')
     monkeypatch.setenv("DS_VERTICAL_LIMITS", str(file))
-    assert limits_cache.training_report(tmp_path) == {"date": "now"}
+    assert machine_cache.training_report(tmp_path) == {"date": "now"}
     monkeypatch.setenv("DS_VERTICAL_LIMITS", str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match="DS_VERTICAL_LIMITS=.*none.json"):
-        limits_cache.training_report(tmp_path)
+        machine_cache.training_report(tmp_path)
 
 
 # ---- the command
@@ -183,7 +187,7 @@ def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.C
     assert config == found["config"]
     assert config["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
     assert config["vertical_schedule"].pop("host_memory_bytes") == 1_100_000_000  # of a process without a suite's libraries
-    model = hfmodel.build_model("gpt_13m", hfmodel.read_fields(SHAPES / "gpt_13m.json"), lambda config: None)
+    model = hf.build_model("gpt_13m", hf.read_fields(SHAPES / "gpt_13m.json"), lambda config: None)
     start_process_group()
     batch = {"input_ids": torch.arange(16).reshape(1, 16)}
     batch["labels"] = batch["input_ids"]
@@ -256,7 +260,7 @@ def test_a_machine_that_has_not_been_measured_is_told_how(
 @pytest.mark.parametrize("clip", ["0", "1.0"])  # without clipping there are many more regimes
 def test_175b_is_planned_in_under_ten_seconds(clip: str) -> None:
     """The command, start included; processor time, since others may use the machine."""
-    command = [sys.executable, "-m", "ds_vertical.cli", "plan", "--model", "gpt_175b", "--tokens-per-step", "65536"]
+    command = [sys.executable, "-m", "ds_vertical.cli.main", "plan", "--model", "gpt_175b", "--tokens-per-step", "65536"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([*command, "--machine", "a100_server", "--clip", clip], check=True, capture_output=True, timeout=120)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -268,8 +272,8 @@ def test_what_does_not_fit_is_refused_and_never_timed(
 ) -> None:
     """On the user's own machine, where timing a block of a large model would take more memory than there is."""
     report = {"machine": asdict(profile.read_profile("a100_server").machine), "capacity": {"host_bytes": 2e9, "ssd_bytes": 1e9}}
-    monkeypatch.setattr("ds_vertical.plan.cached_report", lambda path: report)
-    monkeypatch.setattr("ds_vertical.plan.time_pieces", lambda *_: pytest.fail("a block was timed"))
+    monkeypatch.setattr("ds_vertical.cli.plan.command.cached_report", lambda path: report)
+    monkeypatch.setattr("ds_vertical.cli.plan.command.time_pieces", lambda *_: pytest.fail("a block was timed"))
     status, out, err = run(capsys, "--model", "gpt_175b", "--tokens-per-step", "4096")
     assert status == 1 and not out and "host memory: " in err and "ssd memory: " in err and "MiB short" in err
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ds_vertical import planner, program
-from ds_vertical.costs import Placement
-from ds_vertical.machine import CostsError, Machine
-from ds_vertical.outline import Outline, Seconds, estimated, shape_of
-from ds_vertical.planner import Candidate, PlanError, Setting, Task, choose
-from ds_vertical.program import Limits
+from ds_vertical.errors import CostsError
+from ds_vertical.planner import linear_program, search
+from ds_vertical.planner.linear_program import Limits
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import Outline, Placement, Seconds, estimated, shape_of
+from ds_vertical.planner.search import Candidate, PlanError, Setting, Task, choose
 
 MODEL = Outline(
     "eight", 512, "bf16", 20_000_000, (50_000_000,) * 8, 10_000_000, 5.2e10, 0.0, 1e10, 4_194_304, 90_000_000, 60_000_000
@@ -32,13 +32,13 @@ def test_no_other_setting_is_faster_in_the_simulator(clip: float) -> None:
     given = task(clip=clip, micro_batch_size=1)
     plan = choose(given, GPU, ROOM)
     assert plan.chosen.setting.num_micro_batches == 16
-    for case, size, blocks in list(planner._cases(given, GPU, ROOM, (planner._LIBRARIES,)))[:: 1 if clip else 3]:
-        solution = program.solve(case)
+    for case, size, blocks in list(search._cases(given, GPU, ROOM, (search._LIBRARIES,)))[:: 1 if clip else 3]:
+        solution = linear_program.solve(case)
         if solution is None:
             continue
-        for window in planner.WINDOWS:
-            other = planner._candidate(case, size, blocks, solution, window=window)
-            if planner._fits(other):
+        for window in search.WINDOWS:
+            other = search._candidate(case, size, blocks, solution, window=window)
+            if search._fits(other):
                 assert plan.chosen.step_s <= 1.05 * other.step_s, other.setting
 
 
@@ -59,7 +59,7 @@ def test_the_best_of_every_hand_made_setting_is_not_better() -> None:
         shape = shape_of(MODEL, estimated(MODEL, 1, 2e13), sequences=1, generations=2, placement=placement)
         case = replace(chosen.case, shape=shape, settings=settings, delay=delay, early=True)
         other = Candidate(setting, shape, GPU, case, 0.0, ())
-        if planner._fits(other):
+        if search._fits(other):
             best = min(best, other.step_s)
     assert chosen.step_s <= 1.05 * best
 
@@ -123,12 +123,12 @@ def test_timing_alone_is_tuned_within_memory_and_only_for_a_gain() -> None:
     setting, case = plan.chosen.setting, plan.chosen.case
     late = replace(setting, delay=0.9, window=1)
     slow = replace(case, delay=0.9, settings=replace(case.settings, held_share=0.9, window=1))
-    best, own = planner.tune(slow, late, (1, 2), (0.0, 0.25, 0.5))
+    best, own = search.tune(slow, late, (1, 2), (0.0, 0.25, 0.5))
     assert own.setting == late and best.estimate_s < own.estimate_s
-    again, same = planner.tune(best.case, best.setting, (1, 2), (0.0, 0.25, 0.5))
+    again, same = search.tune(best.case, best.setting, (1, 2), (0.0, 0.25, 0.5))
     assert again is same
     nothing = replace(slow, limits=Limits(None, 1e6, None))
-    best, own = planner.tune(nothing, late, (1, 2), (0.0, 0.25))
+    best, own = search.tune(nothing, late, (1, 2), (0.0, 0.25))
     assert best is own
 
 

@@ -27,12 +27,12 @@ from test_export_fp32 import FROZEN, TiedModel, config_in, masters, train
 from test_ranks import start_ranks
 from torch import nn
 
-from ds_vertical import checkpoint, compat, files, manifest, zero_to_fp32
-from ds_vertical.adam import Powers
-from ds_vertical.disk import DiskError
-from ds_vertical.manifest import CheckpointError
-from ds_vertical.storage import StorageError
-from ds_vertical.torn import TornStateError
+from ds_vertical.compat import zero_params
+from ds_vertical.engine.checkpoint import manifest, save, zero_to_fp32
+from ds_vertical.errors import CheckpointError, StorageError, TornStateError
+from ds_vertical.io import files
+from ds_vertical.io.aio import DiskError
+from ds_vertical.offload.cpu_adam import Powers
 
 HOST = {"params": "cpu", "optimizer": "cpu"}
 BETAS = (0.9, 0.999)
@@ -180,7 +180,7 @@ class Stopped(Exception):
 
 def gathered(model: nn.Module) -> list[str]:
     """Parameters that are there whole."""
-    return [name for name, param in model.named_parameters() if not compat.is_partitioned(param)]
+    return [name for name, param in model.named_parameters() if not zero_params.is_partitioned(param)]
 
 
 def test_a_due_step_that_cannot_be_taken_fails_the_save_and_tears_the_state(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone(
         assert there, "no parameter stays on the device"
         before = contents(engine, model)
         for point in ("folder made", "folder complete"):
-            monkeypatch.setattr(checkpoint, "reach", partial(stop_at, point))
+            monkeypatch.setattr(save, "reach", partial(stop_at, point))
             with pytest.raises(Stopped):
                 engine.save_checkpoint(str(folder), tag="one", portable=True)
         monkeypatch.undo()
@@ -231,7 +231,7 @@ def test_it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone(
         manifest.check(folder / "one", manifest.read_rank(folder / "one", 0))
         engine.save_checkpoint(str(folder), tag="two", portable=True, save_latest=False)
         assert (folder / "latest").read_text() == "one" and manifest.complete_tags(folder) == ["one"]
-        assert (folder / "zero_to_fp32.py").read_bytes() == checkpoint.SCRIPT.read_bytes(), "the script of the others is gone"
+        assert (folder / "zero_to_fp32.py").read_bytes() == save.SCRIPT.read_bytes(), "the script of the others is gone"
         assert sorted(path.name for path in (folder / "two").iterdir()) == [
             "zero_pp_rank_0_mp_rank_00_model_states.pt",
             "zero_pp_rank_0_mp_rank_00_optim_states.pt",

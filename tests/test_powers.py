@@ -25,9 +25,8 @@ from harness import (
 from models import MixerModel, token_batches
 from torch import nn
 
-from ds_vertical.adam import AdamSettings, CpuAdam, Powers
-from ds_vertical.chunks import Cut
-from ds_vertical.parts import Part
+from ds_vertical.offload.chunking import Cut, Part
+from ds_vertical.offload.cpu_adam import AdamSettings, CpuAdam, Powers
 
 NUMEL = 64
 A, B = (0.9, 0.999), (0.8, 0.95)

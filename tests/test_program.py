@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vertical import memory, program
-from ds_vertical.costs import ModelShape, Placement, event_costs, split_steps
-from ds_vertical.machine import Machine
-from ds_vertical.passes import build_training
-from ds_vertical.program import Case, Limits
-from ds_vertical.schedule import DELAYED, EVERYTHING, LEAD
-from ds_vertical.traffic import traffic_of
+from ds_vertical.planner import linear_program, memory_budget
+from ds_vertical.planner.closed_forms import traffic_of
+from ds_vertical.planner.costs import event_costs, split_steps
+from ds_vertical.planner.linear_program import Case, Limits
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape, Placement
+from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD
+from ds_vertical.schedule.passes import build_training
 
 GPU = Machine(6e9, 3e9, 1e9, 16, False, 2e10, 2e10, 4e9, 2e9)
 CPU = Machine(1e9, 2e9, 3e8, 2, True, norm_elements_per_s=1e9)
@@ -29,7 +30,7 @@ def case(machine: Machine = GPU, limits: Limits | None = None, delay: float = 0.
     fields: dict[str, Any] = {"activation_bytes": 200_000_000, "recompute_last": False, "generations": 1 + early} | shape
     model = ModelShape(50_000_000, (100_000_000,) * LAYERS, 0.05, 0.1, head_s=0.02, part_elements=1 << 24, **fields)
     held = delay if early else 1.0
-    own = memory.Settings(4, 1, held_share=held, one_memory=machine.one_memory)
+    own = memory_budget.Settings(4, 1, held_share=held, one_memory=machine.one_memory)
     return Case(model, machine, own, limits or Limits(None, None, None), delay, early)
 
 
@@ -40,7 +41,7 @@ def seconds_at(given: Case, points: np.ndarray) -> np.ndarray:
     """Seconds of both sweeps at points of shares (N x 4), by evaluating every row; infinite where memory forbids them."""
     sweeps = {name: np.zeros(len(points)) for name in ("forward_s", "backward_s")}
     forbidden = np.zeros(len(points), dtype=bool)
-    for row in program.constraints(given):
+    for row in linear_program.constraints(given):
         values = points @ np.array([row.row.get(name, 0.0) for name in NAMES])
         sweep = next((name for name in sweeps if name in row.row), None)
         if sweep is not None:
@@ -73,7 +74,7 @@ def test_no_point_of_a_grid_is_better_and_the_best_is_near(
     machine = Machine(read, read / 2, 1e9, 16, False, copy, copy, 0.7 * read, 0.3 * read)
     given = case(machine, Limits(device, host, 1e12), delay)
     least = seconds_at(given, POINTS).min()
-    found = program.solve(given)
+    found = linear_program.solve(given)
     if found is None:
         assert least == np.inf
         return
@@ -104,7 +105,7 @@ def test_the_rows_move_the_bytes_of_the_very_schedule(early: bool, shares: tuple
     }
     sums = [0.0, 0.0]
     for sweep in ("forward_s", "backward_s"):
-        for i, row in enumerate(program._read_write(given, sweep)):
+        for i, row in enumerate(linear_program._read_write(given, sweep)):
             sums[i] += sum(value * values[name] for name, value in row.items())
     # The program counts one load and save more at the two ends of the layers than the schedule has.
     spare = 3 * 4 * on_ssd * shape.activation_bytes
@@ -122,25 +123,25 @@ def test_the_rows_compute_the_seconds_of_the_very_schedule(machine: Machine) -> 
     compute = sum(s.seconds for s in stages if s.lane == "compute")
     adam = sum(s.seconds for s in stages if s.lane == "adam")
     sweeps = ("forward_s", "backward_s")
-    assert sum(program._compute_s(given, sweep) for sweep in sweeps) == pytest.approx(compute)
-    assert sum(program._adam_s(given, sweep) for sweep in sweeps) == pytest.approx(adam)
+    assert sum(linear_program._compute_s(given, sweep) for sweep in sweeps) == pytest.approx(compute)
+    assert sum(linear_program._adam_s(given, sweep) for sweep in sweeps) == pytest.approx(adam)
 
 
 def test_what_is_scarce_decides_where_things_rest() -> None:
-    roomy = program.solve(case(limits=Limits(1e12, 1e12, 1e13)))
+    roomy = linear_program.solve(case(limits=Limits(1e12, 1e12, 1e13)))
     assert roomy is not None and roomy.values["parameters_in_host"] == pytest.approx(1)
     assert roomy.values["activations_on_host"] == roomy.values["activations_on_ssd"] == 0
     small = case(limits=Limits(4 * GIB, 1e12, 1e13))
-    tight = program.solve(small)
+    tight = linear_program.solve(small)
     assert tight is not None and tight.values["activations_on_host"] > 0.5 and tight.values["activations_on_ssd"] == 0
-    poor = program.solve(case(limits=Limits(4 * GIB, 4 * GIB, 1e13), delay=0.0))
+    poor = linear_program.solve(case(limits=Limits(4 * GIB, 4 * GIB, 1e13), delay=0.0))
     assert poor is not None and poor.values["activations_on_ssd"] > 0.2
     assert tight.seconds >= roomy.seconds and poor.seconds >= tight.seconds
 
 
 def test_a_tier_that_is_too_small_at_any_share_is_named_with_its_bytes() -> None:
     given = case(limits=Limits(1 * GIB, 1e12, 1e13))
-    assert program.solve(given) is None
-    lacking = program.shortage(given)
-    least = min(program.tier_bytes(given, Placement(1, 1, 0, a, 0), "device") for a in (0.0, 1.0))
+    assert linear_program.solve(given) is None
+    lacking = linear_program.shortage(given)
+    least = min(linear_program.tier_bytes(given, Placement(1, 1, 0, a, 0), "device") for a in (0.0, 1.0))
     assert lacking == {"device memory": pytest.approx(least - GIB)}

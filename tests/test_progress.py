@@ -25,15 +25,14 @@ from test_engine_api import build_model, host_config, initialize
 from test_yardstick import FACTS
 from tqdm import tqdm
 
-from ds_vertical import contention, progress
-from ds_vertical.account import RanStep
-from ds_vertical.bound import step_bound
-from ds_vertical.machine import Machine
-from ds_vertical.pace import WINDOW, BusyMeter, Goal, Pace, Reading
-from ds_vertical.progress import Goals, layer_rates
-from ds_vertical.statusline import StatusLine, fit
-from ds_vertical.survey import facts_of
-from ds_vertical.trace import RecordingTracer, read_trace, summarize
+from ds_vertical.engine import progress
+from ds_vertical.engine.progress import WINDOW, BusyMeter, Goal, Goals, Pace, Reading, StatusLine, fit, layer_rates
+from ds_vertical.engine.run_log import facts_of
+from ds_vertical.io import contention
+from ds_vertical.planner.bound import step_bound
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.run_record import RanStep
+from ds_vertical.schedule.trace import RecordingTracer, read_trace, summarize
 
 REPORT: dict[str, Any] = {
     "machine": {

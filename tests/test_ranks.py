@@ -18,7 +18,7 @@ import rank_worker
 import torch
 from harness import MIN_SSD_BYTES, Run, differing, largest_relative, read_weights, run_arm, running
 
-from ds_vertical.manifest import CheckpointError
+from ds_vertical.errors import CheckpointError
 
 WORKER = Path(rank_worker.__file__)
 TOLERANCE = 1e-6  # fp32, relative per tensor (the numerics contract)
@@ -327,7 +327,7 @@ def test_a_state_that_one_rank_has_torn_is_neither_trained_on_nor_saved_by_any(j
 
 _MAPPED = """
 from pathlib import Path
-from ds_vertical import ranks
+from ds_vertical.distributed import ranks
 ranks.start_distributed()
 print(*(line.split(maxsplit=5)[5].strip() for line in Path("/proc/self/maps").open() if "allreduce_buffer" in line))
 """

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ds_vertical.config import SECTION, VerticalConfig, load_section
-from ds_vertical.crosscheck import check
+from ds_vertical.config.cross_check import check
+from ds_vertical.config.section import SECTION, VerticalConfig, load_section
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -125,7 +125,7 @@ def test_the_script_runs_as_it_stands(tmp_path: Path, block: Block, enabled: boo
 def test_other_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, but for checks that doctor would start: they are replaced by none."""
     (tmp_path / "ds_config.json").write_text(json.dumps(own_json(tmp_path)))
-    doctor = importlib.import_module("ds_vertical.doctor")
+    doctor = importlib.import_module("ds_vertical.cli.doctor.command")
     monkeypatch.setattr(doctor, "CHECKS", ())
     exec(block.text, {"__name__": block.page, "config_path": tmp_path / "ds_config.json", "nvme_path": tmp_path})
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import ds_vertical
-from ds_vertical.layers import LayerError
+from ds_vertical.errors import LayerError
 
 SIZES = {
     "vocab_size": 300,

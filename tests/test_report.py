@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from browser import Browser
 
-from ds_vertical import findings, report
-from ds_vertical.charts import clusters, merged
-from ds_vertical.findings import find
-from ds_vertical.palette import ARMS, FAINT, INK, OTHER, RESOURCES, STALL, colour
-from ds_vertical.runfolder import names, open_folder
-from ds_vertical.trace import RESOURCES as TRACED
-from ds_vertical.trace import optimizer_overlap, summarize, union
+from ds_vertical.cli.report import command
+from ds_vertical.cli.report import summary as findings
+from ds_vertical.cli.report.charts import clusters, merged
+from ds_vertical.cli.report.colors import ARMS, FAINT, INK, OTHER, RESOURCES, STALL, colour
+from ds_vertical.cli.report.run_folder import names, open_folder
+from ds_vertical.cli.report.summary import find
+from ds_vertical.schedule.trace import RESOURCES as TRACED
+from ds_vertical.schedule.trace import optimizer_overlap, summarize, union
 
 RECORDED = Path(__file__).parent / "recorded" / "ab"
 KEYS = ("timeline", "kinds", "rates", "bound", "memory", "arms", "losses", "overlap")
@@ -55,7 +56,7 @@ class Page(HTMLParser):
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """(folder, what was said) of the recorded run's report."""
     out = tmp_path_factory.mktemp("report")
-    return out, report.write([RECORDED], out)
+    return out, command.write([RECORDED], out)
 
 
 def page_of(out: Path) -> Page:
@@ -91,7 +92,7 @@ def test_an_ab_json_of_another_shape_is_told_in_a_sentence(tmp_path: Path, capsy
     ab = json.loads((folder / "ab.json").read_text())
     del ab["arms"]["vertical"]["losses"]
     (folder / "ab.json").write_text(json.dumps(ab))
-    assert report.main([str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert command.main([str(folder), "--out", str(tmp_path / "out")]) == 2
     assert "lacks 'losses'" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
@@ -153,7 +154,7 @@ def test_names_from_files_are_text_and_nothing_else(tmp_path: Path) -> None:
     (folder / "ab.json").write_text(json.dumps(ab))
     for path in folder.rglob("rank0.jsonl"):
         path.write_text(path.read_text().replace('"fetch 0"', json.dumps(evil)))
-    report.write([folder], tmp_path / "out")
+    command.write([folder], tmp_path / "out")
     text = (tmp_path / "out" / "report.html").read_text()
     assert html.escape(evil) in text and "<img src=x" not in text
     assert all(attrs.keys() == {"alt", "src"} for attrs in page_of(tmp_path / "out").all("img"))
@@ -174,7 +175,7 @@ def copied(tmp_path: Path, name: str, *wanted: str) -> Path:
 
 def test_several_runs_are_compared_in_one_table(tmp_path: Path) -> None:
     bare = copied(tmp_path, "trace only", "traced.0.trace")
-    told = report.write([copied(tmp_path, "ab only", "ab.json"), bare], tmp_path / "out")
+    told = command.write([copied(tmp_path, "ab only", "ab.json"), bare], tmp_path / "out")
     found = page_of(tmp_path / "out")
     assert [attrs["id"] for attrs in found.all("section")] == [f"run{run}-{key}" for run in (1, 2) for key in KEYS]
     assert found.texts[""].count("trace only") >= 2  # in the table, and over its sections
@@ -196,7 +197,7 @@ def test_several_runs_are_compared_in_one_table(tmp_path: Path) -> None:
 )
 def test_what_a_run_does_not_have_is_left_out_with_a_line(tmp_path: Path, wanted: tuple[str, ...], without: set[str]) -> None:
     folder = copied(tmp_path, "run", *wanted)
-    (run,) = report.write([folder], tmp_path / "out")["runs"]
+    (run,) = command.write([folder], tmp_path / "out")["runs"]
     found = page_of(tmp_path / "out")
     charts = {path.stem for path in (tmp_path / "out").glob("*.png")}
     assert charts.isdisjoint(without)
@@ -216,7 +217,7 @@ def test_where_the_losses_differ_no_speed_is_shown(tmp_path: Path) -> None:
         for key in ("step_s", "tokens_per_s", "step_s_by_repeat"):
             del arm[key]
     (folder / "ab.json").write_text(json.dumps(ab))
-    (run,) = report.write([folder], tmp_path / "out")["runs"]
+    (run,) = command.write([folder], tmp_path / "out")["runs"]
     summary = run["summary"]
     assert [summary[name] for name in ("stock_s", "vertical_s", "speedup", "step_over_bound")] == [None] * 4
     assert run["sections"]["bound"]["seconds"] == {} and run["sections"]["arms"]["speedup"] is None
@@ -235,7 +236,7 @@ def test_a_loss_that_is_no_number_is_told(tmp_path: Path, capsys: pytest.Capture
         fields = json.loads(last)
         fields["loss"] = "nan"
         path.write_text("\n".join([*lines, json.dumps(fields)]) + "\n")
-    assert report.main([str(folder), "--out", str(tmp_path / "out"), "--json"]) == 0
+    assert command.main([str(folder), "--out", str(tmp_path / "out"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert told["runs"][0]["summary"]["last_loss"] == "nan"
 
@@ -244,7 +245,7 @@ def test_a_loss_that_is_no_number_is_told(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(copied(tmp_path, "run", "ab.json")), "--out", str(tmp_path / "out")]) == 0
+    assert command.main([str(copied(tmp_path, "run", "ab.json")), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert re.search(r"run: step \d.*stock / vertical .*step / bound", said) and "left out: Timeline of a step" in said
     assert f"written: {tmp_path / 'out' / 'report.html'}, and 2 charts" in said
@@ -276,7 +277,7 @@ def test_a_folder_that_does_not_do_is_refused(
             "account": folder / "traced.0.metrics" / "account.jsonl",
         }.get(name, folder / name)
         path.write_text('{"machine": {}}' if name == "limits.json" else path.read_text()[:-40])
-    assert report.main([str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert command.main([str(folder), "--out", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and re.search(words, captured.err) and captured.err.count("\n") == 1
     assert captured.err.startswith("ds-vertical report: ") and not (tmp_path / "out").exists()
@@ -290,7 +291,7 @@ def test_a_folder_that_does_not_do_is_refused(
     ],
 )
 def test_options_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
-    assert report.main([str(RECORDED), *options]) == 2
+    assert command.main([str(RECORDED), *options]) == 2
     captured = capsys.readouterr()
     assert re.search(words, captured.err) and "Traceback" not in captured.err
 
@@ -299,7 +300,7 @@ def test_without_matplotlib_the_command_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert report.main([str(RECORDED), "--out", str(tmp_path / "out")]) == 2
+    assert command.main([str(RECORDED), "--out", str(tmp_path / "out")]) == 2
     assert "pip install 'ds-vertical[plot]'" in capsys.readouterr().err
 
 

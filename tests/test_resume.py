@@ -35,9 +35,12 @@ from harness import (
 from models import MixerModel, token_batches
 from torch import nn
 
-from ds_vertical import checkpoint, files, manifest, storage
-from ds_vertical.checkpoint import POINTS
-from ds_vertical.manifest import CheckpointError
+from ds_vertical import errors
+from ds_vertical.engine.checkpoint import manifest, save
+from ds_vertical.engine.checkpoint.save import POINTS
+from ds_vertical.errors import CheckpointError
+from ds_vertical.io import files as io_files
+from ds_vertical.io.runs import run_dir
 
 NUM_LAYERS = 2
 WIDTH = {"fp32": 512, "bf16": 768}  # square matrices of 1 MiB and more
@@ -231,7 +234,7 @@ def test_a_save_shares_files_and_reads_no_state(tmp_path: Path) -> None:
         folder = tmp_path / "saved" / "one" / "rank0"
         shared = [path for path in folder.iterdir() if path.stat().st_nlink > 1]
         assert {path.stat().st_ino for path in shared} <= of_run
-        files = {path.name for path in folder.glob("*.bin")} - {checkpoint.MEMORY}
+        files = {path.name for path in folder.glob("*.bin")} - {save.MEMORY}
         assert {path.name for path in shared} == files and len(shared) > 9
         frozen = {path.stat().st_ino for path in shared}
         train(engine, range(2, 5))
@@ -249,7 +252,7 @@ def test_a_save_shares_files_and_reads_no_state(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def read_pieces_of(engine: Any, hear: Any) -> Iterator[None]:
     """`hear` of every file that the engine's checksums are read from."""
-    from ds_vertical import checksums
+    from ds_vertical.io import checksums
 
     real = checksums.read_pieces
     checksums.read_pieces = lambda path, start, end: (hear(path), real(path, start, end))[1]
@@ -312,7 +315,7 @@ def test_a_save_that_is_interrupted_leaves_the_earlier_one(tmp_path: Path, monke
         train(engine, range(1, 2))
         second = contents(engine, model)
         for number, point in enumerate(POINTS):
-            monkeypatch.setattr(checkpoint, "reach", partial(stop_at, point))
+            monkeypatch.setattr(save, "reach", partial(stop_at, point))
             with pytest.raises(Stopped):
                 engine.save_checkpoint(str(folder), tag=tag)
             switched = number >= POINTS.index("switched")
@@ -334,17 +337,17 @@ def stop_at(point: str, reached: str) -> None:
 
 
 def test_a_save_without_room_is_refused_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_vertical import files
-    from ds_vertical.storage import StorageError
+    from ds_vertical.errors import StorageError
+    from ds_vertical.io import files as io_files
 
     with running(config_in(tmp_path / "ssd"), model_of, vertical=True) as (engine, model):
         train(engine, range(1))
         engine.save_checkpoint(str(tmp_path / "saved"), tag="one")
         expected = contents(engine, model)
-        real = files.free_bytes
+        real = io_files.free_bytes
         for full, said in (("saved", "a copy of this rank's files needs"), ("ssd", "needs .* more bytes")):
             full_folder = tmp_path / full
-            monkeypatch.setattr(files, "free_bytes", lambda p, full=full_folder: 4096 if p.is_relative_to(full) else real(p))
+            monkeypatch.setattr(io_files, "free_bytes", lambda p, full=full_folder: 4096 if p.is_relative_to(full) else real(p))
             with pytest.raises(StorageError, match=said):
                 engine.save_checkpoint(str(tmp_path / "saved"), tag="two")
             monkeypatch.undo()
@@ -427,7 +430,7 @@ def test_a_save_within_a_step_or_into_the_runs_folder_is_refused(tmp_path: Path)
     with running(config_in(tmp_path / "ssd"), model_of, vertical=True) as (engine, model):
         train(engine, range(1))
         expected = contents(engine, model)
-        (folder,) = [path for path in storage.claimed() if path.is_relative_to(tmp_path)]
+        (folder,) = [path for path in run_dir.claimed() if path.is_relative_to(tmp_path)]
         for portable in (False, True):
             with pytest.raises(CheckpointError, match="lies in the folder of this run"):
                 engine.save_checkpoint(str(folder / "checkpoints"), portable=portable)
@@ -605,14 +608,14 @@ def test_frozen_weights_that_a_checkpoint_shares_take_no_more_room(tmp_path: Pat
                 frozen.data.fill_(0.25)
 
         with monkeypatch.context() as patch:
-            patch.setattr(files, "free_bytes", lambda path: 1000)
-            with pytest.raises(storage.StorageError, match="needs 1048576"):
+            patch.setattr(io_files, "free_bytes", lambda path: 1000)
+            with pytest.raises(errors.StorageError, match="needs 1048576"):
                 write()
         assert digests(tmp_path / "saved") == before and not own.exists()
         assert differing(expected, contents(engine, model)) == []
         with monkeypatch.context() as patch:
-            patch.setattr(files, "free_bytes", lambda path: 1000)
-            with pytest.raises(storage.StorageError, match="needs 1048576"):
+            patch.setattr(io_files, "free_bytes", lambda path: 1000)
+            with pytest.raises(errors.StorageError, match="needs 1048576"):
                 engine.load_checkpoint(str(tmp_path / "saved"), tag="one")
         assert differing(expected, contents(engine, model)) == []
         write()

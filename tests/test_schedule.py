@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vertical.dependencies import dependencies, validate
-from ds_vertical.passes import build_evaluation, build_training
-from ds_vertical.schedule import Event, Op, Schedule, ScheduleError, format_window, parse_event, parse_events
+from ds_vertical.errors import ScheduleError
+from ds_vertical.schedule.dependencies import dependencies, validate
+from ds_vertical.schedule.events import Event, Op, Schedule, format_window, parse_event, parse_events
+from ds_vertical.schedule.passes import build_evaluation, build_training
 
 ALL_DUE = frozenset({"pre", 0, 1, 2})
 SMALL = {

@@ -31,9 +31,9 @@ from test_forward_state import (
 )
 from torch import nn
 
-from ds_vertical.layers import LayerError
-from ds_vertical.selfcheck import SelfCheckError
-from ds_vertical.stubs import Coroutine
+from ds_vertical.engine.self_check.check import SelfCheckError
+from ds_vertical.errors import LayerError
+from ds_vertical.model.stubs import Coroutine
 
 
 @pytest.fixture(autouse=True)

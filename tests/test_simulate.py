@@ -9,14 +9,16 @@ from itertools import pairwise
 
 import pytest
 
-from ds_vertical.bound import longest_chain_s, step_bound
-from ds_vertical.costs import CostsError, ModelShape, Placement, event_costs
-from ds_vertical.dependencies import dependencies
-from ds_vertical.machine import Machine
-from ds_vertical.passes import build_evaluation, build_training
-from ds_vertical.residency import changes
-from ds_vertical.schedule import PRE, Event, Op, Schedule, ScheduleError, coming_steps, parse_event, parse_events
-from ds_vertical.simulate import Span, Timeline, simulate
+from ds_vertical.errors import CostsError, ScheduleError
+from ds_vertical.planner.bound import longest_chain_s, step_bound
+from ds_vertical.planner.costs import event_costs
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.memory_timeline import changes
+from ds_vertical.planner.model_shape import ModelShape, Placement
+from ds_vertical.planner.simulate import Span, Timeline, simulate
+from ds_vertical.schedule.dependencies import dependencies
+from ds_vertical.schedule.events import PRE, Event, Op, Schedule, coming_steps, parse_event, parse_events
+from ds_vertical.schedule.passes import build_evaluation, build_training
 
 MACHINE = Machine(
     ssd_read_bytes_per_s=1000.0,

@@ -10,7 +10,7 @@ import pytest
 from harness import Run, assert_identical, base_config, run_arm
 from models import tiny_neox, token_batches
 
-from ds_vertical.regime import Regime
+from ds_vertical.offload.speculation import Regime
 
 BUILD = partial(tiny_neox, num_layers=3)
 

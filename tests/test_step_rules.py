@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vertical.dependencies import dependencies, validate
-from ds_vertical.passes import build_training
-from ds_vertical.schedule import MAX_STEPS, Event, Op, Schedule, ScheduleError, parse_events
+from ds_vertical.errors import ScheduleError
+from ds_vertical.schedule.dependencies import dependencies, validate
+from ds_vertical.schedule.events import MAX_STEPS, Event, Op, Schedule, parse_events
+from ds_vertical.schedule.passes import build_training
 
 DUE = frozenset({"pre", 0, 1})
 DELAYED = build_training(2, 1, delayed=True, due=DUE)

@@ -23,9 +23,10 @@ from test_failing_ranks import run
 from test_ranks import free_port
 from test_resume import BATCHES, config_in, contents, loaded, model_of, train
 
-from ds_vertical import manifest, stopping
-from ds_vertical.regime import Regime
-from ds_vertical.stopping import FINISHED, Stopping
+from ds_vertical.engine import signals
+from ds_vertical.engine.checkpoint import manifest
+from ds_vertical.engine.signals import FINISHED, Stopping
+from ds_vertical.offload.speculation import Regime
 
 NUM_STEPS = 4
 slow = pytest.mark.slow
@@ -175,7 +176,7 @@ def test_of_two_that_hear_the_first_may_be_closed_first(own: bool) -> None:
 
 def test_who_asks_again_is_obeyed_at_once(asked: Stopping, monkeypatch: pytest.MonkeyPatch) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    monkeypatch.setattr(stopping, "AGAIN_S", 0.0)
+    monkeypatch.setattr(signals, "AGAIN_S", 0.0)
     with pytest.raises(SystemExit) as ended:
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 143

@@ -23,9 +23,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vertical import files, storage
-from ds_vertical.files import check_files, free_bytes, preallocate
-from ds_vertical.storage import RunFolder, StorageError, claim_config, new_run_id, owned
+from ds_vertical.errors import StorageError
+from ds_vertical.io import files as io_files
+from ds_vertical.io.files import check_files, free_bytes, preallocate
+from ds_vertical.io.runs import run_dir
+from ds_vertical.io.runs.run_dir import RunFolder, claim_config, new_run_id, owned
 
 ROOT = Path(__file__).parents[1]
 MIB = 2**20
@@ -34,7 +36,8 @@ MIB = 2**20
 OWNER = """
 import os, signal, sys
 from pathlib import Path
-from ds_vertical.storage import RunFolder, StorageError
+from ds_vertical.io.runs.run_dir import RunFolder
+from ds_vertical.errors import StorageError
 try:
     folder = RunFolder.claim(sys.argv[1], sys.argv[2], int(sys.argv[3]))
 except StorageError as error:
@@ -245,9 +248,7 @@ def test_an_exception_that_ends_the_process_releases_too(tmp_path: Path, job: Ca
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dead_owners_lock_is_taken_over(
-    tmp_path: Path, job: Callable[..., Job], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dead_owners_lock_is_taken_over(tmp_path: Path, job: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
     dead = job(tmp_path, "run1", 0, "kill")
     assert dead.finish() == -signal.SIGKILL
     assert (tmp_path / "run1" / "rank0.lock").exists()
@@ -293,7 +294,7 @@ def test_a_child_forked_behind_pythons_back_releases_nothing(tmp_path: Path) -> 
     folder = RunFolder.claim(tmp_path, "run1", 0)
     child = os.fork()
     if child == 0:
-        storage._claimed[folder.path] = folder
+        run_dir._claimed[folder.path] = folder
         folder.release()
         os._exit(0)
     os.waitpid(child, 0)
@@ -611,8 +612,8 @@ def test_a_disk_that_fills_after_the_check_is_reported_and_taken_back(tmp_path: 
     disk = small_disk or tmp_path
     too_much_bytes = MIB if small_disk else free_bytes(tmp_path) + 2**34
     with pytest.raises(StorageError) as caught, contextlib.ExitStack() as undo:
-        files._allocate(disk / "a", MIB // 2, undo)
-        files._allocate(disk / "b", too_much_bytes, undo)
+        io_files._allocate(disk / "a", MIB // 2, undo)
+        io_files._allocate(disk / "b", too_much_bytes, undo)
     code = re.search(r"errno (\w+)\)", str(caught.value))
     assert code is not None and code[1] in (errno.errorcode[errno.ENOSPC], errno.errorcode[errno.EFBIG])
     assert str(caught.value).startswith(f"{disk}/b: preallocate {too_much_bytes} bytes: ")
@@ -659,5 +660,5 @@ def test_undoing_a_failed_preallocation_reports_what_it_could_not_undo(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        files._undo(os.unlink, tmp_path / "gone")
+        io_files._undo(os.unlink, tmp_path / "gone")
     assert f"{tmp_path}/gone: undo a failed preallocation: No such file" in caplog.text

@@ -13,12 +13,12 @@ from harness import base_config, run_both, running
 from models import MixerModel, token_batches
 
 import ds_vertical
-from ds_vertical.config import ConfigError
+from ds_vertical.errors import ConfigError
 
 PREPARE = """
 import json, sys
 import ds_vertical
-from ds_vertical.config import ConfigError
+from ds_vertical.errors import ConfigError
 try:
     getattr(ds_vertical, sys.argv[2])(config=json.loads(sys.argv[1]))
 except ConfigError as error:

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from toy import facts
 
-from ds_vertical.layers import map_layers
-from ds_vertical.microbatch import MicroBatch, Stubs
-from ds_vertical.threadstate import ThreadState, applied, inference_guard, preserved
+from ds_vertical.model.layers import map_layers
+from ds_vertical.model.micro_batch import MicroBatch
+from ds_vertical.model.stubs import Stubs
+from ds_vertical.model.thread_state import ThreadState, applied, inference_guard, preserved
 
 RNG = {"rng"}
 CHANGES: dict[str, Callable[[], object]] = {

@@ -18,14 +18,14 @@ import pytest
 from harness import base_config, running, small_buffers
 from models import MixerModel, token_batches
 
-from ds_vertical import export
-from ds_vertical.chrome import disjoint, events, to_json
-from ds_vertical.runfolder import open_folder
-from ds_vertical.schedule import parse_event
-from ds_vertical.simulate import simulate
-from ds_vertical.stalls import BETWEEN, ISSUING, reasons, stalls
-from ds_vertical.timeline import MAIN, OPTIMIZER, Timeline, by_time, kind_of, simulated, work_by_kind
-from ds_vertical.trace import RESOURCES, Span, StepTrace, Wait, optimizer_overlap, read_trace, summarize, union
+from ds_vertical.cli import trace
+from ds_vertical.cli.report.chrome_trace import disjoint, events, to_json
+from ds_vertical.cli.report.run_folder import open_folder
+from ds_vertical.cli.report.stalls import BETWEEN, ISSUING, reasons, stalls
+from ds_vertical.cli.report.timeline import MAIN, OPTIMIZER, Timeline, by_time, kind_of, simulated, work_by_kind
+from ds_vertical.planner.simulate import simulate
+from ds_vertical.schedule.events import parse_event
+from ds_vertical.schedule.trace import RESOURCES, Span, StepTrace, Wait, optimizer_overlap, read_trace, summarize, union
 
 RECORDED = Path(__file__).parent / "recorded" / "ab"
 KINDS = ("measured", "simulated")
@@ -346,7 +346,7 @@ def test_the_engine_counts_its_memory(own_run: Path) -> None:
 
 def test_a_run_of_ones_own_is_exported(own_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "own.json"
-    assert export.main([str(own_run / "trace"), "--out", str(out), "--steps", "2:3", "--json"]) == 0
+    assert trace.main([str(own_run / "trace"), "--out", str(out), "--steps", "2:3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     content = json.loads(out.read_text())
     assert told["events"] == len(content["traceEvents"]) and [each["step"] for each in told["steps"]] == [2, 3]
@@ -364,7 +364,7 @@ def test_the_command_writes_a_file_and_says_what_is_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, simulate: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert export.main([str(RECORDED), *(["--simulate"] if simulate else [])]) == 0
+    assert trace.main([str(RECORDED), *(["--simulate"] if simulate else [])]) == 0
     out = tmp_path / ("ab.simulated.json" if simulate else "ab.json")
     said = capsys.readouterr().out
     assert f"written: {out.name}" in said and "compute" in said and ("simulated" in said) == simulate
@@ -377,8 +377,8 @@ def test_another_machine_may_be_simulated(tmp_path: Path) -> None:
         slow["machine"][f"ssd_{way}_bytes_per_s"] /= 100
         slow["machine"][f"ssd_{way}_together_bytes_per_s"] /= 100
     (tmp_path / "slow.json").write_text(json.dumps(slow))
-    options = export._parser().parse_args([str(RECORDED), "--simulate", "--machine", str(tmp_path / "slow.json")])
-    (line,) = export.timelines(options)
+    options = trace._parser().parse_args([str(RECORDED), "--simulate", "--machine", str(tmp_path / "slow.json")])
+    (line,) = trace.timelines(options)
     own = line_of("simulated").steps[-1]
     assert line.steps[-1].end - line.steps[-1].start > 2 * (own.end - own.start)
 
@@ -441,7 +441,7 @@ def test_options_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[st
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    assert export.main(arguments) == 2
+    assert trace.main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "Traceback" not in captured.err
     assert re.search(words, captured.err) and captured.err.startswith("ds-vertical trace: ") and captured.err.count("\n") == 1

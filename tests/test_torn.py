@@ -19,8 +19,8 @@ from harness import base_config, differing, read_state, read_weights, running, s
 from models import MixerModel, token_batches
 from torch import nn
 
-from ds_vertical.disk import DiskError
-from ds_vertical.torn import TornStateError
+from ds_vertical.errors import TornStateError
+from ds_vertical.io.aio import DiskError
 
 NUM_MICRO_BATCHES = 2
 BATCHES = token_batches(6, NUM_MICRO_BATCHES)

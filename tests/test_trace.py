@@ -14,11 +14,12 @@ from models import MixerModel, token_batches
 from test_engine_api import build_model, host_config, initialize, ssd_config
 from test_executor import Log
 
-from ds_vertical.config import ConfigError
-from ds_vertical.executor import Executor
-from ds_vertical.passes import build_training
-from ds_vertical.schedule import Event, Op
-from ds_vertical.trace import (
+from ds_vertical.errors import ConfigError
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.schedule.events import Event, Op
+from ds_vertical.schedule.executor import Executor
+from ds_vertical.schedule.passes import build_training
+from ds_vertical.schedule.trace import (
     RESOURCES,
     RecordingTracer,
     StepTrace,
@@ -32,7 +33,6 @@ from ds_vertical.trace import (
     summarize,
     union,
 )
-from ds_vertical.transfer import Ticket
 
 
 def recorded(folder: Path) -> list[StepTrace]:

@@ -252,7 +252,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_ab_of_the_training_script_is_equal_and_reads_less_vertically(tmp_path: Path) -> None:
     own = ["--config", str(tiny_config(tmp_path)), "--out", str(tmp_path / "out"), "--steps", "8"]
-    run([sys.executable, "-m", "ds_vertical.cli", "ab", *own, "--", *train_arguments(tmp_path)])
+    run([sys.executable, "-m", "ds_vertical.cli.main", "ab", *own, "--", *train_arguments(tmp_path)])
     report = json.loads((tmp_path / "out" / "ab.json").read_text())
     assert report["losses_equal"] is True
     stock, vertical = report["arms"]["stock"], report["arms"]["vertical"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_vertical.transfer import Lane
+from ds_vertical.io.streams import Lane
 
 
 def test_where_host_and_device_are_one_memory_a_copy_is_complete_at_once() -> None:

@@ -15,9 +15,10 @@ from typing import Any, get_args
 import harness
 import pytest
 
-from ds_vertical import jsoncheck, native, traps
-from ds_vertical.finding import Arm, Case, Finding
-from ds_vertical.traps import TRAPS
+from ds_vertical.cli.doctor import config_checks, stock_traps
+from ds_vertical.cli.doctor.check import Arm, Case, Finding
+from ds_vertical.cli.doctor.stock_traps import TRAPS
+from ds_vertical.compat.ops import load
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
@@ -64,14 +65,14 @@ def only(check: Check, case: Case) -> Finding:
 @pytest.mark.parametrize("arm", [None, "stock", "vertical", "both"])
 def test_nothing_is_said_of_a_clean_json(tmp_path: Path, arm: str | None) -> None:
     case = case_of(tmp_path, arm=arm)
-    checks = (jsoncheck.refusals, jsoncheck.near_misses, jsoncheck.autos, traps.find_traps)
+    checks = (config_checks.refusals, config_checks.near_misses, config_checks.autos, stock_traps.find_traps)
     assert [finding for check in checks for finding in bad(check, case)] == []
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_of_our_own_files_only_what_is_true_is_said(path: Path) -> None:
     case = Case(path)
-    checks = (jsoncheck.refusals, jsoncheck.near_misses, jsoncheck.autos, traps.find_traps)
+    checks = (config_checks.refusals, config_checks.near_misses, config_checks.autos, stock_traps.find_traps)
     said = [finding for check in checks for finding in bad(check, case)]
     assert all(finding.severity == "warning" for finding in said)
     keys = {finding.found.partition(":")[0].rpartition(".")[2] for finding in said}
@@ -84,7 +85,7 @@ def test_of_readmes_json_nothing_is_said(tmp_path: Path) -> None:
     text = next(text for text in re.findall(r"```json\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
     (tmp_path / "ds_config.json").write_text(text)
     case = Case(tmp_path / "ds_config.json")
-    checks = (jsoncheck.refusals, jsoncheck.near_misses, jsoncheck.autos, traps.find_traps)
+    checks = (config_checks.refusals, config_checks.near_misses, config_checks.autos, stock_traps.find_traps)
     assert [finding for check in checks for finding in bad(check, case)] == []
 
 
@@ -102,9 +103,10 @@ def test_of_readmes_json_nothing_is_said(tmp_path: Path) -> None:
 def test_a_file_that_is_no_json_is_one_finding(tmp_path: Path, text: str, found: str, remedy: str) -> None:
     (tmp_path / "ds_config.json").write_text(text)
     case = Case(tmp_path / "ds_config.json")
-    error = only(jsoncheck.refusals, case)
+    error = only(config_checks.refusals, case)
     assert error.severity == "error" and found in error.found and remedy in error.remedy
-    others = (jsoncheck.near_misses, jsoncheck.autos, jsoncheck.deepspeed_reader, jsoncheck.precision, traps.find_traps)
+    others = [config_checks.near_misses, config_checks.autos, config_checks.deepspeed_reader, config_checks.precision]
+    others.append(stock_traps.find_traps)
     assert case.config is None and [finding for check in others for finding in check(case)] == []
 
 
@@ -122,22 +124,22 @@ def test_a_file_that_is_no_json_is_one_finding(tmp_path: Path, text: str, found:
 def test_what_initialize_refuses_is_an_error_in_its_words(
     tmp_path: Path, edits: dict[str, Any], found: str, remedy: str
 ) -> None:
-    error = only(jsoncheck.refusals, case_of(tmp_path, edits))
+    error = only(config_checks.refusals, case_of(tmp_path, edits))
     assert error.severity == "error" and found in error.found and remedy in error.found + error.remedy
 
 
 def test_every_fault_is_told_at_once_and_warnings_are_warnings(tmp_path: Path) -> None:
-    assert len(bad(jsoncheck.refusals, case_of(tmp_path, {f"{ZERO}.stage": 1, "optimizer.type": "SGD"}))) == 2
-    warning = only(jsoncheck.refusals, case_of(tmp_path, {f"{PARAM}.max_in_cpu": ...}))
+    assert len(bad(config_checks.refusals, case_of(tmp_path, {f"{ZERO}.stage": 1, "optimizer.type": "SGD"}))) == 2
+    warning = only(config_checks.refusals, case_of(tmp_path, {f"{PARAM}.max_in_cpu": ...}))
     assert warning.severity == "warning" and warning.remedy == "write 0 to put all parameters on SSD"
 
 
 def test_the_arm_decides_what_is_refused(tmp_path: Path) -> None:
     edits = {"vertical_schedule.enabled": False, "optimizer.type": "Lion"}
-    assert bad(jsoncheck.refusals, case_of(tmp_path, edits)) == []
-    assert "optimizer.type" in only(jsoncheck.refusals, case_of(tmp_path, edits, arm="vertical")).found
+    assert bad(config_checks.refusals, case_of(tmp_path, edits)) == []
+    assert "optimizer.type" in only(config_checks.refusals, case_of(tmp_path, edits, arm="vertical")).found
     absent = case_of(tmp_path, {"vertical_schedule": ...})
-    assert absent.arms == {"stock"} and "the stock arm" in [*jsoncheck.refusals(absent)][0].found
+    assert absent.arms == {"stock"} and "the stock arm" in [*config_checks.refusals(absent)][0].found
     assert case_of(tmp_path, arm="both").arms == set(get_args(Arm)) and case_of(tmp_path).arms == {"vertical"}
 
 
@@ -146,7 +148,7 @@ def test_the_arm_decides_what_is_refused(tmp_path: Path) -> None:
 
 def test_keys_that_deepspeed_ignores_are_told_with_what_was_meant(tmp_path: Path) -> None:
     edits = {"gradient_acumulation_steps": 8, "stage3_max_reuse_distance": 0, "my_notes": "x"}
-    misspelt, nested, unknown = bad(jsoncheck.near_misses, case_of(tmp_path, edits))
+    misspelt, nested, unknown = bad(config_checks.near_misses, case_of(tmp_path, edits))
     assert misspelt.severity == "error" and misspelt.remedy == '"gradient_accumulation_steps": 8'
     assert nested.severity == "error" and nested.remedy == f'"stage3_max_reuse_distance" inside {ZERO}'
     assert unknown.severity == "warning" and unknown.remedy == "remove it"
@@ -164,12 +166,12 @@ def test_keys_that_deepspeed_ignores_are_told_with_what_was_meant(tmp_path: Path
     ],
 )
 def test_auto_is_told_with_what_to_write(tmp_path: Path, path: str, severity: str, remedy: str) -> None:
-    found = only(jsoncheck.autos, case_of(tmp_path, {path: "auto"}))
+    found = only(config_checks.autos, case_of(tmp_path, {path: "auto"}))
     assert found.severity == severity and found.found.startswith(f'{path}: got "auto"') and remedy in found.remedy
 
 
 def test_auto_where_deepspeed_means_it_is_nothing(tmp_path: Path) -> None:
-    assert bad(jsoncheck.autos, case_of(tmp_path, {"data_types.keep_in_fp32_modules": "auto"})) == []
+    assert bad(config_checks.autos, case_of(tmp_path, {"data_types.keep_in_fp32_modules": "auto"})) == []
 
 
 def test_deepspeed_reads_auto_as_the_findings_say(tmp_path: Path) -> None:
@@ -200,31 +202,31 @@ def test_deepspeed_reads_auto_as_the_findings_say(tmp_path: Path) -> None:
     ],
 )
 def test_what_deepspeeds_reader_refuses_is_an_error(tmp_path: Path, edits: dict[str, Any], found: str, remedy: str) -> None:
-    error = only(jsoncheck.deepspeed_reader, case_of(tmp_path, edits))
+    error = only(config_checks.deepspeed_reader, case_of(tmp_path, edits))
     assert error.severity == "error" and found in error.found and remedy in error.remedy
 
 
 def test_deepspeeds_reader_is_not_asked_about_auto_nor_about_ranks(tmp_path: Path) -> None:
     edits = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", f"{PARAM}.pin_memory": "auto"}
-    assert bad(jsoncheck.deepspeed_reader, case_of(tmp_path, edits)) == []
+    assert bad(config_checks.deepspeed_reader, case_of(tmp_path, edits)) == []
     eight_ranks = {"train_batch_size": 32, "gradient_accumulation_steps": 4}
-    assert bad(jsoncheck.deepspeed_reader, case_of(tmp_path, eight_ranks)) == []
+    assert bad(config_checks.deepspeed_reader, case_of(tmp_path, eight_ranks)) == []
 
 
 def test_arguments_that_cpu_adam_does_not_take(tmp_path: Path) -> None:
     edits = {"optimizer.params": {"learning_rate": 1e-4, "beta": [0.9, 0.95], "max_grad_norm": 1.0, "eps": 1e-8}}
-    remedies = [finding.remedy for finding in bad(jsoncheck.optimizer, case_of(tmp_path, edits))]
+    remedies = [finding.remedy for finding in bad(config_checks.optimizer, case_of(tmp_path, edits))]
     assert remedies == ['"lr": 0.0001', '"betas": [0.9, 0.95]', '"gradient_clipping": 1.0, at the top level']
-    assert bad(jsoncheck.optimizer, case_of(tmp_path)) == []
+    assert bad(config_checks.optimizer, case_of(tmp_path)) == []
 
 
 def test_a_precision_that_the_device_lacks(tmp_path: Path) -> None:
-    from ds_vertical import compat
+    from ds_vertical.compat import accelerator
 
-    said = bad(jsoncheck.precision, case_of(tmp_path, {"fp16": {"enabled": True}, "bf16": ...}))
-    assert bool(said) is not compat.get_accelerator().is_fp16_supported()
-    late = bad(jsoncheck.precision, case_of(tmp_path, {"bf16": ...}))
-    assert bool(late) is not compat.get_accelerator().is_fp16_supported()
+    said = bad(config_checks.precision, case_of(tmp_path, {"fp16": {"enabled": True}, "bf16": ...}))
+    assert bool(said) is not accelerator.get_accelerator().is_fp16_supported()
+    late = bad(config_checks.precision, case_of(tmp_path, {"bf16": ...}))
+    assert bool(late) is not accelerator.get_accelerator().is_fp16_supported()
     assert all("zero.Init" in finding.remedy for finding in late)
 
 
@@ -263,28 +265,28 @@ TRAPS_OF_BOTH = [
 def test_a_trap_of_stock_alone_is_told_for_the_stock_arm_alone(
     tmp_path: Path, edits: dict[str, Any], found: str, remedy: str
 ) -> None:
-    said = only(traps.find_traps, case_of(tmp_path, edits, arm="stock"))
+    said = only(stock_traps.find_traps, case_of(tmp_path, edits, arm="stock"))
     assert found in said.found and remedy in said.remedy
-    assert bad(traps.find_traps, case_of(tmp_path, edits)) == []
-    assert only(traps.find_traps, case_of(tmp_path, edits, arm="both")).found.startswith("stock arm: ")
+    assert bad(stock_traps.find_traps, case_of(tmp_path, edits)) == []
+    assert only(stock_traps.find_traps, case_of(tmp_path, edits, arm="both")).found.startswith("stock arm: ")
 
 
 @pytest.mark.parametrize(("edits", "found", "remedy"), TRAPS_OF_BOTH)
 def test_a_trap_of_both_arms_is_told_for_each(tmp_path: Path, edits: dict[str, Any], found: str, remedy: str) -> None:
     for arm in ("stock", "vertical", "both"):
-        said = only(traps.find_traps, case_of(tmp_path, edits, arm=arm))
+        said = only(stock_traps.find_traps, case_of(tmp_path, edits, arm=arm))
         assert found in said.found and remedy in said.remedy
 
 
 def test_one_micro_batch_gains_nothing(tmp_path: Path) -> None:
     for edits in ({"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": ...}):
-        said = only(traps.find_traps, case_of(tmp_path, edits))
+        said = only(stock_traps.find_traps, case_of(tmp_path, edits))
         assert "M is 1" in said.found and said.remedy == '"gradient_accumulation_steps": 16'
 
 
 def test_traps_of_the_ssd_are_none_without_it(tmp_path: Path) -> None:
     memory = {f"{PARAM}": {"device": "cpu"}, f"{STATE}": {"device": "cpu"}, f"{ZERO}.stage3_max_reuse_distance": ...}
-    assert bad(traps.find_traps, case_of(tmp_path, memory, arm="both")) == []
+    assert bad(stock_traps.find_traps, case_of(tmp_path, memory, arm="both")) == []
 
 
 def test_every_trap_has_arms_and_a_place_in_the_tests() -> None:
@@ -298,9 +300,9 @@ def test_every_trap_has_arms_and_a_place_in_the_tests() -> None:
 @pytest.mark.parametrize("aio", [{"single_submit": "false"}, {"block_size": 1e6}, {"block_size": 1_000_000}])
 def test_a_queue_takes_no_such_settings(aio: dict[str, Any]) -> None:
     settings = {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False}
-    native.new_disk_queue(settings).close()
+    load.new_disk_queue(settings).close()
     with pytest.raises((TypeError, ValueError)):
-        native.new_disk_queue(settings | aio)
+        load.new_disk_queue(settings | aio)
 
 
 @pytest.mark.slow

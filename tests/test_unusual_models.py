@@ -25,7 +25,7 @@ from torch import nn
 from transformers import BatchEncoding
 
 import ds_vertical
-from ds_vertical.layers import LayerError
+from ds_vertical.errors import LayerError
 
 STEPS = token_batches(2, 2)
 

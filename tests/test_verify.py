@@ -15,8 +15,8 @@ from deepspeed.utils import safe_set_full_fp32_param
 from harness import base_config, differing, read_state, read_weights, running, small_buffers
 from models import MixerModel, token_batches
 
-from ds_vertical.checksums import ChecksumError, Checksums
-from ds_vertical.torn import TornStateError
+from ds_vertical.errors import TornStateError
+from ds_vertical.io.checksums import ChecksumError, Checksums
 
 LAST = 2  # the layer that is spoilt: nothing of its next step is under way between two train_batch calls
 WIDTH = {"fp32": 512, "bf16": 1024}  # square matrices of 1 MiB and more, that a boundary can cut

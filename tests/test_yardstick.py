@@ -14,19 +14,19 @@ from harness import base_config, running, small_buffers
 from models import MixerModel, token_batches
 from test_ab import make_run
 
-from ds_vertical import yardstick
-from ds_vertical.account import FILE_NAME, Account, AccountWriter, Facts, RanStep, read_account
-from ds_vertical.bound import step_bound
-from ds_vertical.comparison import Run, summarize
-from ds_vertical.conditions import Conditions
-from ds_vertical.config import ConfigError
-from ds_vertical.costs import event_costs
-from ds_vertical.machine import Machine
-from ds_vertical.metrics import METRICS_VARIABLE, read_records
-from ds_vertical.passes import build_training
-from ds_vertical.schedule import PRE
-from ds_vertical.trace import RecordingTracer, now
-from ds_vertical.traffic import traffic_of
+from ds_vertical.cli.bench import efficiency
+from ds_vertical.cli.bench.comparison import Run, summarize
+from ds_vertical.cli.bench.host_speed import Conditions
+from ds_vertical.engine.metrics import METRICS_VARIABLE, read_records
+from ds_vertical.errors import ConfigError
+from ds_vertical.planner.bound import step_bound
+from ds_vertical.planner.closed_forms import traffic_of
+from ds_vertical.planner.costs import event_costs
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.run_record import FILE_NAME, Account, AccountWriter, Facts, RanStep, read_account
+from ds_vertical.schedule.events import PRE
+from ds_vertical.schedule.passes import build_training
+from ds_vertical.schedule.trace import RecordingTracer, now
 
 UNITS = (PRE, 0, 1, 2)
 FACTS = Facts(
@@ -67,10 +67,10 @@ REPORT: dict[str, Any] = {
 }
 
 
-def ran(*steps: RanStep, **facts: Any) -> yardstick.Ran:
+def ran(*steps: RanStep, **facts: Any) -> efficiency.Ran:
     """A vertical run whose steps take 8 s (the first 80 s), read 100 bytes and write 10."""
     run = make_run("vertical", 0, [(3.0, 2.0)] * len(steps), step_s=8.0)
-    return yardstick.Ran(run, Account(replace(FACTS, **facts), steps))
+    return efficiency.Ran(run, Account(replace(FACTS, **facts), steps))
 
 
 # ---- the account
@@ -177,7 +177,7 @@ def test_figures_of_a_run() -> None:
     steps = (RanStep(1, FIRST, "delayed"), RanStep(2, STEADY, "delayed"), RanStep(3, STEADY, "delayed"))
     each = ran(*steps)
     stock = summarize([make_run("stock", 0, [(3.0, 2.0)] * 3, step_s=20.0)])
-    found = yardstick.figures([each], {0: [REPORT]}, stock, Path("unused"))
+    found = efficiency.figures([each], {0: [REPORT]}, stock, Path("unused"))
     account = each.account
     shape = account.shape(steps[-1], RATES)
     assert (shape.forward_s, shape.backward_s, shape.recompute_last) == (1.0, 2.0, False)  # two blocks a layer
@@ -185,7 +185,7 @@ def test_figures_of_a_run() -> None:
     assert found["bound_s"] == pytest.approx(bound.seconds) and found["resource"] == "host_cores"
     assert found["step_over_bound"] == pytest.approx(8.0 / bound.seconds)
     assert found["simulated_s"] >= bound.busy_s["host_cores"] - 1e-9
-    one_by_one = yardstick.figures([ran(*steps, overlap=False)], {0: [REPORT]}, stock, Path("unused"))
+    one_by_one = efficiency.figures([ran(*steps, overlap=False)], {0: [REPORT]}, stock, Path("unused"))
     assert one_by_one["simulated_s"] > found["simulated_s"] and one_by_one["bound_s"] == found["bound_s"]
     table = account.table(steps[-1], RATES)
     assert table is not None
@@ -193,7 +193,7 @@ def test_figures_of_a_run() -> None:
     memory = found["host_memory"]
     assert (memory["peak_bytes"], memory["stock_peak_bytes"]) == (1002, 1002)
     assert memory["peak_over_formula"] == 0.5
-    text = "\n".join(yardstick.lines(found))
+    text = "\n".join(efficiency.lines(found))
     assert f"bound of the vertical step: {bound.seconds:.3f} s (host_cores); step / bound {8 / bound.seconds:.2f}" in text
     assert text.index("bound of the") < text.index("simulated makespan, beside the bound") and "outside" not in text
 
@@ -201,17 +201,17 @@ def test_figures_of_a_run() -> None:
 def test_each_run_has_the_machine_that_was_measured_beside_it() -> None:
     steps = [RanStep(1, AFTER_NORM, "delayed")] * 3
     fast = ran(*steps)
-    slow = yardstick.Ran(make_run("vertical", 1, [(3.0, 2.0)] * 3, step_s=16.0), fast.account)
+    slow = efficiency.Ran(make_run("vertical", 1, [(3.0, 2.0)] * 3, step_s=16.0), fast.account)
     half = {"rates": RATES, "machine": {**REPORT["machine"]}}
     half["rates"] = {**RATES, "layer_forward_s": 1.0, "layer_backward_s": 2.0, "head_s": 0.5}
     for rate in ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s", "adam_elements_per_s"):
         half["machine"][rate] /= 2
-    found = yardstick.figures([fast, slow], {0: [REPORT], 1: [half]}, None, Path("unused"))
+    found = efficiency.figures([fast, slow], {0: [REPORT], 1: [half]}, None, Path("unused"))
     first, second = found["step_over_bound_by_repeat"]
     assert first == pytest.approx(second) == pytest.approx(found["step_over_bound"])
-    alone = yardstick.figures([fast], {0: [REPORT]}, None, Path("unused"))
+    alone = efficiency.figures([fast], {0: [REPORT]}, None, Path("unused"))
     assert first == alone["step_over_bound"] and found["simulated_s"] == pytest.approx(1.5 * alone["simulated_s"])
-    assert f"({first:.2f}, {first:.2f})" in "\n".join(yardstick.lines(found))
+    assert f"({first:.2f}, {first:.2f})" in "\n".join(efficiency.lines(found))
 
 
 def _at_speed(share: float) -> dict[str, Any]:
@@ -222,23 +222,23 @@ def _at_speed(share: float) -> dict[str, Any]:
 
 def test_a_run_has_the_machine_halfway_between_ahead_of_it_and_after() -> None:
     each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
-    alone = yardstick.figures([each], {0: [REPORT]}, None, Path("unused"))
-    found = yardstick.figures([each], {0: [REPORT, _at_speed(1 / 1.1)]}, None, Path("unused"))
+    alone = efficiency.figures([each], {0: [REPORT]}, None, Path("unused"))
+    found = efficiency.figures([each], {0: [REPORT, _at_speed(1 / 1.1)]}, None, Path("unused"))
     assert found["bound_s"] == pytest.approx(1.05 * alone["bound_s"]) and found["steady"]
     assert found["machine_drift_by_repeat"] == [pytest.approx(0.1)]
 
 
 def test_a_run_during_which_the_machine_changed_counts_only_where_there_is_no_other() -> None:
     each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
-    other = yardstick.Ran(make_run("vertical", 1, [(3.0, 2.0)] * 3, step_s=8.0), each.account)
+    other = efficiency.Ran(make_run("vertical", 1, [(3.0, 2.0)] * 3, step_s=8.0), each.account)
     changed = [REPORT, _at_speed(0.5)]
-    both = yardstick.figures([each, other], {0: changed, 1: [REPORT]}, None, Path("unused"))
+    both = efficiency.figures([each, other], {0: changed, 1: [REPORT]}, None, Path("unused"))
     first, second = both["step_over_bound_by_repeat"]
     assert first == pytest.approx(second / 1.5) and both["step_over_bound"] == second
     assert both["steady"] is None  # of the other run there is one report: nothing was compared
-    alone = yardstick.figures([each], {0: changed}, None, Path("unused"))
+    alone = efficiency.figures([each], {0: changed}, None, Path("unused"))
     assert alone["step_over_bound"] == first and alone["steady"] is False
-    assert "the machine's speed changed meanwhile, by 100%" in "\n".join(yardstick.lines(alone))
+    assert "the machine's speed changed meanwhile, by 100%" in "\n".join(efficiency.lines(alone))
 
 
 def test_a_step_has_the_speed_that_the_host_had_around_it() -> None:
@@ -253,7 +253,7 @@ def test_a_step_has_the_speed_that_the_host_had_around_it() -> None:
     assert loaded.ssd_core_s_per_byte == 2e-6 and loaded.adam_elements_per_s == pytest.approx(2e3)
     assert rates["layer_forward_s"] == 1.25 and rates["activation_bytes"] == 64.0
     each, usual = ran(*schedule), ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
-    first, second = (yardstick.figures([one], {0: [report]}, None, Path("unused")) for one in (each, usual))
+    first, second = (efficiency.figures([one], {0: [report]}, None, Path("unused")) for one in (each, usual))
     assert first["host_slowdown_by_repeat"] == [pytest.approx([1.5, 2.5])] and first["bound_s"] > second["bound_s"]
     assert first["step_over_bound"] < second["step_over_bound"]
 
@@ -261,7 +261,7 @@ def test_a_step_has_the_speed_that_the_host_had_around_it() -> None:
 def test_rates_may_be_the_inner_object_alone() -> None:
     each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 2)
     whole, inner = ({0: [report]} for report in ({"machine": REPORT["machine"]}, REPORT["machine"]))
-    assert yardstick.figures([each], whole, None, Path("x")) == yardstick.figures([each], inner, None, Path("x"))
+    assert efficiency.figures([each], whole, None, Path("x")) == efficiency.figures([each], inner, None, Path("x"))
 
 
 def test_a_host_that_was_slower_ahead_of_the_run_than_after_it_is_no_drift_where_its_steps_are_gauged() -> None:
@@ -270,7 +270,7 @@ def test_a_host_that_was_slower_ahead_of_the_run_than_after_it_is_no_drift_where
     assert Conditions(reports).drift == 1.0
     for gauge_s, told in ((None, [1.0]), (0.5, [None])):
         each = ran(*[RanStep(1, AFTER_NORM, "delayed", gauge_s=gauge_s)] * 2)
-        assert yardstick.figures([each], {0: reports}, None, Path("unused"))["machine_drift_by_repeat"] == told
+        assert efficiency.figures([each], {0: reports}, None, Path("unused"))["machine_drift_by_repeat"] == told
 
 
 def test_the_account_keeps_what_the_gauge_said(tmp_path: Path) -> None:
@@ -283,14 +283,14 @@ def test_the_account_keeps_what_the_gauge_said(tmp_path: Path) -> None:
 
 def test_without_layer_seconds_the_bound_says_so() -> None:
     each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 2)
-    found = yardstick.figures([each], {0: [{"machine": REPORT["machine"]}]}, None, Path("x"))
-    assert found["without_compute"] and "computation not measured" in "\n".join(yardstick.lines(found))
-    assert yardstick.lines({"missing": "why"}) == ["no bound: why"] and yardstick.lines({}) == []
+    found = efficiency.figures([each], {0: [{"machine": REPORT["machine"]}]}, None, Path("x"))
+    assert found["without_compute"] and "computation not measured" in "\n".join(efficiency.lines(found))
+    assert efficiency.lines({"missing": "why"}) == ["no bound: why"] and efficiency.lines({}) == []
 
 
 def test_a_trace_gives_time_outside_and_its_own_cost(tmp_path: Path) -> None:
     each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
-    traced = yardstick.Ran(Run("vertical", 0, each.run.ranks, traced=True), each.account)
+    traced = efficiency.Ran(Run("vertical", 0, each.run.ranks, traced=True), each.account)
     tracer = RecordingTracer(tmp_path / "traced.0.trace", 0)
     for _ in range(3):
         with tracer.step():
@@ -299,44 +299,44 @@ def test_a_trace_gives_time_outside_and_its_own_cost(tmp_path: Path) -> None:
                 pass
             tracer.span("compute", "0F0", begin, begin + 0.005)
             tracer.span("adam", "0STEP", begin, begin + 0.0025)
-    found = yardstick.figures([each, traced], {0: [REPORT]}, None, tmp_path)
+    found = efficiency.figures([each, traced], {0: [REPORT]}, None, tmp_path)
     assert 0 < found["outside_share"] < 1 and found["optimizer_overlap"] == pytest.approx(1.0)
     taken, priced = found["operations_s"]["F"]
     # pre's apart; two layers forward and the last one, two micro-batches, 2 blocks of 0.5 s each
     assert taken == pytest.approx(0.005) and priced == pytest.approx(6.0) and set(found["operations_s"]) == {"F", "STEP"}
     assert found["traced_over_untraced"] == 1.0 and found["trace_cost_share"] > 0
-    assert any(line.startswith("tracing: ") for line in yardstick.lines(found))
+    assert any(line.startswith("tracing: ") for line in efficiency.lines(found))
     assert [path.name for path in (tmp_path / "trace.cost").iterdir()] == []
 
 
 def test_traced_runs_do_not_count_as_steps(tmp_path: Path) -> None:
     each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 2)
     slow = make_run("vertical", 0, [(3.0, 2.0)] * 2, step_s=80.0)
-    traced = yardstick.Ran(Run("vertical", 0, slow.ranks, traced=True), each.account)
+    traced = efficiency.Ran(Run("vertical", 0, slow.ranks, traced=True), each.account)
     tracer = RecordingTracer(tmp_path / "traced.0.trace", 0)
     for _ in range(2):
         with tracer.step():
             tracer.span("compute", "0F0", now(), now())
-    found = yardstick.figures([each, traced], {0: [REPORT]}, None, tmp_path)
+    found = efficiency.figures([each, traced], {0: [REPORT]}, None, tmp_path)
     assert (found["step_s"], found["traced_over_untraced"]) == (8.0, 10.0)
 
 
 def test_a_machine_file_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(REPORT))
-    assert yardstick.read_machine(path) == REPORT
+    assert efficiency.read_machine(path) == REPORT
     for text, words in (("{", "machine.json"), ('{"machine": {}}', "ssd_read_bytes_per_s: missing"), ("[]", "machine.json")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
-            yardstick.read_machine(path)
+            efficiency.read_machine(path)
 
 
 def test_runs_with_an_account_are_found(tmp_path: Path) -> None:
     runs = [make_run(arm, 0, [(3.0, 2.0)] * 2) for arm in ("stock", "vertical")]
-    assert yardstick.accounts(runs, tmp_path) == []
+    assert efficiency.accounts(runs, tmp_path) == []
     folder = tmp_path / "vertical.0.metrics"
     folder.mkdir()
     writer = AccountWriter(folder, FACTS)
     for _ in itertools.repeat(None, 2):
         writer.step(AFTER_NORM, "delayed")
-    assert [each.run.name for each in yardstick.accounts(runs, tmp_path)] == ["vertical.0"]
+    assert [each.run.name for each in efficiency.accounts(runs, tmp_path)] == ["vertical.0"]

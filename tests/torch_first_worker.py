@@ -31,8 +31,8 @@ from harness import base_config, start_process_group  # noqa: E402
 from models import MixerModel, token_batches  # noqa: E402
 
 import ds_vertical  # noqa: E402
-from ds_vertical import contention  # noqa: E402
-from ds_vertical.spinwait import WATCH  # noqa: E402
+from ds_vertical.io import contention  # noqa: E402
+from ds_vertical.io.openmp_wait import WATCH  # noqa: E402
 
 NUM_MICRO_BATCHES, TOKENS = 8, 8
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vertical.gradients import GradientStore
-from ds_vertical.layers import LayerMap, Unit, map_layers
-from ds_vertical.schedule import Schedule
-from ds_vertical.sweeps import Body, Sweeps
-from ds_vertical.threadstate import ThreadState, applied
-from ds_vertical.transfer import Ticket
+from ds_vertical.engine.handlers import Body, Sweeps
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.layers import LayerMap, map_layers
+from ds_vertical.model.thread_state import ThreadState, applied
+from ds_vertical.offload.grad_accumulator import GradientStore
+from ds_vertical.schedule.events import Schedule, Unit
 
 WIDTH = 8
 LR = 0.1

@@ -1,0 +1,1 @@
+"""Commands that measure: `ab`, `limits`, and what they share."""

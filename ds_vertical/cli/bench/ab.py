@@ -1,0 +1,333 @@
+"""`ds-vertical ab`: one training script in both arms, losses compared before anything is said about speed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_vertical.cli.bench import disk_limit, efficiency, host_speed_server
+from ds_vertical.cli.bench.arms import Arms, build_arms, nvme_paths
+from ds_vertical.cli.bench.comparison import (
+    ArmSummary,
+    ComparisonError,
+    LossVerdict,
+    Run,
+    check_runs,
+    compare_losses,
+    contract_of,
+    describe_losses,
+    summarize,
+    table,
+)
+from ds_vertical.cli.bench.launch import RunError, Script, terminations_raised
+from ds_vertical.cli.bench.machine_info import describe_machine, versions
+from ds_vertical.config.section import SECTION
+from ds_vertical.engine import metrics
+from ds_vertical.engine.metrics import ARMS, TRACED, Agreement, encode_float
+from ds_vertical.errors import ConfigError
+
+_FAILED, _BAD_INPUT = 1, 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the command line asks for, checked."""
+
+    arms: Arms
+    config: Path
+    stock_config: Path | None
+    num_steps: int
+    num_repeats: int
+    num_ranks: int
+    out: Path
+    script: Path
+    script_arguments: tuple[str, ...]
+    ssd_limit: disk_limit.Limit | None
+    with_stock: bool = True
+    with_trace: bool = False
+    machine: dict[str, Any] | None = None  # None: measured ahead of and after each run of the vertical arm
+    with_bound: bool = True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the A/B. Returns 0; 1 if a run failed or the losses differ beyond the contract; 2 for bad input."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        plan = parse(arguments)
+    except (ConfigError, OSError) as error:
+        print(f"ds-vertical ab: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    try:
+        with terminations_raised(), _disk_limit(plan) as group:
+            return _execute(plan, group, ["ds-vertical", "ab", *arguments])
+    except ConfigError as error:
+        print(f"ds-vertical ab: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    except (RunError, ComparisonError) as error:
+        print(f"ds-vertical ab: {error}", file=sys.stderr)
+        return _FAILED
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ds-vertical ab",
+        usage="ds-vertical ab --config CONFIG.json [options] -- SCRIPT [ARGS]",
+        description="Runs SCRIPT under the deepspeed launcher with stock ZeRO-Infinity and with the vertical schedule, "
+        "compares the losses, then the speed. SCRIPT takes --deepspeed_config, builds its engine with "
+        "ds_vertical.initialize() and trains with engine.train_batch().",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="DeepSpeed JSON that both arms start from")
+    parser.add_argument("--stock-config", type=Path, help="JSON for the stock arm; only transfer settings may differ")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="dotted key and JSON value, in both arms"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="steps per run, 2 or more (default 10)")
+    parser.add_argument("--repeat", type=int, default=1, help="runs per arm, interleaved (default 1)")
+    parser.add_argument("--num-ranks", type=int, default=1, help="processes on this machine (default 1)")
+    parser.add_argument(disk_limit.OPTION, metavar="READ,WRITE", help=disk_limit.HELP)
+    parser.add_argument("--vertical-only", action="store_true", help="leave stock out: nothing is compared")
+    parser.add_argument(
+        "--trace", action="store_true", help="trace a third run: time outside all resources, and what that costs"
+    )
+    parser.add_argument("--machine", type=Path, help="rates for the bound, from `ds-vertical limits` (default: measured)")
+    parser.add_argument("--no-bound", action="store_true", help="do not measure the machine, print no bound")
+    parser.add_argument("--out", type=Path, help="folder for ab.json, both JSONs and logs (default runs/ab-<date>)")
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> Plan:
+    """The checked plan. Raises ConfigError for bad input, SystemExit (2) where argparse finds the fault."""
+    own, separator, script = _split_at_separator(arguments)
+    options = _parser().parse_args(own)
+    if not separator or not script:
+        raise ConfigError("no script given: write `-- SCRIPT [ARGS]` at the end, e.g. -- scripts/train.py --seq 64")
+    for name, value, least in (
+        ("--steps", options.steps, 2),
+        ("--repeat", options.repeat, 1),
+        ("--num-ranks", options.num_ranks, 1),
+    ):
+        if value < least:
+            why = "; the first step of a run is left out of the medians" if name == "--steps" else ""
+            raise ConfigError(f"{name} {value}: write {least} or more{why}")
+    path = Path(script[0])
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such script; write the path of a Python file after `--`")
+    given = [argument for argument in script[1:] if argument.split("=")[0] == "--deepspeed_config"]
+    if given:
+        raise ConfigError(f"{given[0]} in SCRIPT's arguments: leave it out, each arm gets its own file; use --config")
+    if options.machine is not None and options.no_bound:
+        raise ConfigError(f"--machine {options.machine}: it is for the bound; leave it out, or --no-bound")
+    limit = disk_limit.parse_limit(options.ssd_limit) if options.ssd_limit is not None else None
+    arms = build_arms(options.config, options.stock_config, options.set, options.num_ranks)
+    if limit is not None and not nvme_paths(arms.vertical):
+        raise ConfigError(f"{disk_limit.OPTION}: {options.config} keeps nothing on SSD (no nvme_path); leave the option out")
+    for nvme_path in nvme_paths(arms.vertical) if limit else []:
+        disk_limit.disk_of(nvme_path)  # refused before --out is made
+    return Plan(
+        arms=arms,
+        config=options.config,
+        stock_config=options.stock_config,
+        num_steps=options.steps,
+        num_repeats=options.repeat,
+        num_ranks=options.num_ranks,
+        out=_make_out(options.out or Path("runs", f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}")),
+        script=path,
+        script_arguments=tuple(script[1:]),
+        ssd_limit=limit,
+        with_stock=not options.vertical_only,
+        with_trace=options.trace,
+        machine=efficiency.read_machine(options.machine) if options.machine else None,
+        with_bound=not options.no_bound,
+    )
+
+
+def _split_at_separator(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    if "--" not in arguments:
+        return list(arguments), False, []
+    at = list(arguments).index("--")
+    return list(arguments[:at]), True, list(arguments[at + 1 :])
+
+
+def _make_out(out: Path) -> Path:
+    """The folder, made and known to be writable; what an earlier run left there cannot pass for this one's."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.write_text("")
+        probe.unlink()
+        (out / "ab.json").unlink(missing_ok=True)
+        for arm in (*ARMS, TRACED):
+            for stale in (*out.glob(f"{arm}.*.metrics"), *out.glob(f"{arm}.*.trace")):
+                shutil.rmtree(stale)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot write there ({error}); name a folder that you may write to") from error
+    return out.resolve()
+
+
+# --- running -------------------------------------------------------------------------------------------------------
+
+
+def _disk_limit(plan: Plan) -> contextlib.AbstractContextManager[disk_limit.LimitedGroup | None]:
+    if plan.ssd_limit is None:
+        return contextlib.nullcontext()
+    return disk_limit.limited(plan.ssd_limit, nvme_paths(plan.arms.vertical))
+
+
+def _gauge(plan: Plan) -> contextlib.AbstractContextManager[dict[str, str]]:
+    """Variables for the runs."""
+
+    @contextlib.contextmanager
+    def serving() -> Iterator[dict[str, str]]:
+        with host_speed_server.serving() as path:
+            yield {metrics.VARIABLE: path}
+
+    wanted = plan.with_bound and plan.machine is None and plan.num_ranks == 1
+    return serving() if wanted else contextlib.nullcontext({})
+
+
+def _execute(plan: Plan, group: disk_limit.LimitedGroup | None, command: Sequence[str]) -> int:
+    started = datetime.datetime.now().astimezone()
+    for warning in plan.arms.warnings:
+        print(f"warning: {warning}")
+    with _gauge(plan) as environment:
+        runs, reports = _runs(plan, group, environment)
+    check_runs(runs, plan.num_steps, plan.num_ranks)
+    verdict = compare_losses(runs, contract_of(plan.arms.vertical, plan.num_ranks, _tied(runs)))
+    arms = ARMS if plan.with_stock else ARMS[1:]
+    summaries = {arm: summarize([run for run in runs if run.arm == arm and not run.traced]) for arm in arms}
+    report = _report(plan, command, started, verdict, summaries)
+    report["ssd_limit"] = group.to_json() if group else None
+    if plan.with_bound and verdict.agreement is not Agreement.DIFFERENT:
+        report["yardstick"] = _yardstick(plan, reports, runs, summaries.get("stock"))
+    (plan.out / "ab.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    print(describe_losses(verdict, plan.num_steps))
+    if verdict.agreement is Agreement.DIFFERENT:
+        print(f"ds-vertical ab: the arms do not compute the same thing; logs in {plan.out}", file=sys.stderr)
+        return _FAILED
+    print(table(summaries, group.describe() if group else ""))
+    print("\n".join(efficiency.lines(report.get("yardstick", {}))))
+    print(f"written: {plan.out / 'ab.json'}")
+    return 0
+
+
+def _runs(
+    plan: Plan, group: disk_limit.LimitedGroup | None, environment: Mapping[str, str]
+) -> tuple[list[Run], dict[int, list[_Measured]]]:
+    """All runs, the arms in turn; alternating the order spreads a drift of the machine (heat, other load) over them. Beside
+    them the machine as it was ahead of and after each run of the vertical arm, by repeat: ahead of it once there is an account
+    of an earlier one, which says what to measure; so the traced run comes first."""
+    script = Script(plan.script, plan.script_arguments, plan.num_steps, plan.num_ranks, group, environment)
+    kinds = [arm for arm, wanted in ((ARMS[0], plan.with_stock), (TRACED, plan.with_trace), (ARMS[1], True)) if wanted]
+    runs: list[Run] = []
+    reports: dict[int, list[_Measured]] = {}
+    for repeat in range(plan.num_repeats):
+        for kind in kinds if repeat % 2 == 0 else reversed(kinds):
+            config = plan.arms.stock if kind == ARMS[0] else plan.arms.vertical
+            if kind == TRACED:
+                section = config[SECTION] | {"trace": str(plan.out / f"{kind}.{repeat}.trace")}
+                config = config | {SECTION: section}
+            path = plan.out / f"{kind}.json"
+            path.write_text(json.dumps(config, indent=2) + "\n")
+            measured = kind == ARMS[1] and plan.with_bound
+            earlier = [run for run in runs if run.arm == ARMS[1]]
+            if measured and earlier and plan.machine is None:
+                reports[repeat] = [_machine_now(plan, group, earlier[-1])]
+            records = script.run(path, plan.out, f"{kind}.{repeat}", f"{kind} {repeat + 1}/{plan.num_repeats}")
+            runs.append(Run(ARMS[1] if kind == TRACED else kind, repeat, records, traced=kind == TRACED))
+            if measured:
+                reports.setdefault(repeat, []).append(_machine_now(plan, group, runs[-1]))
+    return runs, reports
+
+
+_Measured = dict[str, Any] | str  # a report of `ds-vertical limits`, or why there is none
+
+
+def _machine_now(plan: Plan, group: disk_limit.LimitedGroup | None, run: Run) -> _Measured:
+    """The machine's rates for a run's model and settings; those that were given, where they were."""
+    if plan.machine is not None:
+        return plan.machine
+    folder = Path(next(iter(nvme_paths(plan.arms.vertical)), plan.out))
+    try:
+        ran = efficiency.accounts([run], plan.out)
+        return efficiency.measure_machine(ran[0].account, plan.out, folder, group) if ran else _NO_ACCOUNT
+    except (OSError, ValueError) as error:  # the comparison of the arms stands without
+        return str(error)
+
+
+_NO_ACCOUNT = "the vertical arm kept no account of its steps"
+
+
+def _yardstick(
+    plan: Plan, measured: Mapping[int, Sequence[_Measured]], runs: Sequence[Run], stock: ArmSummary | None
+) -> dict[str, Any]:
+    """The bound and what else the vertical step is measured against; {"missing": why} where it cannot be had."""
+    faults = [found for reports in measured.values() for found in reports if isinstance(found, str)]
+    if faults:
+        return {"missing": faults[0]}
+    reports = {repeat: [each for each in found if not isinstance(each, str)] for repeat, found in measured.items()}
+    ran = efficiency.accounts(runs, plan.out)
+    if not ran:
+        return {"missing": _NO_ACCOUNT}
+    try:
+        return efficiency.figures(ran, reports, stock, plan.out) | {"limits": reports[max(reports)][-1]}
+    except (OSError, ValueError) as error:  # faults of rates, schedules, traces: the comparison of the arms stands without
+        return {"missing": str(error)}
+
+
+def _tied(runs: Sequence[Run]) -> bool | None:
+    """What the runs say about tied weights; None as soon as one does not know."""
+    told = {record.tied for run in runs for records in run.ranks.values() for record in records}
+    return None if None in told else True in told
+
+
+# --- the report ----------------------------------------------------------------------------------------------------
+
+
+def _report(
+    plan: Plan,
+    command: Sequence[str],
+    started: datetime.datetime,
+    verdict: LossVerdict,
+    summaries: dict[str, ArmSummary],
+) -> dict[str, Any]:
+    """What ab.json holds. Speed is null where the losses differ beyond the contract."""
+    comparable = verdict.agreement is not Agreement.DIFFERENT
+    speedup = summaries["stock"].step_s / summaries["vertical"].step_s if comparable and plan.with_stock else None
+    first = None if verdict.first is None else {key: _json(value) for key, value in asdict(verdict.first).items()}
+    return {
+        "arms": {arm: summary.to_json(with_speed=comparable) for arm, summary in summaries.items()},
+        "speedup": speedup,
+        "losses_equal": verdict.agreement is Agreement.EQUAL,
+        "losses_verdict": {
+            "agreement": verdict.agreement.value,
+            "tolerance": verdict.contract.tolerance,
+            "tolerated_because": list(verdict.contract.reasons),
+            "max_relative_difference": _json(verdict.max_relative),
+            "first_difference": first,
+        },
+        "steps": plan.num_steps,
+        "repeats": plan.num_repeats,
+        "ranks": plan.num_ranks,
+        "command": list(command),
+        "date": started.isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "versions": versions(),
+        "configs": {"stock": plan.arms.stock, "vertical": plan.arms.vertical}
+        if plan.with_stock
+        else {"vertical": plan.arms.vertical},
+    }
+
+
+def _json(value: Any) -> Any:
+    return encode_float(value) if isinstance(value, float) else value

@@ -1,0 +1,177 @@
+"""Seconds of one micro-batch through the pieces of a Hugging Face model: what stands before its layers, a layer, the suffix.
+
+Measured as the schedule runs them: forward with a graph, as in training; backward of one layer from the gradient of its output,
+each parameter's gradient then moved into an fp32 sum. Several calls of a piece follow one another, as the micro-batches of a
+layer do, so weights are as warm as they are there. The model is made with two layers, with weights of any value.
+Memory that is freed is kept, as in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vertical.io.host import keep_freed_memory
+from ds_vertical.model.hf import build_model, read_fields
+from ds_vertical.model.layers import LayerMap, map_layers
+from ds_vertical.offload.grad_accumulator import GradientStore
+
+_CALLS = 4  # of a layer in a row, of which the first two are left out: gradients are summed in pairs
+_LEAST_S = 3.0  # of measuring a piece: on a shared machine a burst of others' work is shorter than half of it
+_MOST_ROUNDS = 100
+_ANY_NUMBER = 1 << 30
+_KEPT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of `tokens` in `sequences`, for a model in `dtype` (bf16, fp16, fp32)."""
+
+    tokens: int
+    sequences: int
+    dtype: str
+
+
+@dataclass
+class _Capture:
+    """What the first layer is called with, and what the last one returns."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    prefix_end: float = 0.0
+    suffix_start: float = 0.0
+    entered: torch.Tensor | None = None  # the first layer's input, at the end of the prefix's graph
+    left: torch.Tensor | None = None  # the last layer's output, cut off from the graph behind it
+
+
+def _shorten(config: Any) -> None:
+    config.num_hidden_layers, config.use_cache = 2, False  # the least that has layers to be found
+
+
+class BlockTimer:
+    """Times the pieces of `model` (a Hugging Face configuration) on `device`. `zero_linear`: with ZeRO-3's linear for torch's.
+    This process has that, and what it frees, from now on."""
+
+    def __init__(self, model: Path, batch: Batch, device: str, zero_linear: bool = False) -> None:
+        keep_freed_memory(_KEPT_BYTES)
+        if zero_linear:
+            from ds_vertical.compat.zero_params import zero3_linear_wrap
+
+            nn.functional.linear = zero3_linear_wrap  # as zero.Init does
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[batch.dtype]
+        self.network: nn.Module = build_model(str(model), read_fields(model), _shorten).to(device=device, dtype=dtype)
+        self.layers: LayerMap = map_layers(self.network, None)
+        self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
+        numel, rounding = nn.Parameter.numel, lambda param: param.dtype
+        self.on_host = device == "cpu"
+        self.sums = GradientStore(self.layers.units, torch.float32, numel, rounding, device=device, pairs=self.on_host)
+        self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    @cached_property
+    def once(self) -> _Capture:
+        return self._run()
+
+    def rates(self, rounds: int) -> dict[str, float]:
+        """Seconds: of a layer's passes the mean of `rounds` times a few calls, of more where they are short (a step takes the
+        machine's slow moments with the fast ones), of the rest the median; `activation_bytes` of what passes between layers;
+        where the device is the host `gauge_s`, what `block_s` would tell of the time in which the layer was timed."""
+        passes = list(self._passes(rounds, _LEAST_S))
+        forward, backward = (fmean(column) for column in zip(*passes, strict=True))
+        layer = {"layer_forward_s": forward, "layer_backward_s": backward}
+        layer |= {"gauge_s": forward + backward} if self.on_host else {}
+        pre, head, embed = zip(*(self._outside() for _ in _rounds(max(3, rounds), _LEAST_S)), strict=True)
+        assert self.once.entered is not None
+        size = float(self.once.entered.numel() * self.once.entered.element_size())
+        outside = {"pre_forward_s": median(pre), "pre_backward_s": median(embed), "head_s": median(head)}
+        return layer | outside | {"activation_bytes": size}
+
+    def block_s(self, least_s: float) -> float:
+        """Seconds of a block's forward and backward, the mean over `least_s` or more."""
+        return fmean(forward + backward for forward, backward in self._passes(1, least_s, _ANY_NUMBER))
+
+    def _run(self) -> _Capture:
+        """The whole forward, with the graph cut before the suffix."""
+        seen = _Capture()
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.synchronize()
+            seen.prefix_end, seen.args, seen.kwargs = perf_counter(), args, kwargs
+            seen.entered = next(value for value in (*args, *kwargs.values()) if _differentiable(value))
+
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
+            tensor = output[0] if isinstance(output, tuple) else output
+            seen.left = tensor.detach().requires_grad_()
+            self.synchronize()
+            seen.suffix_start = perf_counter()
+            return (seen.left, *output[1:]) if isinstance(output, tuple) else seen.left
+
+        first, last = self.layers.blocks[0].module, self.layers.blocks[-1].module
+        hooks = [first.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after)]
+        try:
+            self.loss = self.network(input_ids=self.ids, labels=self.ids).loss
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
+    def _outside(self) -> tuple[float, float, float]:
+        """Seconds of the prefix, of the suffix with its backward, of the prefix's backward; sums of gradients included."""
+        start = perf_counter()
+        seen = self._run()
+        self.loss.backward()
+        self.sums.add("pre")
+        self.synchronize()
+        end = perf_counter()
+        assert seen.entered is not None
+        backward_s = 0.0
+        if seen.entered.grad_fn is not None:
+            seen.entered.backward(torch.ones_like(seen.entered))
+            self.sums.add("pre")
+            self.synchronize()
+            backward_s = perf_counter() - end
+        return seen.prefix_end - start, end - seen.suffix_start, backward_s
+
+    def _passes(self, rounds: int, least_s: float, most: int = _MOST_ROUNDS) -> Iterator[tuple[float, float]]:
+        """Seconds of a block's forward, and of its backward with the sum of its gradients, again and again."""
+        block, unit, seen = self.layers.blocks[0].module, 0, self.once
+        args, kwargs = _leaves(seen.args), dict(zip(seen.kwargs or {}, _leaves((seen.kwargs or {}).values()), strict=True))
+        for _ in _rounds(rounds, least_s, most):
+            for call in range(_CALLS):
+                start = perf_counter()
+                output = block(*args, **kwargs)
+                self.synchronize()
+                middle = perf_counter()
+                tensor = output[0] if isinstance(output, tuple) else output
+                tensor.backward(torch.ones_like(tensor))
+                self.sums.add(unit)
+                self.synchronize()
+                end = perf_counter()
+                if call > 1:
+                    yield middle - start, end - middle
+            self.sums.drop(unit)  # the next round copies its first gradients, as each step does
+
+
+def _rounds(least: int, least_s: float, most: int = _MOST_ROUNDS) -> Iterator[int]:
+    """Counts `least` rounds, and on until they have taken `least_s`, or to `most`."""
+    start = perf_counter()
+    for count in range(max(least, most)):
+        if count >= least and perf_counter() - start >= least_s:
+            return
+        yield count
+
+
+def _differentiable(value: Any) -> bool:
+    return torch.is_tensor(value) and value.requires_grad
+
+
+def _leaves(values: Sequence[Any] | Any) -> tuple[Any, ...]:
+    """Inputs of a layer as they are in its backward: those that carry a gradient are leaves."""
+    return tuple(value.detach().requires_grad_() if _differentiable(value) else value for value in values)

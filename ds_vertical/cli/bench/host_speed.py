@@ -1,0 +1,59 @@
+"""The machine as a run found it, step by step: from the rates measured ahead of the run and after it, and from how fast the
+host was between its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import harmonic_mean, mean
+from typing import Any
+
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.run_record import RanStep
+
+Report = Mapping[str, Any]  # of `ds-vertical limits`
+_GAUGE = "gauge_s"
+
+
+class Conditions:
+    """Of one run. `reports`: those measured beside it, in order of time. Raises CostsError for rates that are none."""
+
+    def __init__(self, reports: Sequence[Report]) -> None:
+        machines = [report.get("machine", report) for report in reports if Machine.from_dict(report)]
+        self._every = [report.get("rates", {}) for report in reports]
+        self.machine = Machine.from_dict(_means(machines))
+        self.rates: dict[str, float] = _means(self._every)
+
+    @property
+    def drift(self) -> float | None:
+        """By how much a layer took longer in one report than in another; None where there is one report, or no layer in it."""
+        seconds = [rates.get("layer_forward_s", 0.0) + rates.get("layer_backward_s", 0.0) for rates in self._every]
+        return max(seconds) / min(seconds) - 1 if len(seconds) > 1 and min(seconds) > 0 else None
+
+    def slowdown(self, steps: Sequence[RanStep], index: int) -> float:
+        """Over the reports' seconds of a block those around a step, from what was measured ahead of it and behind it; 1 where
+        nothing was."""
+        known = [step.gauge_s for step in steps[max(0, index - 1) : index + 1] if step.gauge_s is not None]
+        usual = self.rates.get(_GAUGE)
+        return mean(known) / usual if known and usual else 1.0
+
+    def during(self, steps: Sequence[RanStep], index: int) -> tuple[Machine, dict[str, float]]:
+        """The machine and the rates in a step of the run."""
+        factor = self.slowdown(steps, index)
+        slowed = {key: value * factor if key in _HOST_SECONDS else value for key, value in self.rates.items()}
+        return self.machine.slowed(factor), slowed
+
+
+_HOST_SECONDS = ("layer_forward_s", "layer_backward_s", "pre_forward_s", "pre_backward_s", "head_s")
+
+
+def _means(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """By key, the mean of the seconds: of a rate's reciprocals, since it is work over them. What is no float is the first's."""
+    found: dict[str, Any] = {}
+    for key, first in every[0].items():
+        values = [each[key] for each in every if isinstance(each.get(key), float)]
+        if isinstance(first, float) and len(values) == len(every):
+            found[key] = harmonic_mean(values) if key.endswith("_per_s") else mean(values)
+        else:
+            found[key] = first
+    return found

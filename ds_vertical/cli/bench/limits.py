@@ -1,0 +1,397 @@
+"""`ds-vertical limits`: the rates of this machine that bound a step: SSD, copies, CPU Adam, matrix products, a layer's forward
+and backward; and what its tiers hold. Kept in the user's cache, from where plans and training take it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from ds_vertical.cli.bench import disk_limit, fio
+from ds_vertical.cli.bench.host_bench import core_s_per_byte, core_share
+from ds_vertical.cli.bench.machine_info import accelerator, describe_machine, versions
+from ds_vertical.cli.bench.ssd_bench import median_s, transfer_s, tune
+from ds_vertical.cli.common import first_line
+from ds_vertical.config.file import read_config
+from ds_vertical.engine.machine_cache import check_keeping, keep_report
+from ds_vertical.errors import ConfigError
+from ds_vertical.io import host as hostmemory
+from ds_vertical.io.atomic_file import check_out, write_out
+from ds_vertical.model.hf import build_config, named_shape, read_fields
+from ds_vertical.planner.machine import Machine
+
+_BAD_INPUT = 2
+_EXAMPLE = """example:
+  ds-vertical limits --path /mnt/nvme --config ds_config.json
+  ds-vertical limits --path /mnt/nvme --tune-aio --out this_machine.json
+"""
+_DTYPES = ("bf16", "fp16", "fp32")
+_ALIGNMENT = 4096
+_PAIRS = 5  # of windows with and without other work, a round
+_PIECE, _PIECES = 1 << 20, 8  # elements: 16 MB of state and gradient each
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints a table, writes JSON. Returns 0; 2 for bad input; a limited child's status with --ssd-limit."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(arguments)
+    try:
+        check_out(options.out)
+        if options.ssd_limit is not None and not options.limited:
+            return _run_limited(options, arguments)
+        keeps = not (options.limited or options.no_keep)  # a limited disk is not this machine
+        if keeps and options.path.is_dir():
+            check_keeping(options.path)
+        report = measure(options)
+        report["ssd_limit"] = json.loads(options.limited) if options.limited else None
+        text = json.dumps(report, indent=2, allow_nan=False)
+        if options.out:
+            write_out(options.out, text + "\n")
+        kept = keep_report(report, options.path) if keeps else None
+    except (ConfigError, OSError) as error:
+        print(f"ds-vertical limits: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    print(text if options.json else "\n".join(_lines(report, kept, options.out)))
+    return 0
+
+
+def _lines(report: dict[str, Any], kept: Path | None, out: Path | None) -> list[str]:
+    """For the terminal."""
+    lines = [table(report["rates"]), fio_line(report["rates"])]
+    lines += [f"fastest aio: {json.dumps(report['aio'])}"] if report["aio"] else []
+    lines += [f"kept for plans and training: {kept}"] if kept else []
+    return lines + ([f"written: {out}"] if out else [])
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="ds-vertical limits", description=__doc__, epilog=_EXAMPLE, formatter_class=form)
+    parser.add_argument("--path", type=Path, default=Path("."), help="folder on the disk to measure (default: here)")
+    parser.add_argument("--config", type=Path, help="DeepSpeed JSON whose aio section is used (default: DeepSpeed's)")
+    parser.add_argument("--model", type=Path, help="Hugging Face config, or a shape's name: whose layer is timed")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the layer (default bf16)")
+    parser.add_argument("--tokens", type=int, default=32, help="of a micro-batch (default 32)")
+    parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch, which share its tokens (default 1)")
+    parser.add_argument("--threads", type=int, help="of torch (default: as it chooses)")
+    parser.add_argument("--size-mb", type=int, default=256, help="MB per transfer (default 256)")
+    parser.add_argument("--rounds", type=int, default=3, help="the median of so many counts, of a layer the mean (default 3)")
+    parser.add_argument("--tune-aio", action="store_true", help="try aio settings first; plans write the fastest ones")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
+    parser.add_argument("--no-fio", action="store_true", help="do not measure with fio too")
+    parser.add_argument("--no-keep", action="store_true", help="do not keep the report in the user's cache")
+    parser.add_argument(disk_limit.OPTION, metavar="READ,WRITE", help=disk_limit.HELP)
+    parser.add_argument("--limited", help=argparse.SUPPRESS)  # given to the child that runs inside the group
+    return parser
+
+
+def _run_limited(options: argparse.Namespace, arguments: list[str]) -> int:
+    with disk_limit.limited(disk_limit.parse_limit(options.ssd_limit), [options.path]) as group:
+        command = [sys.executable, "-m", "ds_vertical.cli.bench.limits", *arguments, "--limited", json.dumps(group.to_json())]
+        return subprocess.run(group.wrap(command)).returncode
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The report. Raises ConfigError for options that make no sense, OSError where `path` cannot be written."""
+    for name in ("tokens", "sequences", "threads", "size_mb", "rounds"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: write 1 or more")
+    if options.tokens % options.sequences:
+        raise ConfigError(f"--tokens {options.tokens}: write a multiple of --sequences, {options.sequences}")
+    if not options.path.is_dir():
+        raise ConfigError(f"--path {options.path}: no such folder; name one on the disk to measure")
+    try:
+        tempfile.TemporaryDirectory(dir=options.path).cleanup()
+    except OSError as error:
+        why = f"cannot be written ({error.strerror})"
+        raise ConfigError(f"--path {options.path}: {why}; name a folder on the disk to measure") from error
+    if options.model:
+        options.model = named_shape(str(options.model))
+        build_config(str(options.model), read_fields(options.model))  # refused before a minute of measuring
+    if options.threads:
+        import torch
+
+        torch.set_num_threads(options.threads)
+    num_bytes = options.size_mb << 20
+    config = read_config(options.config) if options.config else {}
+    tuned, tried = tune(options.path, num_bytes, options.rounds) if options.tune_aio else (None, None)
+    config = config if tuned is None else config | {"aio": tuned}
+    rates = ssd_rates(options.path, num_bytes, options.rounds, config, not options.no_fio)
+    rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
+    rates |= product_rates(options.rounds)
+    if accelerator() == "cpu":
+        from ds_vertical.cli.bench.host_bench import event_s
+
+        rates |= adam_share(options.rounds) | {"compute_latency_s": event_s(options.rounds)}
+    if options.model:
+        rates |= layer_seconds(options, config)
+    settings = {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    return {
+        "machine": _as_machine(rates),
+        "rates": rates,
+        "capacity": capacity(options.path),
+        "aio": tuned,
+        "aio_rates": tried,
+        "ours_over_fio": fio_ratios(rates) or None,
+        "settings": settings,
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "facts": describe_machine(),
+        "versions": versions(),
+    }
+
+
+def fio_ratios(rates: dict[str, float]) -> dict[str, float]:
+    """Our rates over fio's, for those that fio has measured."""
+    names = ("read", "write", "read_together", "write_together")
+    measured = [name for name in names if rates.get(f"fio_{name}_bytes_per_s")]
+    return {name: rates[f"ssd_{name}_bytes_per_s"] / rates[f"fio_{name}_bytes_per_s"] for name in measured}
+
+
+def fio_line(rates: dict[str, float]) -> str:
+    ratios = ", ".join(f"{name.replace('_', ' ')} {ratio:.2f}" for name, ratio in fio_ratios(rates).items())
+    return f"ours / fio: {ratios}" if ratios else fio.ABSENT
+
+
+def _as_machine(rates: dict[str, float]) -> dict[str, Any]:
+    """The rates as `machine.Machine.from_dict` reads them."""
+    known = {field.name for field in fields(Machine)}
+    own: dict[str, Any] = {key: value for key, value in rates.items() if key in known}
+    one_memory = accelerator() == "cpu"
+    return own | {"host_cores": len(os.sched_getaffinity(0)), "one_memory": one_memory, "adam_cores": 1 if one_memory else None}
+
+
+def table(rates: dict[str, float]) -> str:
+    """One rate a line, in GB/s, million elements/s or milliseconds."""
+    units = {
+        "_bytes_per_s": ("GB/s", 1e-9),
+        "_flops_per_s": ("Gflop/s", 1e-9),
+        "_s_per_byte": ("s/GB", 1e9),
+        "_elements_per_s": ("M elements/s", 1e-6),
+        "_s": ("ms", 1e3),
+        "_bytes": ("MB", 1e-6),
+        "_share": ("of the cores", 1.0),
+    }
+    lines = []
+    for key, value in rates.items():
+        suffix = next(suffix for suffix in units if key.endswith(suffix))
+        unit, scale = units[suffix]
+        lines.append(f"{key.removesuffix(suffix).replace('_', ' '):24}{value * scale:10.3f} {unit}")
+    return "\n".join(lines)
+
+
+# ---- SSD
+
+
+def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any], with_fio: bool = True) -> dict[str, float]:
+    """Bytes/s past the page cache through the queues that training uses: each direction alone, and both together; what they
+    take from computation on the host; beside them what fio finds, where it is installed and asked."""
+    from ds_vertical.compat import pinned_memory
+    from ds_vertical.compat.ops import load
+    from ds_vertical.compat.stock_config import aio_settings
+
+    aio = aio_settings(config)
+    try:
+        queues = [load.new_disk_queue(aio) for _ in range(2)]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"aio: no queue can be made of {aio} ({first_line(error)}); mend it in the JSON") from error
+    buffers = [pinned_memory.lock_host_bytes(num_bytes) for _ in queues]
+    try:
+        with tempfile.TemporaryDirectory(prefix="ds_vertical.limits.", dir=folder) as scratch:
+            for buffer in buffers:
+                buffer.fill_(1)
+            files = [Path(scratch, name) for name in ("read", "write")]
+
+            def read(rounds: int) -> float:
+                return transfer_s([queues[0].read], buffers[:1], files[:1], rounds)
+
+            def write(rounds: int) -> float:
+                return transfer_s([queues[1].write], buffers[1:], files[1:], rounds)
+
+            transfer_s([queues[0].write, queues[1].write], buffers, files, 1)
+            rates = {"ssd_read_bytes_per_s": num_bytes / read(rounds), "ssd_write_bytes_per_s": num_bytes / write(rounds)}
+            # Shares of the file in proportion to the rates, so that both directions work to the end.
+            fastest = max(rates.values())
+            shares = [int(num_bytes * rate / fastest) // _ALIGNMENT * _ALIGNMENT for rate in rates.values()]
+            pieces = [buffer[: max(_ALIGNMENT, share)] for buffer, share in zip(buffers, shares, strict=True)]
+            together = transfer_s([queues[0].read, queues[1].write], pieces, files, rounds)
+            for way, piece, alone in zip(("read", "write"), pieces, list(rates.values()), strict=True):
+                rates[f"ssd_{way}_together_bytes_per_s"] = min(alone, piece.numel() / together)
+            if accelerator() == "cpu":
+                rates["ssd_core_s_per_byte"] = _load(queues, pieces, files, rounds)
+            return rates | (fio.rates(Path(scratch), num_bytes, rounds, aio) if with_fio and fio.installed() else {})
+    finally:
+        for queue, buffer in zip(queues, buffers, strict=True):
+            queue.close()
+            pinned_memory.unlock_host_bytes(buffer)
+
+
+def _load(queues: Sequence[Any], pieces: Sequence[Any], files: Sequence[Path], rounds: int) -> float:
+    """Seconds of a core that a byte takes from what computes beside it; by an eighth of the pieces at a time."""
+    shares = [max(_ALIGNMENT, piece.numel() // 8 // _ALIGNMENT * _ALIGNMENT) for piece in pieces]
+
+    def transfer() -> int:
+        issues = (queues[0].read, queues[1].write)
+        works = zip(issues, pieces, shares, files, strict=True)
+        flying = [issue(piece.data_ptr(), share, file) for issue, piece, share, file in works]
+        for each in flying:
+            each.wait()
+        return sum(shares)
+
+    return core_s_per_byte(transfer, len(os.sched_getaffinity(0)), _PAIRS * rounds)
+
+
+# ---- memory, host cores, layers
+
+
+def copy_rates(num_bytes: int, rounds: int) -> dict[str, float]:
+    """Bytes/s of copies host to host, and to and from the device (page-locked) where it is CUDA."""
+    import torch
+
+    def rate(target: torch.Tensor, source: torch.Tensor) -> float:
+        def copy() -> None:
+            target.copy_(source)
+            _synchronize()
+
+        return num_bytes / median_s(copy, rounds)
+
+    host, other = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+    rates = {"copy_host_bytes_per_s": rate(other, host)}
+    if accelerator() == "cuda":
+        host, device = host.pin_memory(), torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+        rates |= {"copy_in_bytes_per_s": rate(device, host), "copy_out_bytes_per_s": rate(host, device)}
+    return rates
+
+
+def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
+    """Elements/s of CPU Adam on fp32 state in memory, and of casting masters to bf16: on all host cores, or on the one that
+    training leaves for them where it computes on the host. Bytes/s of the checksums, on one."""
+    import torch
+
+    from ds_vertical.compat.ops import load
+    from ds_vertical.io.checksums import checksum
+
+    everybody = torch.get_num_threads()
+    torch.set_num_threads(1 if accelerator() == "cpu" else everybody)
+    kernel, kernel_id = load.free_adam(), 1 << 21
+    kernel.create_adam(kernel_id, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+    try:
+        tensors = [torch.full((numel,), 0.5) for _ in range(4)]
+        settings = (1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True)
+        adam_s = median_s(lambda: kernel.adam_update(kernel_id, *settings, *tensors), rounds)
+        target = torch.empty(numel, dtype=torch.bfloat16)
+        cast_s = median_s(lambda: target.copy_(tensors[0]), rounds)
+        rates = {"adam_elements_per_s": numel / adam_s, "cast_elements_per_s": numel / cast_s}
+        data = tensors[0].numpy()
+        return rates | {"checksum_bytes_per_s": data.nbytes / median_s(lambda: checksum(data), rounds)}
+    finally:
+        kernel.destroy_adam(kernel_id)
+        torch.set_num_threads(everybody)
+
+
+def adam_share(rounds: int) -> dict[str, float]:
+    """The share of the cores that CPU Adam on one of them takes from what computes on all, see `host_bench`: updates, casts and
+    checksums of pieces as large as a step's, each again only when no cache has it any more."""
+    import torch
+
+    from ds_vertical.compat.ops import load
+    from ds_vertical.io.checksums import checksum
+
+    kernel, kernel_id = load.free_adam(), 1 << 22
+    kernel.create_adam(kernel_id, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+    pieces = [[torch.full((_PIECE,), 0.5) for _ in range(4)] for _ in range(_PIECES)]
+    targets = [torch.empty(_PIECE, dtype=torch.bfloat16) for _ in pieces]
+    turns = cycle(zip(pieces, targets, strict=True))
+
+    def step() -> int:
+        torch.set_num_threads(1)  # of the thread that calls
+        (master, gradient, *moments), target = next(turns)
+        kernel.adam_update(kernel_id, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, master, gradient, *moments)
+        target.copy_(master)
+        for written in (master, *moments, target.view(torch.int16)):
+            checksum(written.numpy())
+        return _PIECE
+
+    everybody = torch.get_num_threads()
+    try:
+        return {"adam_core_share": core_share(step, _PAIRS * rounds)}
+    finally:
+        kernel.destroy_adam(kernel_id)
+        torch.set_num_threads(everybody)
+
+
+def norm_rate(rounds: int, numel: int = 1 << 22) -> dict[str, float]:
+    """Elements/s of the norm that stock takes of an fp32 gradient, on the device; each again only when no cache has it."""
+    import torch
+
+    from ds_vertical.compat import zero_optimizer
+
+    gradients = cycle([torch.ones(numel, device=accelerator()) for _ in range(_PIECES)])
+    memory = zero_optimizer.NormMemory()
+
+    def norm() -> None:
+        gradient = next(gradients)
+        memory.norm(gradient) if gradient.device.type == "cpu" else gradient.double().norm(2)
+        _synchronize()
+
+    return {"norm_elements_per_s": numel / median_s(norm, rounds)}
+
+
+def product_rates(rounds: int, tokens: int = 128, width: int = 1024) -> dict[str, float]:
+    """Floating-point operations per second of activations times weights, by dtype; on a GPU of a size that fills it."""
+    import torch
+
+    device = accelerator()
+    tokens, width = (4096, 8192) if device == "cuda" else (tokens, width)
+    rates = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        inputs = torch.ones(tokens, width, dtype=dtype, device=device)
+        weights = torch.ones(width, width, dtype=dtype, device=device)
+
+        def product(inputs: torch.Tensor = inputs, weights: torch.Tensor = weights) -> None:
+            torch.nn.functional.linear(inputs, weights)
+            _synchronize()
+
+        rates[f"{name}_flops_per_s"] = 2 * tokens * width * width / median_s(product, rounds)
+    return rates
+
+
+def capacity(folder: Path) -> dict[str, int | None]:
+    """Bytes that training may take in each tier, as of now; the device's None where it is the host's memory."""
+    import torch
+
+    device = torch.cuda.mem_get_info()[0] if accelerator() == "cuda" else None
+    disk = os.statvfs(folder)
+    return {"device_bytes": device, "host_bytes": hostmemory.available_bytes(), "ssd_bytes": disk.f_bavail * disk.f_frsize}
+
+
+def layer_seconds(options: argparse.Namespace, config: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a model's pieces for one micro-batch, see `block_timer`; with DeepSpeed's linear where the JSON's stage 3 puts
+    it in torch's place."""
+    from ds_vertical.cli.bench.block_timer import Batch, BlockTimer
+
+    zero = config.get("zero_optimization") or {}
+    zero_linear = zero.get("stage") == 3 and zero.get("memory_efficient_linear", True)
+    batch = Batch(options.tokens, options.sequences, options.dtype)
+    return BlockTimer(options.model, batch, accelerator(), zero_linear).rates(options.rounds)
+
+
+def _synchronize() -> None:
+    import torch
+
+    if accelerator() == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""`ds-vertical clean`: the folders of runs below an nvme_path, and how to be rid of those that dead runs left there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ds_vertical import errors
+from ds_vertical.cli.common import gib
+from ds_vertical.cli.doctor.check import Case
+from ds_vertical.io.files import disk_bytes
+from ds_vertical.io.runs import run_lock
+from ds_vertical.io.runs.run_dirs import Tenant, examine, remove, tenants
+
+_NOT_REMOVED: Final = 1
+_EPILOG: Final = """examples:
+  ds-vertical clean --path /mnt/nvme              # what is there
+  ds-vertical clean --path /mnt/nvme --remove     # delete what is stale
+  ds-vertical clean --path /mnt/nvme --remove 20260131-235959-node7-1f2e3d4c
+
+A run's folder is live while one of its owners is, and stale once all are known to be gone. It is unknown where that cannot
+be told here: its owners are, or were, on another host. An unknown one is removed only by its name, a live one never. A folder
+in which no lock says that a run made it under its name is never removed, whatever it is called.
+
+Exit status: 0; 1 where something that was to be removed could not be; 2 for bad usage."""
+
+
+@dataclass
+class Entry:
+    """A run's folder as listed. `num_bytes`: what deleting it frees; `result`: what came of that, empty where not asked."""
+
+    tenant: Tenant
+    num_bytes: int
+    result: str = ""  # "removed", "gone" (meanwhile, without us), "kept" (it is live, or may be), "failed"
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.tenant.folder.name
+
+    @property
+    def word(self) -> str:
+        """Under which it is counted."""
+        return self.result or self.tenant.state
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Lists, and removes where asked, a line each as it comes, or one JSON object. Returns 1 where a removal failed, else 0."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    roots = _roots(options, parser)
+    entries: list[Entry] = []
+    for root in roots:
+        if not options.json:
+            print(f"{root}:" if root.is_dir() else f"{root}: no such folder: no run has been there", flush=True)
+        for entry in _walk(root, options.remove, parser):
+            entries.append(entry)
+            if not options.json:
+                print("\n".join(_lines(entry)), flush=True)
+    missing = [name for name in options.remove or [] if name not in {entry.name for entry in entries}]
+    freed = sum(entry.num_bytes for entry in entries if entry.result == "removed")
+    counts = Counter(entry.word for entry in entries)
+    if options.json:
+        runs = [_described(entry) for entry in entries]
+        print(json.dumps({"counts": counts, "freed_bytes": freed, "not_found": missing, "runs": runs}, indent=2))
+    else:
+        print("\n".join(_summary(entries, counts, freed, missing, options.remove is not None)))
+    refused = [entry for entry in entries if entry.result == "failed" or (entry.result == "kept" and options.remove)]
+    return _NOT_REMOVED if refused or missing else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ds-vertical clean", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--path", type=Path, metavar="NVME_PATH", help="folder on the SSD (default: those in the JSON)")
+    parser.add_argument("--config", type=Path, metavar="JSON", help="DeepSpeed JSON whose nvme_path is meant")
+    parser.add_argument(
+        "--remove", nargs="*", metavar="RUN_ID", help="delete the stale folders; with names: these, unknown ones included"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def _roots(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[Path, ...]:
+    """The folders to look into; exits with a usage error where that is not clear."""
+    from ds_vertical.config.file import read_config
+    from ds_vertical.errors import ConfigError
+
+    if options.path is None and options.config is None:
+        parser.error("which folder? write --path /mnt/nvme, or --config ds_config.json")
+    if options.config is not None:
+        if not options.config.is_file():
+            parser.error(f"--config {options.config}: no such file; name a DeepSpeed JSON")
+        try:
+            read_config(options.config)
+        except ConfigError as error:
+            parser.error(f"--config {options.config}: {error}")
+    if options.path is not None and not options.path.is_dir():
+        parser.error(f"--path {options.path}: no such folder; write the nvme_path of the runs")
+    roots = tuple(path.resolve() for path in Case(options.config, options.path).nvme_paths)
+    for root in roots:
+        if (above := run_lock.owner_above(root)) is not None and above[0] == root:
+            parser.error(f"{root}: the folder of a run; name the one above it: --path {root.parent}")
+    return tuple(dict.fromkeys(roots))
+
+
+def _walk(root: Path, names: Sequence[str] | None, parser: argparse.ArgumentParser) -> Iterator[Entry]:
+    """The runs below one folder, each after what was to be done with it. `names`: None: nothing, empty: all that are stale."""
+    if not root.is_dir():
+        return
+    try:
+        found = tenants(root)
+    except OSError as error:
+        parser.error(f"{root}: {error.strerror}; name a folder that can be read")
+    for tenant in found:
+        entry = Entry(tenant, disk_bytes(tenant.folder))
+        named = tenant.folder.name in (names or ())
+        if named or (names == [] and tenant.state == "stale"):
+            _remove(entry, named)
+        yield entry
+
+
+def _remove(entry: Entry, named: bool) -> None:
+    if entry.tenant.fault:
+        entry.result = "failed"  # the line about the folder says why
+        return
+    try:
+        entry.result = remove(entry.tenant.folder, named)
+    except (OSError, errors.StorageError) as error:
+        entry.result, entry.error = "failed", str(error)
+    if entry.result == "kept":
+        entry.tenant = examine(entry.tenant.folder) or entry.tenant
+
+
+def _owner(tenant: Tenant) -> str:
+    """Whose the folder is, and how that is known, in words."""
+    if tenant.fault:
+        return f"a run {tenant.fault}"
+    if not tenant.is_ours:
+        return "no lock in it says that a run made it under this name"
+    first = str(tenant.owners[0] or "a process that did not write its name")
+    others = f" and {len(tenant.owners) - 1} more" if len(tenant.owners) > 1 else ""
+    if tenant.state == "live":
+        return f"{first}{others}"
+    return f"{first}{others}; " + ("gone" if tenant.state == "stale" else "on another host, so nothing can be told of it here")
+
+
+def _lines(entry: Entry) -> Iterator[str]:
+    yield f"  {entry.word:8}{gib(entry.num_bytes):>10}  {entry.name}  {_owner(entry.tenant)}"
+    folder = entry.tenant.folder
+    if not entry.tenant.is_ours:
+        yield f"{'':22}-> never removed here: rm -r {folder}  # once you know what it is"
+    elif entry.result == "kept":
+        yield f"{'':22}-> not removed: end the run first"
+    elif entry.error:
+        yield from (f"{'':22}-> {line}" for line in entry.error.splitlines())
+    elif entry.word == "unknown" and not entry.tenant.fault:
+        yield f"{'':22}-> ds-vertical clean --path {folder.parent} --remove {folder.name}  # once you know that it is over"
+
+
+def _summary(entries: list[Entry], counts: Counter[str], freed: int, missing: list[str], asked: bool) -> Iterator[str]:
+    stale = sum(entry.num_bytes for entry in entries if entry.word == "stale")
+    notes = {"stale": f" ({gib(stale)})", "removed": f" ({gib(freed)})"}
+    told = [f"{counts[word]} {word}{notes.get(word, '')}" for word in sorted(counts)]
+    yield ", ".join(told) or "no run's folder"
+    if counts["stale"] and not asked:
+        yield "add --remove to delete what is stale"
+    for name in missing:
+        yield f"{name}: no folder of a run has that name"
+
+
+def _described(entry: Entry) -> dict[str, Any]:
+    """JSON form; `since`: when the first of its owners took its lock."""
+    tenant = entry.tenant
+    owners = [
+        {"state": state, **(run_lock.plain_entry(owner) if owner else {})}
+        for state, group in (("live", tenant.live), ("unknown", tenant.elsewhere), ("gone", tenant.gone))
+        for owner in group
+    ]
+    since = min((owner.since for owner in tenant.owners if owner is not None), default=None)
+    told = {"run_id": entry.name, "folder": str(tenant.folder), "state": tenant.state, "why": _owner(tenant), "since": since}
+    return told | {"bytes": entry.num_bytes, "owners": owners, "result": entry.result or None, "error": entry.error or None}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""`ds-vertical plan`: how to train a model on a machine, why, what it costs, and the JSON for it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ds_vertical.cli.common import parse_bytes
+from ds_vertical.cli.plan.deepspeed_json import write_config
+from ds_vertical.config.section import SECTION
+from ds_vertical.engine.machine_cache import cached_report
+from ds_vertical.errors import ConfigError, CostsError
+from ds_vertical.io.atomic_file import check_out, write_out
+from ds_vertical.model.hf import named_shape, read_fields, shape_names
+from ds_vertical.planner import machine as profile
+from ds_vertical.planner import memory_budget
+from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
+from ds_vertical.planner.linear_program import Limits
+from ds_vertical.planner.machine import Profile
+from ds_vertical.planner.model_shape import Outline, Seconds, estimated, shape_of
+from ds_vertical.planner.search import Candidate, Plan, PlanError, Task, choose
+
+_BAD_INPUT, _NO_PLAN = 2, 1
+_DAY_S = 86400
+_TIMED_SIZES = (1, 2, 4)  # sequences per micro-batch that are timed; larger ones follow from the last two
+_EXAMPLE = """example:
+  ds-vertical limits --path /ssd
+  ds-vertical plan --model my_model/config.json --tokens-per-step 65536 --nvme-path /ssd --out ds_config.json
+  ds-vertical plan --model gpt_65b --tokens-per-step 65536 --machine a100_server
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the plan, writes the JSON. Returns 0; 1 where no setting fits the machine; 2 for bad input."""
+    options = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    try:
+        check_out(options.out)
+        found = plan(options)
+        if options.out:
+            write_out(options.out, json.dumps(found["config"], indent=2) + "\n")
+    except PlanError as error:
+        print(f"ds-vertical plan: {options.model} on {options.machine or 'this machine'}: {error}", file=sys.stderr)
+        return _NO_PLAN
+    except (ConfigError, CostsError, OSError) as error:
+        print(f"ds-vertical plan: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
+    if options.out and not options.json:
+        print(f"written: {options.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="ds-vertical plan", description=__doc__, epilog=_EXAMPLE, formatter_class=form)
+    parser.add_argument("--model", required=True, help=f"path of a Hugging Face config, or one of {', '.join(shape_names())}")
+    parser.add_argument("--tokens-per-step", type=int, required=True, metavar="N", help="of one optimizer step, all ranks")
+    parser.add_argument("--sequence-length", type=int, metavar="S", help="tokens (default: the model's, 2048 at most)")
+    parser.add_argument("--micro-batch-size", type=int, metavar="B", help="sequences (default: chosen)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the parameters (default bf16)")
+    parser.add_argument("--clip", type=float, default=1.0, help="gradient_clipping, 0 for none (default 1.0)")
+    speculation = "with clipping: plan for steps in the backward, redone where the norm asks for clipping"
+    parser.add_argument("--speculation", action="store_true", help=speculation)
+    parser.add_argument("--num-ranks", type=int, default=1, help="GPUs of the machine (default 1)")
+    names = ", ".join(profile.shipped())
+    parser.add_argument("--machine", help=f"file of `ds-vertical limits --out`, or {names} (default: this one's limits)")
+    parser.add_argument("--nvme-path", default="/tmp/ds_vertical", help="folder on the SSD (default /tmp/ds_vertical)")
+    host = "use so much in all, e.g. 64G; the JSON then says so too (default: what the machine has)"
+    parser.add_argument("--host-memory", metavar="BYTES", help=host)
+    parser.add_argument("--out", type=Path, help="DeepSpeed JSON to write")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    return parser
+
+
+def plan(options: argparse.Namespace) -> dict[str, Any]:
+    """The plan as JSON fields. Raises ConfigError, CostsError, PlanError."""
+    _check(options)
+    whole = _profile(options)
+    machine = replace(whole, machine=whole.machine.shared(options.num_ranks))
+    outline, fields = _outline(options)
+    task = Task(
+        outline,
+        options.tokens_per_step,
+        _seconds(options, machine, outline, fields),
+        options.num_ranks,
+        options.clip,
+        options.micro_batch_size,
+        options.speculation,
+    )
+    if not any(task.counts()):
+        fitting = -(-options.tokens_per_step // (outline.sequence_length * options.num_ranks))
+        has = f"a step of {options.tokens_per_step} tokens has {fitting} sequence(s) a rank"
+        advice = f"write {fitting} or less, or more --tokens-per-step"
+        raise ConfigError(f"--micro-batch-size {options.micro_batch_size}: {has}; {advice}")
+    found = choose(task, machine.machine, _limits(machine, options))
+    locked = not machine.machine.one_memory
+    tuned: dict[str, Any] = {"aio": machine.aio} if machine.aio else {}
+    config = write_config(found.chosen, outline, clip=options.clip, nvme_path=options.nvme_path, locked=locked, **tuned)
+    if options.host_memory is not None:
+        config[SECTION]["host_memory_bytes"] = _host_bytes(options)
+    return _report(found, task, machine, options) | {"config": config}
+
+
+def _check(options: argparse.Namespace) -> None:
+    for package, extra in (("scipy", "plan"), ("transformers", "hf")):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{package} is not installed, which plans need: pip install 'ds-vertical[{extra}]'")
+    for name in ("tokens_per_step", "sequence_length", "micro_batch_size", "num_ranks"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: write 1 or more")
+    if not 0 <= options.clip < float("inf"):
+        raise ConfigError(f"--clip {options.clip}: write the norm to clip to, or 0 for none")
+    _host_bytes(options)
+
+
+def _host_bytes(options: argparse.Namespace) -> int | None:
+    try:
+        return parse_bytes(options.host_memory) if options.host_memory is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--host-memory: {error}") from None
+
+
+def _profile(options: argparse.Namespace) -> Profile:
+    if options.machine:
+        return profile.read_profile(options.machine)
+    report = cached_report(options.nvme_path)
+    if report is None:
+        raise ConfigError(
+            "this machine has not been measured yet: run `ds-vertical limits --path FOLDER_ON_THE_SSD` once, or name a"
+            f" machine with --machine ({', '.join(profile.shipped())}, or a file)"
+        )
+    return Profile.from_dict("this machine", report)
+
+
+def _outline(options: argparse.Namespace) -> tuple[Outline, dict[str, Any]]:
+    path = named_shape(options.model)
+    from ds_vertical.cli.plan.fake_run import read_outline
+
+    fields = read_fields(path)
+    length = options.sequence_length or min(2048, _positions(fields))
+    return read_outline(Path(options.model).stem, fields, length, options.dtype), fields
+
+
+def _positions(fields: dict[str, Any]) -> int:
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    found = [fields[name] for name in names if isinstance(fields.get(name), int)]
+    return next((positions for positions in found if positions > 0), 2048)  # -1 means that there is no limit
+
+
+def _limits(machine: Profile, options: argparse.Namespace) -> Limits:
+    """Of one rank: tiers that ranks share are divided."""
+    host = _host_bytes(options) or machine.host_bytes
+    share = [None if value is None else value / options.num_ranks for value in (host, machine.ssd_bytes)]
+    return Limits(machine.device_bytes, *share)
+
+
+def _seconds(
+    options: argparse.Namespace, machine: Profile, outline: Outline, fields: dict[str, Any]
+) -> Callable[[int], Seconds]:
+    """Of the model's pieces by sequences per micro-batch: timed where this is the machine, else from its operations."""
+    if options.machine is None:
+        timed = _timed(outline, fields)
+        slower = options.num_ranks if machine.machine.one_memory else 1  # ranks that share the cores
+        return lambda size: timed(size).times(slower)
+    rate = machine.flops_per_s.get(outline.dtype)
+    if rate is None:
+        raise CostsError(f"rates.{outline.dtype}_flops_per_s: missing in {options.machine}; run `ds-vertical limits` again")
+    return lambda size: estimated(outline, size, rate)
+
+
+def _timed(outline: Outline, fields: dict[str, Any]) -> Callable[[int], Seconds]:
+    @cache
+    def timed(size: int) -> Seconds:
+        if size > _TIMED_SIZES[-1]:
+            less, most = (timed(s) for s in _TIMED_SIZES[-2:])
+            grown = (size - _TIMED_SIZES[-1]) / (_TIMED_SIZES[-1] - _TIMED_SIZES[-2])
+            slopes = {key: value + grown * (value - asdict(less)[key]) for key, value in asdict(most).items()}
+            return Seconds(**{key: max(0.0, value) for key, value in slopes.items()})
+        print(f"timing a block of {outline.name} with micro-batches of {size}", file=sys.stderr, flush=True)
+        return time_pieces(outline, fields, size)
+
+    return timed
+
+
+def time_pieces(outline: Outline, fields: dict[str, Any], size: int) -> Seconds:
+    """Of a micro-batch of `size` sequences, measured on this machine."""
+    from ds_vertical.cli.bench.block_timer import Batch, BlockTimer
+    from ds_vertical.cli.bench.machine_info import accelerator
+
+    with tempfile.TemporaryDirectory(prefix="ds_vertical.plan.") as folder:
+        model = Path(folder, "config.json")
+        model.write_text(json.dumps(fields))
+        batch = Batch(size * outline.sequence_length, size, outline.dtype)
+        try:
+            rates = BlockTimer(model, batch, accelerator(), zero_linear=True).rates(3)
+        except RuntimeError as error:  # of torch: out of memory, as a rule
+            advice = "write a smaller --micro-batch-size or --sequence-length, or name a machine with --machine"
+            what = f"a block of {outline.name} with micro-batches of {size} cannot be timed here"
+            raise ConfigError(f"{what} ({str(error).splitlines()[0]}); {advice}") from error
+    forward, backward = rates["layer_forward_s"], max(0.0, rates["layer_backward_s"])
+    return Seconds(forward, backward, rates["pre_forward_s"], rates["pre_backward_s"], rates["head_s"])
+
+
+# ---- what is shown
+
+
+def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespace) -> dict[str, Any]:
+    chosen, outline, ranks = found.chosen, task.outline, options.num_ranks
+    tokens = chosen.setting.micro_batch_size * chosen.setting.num_micro_batches * outline.sequence_length * ranks
+    return {
+        "model": {"name": outline.name, "elements": outline.num_elements, "sequence_length": outline.sequence_length},
+        "machine": {"name": machine.name, "date": machine.date, "assumed": list(machine.assumed), "tuned_aio": machine.aio},
+        "setting": asdict(chosen.setting),
+        "tokens_per_step": tokens,
+        "step_s": chosen.estimate_s,
+        "tokens_per_s": tokens / chosen.estimate_s,
+        "bound_s": chosen.bound.seconds,
+        "resource": chosen.bound.resource,
+        "busy_s": chosen.bound.busy_s,
+        "stock": _stock(task, machine, _limits(machine, options)),
+        "others": [{"differs": what, "step_over_chosen": ratio} for what, ratio in found.differences()],
+        "memory": [asdict(item) for item in chosen.items],
+        "ssd_bytes": chosen.ssd_bytes,
+        "traffic": asdict(chosen.traffic),
+        "written_bytes_per_day": ranks * chosen.traffic.written * _DAY_S / chosen.estimate_s,
+        "drive_writes_per_day": _drive_writes(chosen, machine, ranks),
+    }
+
+
+def _stock(task: Task, machine: Profile, limits: Limits) -> dict[str, Any]:
+    """The least that a step of stock ZeRO-Infinity takes on as many tokens, with the micro-batches that suit it best of those
+    whose layers fit into the device; its activations rest in host memory, those of one micro-batch at a time."""
+    steps: list[tuple[float, int]] = []
+    for size, count in task.counts():
+        shape = shape_of(task.outline, task.seconds(size), sequences=size, num_shards=task.num_ranks)
+        device = shape.working_bytes + 2 * max(shape.layer_elements) * shape.param_bytes
+        if steps and limits.device_bytes is not None and device > limits.device_bytes:
+            break
+        resting = 0.0 if machine.machine.one_memory else 1.0
+        placement = replace(stock_placement(shape, limits.host_bytes), activations_on_host=resting)
+        found = horizontal_step(replace(shape, placement=placement), machine.machine, count)
+        steps.append((found.seconds, size))
+    seconds, size = min(steps)
+    return {"step_s": seconds, "micro_batch_size": size}
+
+
+def _drive_writes(chosen: Candidate, machine: Profile, ranks: int) -> float | None:
+    written = ranks * chosen.traffic.written * _DAY_S / chosen.estimate_s
+    return written / machine.ssd_bytes if machine.ssd_bytes else None
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """For the terminal."""
+    setting, model, traffic = found["setting"], found["model"], found["traffic"]
+    machine, place = found["machine"], setting["placement"]
+    early = f"{1 - setting['delay']:.0%} in the backward, the rest " if setting["early"] else ""
+    measured = f"measured {machine['date']}" if machine["date"] else "assumed, not measured"
+    shown = [
+        f"{model['name']}: {model['elements'] / 1e9:.2f} G parameters, {model['sequence_length']} tokens a sequence; on"
+        f" {machine['name']} ({measured})",
+        f"micro-batches of {setting['micro_batch_size']}, M = {setting['num_micro_batches']}: {found['tokens_per_step']} tokens"
+        " a step, all ranks together",
+        f"layers of {setting['blocks_per_layer']} block(s), {setting['window']} ahead; optimizer steps {early}in the next"
+        " forward",
+        f"resting: parameters {place['parameters_on_ssd']:.0%} on SSD, state {place['state_on_ssd']:.0%}, waiting gradients"
+        f" {place['gradients_on_ssd']:.0%}; activations {place['activations_on_host']:.0%} in host memory,"
+        f" {place['activations_on_ssd']:.0%} on SSD",
+        f"predicted: {found['step_s']:.2f} s a step, {found['tokens_per_s']:.1f} tokens/s; bound {found['bound_s']:.2f} s by"
+        f" {found['resource']} ({found['step_s'] / found['bound_s']:.2f})",
+        f"stock ZeRO-Infinity at its best (micro-batches of {found['stock']['micro_batch_size']}):"
+        f" {found['stock']['step_s']:.2f} s or more ({found['stock']['step_s'] / found['step_s']:.2f} x)",
+        "busy: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["busy_s"].items()),
+    ]
+    shown += [f"instead: {other['differs']}: {other['step_over_chosen'] - 1:+.1%}" for other in found["others"]]
+    read = sum(value for key, value in traffic.items() if key.endswith("_read"))
+    written = sum(value for key, value in traffic.items() if key.endswith("_written"))
+    wear = found["drive_writes_per_day"]
+    often = "" if wear is None else f" ({wear:.1f} times what is free)"
+    shown.append(
+        f"SSD: {read / 1e9:.2f} GB read and {written / 1e9:.2f} GB written a step and rank,"
+        f" {found['written_bytes_per_day'] / 1e12:.1f} TB written a day{often}"
+    )
+    shown.append(f"on SSD: {found['ssd_bytes'] / 1e9:.1f} GB")
+    tuned = "the fastest tried here" if machine["tuned_aio"] else "the default; `ds-vertical limits --tune-aio` tries others"
+    shown.append("aio: " + ", ".join(f"{key} {value}" for key, value in found["config"]["aio"].items()) + f" ({tuned})")
+    items = tuple(memory_budget.Item(**item) for item in found["memory"])
+    return [*shown, *memory_budget.budget_lines(items), *(f"assumed: {text}" for text in machine["assumed"])]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

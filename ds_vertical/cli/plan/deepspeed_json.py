@@ -1,0 +1,96 @@
+"""The complete DeepSpeed JSON of a plan: it trains as it stands, in both arms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ds_vertical.config.deepspeed_keys import AIO
+from ds_vertical.config.section import SECTION
+from ds_vertical.planner.model_shape import Outline
+from ds_vertical.planner.search import Candidate, Setting
+
+_LARGE: Final = 50_000_000  # elements of a parameter, from which on stock's pool has few buffers
+_MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
+
+
+def write_config(
+    candidate: Candidate,
+    outline: Outline,
+    *,
+    clip: float,
+    nvme_path: str,
+    locked: bool,
+    aio: Mapping[str, Any] = AIO,
+    learning_rate: float = 1e-4,
+) -> dict[str, Any]:
+    """The JSON as a dict. `locked`: page-locked memory, for a device with memory of its own."""
+    setting = candidate.setting
+    precision = {"bf16": {"enabled": outline.dtype == "bf16"}}
+    if outline.dtype == "fp16":
+        precision |= {"fp16": {"enabled": True}}
+    return {
+        "train_micro_batch_size_per_gpu": setting.micro_batch_size,
+        "gradient_accumulation_steps": setting.num_micro_batches,
+        "gradient_clipping": clip,
+        "steps_per_print": 10,
+        **precision,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": learning_rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        },
+        "zero_optimization": _zero(setting, outline, nvme_path, locked),
+        "aio": dict(aio),
+        SECTION: section(setting),
+    }
+
+
+def section(setting: Setting) -> dict[str, Any]:
+    """Every timing key written out, so that what was planned is what runs."""
+    placement = setting.placement
+    return {
+        "blocks_per_layer": setting.blocks_per_layer,
+        "prefetch_layers": setting.window,
+        "optimizer_delay": setting.delay,
+        "optimizer_speculation": None if setting.speculation else False,
+        "gradient_host_share": round(1 - placement.gradients_on_ssd, 6),
+        "activations": _activations(setting),
+    }
+
+
+def _activations(setting: Setting) -> dict[str, Any]:
+    host, ssd = (round(share, 6) for share in (setting.placement.activations_on_host, setting.placement.activations_on_ssd))
+    if ssd:
+        return {"device": "ssd", "share": ssd} | ({"host_share": host} if host else {})
+    return {"device": "host", "share": host} if host else {"device": "device"}
+
+
+def _zero(setting: Setting, outline: Outline, nvme_path: str, locked: bool) -> dict[str, Any]:
+    largest, elements = outline.largest_parameter, outline.num_elements
+    in_host = 1 - setting.placement.parameters_on_ssd
+    everything = in_host > 1 - 1e-6
+    parameters: dict[str, Any] = {"device": "cpu" if everything else "nvme", "pin_memory": locked}
+    if not everything:
+        parameters |= {
+            "nvme_path": nvme_path,
+            "buffer_count": 8 if largest >= _LARGE else 32,
+            "buffer_size": largest,
+            "max_in_cpu": int(in_host * elements),
+        }
+    state: dict[str, Any] = {"device": "nvme" if setting.placement.state_on_ssd else "cpu", "pin_memory": locked}
+    if setting.placement.state_on_ssd:
+        state |= {"nvme_path": nvme_path, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False}
+    return {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": largest,
+        "sub_group_size": 100_000_000 if elements >= _MODEL else 8_000_000,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_live_parameters": 2 * max(largest, max(outline.block_elements)),
+        "stage3_max_reuse_distance": 0,
+        "offload_param": parameters,
+        "offload_optimizer": state,
+    }

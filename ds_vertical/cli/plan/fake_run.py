@@ -1,0 +1,153 @@
+"""Reads the outline of a Hugging Face model from its configuration alone: built and run with torch's fake tensors, which have
+shapes and no memory. (Models ask about the values of tensors on the meta device; of fake ones they know not to.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ds_vertical.errors import ConfigError, LayerError
+from ds_vertical.model.hf import build_model, refused
+from ds_vertical.model.layers import map_layers
+from ds_vertical.planner.model_shape import Outline
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class _Attention(torch.autograd.Function):
+    """Attention as fused kernels do it: keeps its inputs and its output, never the square of the sequence length."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+
+@dataclass
+class _Meter:
+    """Operations and kept bytes, counted on while pieces of a model run."""
+
+    attention_flops: float = 0.0
+    kept: dict[int, int] = field(default_factory=dict)  # by storage
+    weights: frozenset[int] = frozenset()
+    alive: list[torch.Tensor] = field(default_factory=list)  # a storage's number is free again once it is gone
+
+    def attention(self, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In the place of torch's; two products of the length squared, halved where the mask is causal."""
+        causal = kwargs.get("is_causal", len(args) > 1 and args[1])
+        products = 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        self.attention_flops += products / 2 if causal else products
+        result: Any = _Attention.apply(query, key, value)
+        return result
+
+    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if number not in self.weights and number not in self.kept:
+            self.kept[number] = storage.nbytes()
+            self.alive.append(tensor)
+        return tensor
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What had been counted when a forward entered or left a block."""
+
+    flops: float
+    kept_bytes: int
+    passed_bytes: int
+
+
+def read_outline(name: str, fields: Mapping[str, Any], sequence_length: int, dtype: str) -> Outline:
+    """The outline of a causal language model. `fields`: of its Hugging Face configuration.
+
+    Raises ConfigError where transformers cannot build it, or it has no layers to be found.
+    """
+    with FakeTensorMode():
+        return _read(name, _model(name, fields, dtype), sequence_length, dtype)
+
+
+def _read(name: str, model: Any, sequence_length: int, dtype: str) -> Outline:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions and 0 < positions < sequence_length:  # XLNet's are -1: no limit
+        raise ConfigError(f"--sequence-length {sequence_length}: {name} has {positions} positions; write {positions} or less")
+    try:
+        layers = map_layers(model)
+    except LayerError as error:
+        raise ConfigError(f"--model {name}: {error}") from error
+    blocks = [block.module for block in layers.blocks]
+    try:
+        marks, end = _run(model, blocks, sequence_length)
+    except Exception as error:  # whatever a model raises that wants more than tokens and labels
+        raise refused(name, "it does not run on tokens and labels alone", error) from error
+    middle = [(entered, left) for entered, left in zip(marks[::2], marks[1::2], strict=True)]
+    flops = [left.flops - entered.flops for entered, left in middle]
+    kept = [left.kept_bytes - entered.kept_bytes for entered, left in middle]
+    return Outline(
+        name=name,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        pre_elements=sum(map(nn.Parameter.numel, layers.units["pre"])),
+        block_elements=tuple(sum(param.numel() for param in block.parameters()) for block in blocks),
+        largest_parameter=max(param.numel() for param in model.parameters()),
+        block_flops=sum(flops) / len(flops),
+        pre_flops=marks[0].flops,
+        head_flops=end.flops - marks[-1].flops,
+        passed_bytes=max(mark.passed_bytes for mark in marks),
+        block_saved_bytes=max(kept),
+        head_saved_bytes=end.kept_bytes - marks[-1].kept_bytes,
+    )
+
+
+def _model(name: str, fields: Mapping[str, Any], dtype: str) -> Any:
+    def adjust(config: Any) -> None:
+        config.get_text_config().use_cache = config.use_cache = False
+
+    return build_model(name, fields, adjust, dtype=_DTYPES[dtype], attn_implementation="sdpa").train()
+
+
+def _run(model: Any, blocks: list[nn.Module], sequence_length: int) -> tuple[list[_Mark], _Mark]:
+    """One sequence through the model: a mark where each block is entered and left, and one at the end."""
+    meter = _Meter(weights=frozenset(param.untyped_storage()._cdata for param in model.parameters()))
+    counter = FlopCounterMode(display=False)
+    marks: list[_Mark] = []
+
+    def mark(value: Any = None) -> _Mark:
+        tensor = value[0] if isinstance(value, tuple) and value else value
+        passed = tensor.numel() * tensor.element_size() if torch.is_tensor(tensor) else 0
+        return _Mark(counter.get_total_flops() + meter.attention_flops, sum(meter.kept.values()), passed)
+
+    def entered(_: nn.Module, args: tuple[Any, ...]) -> None:
+        marks.append(mark(args))
+
+    def left(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        marks.append(mark(output))
+
+    hooks = [hook for b in blocks for hook in (b.register_forward_pre_hook(entered), b.register_forward_hook(left))]
+    ids = torch.zeros(1, sequence_length, dtype=torch.long)
+    try:
+        with _attention_by(meter), torch.autograd.graph.saved_tensors_hooks(meter.note, lambda tensor: tensor), counter:
+            model(input_ids=ids, labels=ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return marks, mark()
+
+
+@contextmanager
+def _attention_by(meter: _Meter) -> Iterator[None]:
+    own = nn.functional.scaled_dot_product_attention
+    nn.functional.scaled_dot_product_attention = meter.attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = own

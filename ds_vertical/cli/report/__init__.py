@@ -1,0 +1,1 @@
+"""`ds-vertical report`: a run, or two, as one HTML page."""

@@ -1,0 +1,109 @@
+"""DeepSpeed's engine: how it is made, called and asked for its weights."""
+
+from __future__ import annotations
+
+from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed before its private names are imported
+
+# isort: split
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch._dynamo
+from deepspeed import comm as dist
+from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled  # noqa: F401 - used by others
+from deepspeed.runtime.zero import stage3
+
+from ds_vertical.compat.zero_params import ZeroParam
+from ds_vertical.interrupts import Changed
+
+# ---- the engine
+
+
+def stock_initialize(**kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize`, looked up at call time."""
+    return deepspeed.initialize(**kwargs)
+
+
+def forget_boundary(engine: Any) -> None:
+    """Let the engine find the gradient accumulation boundary itself again."""
+    engine._is_gradient_accumulation_boundary = None
+    engine.optimizer.set_gradient_accumulation_boundary(True)
+
+
+@contextlib.contextmanager
+def gathering_on_save(engine: Any) -> Iterator[bool]:
+    """Within the block `save_16bit_model` gathers; yields whether the JSON had asked for it."""
+    zero = engine._config.zero_config
+    asked = zero.gather_16bit_weights_on_model_save
+    name = "gather_16bit_weights_on_model_save"
+    with Changed(lambda: setattr(zero, name, asked), lambda: setattr(zero, name, True)):
+        yield asked
+
+
+def aio_config(engine: Any) -> dict[str, Any]:
+    """The JSON's `aio` section with DeepSpeed's defaults."""
+    return engine._config.aio_config
+
+
+def inputs_of(engine: Any, batch: Any) -> Any:
+    """The micro-batch as stock's forward would pass it on (fp16 auto-cast)."""
+    return engine._cast_inputs_half(batch) if engine.fp16_auto_cast() else batch
+
+
+def consolidated_weights(engine: Any, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
+    """The model's state dict with full weights on the host, on rank 0; None on the other ranks.
+
+    Gathers one module at a time. As `_zero3_consolidated_16bit_state_dict`, except that every weight is a copy: stock's
+    alias the swap buffers where the device is the host, and the next gather overwrites them.
+    """
+    engine.optimizer.checkpoint_event_prologue()
+    state: dict[str, torch.Tensor] = {}
+    shared: dict[int, torch.Tensor] = {}
+    for path, module in engine.module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        own: dict[str, ZeroParam] = dict(module.named_parameters(recurse=False))
+        with deepspeed.zero.GatheredParameters(list(own.values())):
+            for name, param in own.items() if dist.get_rank() == 0 else ():
+                if param.requires_grad or not exclude_frozen:
+                    if param.ds_id not in shared:
+                        shared[param.ds_id] = param.detach().to("cpu", copy=True)
+                    state[prefix + name] = shared[param.ds_id]
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in persistent_buffers(module):
+                state[prefix + name] = buffer.detach().cpu()
+    engine.optimizer.checkpoint_event_epilogue()
+    return state if dist.get_rank() == 0 else None
+
+
+def persistent_buffers(module: torch.nn.Module) -> set[str]:
+    """Names of a module's own buffers that its state dict has."""
+    return {name for name, _ in module.named_buffers(recurse=False)} - module._non_persistent_buffers_set
+
+
+# ---- seams
+
+
+@contextlib.contextmanager
+def substituted_engine(factory: Callable[..., DeepSpeedEngine]) -> Iterator[None]:
+    """Within the block `deepspeed.initialize` builds its engine with `factory`."""
+    stock = deepspeed.DeepSpeedEngine
+    deepspeed.DeepSpeedEngine = factory  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine = stock  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def substituted_stage3(factory: Callable[..., Any]) -> Iterator[None]:
+    """Within the block the engine builds its ZeRO stage-3 optimizer with `factory`."""
+    stock = stage3.DeepSpeedZeroOptimizer_Stage3
+    stage3.DeepSpeedZeroOptimizer_Stage3 = factory  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        stage3.DeepSpeedZeroOptimizer_Stage3 = stock  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""The compiled ops: built, cached, loaded."""

@@ -1,0 +1,232 @@
+"""The compiled ops of this package: those of DeepSpeed that it uses, and its own over DeepSpeed's shipped sources.
+
+[Note: our own ops] Each is one file in csrc/ that is compiled together with sources from the installed DeepSpeed, if it needs
+any, with the flags of DeepSpeed's builder for the same kernel, so that the machine code of the kernel is the same. The name
+under which the op is built and cached ends in a hash of our file: an edited source is another op, and clones do not take
+turns rebuilding each other's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ds_vertical.compat.ops import cache
+from ds_vertical.io.aio import DiskQueue, Observer
+
+CSRC = Path(__file__).parent / "csrc"
+PIECE_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class OwnOp:
+    """An op of ours: `source` in csrc/, `shipped` sources of DeepSpeed, and `stock`, the builder whose flags it takes."""
+
+    name: str
+    source: str
+    shipped: tuple[str, ...]
+    stock: str
+
+    @property
+    def build_name(self) -> str:
+        """Name of the compiled library; see [Note: our own ops]."""
+        return f"{self.name}_{hashlib.sha256((CSRC / self.source).read_bytes()).hexdigest()[:8]}"
+
+    def builder(self) -> Any:
+        """A DeepSpeed builder of this op."""
+        builder = _stock_builder(self.stock)
+        builder.name = self.build_name
+        builder.sources = lambda: [str(CSRC / self.source), *self.shipped]
+        return builder
+
+
+FREE_ADAM = OwnOp("free_adam", "free_adam.cpp", ("csrc/adam/cpu_adam_impl.cpp",), "CPUAdamBuilder")
+CHECKED_AIO = OwnOp(
+    "checked_aio",
+    "checked_aio.cpp",
+    ("csrc/aio/common/deepspeed_aio_types.cpp", "csrc/aio/common/deepspeed_aio_utils.cpp"),
+    "AsyncIOBuilder",
+)
+JOINT = OwnOp("joint", "joint.cpp", (), "CPUAdamBuilder")
+OWN_OPS = (FREE_ADAM, CHECKED_AIO, JOINT)
+
+
+def _stock_builder(class_name: str) -> Any:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
+
+    accelerator = get_accelerator()
+    assert accelerator is not None  # DeepSpeed falls back to the CPU
+    return PinMemoryBuilder() if class_name == "PinMemoryBuilder" else accelerator.create_op_builder(class_name)
+
+
+def needed_ops() -> dict[str, Callable[[], Any]]:
+    """Ops that this package uses here, library name to builder; pin_memory first, because async_io links to it."""
+    stock = {"pin_memory": "PinMemoryBuilder", "cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
+    if cache.accelerator_name() == "cpu":
+        stock["deepspeed_shm_comm"] = "ShareMemCommBuilder"
+    builders: dict[str, Callable[[], Any]] = {name: functools.partial(_stock_builder, cls) for name, cls in stock.items()}
+    return builders | {op.build_name: op.builder for op in OWN_OPS}
+
+
+# ---- CPU Adam
+
+
+class AdamModule(Protocol):
+    """DeepSpeed's `cpu_adam` functions, and a bound on the threads. `adam_update` lets other Python threads run.
+
+    adam_update(id, step, lr, beta1, beta2, eps, weight_decay, bias_correction, params, grads, exp_avg, exp_avg_sq): the
+    tensors are contiguous, in host memory, of one size; gradients have the parameters' dtype, both moments one dtype.
+    ValueError otherwise, and for an id that `create_adam` did not make. Updates of one id take turns.
+    """
+
+    def create_adam(self, *args: Any) -> int: ...
+
+    def destroy_adam(self, optimizer_id: int, /) -> int: ...
+
+    def adam_update(self, *args: Any) -> int: ...
+
+    def set_num_threads(self, num_threads: int, /) -> None:
+        """OpenMP threads of the updates that the calling thread will make; 0: OpenMP's choice."""
+        ...
+
+
+class PiecewiseAdam:
+    """An AdamModule over DeepSpeed's own binding, which holds the interpreter lock: called in pieces of PIECE_NUMEL
+    elements, so that the lock is free between two. A multiple of the kernel's vectors: every element is rounded as in
+    one call."""
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+        self._turns: dict[int, threading.Lock] = {}
+        self._limit = threading.local()
+        self._openmp = ctypes.CDLL("libgomp.so.1")  # the one that the kernel runs on, loaded already
+
+    def create_adam(self, *args: Any) -> int:
+        self._turns.setdefault(args[0], threading.Lock())
+        return self._stock.create_adam(*args)
+
+    def destroy_adam(self, optimizer_id: int, /) -> int:
+        self._turns.pop(optimizer_id, None)
+        return self._stock.destroy_adam(optimizer_id)
+
+    def set_num_threads(self, num_threads: int, /) -> None:
+        if num_threads < 0:
+            raise ValueError("num_threads must be 0 (OpenMP's choice) or more")
+        self._limit.num_threads = num_threads
+
+    def adam_update(self, *args: Any) -> int:
+        optimizer_id, settings, tensors = args[0], args[:8], args[8:]
+        _check_tensors(tensors)
+        turn = self._turns.get(optimizer_id)
+        if turn is None:
+            raise ValueError(f"there is no CPU Adam optimizer {optimizer_id}")
+        flat = [tensor.view(-1) for tensor in tensors]
+        with turn:
+            for start in range(0, max(1, len(flat[0])), PIECE_NUMEL):
+                self._update_piece(settings, [tensor[start : start + PIECE_NUMEL] for tensor in flat])
+        return 0
+
+    def _update_piece(self, settings: tuple[Any, ...], tensors: list[Any]) -> None:
+        before = self._openmp.omp_get_max_threads()
+        limit = getattr(self._limit, "num_threads", 0)
+        if limit:
+            self._openmp.omp_set_num_threads(limit)
+        try:
+            self._stock.adam_update(*settings, *tensors)
+        finally:
+            self._openmp.omp_set_num_threads(before)
+
+
+def _check_tensors(tensors: tuple[Any, ...]) -> None:
+    params, grads, exp_avg, exp_avg_sq = tensors
+    if any(t.device.type != "cpu" or not t.is_contiguous() or t.numel() != params.numel() for t in tensors):
+        raise ValueError("CPU Adam takes four contiguous tensors of one size in host memory")
+    if grads.dtype != params.dtype or exp_avg.dtype != exp_avg_sq.dtype:
+        raise ValueError("CPU Adam takes gradients in the parameters' dtype, and both moments in one dtype")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+@functools.cache
+def free_adam() -> AdamModule:
+    """CPU Adam that computes outside the interpreter lock, bit for bit DeepSpeed's.
+
+    Where our binding cannot be compiled a RuntimeWarning says so, and DeepSpeed's is used in pieces. Raises what
+    DeepSpeed raises where its own op cannot be had either.
+    """
+    cache.activate()
+    try:
+        return FREE_ADAM.builder().load(verbose=False)
+    except Exception as error:
+        warnings.warn(
+            f"ds_vertical: {CSRC / FREE_ADAM.source} could not be compiled or loaded ({_first_line(error)});"
+            f" using DeepSpeed's cpu_adam in pieces of {PIECE_NUMEL} elements: same result, but it holds Python's lock during"
+            " each piece; the compiler's words are above, `ds-vertical build-ops` tries again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return PiecewiseAdam(_stock_builder("CPUAdamBuilder").load(verbose=False))
+
+
+# ---- aio
+
+
+@functools.cache
+def checked_aio() -> Any:
+    """The module of `Queue`, reads and writes past the page cache with every result checked: see `ds_vertical.io.aio`.
+
+    Raises RuntimeError where it cannot be compiled (libaio's headers are missing, as DeepSpeed's own op says then).
+    """
+    cache.activate()
+    try:
+        return CHECKED_AIO.builder().load(verbose=False)
+    except Exception as error:
+        raise RuntimeError(
+            f"{CSRC / CHECKED_AIO.source} could not be compiled or loaded ({_first_line(error)}); install libaio's headers"
+            " (Debian: libaio-dev), then run `ds-vertical build-ops`"
+        ) from error
+
+
+def new_disk_queue(aio: Mapping[str, Any], observer: Observer | None = None) -> DiskQueue:
+    """A queue with the JSON's `aio` settings, whose operations `observer` hears of.
+
+    One thread keeps as many blocks in flight as DeepSpeed's `intra_op_parallelism` threads would; `overlap_events` is
+    always on.
+    """
+    depth = aio["queue_depth"] * aio["intra_op_parallelism"]
+    queue = DiskQueue(checked_aio().Queue(aio["block_size"], depth, aio["single_submit"]))
+    queue.observer = observer
+    return queue
+
+
+# ---- autograd
+
+
+@functools.cache
+def joint() -> Callable[[Any], Any] | None:
+    """From a tensor to the same one behind a node of its own in the graph, without the interpreter in forward or backward.
+
+    None where it cannot be compiled, as a RuntimeWarning says: a node written in Python gives the same result, more slowly.
+    """
+    cache.activate()
+    try:
+        return JOINT.builder().load(verbose=False).joint
+    except Exception as error:
+        warnings.warn(
+            f"ds_vertical: {CSRC / JOINT.source} could not be compiled or loaded ({_first_line(error)}); nodes written in"
+            " Python stand in: same result, some percent slower; the compiler's words are above, `ds-vertical build-ops` tries"
+            " again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None

@@ -1,0 +1,110 @@
+"""What DeepSpeed reads out of a JSON. Private names of DeepSpeed are not used here."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: F401 - used by others
+from deepspeed.runtime.config import DeepSpeedConfig  # noqa: F401 - used by others
+from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES, MIN_AIO_BYTES
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.utils import get_norm_dtype
+
+from ds_vertical.compat.zero_params import ZeroParam
+from ds_vertical.errors import ConfigError
+
+_ZERO = "zero_optimization"
+
+# ---- what of the JSON decides about memory
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """DeepSpeed's settings, its defaults filled in. Sizes in elements where they are not called bytes."""
+
+    params_on_ssd: bool
+    state_on_ssd: bool
+    max_in_cpu: int
+    sub_group_size: int
+    alignment_bytes: int  # of sizes of files
+    least_bytes: int  # smaller shards stay in memory
+    largest_persistent: int  # of the parameters that stay on the device, if `all_persistent` is not reached
+    all_persistent: int
+
+    @classmethod
+    def read(cls, config: dict[str, Any]) -> OffloadSettings:
+        zero = DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
+        param, optimizer, aio = zero.offload_param, zero.offload_optimizer, get_aio_config(config)
+        params_on_ssd = param is not None and param.device == OffloadDeviceEnum.nvme
+        return cls(
+            params_on_ssd,
+            optimizer is not None and optimizer.device == OffloadDeviceEnum.nvme,
+            int(param.max_in_cpu) if param is not None and params_on_ssd else 0,
+            int(zero.sub_group_size),
+            AIO_ALIGNED_BYTES * aio["intra_op_parallelism"],
+            max(MIN_AIO_BYTES, aio["block_size"]),
+            int(zero.param_persistence_threshold),
+            int(zero.model_persistence_threshold),
+        )
+
+    def persistent(self, sizes: Iterable[int]) -> list[bool]:
+        """Of parameters of these elements, in the model's order, which stay on the device: as `mark_persistent_parameters`."""
+        found, total = [], 0
+        for numel in sizes:
+            found.append(numel <= self.largest_persistent and total + numel <= self.all_persistent)
+            total += numel * found[-1]
+        return found
+
+
+def aio_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The `aio` section with DeepSpeed's defaults."""
+    return get_aio_config(config)
+
+
+def locked_by_zero_init(config: dict[str, Any]) -> int:
+    """Bytes of the buffers that zero.Init locks for parameters on SSD; 0 without."""
+    param = DeepSpeedZeroConfig(**config.get("zero_optimization", {})).offload_param
+    if param is None or param.device != OffloadDeviceEnum.nvme:
+        return 0
+    half = any((config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
+    return int(param.buffer_count) * int(param.buffer_size) * (2 if half else 4)
+
+
+def has_dynamic_scale(config: dict[str, Any]) -> bool:
+    fp16 = config.get("fp16") or {}
+    return bool(fp16.get("enabled")) and not fp16.get("loss_scale")
+
+
+def element_bytes(units: Mapping[Any, Sequence[ZeroParam]], config: dict[str, Any]) -> int:
+    """Of a parameter, once DeepSpeed has converted the model."""
+    half = any((config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
+    return 2 if half else max(param.element_size() for params in units.values() for param in params)
+
+
+def norm_bytes() -> int:
+    """Of one element in the copy from which a gradient's norm is taken."""
+    return get_norm_dtype().itemsize
+
+
+def check_zero(zero: Mapping[str, Any]) -> None:
+    """DeepSpeed's own check of the section, which the runs would fail in only after they have started."""
+    import pydantic
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except pydantic.ValidationError as error:
+        lines = []
+        for detail in error.errors():
+            path = ".".join(str(part) for part in (_ZERO, *detail["loc"]))
+            known = frozenset(name for name in (*DeepSpeedZeroConfig.model_fields, *zero))
+            near = difflib.get_close_matches(str(detail["loc"][-1]), sorted(known - {detail["loc"][-1]}), n=1)
+            hint = f'; did you mean "{near[0]}"?' if detail["type"] == "extra_forbidden" and near else ""
+            lines.append(f"{path}: got {json.dumps(detail['input'], default=str)}; {detail['msg']}{hint}")
+        raise ConfigError("\n".join(lines)) from None

@@ -1,0 +1,305 @@
+"""The optimizer's half of `compat`: private names of DeepSpeed's ZeRO-3 optimizer and of its state on SSD."""
+
+from __future__ import annotations
+
+from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed before its private names are imported
+
+# isort: split
+
+import mmap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: F401 - used by others
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: F401 - used by others
+from deepspeed.runtime.zero.utils import get_norm_dtype
+
+from ds_vertical.compat.accelerator import get_accelerator
+from ds_vertical.compat.zero_params import ZeroParam, is_persistent, second_generation
+
+_NORM_PIECE = 250_000_000  # elements that stock's norm takes at a time
+
+# ---- the step of the ZeRO-3 optimizer, taken apart
+
+
+def open_step(optimizer: Any) -> torch.Tensor | None:
+    """Norm, overflow check and loss-scale update of stock's step. Returns the scaled norm, or None for a skipped step."""
+    # Gradients may still be on their way to pinned host memory, where the overflow check reads them (stock waits likewise).
+    if not get_accelerator().resolves_data_dependency():
+        get_accelerator().current_stream().synchronize()
+    optimizer._pre_step()
+    optimizer._partition_all_parameters()
+    optimizer._overflow_check_and_loss_scale_update(update_scale=False)
+    norm = None
+    if not optimizer.overflow:
+        norm = combine_grad_norm_groups(optimizer._get_norm_groups())
+        if is_invalid_grad_norm(norm):
+            optimizer.overflow = True
+    if optimizer._loss_scale_update_and_overflow_cleanup():
+        return None
+    assert norm is not None
+    optimizer._global_grad_norm = norm / optimizer.loss_scale
+    return norm
+
+
+def close_step(optimizer: Any) -> None:
+    """The end of stock's `_post_step` that does not need the new parameters."""
+    optimizer.reset_cpu_buffers()
+    optimizer.invalidate_secondary_tensor()
+
+
+def gather_persistent(optimizer: Any, chosen: Callable[[ZeroParam], bool] = lambda _: True) -> None:
+    """Bring the parameters that stay on the device (those `chosen`) back there, with their new values. Those that lie on SSD
+    do not stay, though DeepSpeed counts them: at once they would need more buffers than there are."""
+    away = (param for param in optimizer.persistent_parameters if param.ds_status == ZeroParamStatus.NOT_AVAILABLE)
+    params = [param for param in away if is_persistent(param) and chosen(param)]
+    if params:
+        params[0].all_gather(params)
+
+
+def partition_all(optimizer: Any) -> None:
+    """Leave of every parameter its shard only, of persistent ones too."""
+    optimizer._partition_all_parameters()
+
+
+def combined_scale(optimizer: Any, norm: torch.Tensor) -> torch.Tensor | float:
+    """What stock divides the gradients by: loss scale times the excess of the norm over the clip (at least 1)."""
+    if optimizer.clip_grad > 0.0:
+        excess = ((norm / optimizer.loss_scale) + 1e-6) / optimizer.clip_grad
+        return torch.clamp(excess, min=1.0) * optimizer.loss_scale
+    return optimizer.loss_scale
+
+
+def group_norm(optimizer: Any, params: Sequence[ZeroParam]) -> torch.Tensor:
+    """The norm of one group of gradients as stock takes it: rounded to fp32 once per group."""
+    return optimizer.complete_grad_norm_calculation_for_cpu_offload(params)
+
+
+def reduce(optimizer: Any, params: Sequence[ZeroParam], sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Average summed gradients over the ranks, once. Returns this rank's share of each, flat.
+
+    `sums`: flat gradients of full parameters in the accumulation dtype; overwritten.
+    """
+    group = optimizer._get_param_partition_group(params[0])
+    return reduce_scatter_coalesced(list(sums), group) if dist.get_world_size(group) > 1 else list(sums)
+
+
+class NormMemory:
+    """Host memory for the fp64 copy of a gradient of which stock takes the norm.
+
+    Kept from one gradient to the next, where each new mapping would be zeroed page by page; `clear` gives it up at the step's
+    end. Mapped and not allocated: the C library's heap would keep every copy's memory below the small tensors that live on.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: torch.Tensor | None = None
+
+    def norm(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Stock's norm of a flat gradient in host memory, bit for bit."""
+        dtype = get_norm_dtype()
+        num_bytes = gradient.numel() * dtype.itemsize
+        if self._bytes is None or self._bytes.numel() < num_bytes:
+            self._bytes = None  # before the larger one is mapped
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        copy = self._bytes[:num_bytes].view(dtype)
+        return (copy.copy_(gradient.view(-1)).norm(2) ** 2.0) ** 0.5
+
+    def clear(self) -> None:
+        """Unmap."""
+        self._bytes = None
+
+
+def note_gradient(optimizer: Any, param: ZeroParam, share: torch.Tensor, memory: NormMemory) -> None:
+    """Tell stock of a gradient's norm, given this rank's share of it (flat).
+
+    A rank whose share lies wholly in the padding has nothing to add to the norm.
+    """
+    if param.partition_numel() * optimizer._get_param_partition_rank(param) < param.ds_numel:
+        copied = share.device.type == "cpu" and share.dtype != get_norm_dtype() and 0 < share.numel() <= _NORM_PIECE
+        norm = memory.norm(share) if copied else optimizer._constant_buffered_norm2(share)
+        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = norm
+
+
+def gather_shares(optimizer: Any, param: ZeroParam, share: torch.Tensor) -> torch.Tensor:
+    """The full fp32 tensor, in the parameter's shape, of which every rank has a share (flat)."""
+    return optimizer._fp32_state_allgather(param, share)
+
+
+def rounding_dtype(optimizer: Any, param: ZeroParam) -> torch.dtype:
+    """The dtype in which stock communicates a micro-batch's gradient: it rounds there even with one rank."""
+    return optimizer.get_param_comm_dtype(param)
+
+
+# ---- files of the optimizer
+
+
+def is_chunk_on_ssd(optimizer: Any, chunk: int) -> bool:
+    """Whether the optimizer state of a chunk lives in files (state under 1 MiB never does)."""
+    return optimizer._swappable_optimizer_subgroup(chunk)
+
+
+def optimizer_files(optimizer: Any, generations: int) -> dict[Path, int]:
+    """Every file that the optimizer of this rank will write, with its size in bytes: fp32 master and moments."""
+    return {
+        path: file_numel(optimizer, index) * optimizer.optimizer_swapper.swap_element_size
+        for index in range(len(optimizer.fp16_groups))
+        if is_chunk_on_ssd(optimizer, index)
+        for files in state_files(optimizer, index)[:generations]
+        for path in files
+    }
+
+
+def state_files(optimizer: Any, chunk: int) -> tuple[tuple[Path, Path, Path], tuple[Path, Path, Path]]:
+    """Master, exp_avg and exp_avg_sq of a chunk on SSD under the names that stock gives them, then a second generation."""
+    folder = Path(optimizer.optimizer_swapper.swap_folder)
+    ids = optimizer.fp16_partitioned_groups_flat_id[chunk]
+    name = f"{ids[0]}_{ids[-1]}.tensor.swp"
+    master, first, second = folder / name, folder / f"exp_avg-{name}", folder / f"exp_avg_sq-{name}"
+    beside = second_generation(master), second_generation(first), second_generation(second)
+    return (master, first, second), beside
+
+
+def chunk_numel(optimizer: Any, chunk: int) -> int:
+    return optimizer.fp16_partitioned_groups_flat_numel[chunk]
+
+
+def gradient_file(optimizer: Any) -> Path:
+    """Where gradients wait that are not to wait in host memory: beside the state."""
+    return Path(optimizer.optimizer_swapper.swap_folder) / "gradients.swp"
+
+
+def file_numel(optimizer: Any, chunk: int) -> int:
+    """Elements of each state file of a chunk: the chunk's, rounded up to the disk's alignment."""
+    return optimizer.optimizer_swapper._io_aligned_numel(chunk_numel(optimizer, chunk))
+
+
+# ---- state
+
+
+def moments(optimizer: Any, chunk: int) -> dict[str, Any]:
+    """The torch optimizer's state entry of a chunk; made (step 0, zeros) where the first step is yet to come.
+
+    Of a chunk on SSD the tensors are empty: stock's swapper, told here of their files, fills them when it reads.
+    """
+    master = optimizer.fp32_partitioned_groups_flat[chunk]
+    state = optimizer.optimizer.state[master]
+    if "exp_avg" not in state:
+        numel = chunk_numel(optimizer, chunk)
+        on_ssd = is_chunk_on_ssd(optimizer, chunk)
+        zeros = torch.zeros(1).expand if on_ssd else torch.zeros  # stock asks for the size only
+        state |= {"step": 0, "exp_avg": zeros(numel), "exp_avg_sq": zeros(numel)}
+        if on_ssd:
+            info = optimizer.optimizer_swapper._get_param_swap_info(master)
+            info.release_memory()
+    return state
+
+
+def resident_state(optimizer: Any, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Master and moments of a chunk that lives in host memory, flat fp32."""
+    state = moments(optimizer, chunk)
+    return optimizer.fp32_partitioned_groups_flat[chunk].data, state["exp_avg"], state["exp_avg_sq"]
+
+
+def set_share(optimizer: Any, param: ZeroParam, value: torch.Tensor, kind: str | None) -> None:
+    """Overwrite this rank's share of a parameter's master (`kind` None) or moment, in memory or in its file."""
+    share, chunk = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False, optim_state_key=kind)
+    share.data.copy_(value.flatten())
+    if is_chunk_on_ssd(optimizer, chunk):
+        optimizer._optimizer_states_and_gradient_swap_out(chunk)
+
+
+def parameter_group(optimizer: Any, chunk: int) -> dict[str, Any]:
+    """The torch optimizer's group (lr, betas, ...) that a chunk belongs to."""
+    return optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[chunk]]
+
+
+def group_of(optimizer: Any, chunk: int) -> int:
+    """The number of a chunk's group in the torch optimizer."""
+    return optimizer.sub_group_to_group_id[chunk]
+
+
+# ---- where parameters rest in memory
+
+
+_LINE_BYTES = 64
+
+
+def place_as_stock(optimizer: Any) -> None:
+    """Give every parameter that a lone rank on the CPU computes with where it rests an address as far behind a cache line as
+    in stock's buffer: a product with a single row rounds by it (MKL's matrix-vector product in fp32, by address modulo 16).
+
+    Stock lays a group's parameters one behind the other in the model's order; here they come chunk by chunk. Those that so
+    begin elsewhere, which takes a parameter of odd size ahead of them, get memory of their own. With parameters on SSD stock
+    has no such buffer."""
+    if optimizer.params_in_nvme_and_cpu or not get_accelerator().is_synchronized_device() or dist.get_world_size() > 1:
+        return
+    in_stock = _starts([list(group["params"]) for group in optimizer.trainable_param_groups], optimizer.offload_param)
+    by_group: dict[int, list[ZeroParam]] = {}
+    for chunk, params in enumerate(optimizer.fp16_groups):
+        by_group.setdefault(group_of(optimizer, chunk), []).extend(params)
+    here = _starts(list(by_group.values()), optimizer.offload_param)
+    for params in optimizer.fp16_groups:
+        for param in params:
+            start = in_stock[param.ds_id]
+            if (start - here[param.ds_id]) % _LINE_BYTES and param.ds_tensor.device.type == "cpu":
+                param.ds_tensor.data = _copy_at(param.ds_tensor.data, start % _LINE_BYTES)
+
+
+def _starts(groups: Sequence[Sequence[ZeroParam]], separate: bool) -> dict[int, int]:
+    """Where each parameter begins in its buffer, in bytes, by ds_id: one buffer for each group, or one for all."""
+    starts: dict[int, int] = {}
+    offset = 0
+    for params in groups:
+        offset = 0 if separate else offset
+        for param in params:
+            starts[param.ds_id] = offset
+            offset += param.ds_tensor.ds_numel * param.element_size()
+    return starts
+
+
+def _copy_at(flat: torch.Tensor, remainder: int) -> torch.Tensor:
+    """A copy that begins `remainder` bytes behind a cache line."""
+    size = flat.element_size()
+    memory = torch.empty(flat.numel() + _LINE_BYTES // size, dtype=flat.dtype)
+    first = (remainder - memory.data_ptr()) % _LINE_BYTES // size
+    copy = memory.narrow(0, first, flat.numel())
+    return copy.copy_(flat)
+
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def loss_scaler_numbers(optimizer: Any) -> dict[str, float]:
+    """What a dynamic loss scaler has come to; {} of a static one, whose scale the JSON gives."""
+    scaler = optimizer.loss_scaler
+    return {name: getattr(scaler, name) for name in _SCALER} if scaler.dynamic else {}
+
+
+def set_loss_scaler_numbers(optimizer: Any, numbers: dict[str, float]) -> None:
+    """Raises ValueError where one scaler is dynamic and the other is not."""
+    if bool(numbers) != bool(optimizer.loss_scaler.dynamic):
+        raise ValueError("a dynamic loss scale here or there, and a static one in the other place")
+    for name, value in numbers.items():
+        setattr(optimizer.loss_scaler, name, value)
+
+
+def set_up(optimizer: Any) -> None:
+    """As stock's `_setup_for_real_optimizer`, without its buffers for gradients of the whole partition (in fp32 4 bytes
+    per parameter) and for reduction buckets: gradients leave the device once per unit into memory of our own."""
+    optimizer._create_fp32_partitions()
+    dist.barrier()
+    optimizer._create_next_swappable_fp32_groups()
+    optimizer.initialize_optimizer_states()
+    dist.barrier()
+    optimizer.grad_partitions_flat_buffer = torch.empty(0, dtype=optimizer.gradient_accumulation_dtype)
+    optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
+    for master in optimizer.fp32_partitioned_groups_flat:
+        master.grad = None

@@ -1,0 +1,223 @@
+"""ZeRO-3's partitioned parameters. This package alone calls private names of DeepSpeed, for the one version that it was
+checked against.
+
+A new DeepSpeed version is a change here. `OVERRIDES` lists the private methods that other files override, with the
+parameters they had when the override was written; `check_deepspeed` compares them with the installed DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed before its private names are imported
+
+# isort: split
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3, zero3_linear_wrap  # noqa: F401 - used by others
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from deepspeed.runtime.zero.utils import apply_to_tensors_only  # noqa: F401 - used by others
+
+from ds_vertical.compat.accelerator import get_accelerator
+
+# A torch.nn.Parameter with the attributes that zero.Init grafts on it (ds_tensor, ds_status, ...): no type knows them.
+ZeroParam = Any
+
+
+def keep_signature(function: Any) -> None:
+    """Let `inspect.signature` read what it would find out anew. torch's `Function.apply` asks at each call: for DeepSpeed's
+    linear layer that was 1 % of a step."""
+    function.__signature__ = inspect.signature(function)
+
+
+keep_signature(LinearFunctionForZeroStage3.forward)
+
+
+# ---- parameters
+
+
+@dataclass(frozen=True)
+class SwapFile:
+    """A parameter shard's file. `num_bytes`: its size, rounded up to the aio alignment; `numel`: elements of the shard."""
+
+    path: Path
+    num_bytes: int
+    numel: int
+
+
+def is_on_ssd(param: ZeroParam) -> bool:
+    """Whether the parameter's shard lives in a file (shards under 1 MiB never do)."""
+    return is_zero_param(param) and param.ds_tensor.final_location == OffloadDeviceEnum.nvme
+
+
+def is_partitioned(param: ZeroParam) -> bool:
+    """Whether only the shard of the parameter exists at present."""
+    return param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+
+
+def shard(param: ZeroParam) -> torch.Tensor:
+    """This rank's elements of a parameter whose shard rests in memory, 1-d."""
+    return param.ds_tensor.data.narrow(0, 0, param.partition_numel())
+
+
+def is_persistent(param: ZeroParam) -> bool:
+    """Whether the full parameter stays on the device (it is small). Never one on SSD: it lies in a buffer that others need."""
+    return bool(param.ds_persist) and not is_on_ssd(param)
+
+
+def shard_tier(param: ZeroParam) -> str:
+    """`ssd`, `host` or `device`: where the shard rests between uses."""
+    if is_on_ssd(param):
+        return "ssd"
+    return "device" if param.ds_persist or param.ds_tensor.device.type != "cpu" else "host"
+
+
+def shard_bytes(param: ZeroParam) -> int:
+    return param.partition_numel() * param.element_size()
+
+
+def full_numel(param: ZeroParam) -> int:
+    return int(param.ds_numel) if is_zero_param(param) else param.numel()
+
+
+def full_shape(param: ZeroParam) -> tuple[int, ...]:
+    return tuple(param.ds_shape if is_zero_param(param) else param.shape)
+
+
+def is_partitioned_model(model: torch.nn.Module) -> bool:
+    """Whether every parameter was made under zero.Init."""
+    return all(is_zero_param(param) for param in model.parameters())
+
+
+def rounds_late_fp32(config: dict[str, Any]) -> bool:
+    """Whether partitioning an existing model at initialize loses fp32: stock takes bf16 where there is no fp16."""
+    half = [config.get(name) for name in ("bf16", "bfloat16", "fp16")]
+    wants_half = any(isinstance(section, dict) and section.get("enabled") for section in half)
+    return not wants_half and not get_accelerator().is_fp16_supported()
+
+
+def swap_file(param: ZeroParam) -> SwapFile:
+    swapper = param.nvme_swapper
+    numel = param.ds_tensor.ds_numel
+    aligned = swapper._io_aligned_numel(numel)
+    return SwapFile(Path(swapper.get_path(param, must_exist=True)), aligned * swapper.swap_element_size, numel)
+
+
+def second_generation(path: Path) -> Path:
+    """The file beside `path` that takes what an early step makes, until it counts."""
+    return path.parent / "generation_1" / path.name
+
+
+def set_swap_path(param: ZeroParam, path: str) -> None:
+    """Let DeepSpeed's swapper find the parameter's shard in another file."""
+    param.nvme_swapper.id_to_path[param.ds_id] = path
+
+
+def swap_folder(param: ZeroParam) -> Path | None:
+    """The folder that the parameter's zero.Init writes to, or None where it has no swapper."""
+    swapper = getattr(param, "nvme_swapper", None)
+    return None if swapper is None else Path(swapper.swap_folder)
+
+
+def needs_read(param: ZeroParam) -> bool:
+    """Whether the shard must come from SSD before the parameter can be gathered."""
+    return is_on_ssd(param) and param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
+
+
+def bind_shard(param: ZeroParam, shard: torch.Tensor) -> None:
+    """Make `shard` (1-d, the parameter's dtype) the parameter's shard in host memory, until it is partitioned again."""
+    param.ds_tensor.data = shard
+    param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+
+
+def guard_parameters(
+    params: Iterable[ZeroParam],
+    before: Callable[[], None],
+    writing: Callable[[Iterable[ZeroParam]], None],
+    written: Callable[[Iterable[ZeroParam]], None],
+) -> None:
+    """Call `before` ahead of every gather of these parameters and every read or write of their shards' files by stock;
+    ahead of a write call then `writing` with the parameters, after it `written`.
+
+    Users reach the weights in many ways (GatheredParameters, a direct call of the model, saving, loading); all of them end
+    in a parameter's own closures or in the swapper that they share.
+    """
+    for param in params:
+        for name in ("all_gather", "all_gather_coalesced"):
+            setattr(param, name, _after(before, getattr(param, name)))
+    swappers = {id(s): s for param in params if (s := getattr(param, "nvme_swapper", None)) is not None}
+    for swapper in swappers.values():
+        for name in ("swap_in", "swap_into_buffer"):
+            setattr(swapper, name, _after(before, getattr(swapper, name)))
+        for name in ("swap_out_and_release", "swap_out_partitioned_params"):
+            refused = swapper.remove_partition_and_release_buffers
+            setattr(swapper, name, _after(before, _noting(writing, refused, written, getattr(swapper, name))))
+
+
+def _after(before: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return then(*args, **kwargs)
+
+    return guarded
+
+
+def _noting(
+    writing: Callable[[Iterable[ZeroParam]], None],
+    refused: Callable[[Iterable[ZeroParam]], None],
+    written: Callable[[Iterable[ZeroParam]], None],
+    write: Callable[..., Any],
+) -> Callable[..., Any]:
+    """`write`, whose first argument is the parameters written, by position or name; noted after a failure too. Where `writing`
+    raises, `refused` forgets the new values, and the parameters are what their files say."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        params = list(args[0] if args else kwargs.get("params", kwargs.get("dst_fp16_params", ())))
+        try:
+            writing(params)
+        except BaseException:
+            refused(params)
+            raise
+        try:
+            return write(*args, **kwargs)
+        finally:
+            written(params)
+
+    return noted
+
+
+def gather(params: Sequence[ZeroParam]) -> list[torch.Tensor]:
+    """Assemble the full parameters on the device from all ranks' shards; returns them."""
+    try:
+        if params:
+            params[0].all_gather_coalesced(params).wait()
+    except BaseException:  # another rank is gone: nothing is under way any more
+        for param in (param for param in params if param.ds_status == ZeroParamStatus.INFLIGHT):
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        raise
+    return [param.data for param in params]
+
+
+def partition(params: Iterable[ZeroParam]) -> None:
+    for param in params:
+        param.partition()
+
+
+def rest(params: Iterable[ZeroParam]) -> None:
+    """Leave of each parameter its shard only, where that rests, whatever state an interrupt has left it in. One that is
+    persistent, and whole, stays so."""
+    for param in params:
+        if is_persistent(param) and param.ds_status == ZeroParamStatus.AVAILABLE:
+            continue
+        if param.ds_status != ZeroParamStatus.NOT_AVAILABLE or param.data.numel():
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        if is_on_ssd(param) and not needs_read(param):
+            param.nvme_swapper.remove_partition_and_release_buffers([param])

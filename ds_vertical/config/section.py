@@ -1,0 +1,264 @@
+"""The "vertical_schedule" section of a DeepSpeed JSON: validating, resolving.
+
+Imports neither torch nor deepspeed, so a JSON can be checked in milliseconds. Everything that is wrong with a
+configuration is a `ConfigError` which names the JSON path, the value found and what to write instead; all faults
+found are reported at once, one per line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictStr, StringConstraints
+
+from ds_vertical.errors import ConfigError
+
+SECTION = "vertical_schedule"
+
+
+def _list_to_tuple(value: Any) -> Any:
+    """JSON has only lists; the model is frozen and hashable, so it holds tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+DottedPath = Annotated[StrictStr, StringConstraints(pattern=r"^[^\s.]+(\.[^\s.]+)*$")]
+LayerPaths = Annotated[tuple[DottedPath, ...], BeforeValidator(_list_to_tuple), Field(min_length=1)]
+
+
+class Activations(BaseModel):
+    """Where what passes between layers rests: inputs of layers for each micro-batch, and the gradients between two layers."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    device: Literal["device", "host", "ssd"] | None = None
+    """The tier they go to. Null: "device", where they are made."""
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the micro-batches that go there; the others stay on the device."""
+    host_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """With "ssd": a further share of the micro-batches that goes to host memory."""
+
+
+class OnSignal(BaseModel):
+    """The checkpoint to save when SIGTERM or SIGINT asks the run to end."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    save_dir: Annotated[StrictStr, StringConstraints(min_length=1)]
+    """The folder, as `save_checkpoint` takes it."""
+    tag: Annotated[StrictStr, StringConstraints(min_length=1)] | None = None
+    """Null: `global_step<n>`."""
+
+
+class VerticalConfig(BaseModel):
+    """The section as written. `None` means "choose for me" (see `resolve`); the string "auto" is refused."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    enabled: bool = True
+    """Layer-major training; false: the stock arm. That arm is a plain DeepSpeedEngine with the same train_batch."""
+    order: Literal["vertical", "horizontal"] = "vertical"
+    """Walk layer by layer (vertical) or micro-batch by micro-batch (horizontal)."""
+    layers: LayerPaths | None = None
+    """Dotted paths of the stacks of blocks; null: discovered in the model."""
+    blocks_per_layer: Annotated[int, Field(ge=1)] = 1
+    """Consecutive blocks that the schedule moves as one layer."""
+    snake: bool = False
+    """Reverse the order of micro-batches at every second layer. Vertical order only."""
+    overlap: bool = True
+    """False: wait for every transfer where it is issued; same values. The debugging oracle."""
+    prefetch_layers: Annotated[int, Field(ge=0)] | None = None
+    """Layers read ahead of their use; null: 1, or 0 without overlap."""
+    optimizer_delay: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of each layer stepped in the next forward; null: chosen. Null is 0.25 where the rest can be stepped during the
+    backward (no clipping, static loss scale, optimizer on SSD), else 1. With clipping or a dynamic loss scale,
+    and no speculation, nothing is known before the norm: then any share above 0 delays the whole step."""
+    optimizer_speculation: bool | None = None
+    """Step before the norm is known; null: by recent norms. A step whose norm asks for clipping is redone. Null:
+    where it would lately have come true, if there is room on the SSD for a second generation of files."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """Skip a step that is not finite, or stop the run. skip: the whole step, as in stock. stop: train_batch raises
+    NonFiniteError on every rank. Without clipping the early steps are then taken in place, with one generation of files
+    (14 bytes per parameter less on the SSD), so that the live state is torn afterwards. Not with a dynamic loss scale."""
+    gradient_host_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of waiting gradients kept in host memory; null: what fits. The others wait on SSD, written and read once."""
+    keep_gradients: bool = False
+    """Keep the last step's gradients for safe_get_full_grad and safe_get_local_grad. They stay in host memory (4 bytes per
+    parameter) until the next step sums new ones."""
+    host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Host memory for all ranks of a host; null: what is available. Checked before anything is allocated."""
+    activations: Activations = Activations()
+    """Tier where layer inputs and gradients between layers rest."""
+    seed_micro_batches: bool = True
+    """Give each micro-batch a random stream of its own, in both arms. From (seed, step, micro-batch, rank)."""
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    """Base of the micro-batches' random streams; null: torch.initial_seed(). As it is at initialize."""
+    trace: Annotated[StrictStr, StringConstraints(min_length=1)] | None = None
+    """Folder for each step's spans, waits and counters; null: off. One JSONL file per rank (`trace.py`)."""
+    progress: bool | None = None
+    """Show a progress line on rank 0; null: on a terminal. It has tokens/s, fraction of the bound, busiest resource."""
+    verify: bool = False
+    """Check each read against the checksum taken when it was written. Of optimizer state, parameters, waiting gradients."""
+    self_check: bool | None = None
+    """Compare two micro-batches with torch's own order before the first step. Where outputs, losses or gradients differ
+    from the schedule's, the run ends. Null: at the start of a run, and after a resume with another model."""
+    on_signal: OnSignal | None = None
+    """Save a checkpoint when SIGTERM or SIGINT ends the run. It ends between two steps. Null: at once, without one."""
+
+
+_NESTED: Mapping[str, type[BaseModel]] = {"activations": Activations, "on_signal": OnSignal}
+
+# What each key accepts, and an example; the start of the error for a wrong value.
+_EXPECTED: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("enabled", "overlap", "seed_micro_batches"), ("true or false", "true")),
+    **dict.fromkeys(("snake", "keep_gradients", "verify"), ("true or false", "false")),
+    **dict.fromkeys(("optimizer_speculation", "progress", "self_check"), ("true, false or null", "null")),
+    "order": ('"vertical" or "horizontal"', '"vertical"'),
+    "layers": ("null (discover) or a list with at least one dotted module path", '["model.layers"] or null'),
+    "blocks_per_layer": ("an integer >= 1", "1"),
+    "prefetch_layers": ("an integer >= 0, or null", "1 or null"),
+    "optimizer_delay": ("a number from 0 to 1, or null", "1 or null"),
+    "on_nonfinite": ('"skip" or "stop"', '"skip"'),
+    "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
+    "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
+    "activations": ('an object with "device", "share", "host_share"', '{"device": "ssd"}'),
+    "activations.device": ('"device", "host", "ssd" or null', '"ssd"'),
+    "activations.share": ("a number from 0 to 1", "0.5"),
+    "activations.host_share": ("a number from 0 to 1", "0.25"),
+    "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
+    "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
+    "on_signal": ('an object with "save_dir" and "tag", or null', '{"save_dir": "checkpoints"} or null'),
+    "on_signal.save_dir": ("the path of a folder", '"checkpoints"'),
+    "on_signal.tag": ("a name, or null (global_step<n>)", '"signal" or null'),
+}
+
+
+# --- the section ---------------------------------------------------------------------------------------------------
+
+
+def load_section(config: Mapping[str, Any]) -> VerticalConfig | None:
+    """The validated section of a whole DeepSpeed configuration, or None where it has none.
+
+    Raises ConfigError for unknown keys, wrong values, and top-level keys that look like a misspelt section name.
+    """
+    _refuse_near_misses(config)
+    if SECTION not in config:
+        return None
+    section = config[SECTION]
+    if not isinstance(section, Mapping):
+        hint = f'{{"enabled": {show(section)}}}' if isinstance(section, bool) else '{} or {"enabled": true}'
+        raise ConfigError(f"{SECTION}: got {show(section)}; need an object; write e.g. {hint}, or leave it out")
+    try:
+        parsed = VerticalConfig.model_validate(dict(section))
+    except pydantic.ValidationError as error:
+        # A union reports one error per branch; the user needs one line per key.
+        lines = {_section_path(detail): _section_fault(detail) for detail in error.errors()}
+        raise ConfigError("\n".join(lines.values())) from None
+    _refuse_repeated_layers(parsed)
+    _refuse_shares(parsed.activations)
+    return parsed
+
+
+def _section_path(detail: Mapping[str, Any]) -> str:
+    path, known = SECTION, [*VerticalConfig.model_fields]
+    for part in detail["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part in known or len(detail["loc"]) == 1 or path.removeprefix(f"{SECTION}.") in _NESTED:
+            path += f".{part}"
+            known = [*_NESTED[part].model_fields] if part in _NESTED else []
+    return path
+
+
+def _section_fault(detail: Mapping[str, Any]) -> str:
+    path = _section_path(detail)
+    key = re.sub(r"\[.*", "", path.removeprefix(f"{SECTION}."))
+    if detail["type"] == "extra_forbidden":
+        known = list(_NESTED.get(key.partition(".")[0] if "." in key else "", VerticalConfig).model_fields)
+        near = difflib.get_close_matches(key.rpartition(".")[2].lower(), known, n=1, cutoff=0.5)
+        guess = f'did you mean "{near[0]}"? ' if near else ""
+        return f"{path}: unknown key; {guess}known keys: {', '.join(known)}"
+    need, example = _EXPECTED[key]
+    auto = ' ("auto" is not a value here: null or no key at all means "choose for me")'
+    return f"{path}: got {show(detail['input'])}{auto if detail['input'] == 'auto' else ''}; need {need}; " + (
+        f"write e.g. {example}"
+    )
+
+
+def _refuse_repeated_layers(section: VerticalConfig) -> None:
+    paths = section.layers or ()
+    repeated = sorted({path for path in paths if paths.count(path) > 1})
+    if repeated:
+        raise ConfigError(f"{SECTION}.layers: got {show(repeated[0])} more than once; write each path once")
+
+
+def _refuse_shares(activations: Activations) -> None:
+    path, device = f"{SECTION}.activations", activations.device
+    default = Activations()
+    shares = [key for key in ("share", "host_share") if getattr(activations, key) != getattr(default, key)]
+    if device in (None, "device") and shares:
+        raise ConfigError(
+            f"{path}.{shares[0]}: got {show(getattr(activations, shares[0]))} with device {show(device)}, where"
+            ' nothing is moved; remove it, or write "device": "ssd" or "host"'
+        )
+    if device == "host" and activations.host_share:
+        raise ConfigError(f'{path}.host_share: got {activations.host_share} with device "host"; write "share" instead')
+    if activations.host_share and activations.share + activations.host_share > 1:
+        written = "" if "share" in shares else " (the default)"
+        raise ConfigError(
+            f"{path}.share: got {activations.share}{written} with host_share {activations.host_share}, more than"
+            f" all micro-batches; write {round(1 - activations.host_share, 9)} or less"
+        )
+
+
+def _refuse_near_misses(config: Mapping[str, Any]) -> None:
+    """DeepSpeed ignores unknown top-level keys, so a misspelt section would silently train the stock arm."""
+    faults = [
+        f'{key}: unknown section; did you mean "{SECTION}"? Rename it (DeepSpeed would silently ignore it)'
+        for key in config
+        if _resembles_section(key)
+    ]
+    zero = config.get("zero_optimization")
+    if isinstance(zero, Mapping):
+        nested = [key for key in zero if key == SECTION or _resembles_section(key)]
+        faults += [f'zero_optimization.{key}: "{SECTION}" belongs at the top level; move it there' for key in nested]
+        faults += [
+            f'zero_optimization.{key}: unknown section; did you mean "{near}"? Rename it'
+            for key in zero
+            for near in ("offload_param", "offload_optimizer")
+            if _resembles_offload(key, near)
+        ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _resembles_section(key: Any) -> bool:
+    if not isinstance(key, str) or key == SECTION:
+        return False
+    letters, wanted = _letters(key), _letters(SECTION)
+    if letters in ("vertical", "dsvertical") or ("vert" in letters and "sched" in letters):
+        return True
+    if letters.startswith("layermajor"):  # what the schedule is, by another name
+        return True
+    return difflib.SequenceMatcher(None, letters, wanted).ratio() >= 0.8
+
+
+def _resembles_offload(key: Any, name: str) -> bool:
+    if not isinstance(key, str) or key == name:
+        return False
+    letters, wanted = _letters(key), _letters(name)
+    return letters.startswith(wanted) or difflib.SequenceMatcher(None, letters, wanted).ratio() >= 0.9
+
+
+def _letters(key: str) -> str:
+    return re.sub(r"[^a-z]", "", key.lower())
+
+
+def show(value: Any) -> str:
+    """A value as JSON, for messages, cut at 80 characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

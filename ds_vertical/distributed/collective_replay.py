@@ -1,0 +1,124 @@
+"""What a rank does whose part of a pass has failed: the rest of what all ranks do together, so that none is left alone in it.
+
+Gathers, reductions and votes come in the order of the schedule's events, the same on all ranks, and end where the ranks decide
+together whether the pass counts: a step at its NORM, an evaluation at its end, either where a vote has all leave it. A rank
+that fails before goes through the schedule once more, takes part in those that it has not begun, with values that nobody will
+use, and raises its error where the others raise that there was one. That takes no longer than the rest of the pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Protocol
+
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.schedule.events import Event, Op, Schedule, Unit
+from ds_vertical.schedule.executor import Executor
+
+
+class Others(Protocol):
+    """The ranks of the run, this one among them."""
+
+    @property
+    def num_gathers(self) -> int:
+        """Gathers of units that this rank has taken part in, or was about to when all were."""
+        ...
+
+    @property
+    def num_reductions(self) -> int:
+        """Of units' gradients, likewise."""
+        ...
+
+    @property
+    def num_votes(self) -> int:
+        """On whether the pass is left, behind each layer, likewise."""
+        ...
+
+    def gather(self, unit: Unit) -> None:
+        """Take part in a gather with values that nobody will use."""
+        ...
+
+    def reduce(self, unit: Unit) -> None:
+        """Take part in a reduction with zeros."""
+        ...
+
+    def vote(self) -> bool:
+        """Take part in a vote: whether all leave the pass."""
+        ...
+
+    def agree(self, error: Exception | None) -> None:
+        """Raises on all ranks if one of them has an error, its own one here."""
+        ...
+
+
+class _Reached(Exception):
+    """The event at which the ranks decide."""
+
+
+class Company:
+    """Of one pass. `decided`: the ranks have decided, or are about to. `only_gathers`: nothing is reduced or voted on."""
+
+    def __init__(self, others: Others, only_gathers: bool = False) -> None:
+        self._others = others
+        self._only_gathers = only_gathers
+        self._before = self._counts()
+        self.decided = False
+
+    def conclude(self) -> None:
+        """The end of a pass that nothing else decides, or where all leave it: raises on all ranks if one has failed."""
+        self.decided = True
+        self._others.agree(None)
+
+    def accompany(self, schedule: Schedule, overlap: bool, error: Exception) -> None:
+        """Go with the others to where the pass is decided, after `error`. Raises nothing: what fails on the way is noted."""
+        if self.decided:
+            return
+        try:
+            self._go(schedule, overlap)
+            self.decided = True
+            self._others.agree(error)
+        except Exception as further:
+            if further is not error:
+                error.add_note(f"the other ranks may not know of it: {type(further).__name__}: {further}")
+
+    def _counts(self) -> Counter[str]:
+        others = self._others
+        return Counter(gathers=others.num_gathers, reductions=others.num_reductions, votes=others.num_votes)
+
+    def _go(self, schedule: Schedule, overlap: bool) -> None:
+        done = self._counts()
+        done.subtract(self._before)
+
+        def is_done(kind: str) -> bool:
+            done[kind] -= 1
+            return done[kind] >= 0
+
+        def gather(unit: Unit) -> None:
+            if not is_done("gathers"):
+                self._others.gather(unit)
+
+        def fetch(event: Event) -> Ticket | None:
+            unit = _unit(event)
+            return None if event.ahead else Ticket(f"fetch {unit}", lambda: gather(unit))
+
+        def reduce(event: Event) -> None:
+            if not self._only_gathers and not is_done("reductions"):
+                self._others.reduce(_unit(event))
+
+        def vote(_: Event) -> None:
+            if not self._only_gathers and not is_done("votes") and self._others.vote():
+                raise _Reached
+
+        def reach(_: Event) -> None:
+            raise _Reached
+
+        handlers = dict.fromkeys(Op, lambda _: None) | {Op.FETCH: fetch, Op.REDUCE: reduce, Op.RELEASE: vote, Op.NORM: reach}
+        try:
+            Executor(handlers, overlap=overlap).run(schedule)
+        except _Reached:
+            return
+
+
+def _unit(event: Event) -> Unit:
+    assert event.layer is not None and event.layer != "suf"
+    return event.layer

@@ -1,0 +1,333 @@
+"""One rank's failure ends all: what ranks tell each other of it, while some wait in a collective for the one that has failed.
+
+[Note: the log] Failures go into the store through which the process group was made, one entry after another: the first is the
+cause, those behind it mostly its consequences. A thread of each rank follows that log, and looks whether the ranks of its host
+are alive: one that was killed writes nothing. All calls of the store are that thread's, so that nobody else waits for a
+network.
+
+[Note: the end of the others] A rank that fails tells the others, and raises. One that waits for it in a collective is woken
+where the process group notices that the other process is gone (gloo: its sockets close), and raises OtherRankError with the
+cause instead of the socket's error. One that nobody wakes (NCCL; or the rank that failed lives on) is ended by the thread.
+
+[Note: going on] A failure that all ranks share, such as a norm that is not finite, leaves them in step, and they may go on. So
+whoever has failed goes on only where all others have failed in the same section: its next collective would otherwise meet the
+others' last one, and compute nonsense.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, NamedTuple, Protocol
+
+from ds_vertical.errors import OtherRankError, Unanimous
+
+POLL_S: Final = 0.2
+HEARD_S: Final = 2.0  # to wait until all others have heard, before a process may end and the store with it
+PATIENCE_S: Final = 3.0  # to wait for the cause of a collective's error: a killed process is not gone at once
+GRACE_S: Final = 10.0  # for a rank to leave a collective by itself once another one has failed
+_ALWAYS: Final = 1 << 62  # a section that is never settled
+_LONGEST: Final = 2000  # characters of an error's text
+_SIGNS: Final = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "process group")
+
+
+class Store(Protocol):
+    """What is needed of torch's stores."""
+
+    def add(self, key: str, value: int, /) -> int: ...
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class Process(NamedTuple):
+    """A process among all that this kernel has had. `home`: the kernel's boot, and the process's namespace."""
+
+    home: str
+    pid: int
+    start_ticks: str
+
+    @classmethod
+    def me(cls) -> Process:
+        """Raises OSError where /proc does not say."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return cls(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _status(os.getpid())[1])
+
+    def is_alive(self) -> bool:
+        """Of a process with this one's home. One that has ended and that its parent has not asked after is not alive."""
+        try:
+            state, start_ticks = _status(self.pid)
+        except OSError:
+            return False
+        return state not in "ZX" and start_ticks == self.start_ticks
+
+
+def _status(pid: int) -> tuple[str, str]:
+    """A process's state and its start in ticks since boot; the command's name before them may hold anything."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of a rank. `section`: the number of the one that it was in last; `what`: its name; `text`: the error."""
+
+    rank: int
+    kind: Literal["failed", "left", "gone"]
+    section: int
+    what: str
+    text: str
+
+    def describe(self) -> str:
+        if self.kind == "failed":
+            return f"rank {self.rank} failed{f' in {self.what}' if self.what else ''}: {self.text}"
+        if self.kind == "left":
+            return f"rank {self.rank} has ended without an error: do all ranks have as many batches, and make the same calls?"
+        return f"rank {self.rank} is gone without a word ({self.text}): killed, perhaps for want of memory, or ended in C"
+
+
+class Watch:
+    """This rank's end of the log. `section` encloses what all ranks do together; see the notes above.
+
+    `end` is called on the watch's thread, with the cause, where this rank waits for ever; it must not return.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, end: Callable[[str], None]) -> None:
+        self.store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._end = end
+        self._changed = threading.Condition()
+        self._entries: list[Entry] = []  # in the order in which they were heard
+        self._numbers: set[int] = set()  # theirs in the log
+        self._outbox: list[Entry] = []
+        self._sent: set[int] = set()  # own ones that not everybody has heard yet
+        self._home = ""  # this process's, once it has introduced itself; stays empty where /proc does not say
+        self._fellows: dict[int, Process] = {}  # ranks with the same home
+        self._num_met = 0
+        self._introduced = False
+        self._has_store = True
+        self._section, self._settled = 0, -1  # the number of the last one; up to which all failures were shared
+        self._inside: list[str] = []
+        self._failed = False  # in the last section, and has not gone on
+        self._stuck_since: float | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="ds_vertical ranks", daemon=True)
+        self._thread.start()
+
+    # ---- for the rank's own thread
+
+    def section(self, what: str) -> Section:
+        """Within the block all ranks do the same. An error in it is told to the others; one that comes from another rank's
+        becomes OtherRankError, which says so. Blocks inside are this one's. Raises OtherRankError at the start where this
+        rank has failed before, and others have not."""
+        return Section(self, what)
+
+    def enter(self, what: str) -> None:
+        """Only for `Section`, as `leave`."""
+        if not self._inside and self._failed:
+            self._go_on(what)
+        with self._changed:
+            self._section += not self._inside
+            self._inside.append(what)
+
+    def leave(self, error: BaseException | None) -> OtherRankError | None:
+        """Returns what is to be raised instead of the error."""
+        with self._changed:
+            what = self._inside.pop()
+            if self._inside or error is None or isinstance(error, (StopIteration, Unanimous)):
+                return None
+            self._failed = True
+        cause = self._cause_of(error)
+        if cause is None:
+            self.tell(what, error)
+            return None
+        instead = OtherRankError(f"{what}: {cause.describe()}")
+        first = next(each for each in _chain(error) if _is_of_the_group(each))
+        instead.add_note(f"this rank's own error, which follows from it: {_text(first)}")
+        self.tell(what, instead, waits=False)
+        return instead
+
+    def tell(self, what: str, error: BaseException, waits: bool = True) -> None:
+        """Let the others know; returns once they do, or after a while."""
+        self._send(Entry(self._rank, "failed", self._section, what, _text(error)), HEARD_S if waits else POLL_S)
+
+    def close(self, error: BaseException | None) -> None:
+        """This rank ends, by itself or by an error that nobody has caught. Raises nothing."""
+        kind, text = ("left", "") if error is None else ("failed", _text(error))
+        if not (error is not None and self._failed):
+            self._send(Entry(self._rank, kind, self._section, "", text), HEARD_S)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(HEARD_S)
+
+    def _send(self, entry: Entry, patience_s: float) -> None:
+        with self._changed:
+            self._outbox.append(entry)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not (self._has_store and (self._outbox or self._sent)), patience_s)
+
+    def _go_on(self, what: str) -> None:
+        """Return once all ranks are known to have failed where this one has."""
+
+        def missing() -> list[int]:
+            failed = {entry.rank for entry in self._entries if entry.kind == "failed" and entry.section == self._section}
+            return [rank for rank in range(self._world_size) if rank not in failed]
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: not missing(), GRACE_S):
+                raise OtherRankError(
+                    f"{what}: this rank has failed in its last call, and rank {missing()[0]} has not: they are out of step,"
+                    " and what they would compute together is undefined; let the error end this process, so that all ranks end"
+                )
+            self._settled, self._failed = self._section, False
+
+    def _cause_of(self, error: BaseException) -> Entry | None:
+        """What happened elsewhere, if an error, or one that it was raised in the handling of, speaks of nothing else."""
+        if isinstance(error, OtherRankError) or not any(map(_is_of_the_group, _chain(error))):
+            return None
+        with self._changed:
+            self._changed.wait_for(lambda: self._cause("failed", "gone") is not None, PATIENCE_S)
+            return self._cause("failed", "gone") or self._cause("left")
+
+    def _cause(self, *kinds: str) -> Entry | None:
+        """The first that was heard of another rank's end, and not of all ranks'."""
+        found = (entry for entry in self._entries if entry.rank != self._rank and entry.section > self._settled)
+        return next((entry for entry in found if entry.kind in kinds), None)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            if self._has_store:
+                try:
+                    self._exchange()
+                except (RuntimeError, OSError):  # torch raises several kinds of the first
+                    self._has_store = False
+            self._look()
+            with self._changed:
+                self._changed.notify_all()
+                if self._closing and not (self._has_store and self._outbox):
+                    return
+                self._changed.wait_for(lambda: self._closing or (self._has_store and self._outbox), POLL_S)
+
+    def _exchange(self) -> None:
+        """Send what there is to send, hear what there is to hear."""
+        if not self._introduced:
+            self._introduce()
+        while self._outbox:
+            entry = self._outbox[0]
+            number = self.store.add("count", 1)
+            self.store.set(f"entry/{number}", json.dumps(asdict(entry)))
+            with self._changed:
+                self._outbox.pop(0)
+                self._sent.add(number)
+        for number in range(1, self.store.add("count", 0) + 1):
+            if number not in self._numbers and self.store.check([f"entry/{number}"]):
+                entry = Entry(**json.loads(self.store.get(f"entry/{number}")))
+                with self._changed:
+                    self._numbers.add(number)
+                    self._entries.append(entry)
+                self.store.add(f"heard/{number}", 1)
+        for number in sorted(self._sent):
+            if self.store.add(f"heard/{number}", 0) >= self._world_size - self._num_ended():
+                with self._changed:
+                    self._sent.discard(number)
+        self._meet()
+
+    def _num_ended(self) -> int:
+        return len({entry.rank for entry in self._entries if entry.kind != "failed" and entry.rank != self._rank})
+
+    def _introduce(self) -> None:
+        """Nobody looks after a process that cannot do so."""
+        self._introduced = True
+        with contextlib.suppress(OSError):
+            me = Process.me()
+            number = self.store.add(f"home/{me.home}", 1)
+            self.store.set(f"home/{me.home}/{number}", json.dumps([self._rank, *me]))
+            self._home = me.home
+
+    def _meet(self) -> None:
+        """Those of this host that have introduced themselves since the last time."""
+        if not self._home or len(self._fellows) == self._world_size:
+            return
+        for number in range(self._num_met + 1, self.store.add(f"home/{self._home}", 0) + 1):
+            if not self.store.check([f"home/{self._home}/{number}"]):
+                return
+            rank, *fields = json.loads(self.store.get(f"home/{self._home}/{number}"))
+            self._fellows[rank] = Process(*fields)
+            self._num_met = number
+
+    def _look(self) -> None:
+        """Whether the ranks of this host live, and whether this one waits for one that does not."""
+        with self._changed:
+            ended = {entry.rank for entry in self._entries if entry.kind != "failed" or entry.section > self._settled}
+            for rank, process in self._fellows.items():
+                if rank not in ended and rank != self._rank and not process.is_alive():
+                    self._entries.append(Entry(rank, "gone", _ALWAYS, "", f"pid {process.pid}"))
+            cause = self._cause("failed", "gone") if self._inside else None
+            what = self._inside[0] if self._inside else ""
+            if cause is None:
+                self._stuck_since = None
+                return
+            self._stuck_since = self._stuck_since or time.monotonic()
+            if time.monotonic() - self._stuck_since < GRACE_S:
+                return
+        self._end(f"{what}: {cause.describe()} (this rank has been waiting for it, and ends {GRACE_S:.0f} s later)")
+
+
+class Section:
+    """See `Watch.section`. No generator: StopIteration has to pass."""
+
+    def __init__(self, watch: Watch, what: str) -> None:
+        self._watch = watch
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._watch.enter(self._what)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        instead = self._watch.leave(error)
+        if instead is not None:
+            raise instead from None
+
+
+def end_process(cause: str, before: Sequence[Callable[[], None]] = ()) -> None:
+    """Say why, and end this process at once with status 1: its own thread waits where no exception reaches it."""
+    sys.stderr.write(f"ds_vertical: {OtherRankError.__name__}: {cause}\n")
+    sys.stderr.flush()
+    try:
+        for function in before:
+            function()
+    finally:
+        os._exit(1)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those behind it, the last first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_of_the_group(error: BaseException) -> bool:
+    """Whether an error comes out of a collective."""
+    speaks = type(error).__name__.startswith("Dist") or any(sign in str(error).lower() for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and speaks
+
+
+def _text(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}{': ' if text else ''}{text}"[:_LONGEST]

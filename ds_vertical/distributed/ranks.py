@@ -1,0 +1,174 @@
+"""The processes that train one model together: their numbers, and what they tell each other outside a step."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+
+from ds_vertical.compat import accelerator
+from ds_vertical.compat.accelerator import dist, init_distributed
+from ds_vertical.distributed.failure_watch import Watch, end_process
+from ds_vertical.errors import OtherRankError
+from ds_vertical.io.runs import run_dir
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_watch: Watch | None = None
+_watched: Any = None  # the process group's store
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def all_gathered(value: Any) -> list[Any]:
+    """Every rank's value, in the order of the ranks."""
+    found: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        torch.distributed.all_gather_object(found, value)
+    return found
+
+
+@contextlib.contextmanager
+def agreed(what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """All ranks leave the block, or all of them raise: those without an error of their own OtherRankError. Collective; the
+    block itself must have no collective that another rank's error would leave alone. `then`, which may be collective, follows
+    on all ranks either way; not after an interrupt, or where the ranks do not hear each other any more. Where all errors have a
+    true `starts_over`, every rank raises such a one: all do once more what the block ends."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if world_size() > 1 and not is_true_on_all_ranks(error is None):
+        again = error if getattr(error, "starts_over", False) else None
+        said = all_gathered(None if error is None else (f"{type(error).__name__}: {error}", again))
+        others = [(f"rank {number}: {each[0]}", each[1]) for number, each in enumerate(said) if each is not None]
+        if all(each is not None for _, each in others):
+            error = error or others[0][1]
+        elif error is None or again is not None:
+            told = next(text for text, each in others if each is None)
+            error = OtherRankError(f"{what} failed on {len(others)} of {len(said)} ranks; {told}")
+    if error is not None:
+        raise_after(error, then)
+    then()
+
+
+def raise_after(error: Exception, then: Callable[[], None]) -> NoReturn:
+    """Raise `error` after a call of `then`, whose own error becomes a note."""
+    try:
+        then()
+    except Exception as other:
+        error.add_note(f"and then {type(other).__name__}: {other}")
+    raise error
+
+
+# ---- failures
+
+
+def shared(what: str) -> contextlib.AbstractContextManager[None]:
+    """Within the block all ranks do the same, `what`: one's failure ends all. See `failures.Watch.section`; with one rank
+    nothing happens."""
+    global _watch, _watched
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return contextlib.nullcontext()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if store is None:  # MPI
+        return contextlib.nullcontext()
+    if _watch is None or _watched is not store:
+        number, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        own_keys = torch.distributed.distributed_c10d.PrefixStore("ds_vertical", store)
+        _watch, _watched = Watch(own_keys, number, count, lambda cause: end_process(cause, [run_dir.release_all])), store
+    return _watch.section(what)
+
+
+def together(method: Callable[P, R]) -> Callable[P, R]:
+    """All ranks call the method: its calls are `shared`."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with shared(method.__name__):
+            return method(*args, **kwargs)
+
+    return call
+
+
+@atexit.register
+def _leave() -> None:
+    """The others learn how this process ends: of an error that nobody has caught, too."""
+    if _watch is not None:
+        _watch.close(getattr(sys, "last_value", None))
+
+
+def _forget_in_child() -> None:
+    """A forked child has no thread that watches, and is no rank."""
+    global _watch
+    _watch = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def ranks_on_this_host() -> int:
+    return all_gathered(socket.gethostname()).count(socket.gethostname())
+
+
+def ranks_on_these_cores() -> int:
+    """Ranks of this host that may run on some core of this one's, itself among them."""
+    host, cores = socket.gethostname(), os.sched_getaffinity(0)
+    return sum(other == host and bool(theirs & cores) for other, theirs in all_gathered((host, cores)))
+
+
+def start_distributed() -> None:
+    """Initialise the distributed back end if nobody has."""
+    if not dist.is_initialized():
+        _refuse_bare_python()
+        init_distributed(dist_backend=accelerator.get_accelerator().communication_backend_name())
+    if not accelerator.get_accelerator().is_synchronized_device():  # nobody has bound this rank to its device before zero.Init
+        accelerator.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if accelerator.device_name() == "cpu":
+        dist.barrier()
+        accelerator.unlink_shared_workspace(rank())
+
+
+def common_run_id(run_id: str) -> str:
+    """Rank 0's run id, on every rank; initialises the distributed back end if nobody has."""
+    start_distributed()
+    shared = [run_id]
+    torch.distributed.broadcast_object_list(shared, src=0, device=torch.device(accelerator.device_name()))
+    return shared[0]
+
+
+def is_true_on_all_ranks(flag: bool) -> bool:
+    """Whether every rank gives a true `flag`. Collective."""
+    votes = torch.tensor([int(flag)], device=accelerator.device_name())
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes.item())
+
+
+def largest_of_all_ranks(number: int) -> int:
+    """The largest that a rank gives. Collective."""
+    votes = torch.tensor([number], device=accelerator.device_name())
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return int(votes.item())
+
+
+def _refuse_bare_python() -> None:
+    """Without a launcher's variables DeepSpeed would look for MPI, and end in a missing module."""
+    launchers = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "AZUREML_EXPERIMENT_ID")
+    if not any(name in os.environ for name in launchers) and importlib.util.find_spec("mpi4py") is None:
+        raise RuntimeError("no launcher started this process; write: deepspeed SCRIPT.py --deepspeed_config CONFIG.json")

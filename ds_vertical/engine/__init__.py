@@ -1,0 +1,1 @@
+"""The DeepSpeed engine that runs a vertical schedule."""

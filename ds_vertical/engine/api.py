@@ -1,0 +1,241 @@
+"""Models that were built before, or beside, the configuration of this run: what of them is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vertical.compat import accelerator, zero_params
+from ds_vertical.compat import engine as compat_engine
+from ds_vertical.config.cross_check import check, refuse_unfilled
+from ds_vertical.config.file import read_config
+from ds_vertical.config.resolve import Resolved, explain, resolve
+from ds_vertical.config.section import load_section
+from ds_vertical.distributed import ranks
+from ds_vertical.engine import disk_check, machine_cache
+from ds_vertical.engine.autotune import choose_gradient_tier, choose_timing
+from ds_vertical.engine.engine import VerticalEngine
+from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, host_room
+from ds_vertical.engine.progress import Progress
+from ds_vertical.engine.signals import leave_on_sigterm
+from ds_vertical.engine.train_loop import Loop, StockLoop
+from ds_vertical.engine.zero3.chunks import check_optimizer
+from ds_vertical.errors import ConfigError
+from ds_vertical.io import preflight
+from ds_vertical.io.files import check_length, make_private
+from ds_vertical.io.host import keep_cores_for_this_thread
+from ds_vertical.io.runs import run_dir
+from ds_vertical.model.compiled_blocks import refuse_compiled_around
+from ds_vertical.model.layers import check_trainable, map_layers
+from ds_vertical.planner.memory_budget import backward_bytes
+
+
+def _offload_sections(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    zero = config.get("zero_optimization") or {}
+    for name in ("offload_param", "offload_optimizer"):
+        section = zero.get(name) if isinstance(zero, dict) else None
+        if isinstance(section, dict) and section.get("device") == "nvme" and section.get("nvme_path"):
+            yield section
+
+
+def run_folder(config: dict[str, Any]) -> Path | None:
+    """The first nvme_path in use; of a prepared configuration it is the run's folder."""
+    return next((Path(section["nvme_path"]) for section in _offload_sections(config)), None)
+
+
+def nvme_paths(config: dict[str, Any]) -> list[str]:
+    """Those in use."""
+    return [section["nvme_path"] for section in _offload_sections(config)]
+
+
+def unclaimed_paths(config: dict[str, Any]) -> list[str]:
+    """The nvme_paths in use that `prepare` has not replaced by this run's folder."""
+    return [s["nvme_path"] for s in _offload_sections(config) if run_dir.owned(s["nvme_path"]) is None]
+
+
+def refuse_foreign_model(model: nn.Module, config: dict[str, Any]) -> None:
+    """Refuse a model whose parameters zero.Init has already written below another path than this run's."""
+    roots = [Path(section["nvme_path"]).resolve() for section in _offload_sections(config)]
+    unclaimed = unclaimed_paths(config)
+    for param in model.parameters():
+        folder = zero_params.swap_folder(param)
+        if folder is None:
+            continue
+        if unclaimed or not any(folder.resolve().is_relative_to(root) for root in roots):
+            raise ConfigError(
+                f"zero_optimization.offload_param.nvme_path: the model's parameters lie in {folder}, written by zero.Init"
+                " outside the folder of this run; before building the model write\n"
+                "    config = ds_vertical.prepare(config)\n"
+                "and pass that config to zero.Init (or HfDeepSpeedConfig) and to initialize"
+            )
+
+
+def refuse_late_fp32(model: nn.Module, config: dict[str, Any]) -> None:
+    """Refuse an fp32 model that DeepSpeed would partition at initialize as bf16: see patches/0002."""
+    on_ssd = ((config.get("zero_optimization") or {}).get("offload_param") or {}).get("device") == "nvme"
+    if on_ssd and zero_params.rounds_late_fp32(config) and not zero_params.is_partitioned_model(model):
+        raise ConfigError(
+            "zero_optimization.offload_param.device: DeepSpeed would write this fp32 model to SSD as bf16, since it was not"
+            " built under zero.Init (patches/README.md, 0002); build it under\n"
+            "    with deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config)):"
+        )
+
+
+def refuse_float64(model: nn.Module) -> None:
+    """Refuse to build an engine where torch makes float64, which DeepSpeed's buffers and CPU Adam do not take."""
+    if torch.get_default_dtype() is torch.float64:
+        raise ConfigError(
+            "torch.get_default_dtype(): got torch.float64, of which DeepSpeed would make its buffers; write"
+            " torch.set_default_dtype(torch.float32) before ds_vertical.initialize"
+        )
+    for name, param in model.named_parameters():
+        if param.dtype is torch.float64:
+            raise ConfigError(
+                f"model parameter {name}: got torch.float64, which CPU Adam does not step; call model.float(), or build the"
+                " model under deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config))"
+            )
+
+
+def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
+    """Validate a DeepSpeed configuration and claim a folder of its own for this run's files.
+
+    `config`: dict, path or base64, as `deepspeed.initialize` takes it. Returns the dict to give to `zero.Init`,
+    `HfDeepSpeedConfig` and `initialize`: every nvme_path is replaced by `nvme_path/<run id>`, the same on all ranks, locked
+    until the process ends. A configuration that is prepared already is given back. Initialises distributed if needed.
+
+    Raises ConfigError (the JSON path, the value, what to write) and StorageError (the folder is in use).
+    """
+    raw = read_config(config)
+    preflight.check(nvme_paths(raw))
+    section = load_section(raw)
+    if section is not None:
+        check(raw, section)
+        if unclaimed_paths(raw):
+            disk_check.check_before_the_model(raw)
+        if section.enabled and accelerator.is_one_memory():
+            keep_cores_for_this_thread()  # ahead of the first collective
+    for path in unclaimed_paths(raw):
+        check_length(path)
+    if unclaimed_paths(raw):
+        leave_on_sigterm()
+        return run_dir.claim_config(raw, ranks.common_run_id(run_dir.new_run_id()), ranks.rank())
+    return raw
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    *positional: Any,
+    config: dict[str, Any] | str | None = None,
+    config_params: dict[str, Any] | str | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize` with the same arguments and results, plus `train_batch` and `eval_batch` on the engine.
+
+    With `vertical_schedule` in the configuration the engine is a VerticalEngine; with the section absent or
+    `"enabled": false` it is a plain DeepSpeedEngine. Raises ConfigError, StorageError, LayerError or MemoryBudgetError before
+    anything is allocated.
+    """
+    names = ("distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param", "config_params")
+    kwargs |= {"config": config, "config_params": config_params}
+    kwargs |= dict(zip(names, positional, strict=False))
+    kwargs |= dict(model=model, optimizer=optimizer, model_parameters=model_parameters)
+    kwargs |= dict(training_data=training_data, lr_scheduler=lr_scheduler)
+    args, given = _single_config(args, kwargs.pop("config"), kwargs.pop("config_params"))
+    raw = read_config(given)
+    preflight.check(nvme_paths(raw))
+    section = load_section(raw)
+    resolved = resolve(section, torch.initial_seed()) if section is not None else None
+    if resolved is None or not resolved.enabled:
+        returned = _initialize_stock(raw, resolved, args=args, **kwargs)
+    else:
+        with ranks.shared("initialize"):
+            returned = _initialize_vertical(raw, resolved, args=args, **kwargs)
+    for folder in run_dir.claimed():
+        make_private(folder)
+    return returned
+
+
+def _initialize_stock(config: dict[str, Any], resolved: Resolved | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    if resolved is not None and isinstance(kwargs["model"], nn.Module):
+        refuse_foreign_model(kwargs["model"], config)
+        config = prepare(config)
+    returned = compat_engine.stock_initialize(config=config, **kwargs)
+    seeded = resolved is not None and resolved.seed_micro_batches
+    progress = Progress(returned[0], resolved.progress if resolved is not None else None)
+    _bind(returned[0], StockLoop(returned[0], resolved.seed if resolved is not None and seeded else None, progress))
+    return returned
+
+
+def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    section = load_section(config)
+    assert section is not None
+    refuse_unfilled(config)
+    warnings = check(config, section)
+    model = kwargs["model"]
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize(model=...): got {type(model).__name__}; vertical_schedule needs a torch.nn.Module")
+    if isinstance(kwargs["optimizer"], torch.optim.Optimizer):
+        check_optimizer(kwargs["optimizer"])
+    refuse_float64(model)
+    check_trainable(model)
+    layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
+    refuse_compiled_around(model, layers.blocks)
+    refuse_foreign_model(model, config)
+    refuse_late_fp32(model, config)
+    if isinstance(kwargs["model_parameters"], Iterator):
+        kwargs["model_parameters"] = list(kwargs["model_parameters"])
+    if accelerator.is_one_memory():
+        keep_cores_for_this_thread()
+    ranks.start_distributed()
+    groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
+    forecast_of = partial(Forecast, layers, groups, config)
+    room = host_room(model.parameters(), resolved.host_memory_bytes)
+    resolved = choose_gradient_tier(section, resolved, forecast_of, room)
+    report = machine_cache.training_report(run_folder(config))
+    resolved = choose_timing(section, resolved, forecast_of(resolved), model, report, room)
+    forecast = forecast_of(resolved)
+    needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
+    needs += disk_check.check(forecast, config, resolved)
+    prepared = prepare(config)
+    for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
+        accelerator.log(f"ds_vertical: {line}")
+    kept_bytes = backward_bytes(forecast.shape, forecast.settings) if accelerator.is_one_memory() else 0
+    made_of = dict(vertical=resolved, layers=layers, folder=run_folder(prepared), budget=(host_bytes, kept_bytes, left))
+    with compat_engine.substituted_engine(partial(VerticalEngine, **made_of)):
+        return compat_engine.stock_initialize(config=prepared, **kwargs)
+
+
+def _bind(engine: Any, loop: Loop) -> None:
+    """Give a plain engine the two calls; the loop holds the engine, as a bound method would."""
+    engine.train_batch = MethodType(lambda _, data_iter=None, loss_fn=None: loop.train_batch(data_iter, loss_fn), engine)
+    engine.eval_batch = MethodType(lambda _, data_iter, loss_fn=None: loop.eval_batch(data_iter, loss_fn), engine)
+
+
+def _single_config(args: Any, config: Any, config_params: Any) -> tuple[Any, Any]:
+    """The one configuration given, by deepspeed.initialize's rules; args comes back without it."""
+    given = config if config is not None else config_params
+    from_args = getattr(args, "deepspeed_config", None)
+    if from_args is None:
+        if given is None:
+            raise ConfigError("initialize: no configuration given; pass config=..., or --deepspeed_config through args")
+        return args, given
+    if given is not None:
+        raise ConfigError(
+            f"initialize: got both config= and args.deepspeed_config={from_args!r}; pass one:"
+            " config=ds_vertical.prepare(args.deepspeed_config), without args"
+        )
+    args = copy.copy(args)
+    args.deepspeed_config = None
+    return args, from_args

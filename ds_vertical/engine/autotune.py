@@ -1,0 +1,141 @@
+"""What `null` means for timing and for where gradients wait, on this machine and for this very model, the same on all ranks.
+
+Timing is the planner's choice where the machine has been measured. It never changes values, so a poor estimate costs time and
+nothing else. Gradients wait in host memory, which is faster than any SSD, as far as that holds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from torch import nn
+
+from ds_vertical.config.resolve import Resolved
+from ds_vertical.config.section import VerticalConfig
+from ds_vertical.distributed import ranks
+from ds_vertical.engine.memory_check import Forecast
+from ds_vertical.errors import CostsError
+from ds_vertical.planner import memory_budget
+from ds_vertical.planner.linear_program import Case, Limits
+from ds_vertical.planner.machine import Profile
+from ds_vertical.planner.model_shape import ModelShape, Seconds, shaped
+from ds_vertical.planner.search import DELAYS, WINDOWS, Candidate, Setting, tune
+
+_MOST_TOKENS: Final = 2048  # of a sequence, where the model's configuration allows more
+_DTYPES: Final = {2: "bf16", 4: "fp32"}
+_DELAYS: Final = DELAYS[::2]
+_SHARES: Final = 16  # of the waiting gradients, tried from all to none
+
+Room = tuple[
+    int, int
+]  # bytes of host memory that this rank may take in all, and beside its parameters: `memory_check.host_room`
+
+
+def choose_gradient_tier(
+    section: VerticalConfig, resolved: Resolved, forecast_of: Callable[[Resolved], Forecast], room: Room
+) -> Resolved:
+    """`resolved` with the largest `gradient_host_share` that host memory has room for, where the JSON leaves it null and the
+    optimizer's state is on SSD, beside which the others can wait. Where nothing fits, the least; then the budget says so."""
+    if section.gradient_host_share is not None or resolved.keep_gradients or not forecast_of(resolved).state_on_ssd:
+        return resolved
+    allowed, baseline = room
+
+    def needed(share: float) -> int:
+        forecast = forecast_of(replace(resolved, gradient_host_share=share))
+        items = memory_budget.budget(forecast.shape, forecast.settings, forecast.further(baseline))
+        return memory_budget.total_bytes(items, "host")
+
+    shares = [count / _SHARES for count in range(_SHARES, -1, -1)]
+    fitting = (share for share in shares if needed(share) <= allowed)
+    share = min(ranks.all_gathered(next(fitting, None) or min(shares, key=needed)))
+    if share == 1.0:
+        return resolved
+    reason = f"null: host memory holds no more of what waits; {1 - share:.0%} waits on SSD"
+    reasons = MappingProxyType({**resolved.reasons, "gradient_host_share": reason})
+    return replace(resolved, gradient_host_share=share, reasons=reasons)
+
+
+def choose_timing(
+    section: VerticalConfig,
+    resolved: Resolved,
+    forecast: Forecast,
+    model: nn.Module,
+    report: Mapping[str, Any] | None,
+    room: Room,
+) -> Resolved:
+    """`resolved` with `prefetch_layers` and `optimizer_delay` planned where the JSON leaves them null. `report`: of
+    `ds-vertical limits`, None where there is none: then the fixed rules stand. `forecast`: by these."""
+    free = [key for key in ("prefetch_layers", "optimizer_delay") if getattr(section, key) is None]
+    if not (free and resolved.overlap and resolved.order == "vertical"):
+        return resolved
+    chosen, ranks_here = None, ranks.ranks_on_this_host()
+    if report is not None and ranks.rank() == 0:
+        with contextlib.suppress(CostsError):  # of an older version, or nothing that this model can be planned by: the rules
+            chosen = _chosen(section, resolved, forecast, model, report, room, ranks_here)
+    planned = ranks.all_gathered(chosen)[0]
+    if planned is None:
+        return resolved
+    window, delay, reason = planned
+    values = {"prefetch_layers": window, "optimizer_delay": delay}
+    reasons = MappingProxyType({**resolved.reasons, **{key: f"null: {reason}" for key in free if values[key] is not None}})
+    return replace(resolved, **{key: values[key] for key in free}, reasons=reasons)
+
+
+def _chosen(
+    section: VerticalConfig,
+    resolved: Resolved,
+    forecast: Forecast,
+    model: nn.Module,
+    report: Mapping[str, Any],
+    room: Room,
+    ranks_here: int,
+) -> tuple[int, float | None, str] | None:
+    """(prefetch_layers, optimizer_delay, why) for the JSON's nulls; None where the report cannot tell. Raises CostsError."""
+    profile = Profile.from_dict("this machine", report)
+    seconds = _estimate(forecast.shape, profile, resolved.blocks_per_layer, _tokens(model, forecast.micro_batch_size))
+    if seconds is None:
+        return None
+    machine = profile.machine.shared(ranks_here)
+    seconds = seconds.times(ranks_here if machine.one_memory else 1)
+    regime, settings = forecast.regime, forecast.settings
+    early = regime.possible and regime.certain
+    shape = shaped(forecast.shape, seconds, resolved.blocks_per_layer)
+    setting = Setting(1, settings.num_micro_batches, 1, settings.window, regime.delay, early, shape.placement)
+    allowed, baseline = room
+    limits, further = Limits(None, allowed, None), forecast.further(baseline)
+    case = Case(shape, machine, settings, limits, regime.delay, early, further)
+    windows = WINDOWS[:2] if section.prefetch_layers is None else (resolved.prefetch_layers,)
+    delays = _DELAYS if section.optimizer_delay is None and early else (regime.delay,)
+    best, rule = tune(case, setting, windows, [delay for delay in delays if delay < 1])
+    delay = best.setting.delay if section.optimizer_delay is None and early else resolved.optimizer_delay
+    return best.setting.window, delay, _reason(best, rule, profile)
+
+
+def _reason(best: Candidate, rule: Candidate, profile: Profile) -> str:
+    gain = rule.estimate_s / best.estimate_s - 1
+    why = f"{gain:.0%} faster than the fixed rule" if best is not rule else "the fixed rule, which nothing beats"
+    return f"planned from the limits of {profile.date}: {why}"
+
+
+def _tokens(model: nn.Module, micro_batch_size: int) -> int:
+    """Of a micro-batch, before there is one: whole sequences."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
+    if not (isinstance(positions, int) and positions > 0):  # XLNet's is -1: no limit
+        return micro_batch_size * _MOST_TOKENS
+    return micro_batch_size * min(_MOST_TOKENS, positions)
+
+
+def _estimate(shape: ModelShape, profile: Profile, blocks_per_layer: int, tokens: int) -> Seconds | None:
+    """Of one block, from its elements: two operations each and token in a forward."""
+    rate = profile.flops_per_s.get(_DTYPES.get(shape.param_bytes, ""))
+    if rate is None:
+        return None
+    forward = 2 * max(shape.layer_elements) / blocks_per_layer * tokens / rate
+    head = 2 * shape.pre_elements / 2 * tokens / rate  # of what is outside the layers, half is the head
+    return Seconds(forward, 2 * forward, 0.0, 0.0, 3 * head)

@@ -1,0 +1,118 @@
+"""The engine's routes to files and back: weights for others, checkpoints to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ds_vertical.compat import accelerator, engine
+from ds_vertical.distributed import ranks
+from ds_vertical.engine.checkpoint import load, stock_format
+from ds_vertical.engine.checkpoint import save as checkpoint
+from ds_vertical.errors import CheckpointError
+from ds_vertical.offload.param_store import ParamStore
+
+
+class SavingEngine(engine.DeepSpeedEngine):
+    """DeepSpeed's engine whose saves have every step in them. The subclass has a VerticalStage3 as its optimizer."""
+
+    optimizer: Any
+
+    @property
+    def param_store(self) -> ParamStore:
+        raise NotImplementedError
+
+    @ranks.together
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As DeepSpeed's, gathering whatever the JSON says, and the model's `config.json` beside the weights."""
+        with self.optimizer.calls.call("save_16bit_model"), engine.gathering_on_save(self) as asked:
+            if not asked:
+                accelerator.log(
+                    "ds_vertical: save_16bit_model gathers although zero_optimization."
+                    "stage3_gather_16bit_weights_on_model_save is false: without it nothing would be saved"
+                )
+            saved = super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        config = getattr(self.module, "config", None)
+        if ranks.rank() == 0 and config is not None and hasattr(config, "save_pretrained"):
+            config.save_pretrained(save_dir)
+        return saved
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:  # override
+        return engine.consolidated_weights(self, exclude_frozen_parameters)
+
+    # ---- checkpoints
+
+    @ranks.together
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        portable: bool = False,
+    ) -> bool:
+        """Save the whole state as `<save_dir>/<tag>`; `tag`: None for `global_step<n>`. Complete or absent, whatever happens.
+
+        Whatever tiers the state rests in; it may be loaded into others. `client_state`: tensors, numbers, strings and
+        collections of these. `exclude_frozen_parameters`: leave out what is not trained; a load leaves it as it is.
+        `portable`: for stock DeepSpeed, which loads it with parameters and optimizer in host memory; we do not.
+        Raises CheckpointError, StorageError, OtherRankError, TornStateError.
+        """
+        self._check_between_steps("save_checkpoint")
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        save = stock_format.save if portable else checkpoint.save
+        with self.optimizer.calls.call("save_checkpoint"):
+            save(self, Path(save_dir), tag, dict(client_state), save_latest, exclude_frozen_parameters)
+        if portable:
+            return True
+        self.optimizer.condition.note_good(Path(save_dir, tag))
+        return True
+
+    @ranks.together
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Replace the live state by a saved one; `tag`: None for the one that `latest` names. What follows has the bits of a
+        run that did not stop. Returns the path of what was loaded (None: no `latest`) and the client state.
+
+        Without optimizer states the weights and fp32 masters are loaded, and moments, steps and learning rates stay as they
+        are. Raises CheckpointError, with nothing touched: no checkpoint, a damaged one, one that does not fit, one of stock
+        DeepSpeed; OtherRankError.
+        """
+        self._check_between_steps("load_checkpoint")
+        with ranks.agreed("load_checkpoint"):
+            own = load.latest_tag(Path(load_dir)) if tag is None else str(tag)
+        found = ranks.all_gathered(own)[0]
+        if found is None:
+            return None, None
+        if not load_module_strict or custom_load_fn is not None:
+            raise CheckpointError("load_checkpoint: load_module_strict=False and custom_load_fn are not available here")
+        states, scheduler = (each and not load_module_only for each in (load_optimizer_states, load_lr_scheduler_states))
+        wanted = load.Wanted(optimizer=states, scheduler=scheduler, run=not load_module_only)
+        with self.optimizer.calls.call("load_checkpoint"):
+            path, client_state = load.load(self, Path(load_dir), found, wanted)
+        self.optimizer.condition.note_good(Path(load_dir, found))
+        return path, client_state
+
+    def _check_between_steps(self, call: str) -> None:
+        """Raise unless the state is whole and at rest, or may be brought there."""
+        if self.optimizer._inside and self.optimizer.calls.is_mine:
+            raise CheckpointError(
+                f"{call}: called within a step or an evaluation (by a signal's handler, a hook or the loss), where the state"
+                " is half-way; call it between two steps: let a handler set a flag"
+            )
+        with ranks.agreed(call):
+            self.optimizer.check_whole()

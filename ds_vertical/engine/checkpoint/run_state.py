@@ -1,0 +1,216 @@
+"""What a run is besides its tensors: counters, learning rates, random states, settings; taken for a checkpoint, put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ds_vertical.compat import accelerator, zero_optimizer
+from ds_vertical.compat import engine as compat_engine
+from ds_vertical.offload.cpu_adam import Powers
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def settings_of(engine: Any) -> dict[str, Any]:
+    """Settings whose change changes the order of the arithmetic, or the data: the bits of a resumed run are promised with the
+    same ones. By JSON path."""
+    vertical = engine.vertical
+    chosen = {"snake": vertical.snake, "blocks_per_layer": vertical.blocks_per_layer}
+    chosen |= {"seed_micro_batches": vertical.seed_micro_batches}
+    if not vertical.reasons.get("seed", "").startswith("null"):  # else the checkpoint's goes on
+        chosen |= {"seed": vertical.seed}
+    return {
+        "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "gradient_clipping": engine.gradient_clipping(),
+        "zero_optimization.sub_group_size": int(engine.zero_sub_group_size()),
+    } | {f"vertical_schedule.{key}": value for key, value in chosen.items()}
+
+
+def numbers_of(engine: Any) -> dict[str, Any]:
+    """Counters, loss scaler, the optimizer's groups and CPU Adam's powers of beta, as JSON takes them."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in _groups(engine)]
+    return {
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "loss_scaler": zero_optimizer.loss_scaler_numbers(engine.optimizer),
+        "adam_w_mode": bool(engine.optimizer.optimizer.adam_w_mode),
+        "groups": groups,
+        "powers": asdict(engine.optimizer.powers),
+        "has_scheduler": engine.lr_scheduler is not None,
+        "stream_seed": engine.stream_seed,
+        "checked_model": engine.checked_model,
+    }
+
+
+def set_optimizer(engine: Any, numbers: Mapping[str, Any]) -> None:
+    """The optimizer's groups, its powers of beta and the loss scaler."""
+    for group, saved in zip(_groups(engine), numbers["groups"], strict=True):
+        group |= {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
+    engine.optimizer.powers = Powers(**numbers["powers"])
+    zero_optimizer.set_loss_scaler_numbers(engine.optimizer, numbers["loss_scaler"])
+
+
+def set_counters(engine: Any, numbers: Mapping[str, Any]) -> None:
+    """The counters, and the seed of the micro-batches' random streams where the JSON does not write one."""
+    for name, value in numbers["counters"].items():
+        setattr(engine, name, value)
+    if engine.stream_seed is not None and "vertical_schedule.seed" not in settings_of(engine):
+        engine.stream_seed = numbers["stream_seed"]
+    engine.checked_model = numbers.get("checked_model")
+
+
+def _groups(engine: Any) -> list[dict[str, Any]]:
+    return engine.optimizer.optimizer.param_groups
+
+
+# ---- what is not JSON
+
+
+def loose_ends(engine: Any) -> dict[str, Any]:
+    """Learning rate scheduler and random states, of types that `torch.load(weights_only=True)` takes."""
+    scheduler = engine.lr_scheduler
+    return {"lr_scheduler": None if scheduler is None else scheduler.state_dict(), "random": _random_states()}
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if not accelerator.is_one_memory():
+        states["device"] = accelerator.get_accelerator().get_rng_state()
+    if "numpy" in sys.modules:
+        import numpy
+
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        states["numpy"] = (str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(gauss))
+    return states
+
+
+def set_random_states(found: Mapping[str, Any]) -> None:
+    """Those of torch, the device, Python and NumPy."""
+    states = found["random"]
+    torch.set_rng_state(states["torch"])
+    random.setstate(_python_state(states["python"]))
+    if "device" in states and not accelerator.is_one_memory():
+        accelerator.get_accelerator().set_rng_state(states["device"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+
+
+def loose_faults(engine: Any, found: Any, scheduler: bool, run: bool) -> Iterator[str]:
+    """What of the loose ends could not be put back, before anything is. `scheduler`, `run`: these are wanted."""
+    where = "loose.pt"
+    kinds = {"lr_scheduler": (dict, type(None)), "random": (dict,), "buffers": (dict,), "client_state": (dict,)}
+    entries = found if isinstance(found, dict) else {}
+    wrong = [key for key, kind in kinds.items() if key not in entries or not isinstance(entries[key], kind)]
+    if wrong:
+        yield f"{where}: {', '.join(wrong)}: missing, or of another kind"
+        return
+    if not all(isinstance(buffer, torch.Tensor) for buffer in found["buffers"].values()):
+        yield f"{where}: buffers: not all of them are tensors"
+        return
+    yield from buffer_differences(engine, found["buffers"])
+    if scheduler and engine.lr_scheduler is not None:
+        yield from (f"{where}: lr_scheduler: {fault}" for fault in _scheduler_faults(engine, found["lr_scheduler"]))
+    if run:
+        yield from (f"{where}: random: {fault}" for fault in _random_faults(found["random"]))
+
+
+def _scheduler_faults(engine: Any, found: Mapping[str, Any] | None) -> Iterator[str]:
+    here = engine.lr_scheduler.state_dict()
+    if found is None:
+        yield "missing"
+        return
+    for key, value in here.items():
+        if key not in found:
+            yield f"{key} is missing"
+        elif value is not None and found[key] is not None and _family(value) != _family(found[key]):
+            yield f"{key}: {type(found[key]).__name__}, and {type(value).__name__} here"
+
+
+def _family(value: Any) -> type:
+    """Numbers of all kinds are one, and so are sequences."""
+    families = ((int | float, float), (list | tuple, list))
+    return next((family for kinds, family in families if isinstance(value, kinds)), type(value))
+
+
+def _random_faults(states: Mapping[str, Any]) -> Iterator[str]:
+    """Each state is tried on a generator that nobody uses."""
+    trials: dict[str, Callable[[], Any]] = {
+        "torch": lambda: torch.Generator().set_state(states["torch"]),
+        "python": lambda: random.Random().setstate(_python_state(states["python"])),
+    }
+    if "device" in states and not accelerator.is_one_memory():
+        trials["device"] = lambda: states["device"].new_empty(0, dtype=torch.uint8).copy_(states["device"][:0])
+    if "numpy" in states:
+        import numpy
+
+        trials["numpy"] = lambda: numpy.random.RandomState().set_state(states["numpy"])
+    for name, trial in trials.items():
+        try:
+            trial()
+        except Exception as error:  # of many types, by what is wrong with the state
+            yield f"{name}: no state of a generator ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+
+
+def _python_state(state: Any) -> tuple[Any, ...]:
+    version, inner, gauss = state
+    return version, tuple(inner), gauss
+
+
+# ---- buffers of the model
+
+
+def buffers_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Copies of the model's persistent buffers, by name."""
+    return {name: buffer.detach().to("cpu", copy=True) for name, buffer in _buffers(engine).items()}
+
+
+def buffer_differences(engine: Any, saved: Mapping[str, torch.Tensor]) -> list[str]:
+    """By name, what `set_buffers` could not put back."""
+    here = _buffers(engine)
+    found = [f"buffer {name}: in the checkpoint only" for name in saved if name not in here]
+    found += [f"buffer {name}: not in the checkpoint" for name in here if name not in saved]
+    both = [(name, here[name], saved[name]) for name in here if name in saved]
+    kinds = [(name, _kind(mine), _kind(theirs)) for name, mine, theirs in both]
+    return found + [f"buffer {name}: {mine} here, {theirs} in the checkpoint" for name, mine, theirs in kinds if mine != theirs]
+
+
+def _kind(buffer: torch.Tensor) -> str:
+    return f"{list(buffer.shape)} of {str(buffer.dtype).removeprefix('torch.')}"
+
+
+def set_buffers(engine: Any, saved: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in _buffers(engine).items():
+        with torch.no_grad():
+            buffer.copy_(saved[name])
+
+
+def tied_names(engine: Any) -> dict[str, str]:
+    """Names under which a parameter or persistent buffer of the model stands a second time, each with its first one."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for path, module in engine.module.named_modules(remove_duplicate=False):
+        kept = compat_engine.persistent_buffers(module)
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        own |= {name: buffer for name, buffer in module.named_buffers(recurse=False) if name in kept}
+        for name, tensor in own.items():
+            full = f"{path}.{name}" if path else name
+            if first.setdefault(id(tensor), full) != full:
+                tied[full] = first[id(tensor)]
+    return tied
+
+
+def _buffers(engine: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path, module in engine.module.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in compat_engine.persistent_buffers(module):
+                found[f"{path}.{name}" if path else name] = buffer
+    return found

@@ -1,0 +1,262 @@
+"""The folder of a tag: written beside it, then switched, so that it is complete or absent whenever the process ends.
+
+[Note: leftovers] A save that was killed leaves its folder beside, with links to files of gone runs that hold space on the disk,
+or one with a file that was to replace one among the tags. The next save to the same place deletes them, by the marks in them
+(`leftovers`). Who writes such a folder holds a lock on it, which ends with the process; and nothing is deleted that may be the
+only copy of a checkpoint: an earlier one that could not be exchanged for the new at once.
+
+Imports neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+from pathlib import Path
+from typing import Final
+
+from ds_vertical.engine.checkpoint import leftovers
+from ds_vertical.engine.checkpoint.manifest import LATEST
+from ds_vertical.errors import CheckpointError
+from ds_vertical.io import remove_tree
+from ds_vertical.io.disk_errors import remedy
+from ds_vertical.io.files import naming
+from ds_vertical.io.runs import run_dir
+from ds_vertical.io.runs.run_dir import fail
+
+logger = logging.getLogger(__name__)
+
+_AT_FDCWD: Final = -100
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
+_RENAME_EXCHANGE: Final = 2
+_AROUND_A_TAG: Final = len(".") + len(".0123abcd.old")  # bytes that the longest name of a folder beside has more than the tag
+_BELOW_A_TAG: Final = 100  # bytes that the longest path of a file in it has more
+_NAMES_BESIDE: Final = (LATEST, "zero_to_fp32.py")
+_NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY)  # a kernel or file system that cannot exchange two names
+
+
+class TagFolder:
+    """`<save_dir>/<tag>`. `beside`: the folder to write, which takes its place at `switch`; `token`: the same on all ranks,
+    and of no other save."""
+
+    def __init__(self, save_dir: Path, tag: str, token: str) -> None:
+        self.path = save_dir / tag
+        self.beside = save_dir / f".{tag}.{token}"
+        self._token = token
+        self._run = next((run.name for run in run_dir.claimed()), None) or run_dir.new_run_id()
+        self._lock: int | None = None
+        self._is_unclear = False  # which of the two folders is which
+
+    def make(self) -> None:
+        """Make `beside` (mode 0700), and the folders above, and delete what killed saves left: see [Note: leftovers]. Raises
+        StorageError; CheckpointError where the tag's folder holds anything that is no checkpoint's: it would be deleted."""
+        try:
+            self._refuse_others_files()
+            make_folder(self.beside.parent)
+            for found in leftovers.find(self.beside.parent):
+                leftovers.remove(*found)
+            self._lock = self._made(self.beside)
+        except OSError as error:
+            raise fail(self.beside, "create the folder", error, f"{remedy(error.errno)}; or save elsewhere") from error
+
+    def switch(self) -> None:
+        """Let the complete `beside` be the tag's folder; the earlier one is loadable until then. Raises StorageError.
+
+        One system call where the file system can exchange two names (ext4, xfs, btrfs, tmpfs). Where it cannot, the tag is
+        absent between two calls, and its earlier folder is beside it with ".old" at its name's end.
+        """
+        try:
+            _sync(self.beside, _FOLDER)
+            self._mark_earlier()
+            old = self._replace()
+            try:
+                _sync(self.path.parent, _FOLDER)
+            except OSError:
+                self._put_back(old)
+                raise
+            with remove_tree.opened(self.path) as fd:
+                leftovers.unmark(fd)
+        except OSError as error:
+            raise fail(self.path, "switch to the new folder", error, remedy(error.errno)) from error
+        finally:
+            self._unlock()
+        if old is not None:
+            self._remove(old)
+
+    def write_latest(self) -> None:
+        """Name the tag in `latest`, in one step. Raises StorageError."""
+        self.place(LATEST, self.path.name.encode(), f"write {self.path.name} into it by hand")
+
+    def place(self, name: str, data: bytes, remedy: str, mode: int = 0o600) -> None:
+        """Write a file among the tags, or replace it, in one step. Raises StorageError."""
+        path, folder = self.path.with_name(name), self.path.with_name(f"{self.beside.name}.new")
+        try:
+            lock = self._made(folder)
+            try:
+                write_synced(folder / name, data, mode)
+                os.replace(folder / name, path)
+            finally:
+                os.close(lock)
+                self._remove(folder)
+            sync_folder(path.parent)
+        except OSError as error:
+            raise fail(path, "replace", error, remedy) from error
+
+    def _made(self, folder: Path) -> int:
+        """Make a folder beside the tags, marked as ours; its descriptor, which holds its lock. Raises OSError."""
+        folder.mkdir(mode=0o700)
+        fd = os.open(folder, remove_tree.FOLDER | os.O_NOFOLLOW)
+        try:
+            os.fchmod(fd, 0o700)  # whatever the umask takes away
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftovers.mark(fd, self._run, self.path.name, self._token)
+        except BaseException:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            raise
+        return fd
+
+    def _mark_earlier(self) -> None:
+        """The tag's folder is about to be one beside; under its own name the mark means nothing."""
+        if self.path.exists():
+            with remove_tree.opened(self.path) as fd:
+                leftovers.mark(fd, self._run, self.path.name, self._token)
+
+    def _remove(self, folder: Path) -> None:
+        leftovers.remove(folder, self.path.name, self._token)
+
+    def discard(self) -> None:
+        """Delete `beside` after a failure."""
+        self._unlock()
+        if not self._is_unclear:
+            self._remove(self.beside)
+
+    def _refuse_others_files(self) -> None:
+        if self.path.is_symlink():
+            raise CheckpointError(f"{self.path}: a symbolic link, in whose place the new folder would be; give another tag")
+        inside = leftovers.others_files(self.path) if self.path.is_dir() else iter([self.path.name] * self.path.exists())
+        other = next(inside, None)
+        if other is not None:
+            raise CheckpointError(
+                f"{self.path}: holds {other}, which is no part of a checkpoint, and would be deleted with the folder that"
+                " the new one replaces; give another tag, or move that away"
+            )
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _replace(self) -> Path | None:
+        """Put `beside` in the place of the folder that is there; returns where that is now, None where there was none."""
+        if not self.path.exists():
+            os.rename(self.beside, self.path)
+            return None
+        if _exchange(self.beside, self.path):
+            return self.beside
+        old = self.path.with_name(f"{self.beside.name}.old")
+        try:
+            os.rename(self.path, old)
+            os.rename(self.beside, self.path)
+        except BaseException:
+            if not self.path.exists():
+                os.rename(old, self.path)
+            raise
+        return old
+
+    def _put_back(self, old: Path | None) -> None:
+        """Let the earlier folder be the tag's again. Where that fails, neither is deleted any more."""
+        self._is_unclear = True
+        if old != self.beside or not _exchange(self.beside, self.path):
+            os.rename(self.path, self.beside)
+            if old is not None:
+                os.rename(old, self.path)
+        self._is_unclear = False
+
+
+def check_tag(tag: str, save_dir: Path | None = None) -> None:
+    """Raise CheckpointError for a tag, or a folder for it, that cannot be used, before anything is made."""
+    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag in _NAMES_BESIDE:
+        raise CheckpointError(f"tag {tag!r}: not usable as a folder's name; use letters, digits, - and _")
+    if tag != tag.strip() or not tag.isprintable():
+        raise CheckpointError(f"tag {tag!r}: begins or ends with a blank, or has what cannot be printed; write {_plain(tag)!r}")
+    folder = Path() if save_dir is None else save_dir
+    try:
+        above, num_bytes = len(os.fsencode(folder.absolute())), len(os.fsencode(tag))
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{str(folder)!a}, tag {tag!a}: no names that this process can give to files ({error.encoding}); set LC_ALL=C.UTF-8"
+        ) from error
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    most = min(os.pathconf(there, "PC_NAME_MAX") - _AROUND_A_TAG, os.pathconf("/", "PC_PATH_MAX") - above - _BELOW_A_TAG)
+    if num_bytes > most:
+        raise CheckpointError(f"tag {tag[:20]!r}...: has {num_bytes} bytes; write one of at most {max(0, most)} for {folder}")
+
+
+def _plain(tag: str) -> str:
+    return "".join(letter for letter in tag if letter.isprintable()).strip()
+
+
+def write_synced(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a new file that survives a power cut from then on. Raises StorageError."""
+    with naming(path, "write"):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)  # whatever the umask takes away
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+
+
+def make_folder(path: Path) -> None:
+    """A folder and those above it. Those that this makes survive a power cut from then on, and so does `path` itself, if
+    somebody else has just made it. Raises OSError."""
+    is_new = not path.is_dir()
+    if is_new:
+        make_folder(path.parent)
+        path.mkdir(mode=0o775, exist_ok=True)  # world-writable under no umask
+    try:
+        _sync(path.parent, _FOLDER)
+    except OSError as error:
+        if is_new and not isinstance(error, PermissionError):
+            path.rmdir()
+            raise
+        logger.debug("%s: sync: %s", path.parent, error.strerror)  # whoever made the folder, or may read that, syncs it
+
+
+def sync_file(path: Path) -> None:
+    """Let what was written to a file survive a power cut. Raises StorageError."""
+    with naming(path, "sync"):
+        _sync(path, os.O_RDONLY)
+
+
+def sync_folder(path: Path) -> None:
+    """Let the names in a folder survive a power cut. Raises StorageError."""
+    with naming(path, "sync"):
+        _sync(path, _FOLDER)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names at once; False where that cannot be had here."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    if ctypes.get_errno() in _NOT_THERE:
+        return False
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), os.fspath(other))

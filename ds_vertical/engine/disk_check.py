@@ -1,0 +1,239 @@
+"""What a run takes of the machine besides memory, against what there is, before a file of it is made: the disk, open files, the
+kernel's events of asynchronous I/O. What `prepare` can know already is checked there: memory that zero.Init locks.
+
+Decisions that all ranks take together: another schedule on one rank would leave the others in a collective for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ds_vertical.compat import accelerator, pinned_memory, stock_config
+from ds_vertical.config.resolve import Resolved
+from ds_vertical.config.section import SECTION
+from ds_vertical.distributed import ranks
+from ds_vertical.engine.memory_check import Forecast
+from ds_vertical.errors import MemoryBudgetError, StorageError
+from ds_vertical.io import files, host
+from ds_vertical.offload.speculation import Regime
+
+_SPARE: Final = 64  # open files of everybody else in this process: sockets of the process group, a monitor, data
+_STOCK_FILES: Final = 8  # that DeepSpeed's optimizer swapper has open at a time
+_STOCK_HANDLES: Final = 2  # of asynchronous I/O, which it makes after this check
+_READ_PER_PART: Final = 4  # master, moments, gradient
+_AIO: Final = Path("/proc/sys/fs")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes of this rank's files in one folder's file system, beside those of its parameters, which are there.
+
+    `free`: for this rank; `sharing` ranks of this host have as much each, beside one another. `second`: a second generation of
+    files for early steps. `frozen`: what the step after a checkpoint on that file system writes anew, because the
+    checkpoint shares the files of before; at most.
+    """
+
+    folder: Path
+    sharing: int
+    free: int
+    state: int
+    second: int
+    gradients: int
+    frozen: int
+
+    @property
+    def needed(self) -> int:
+        return self.state + self.second + self.gradients
+
+    @property
+    def left(self) -> int:
+        return self.free - self.needed
+
+    @property
+    def told(self) -> str:
+        """What is free, in words."""
+        return f"{self.free} free" + (f" for each of {self.sharing} ranks" if self.sharing > 1 else "")
+
+    @property
+    def parts(self) -> str:
+        sizes = {"optimizer state": self.state, "second generation": self.second, "waiting gradients": self.gradients}
+        return ", ".join(f"{what} {_mib(count)}" for what, count in sizes.items() if count)
+
+
+def check(forecast: Forecast, config: dict[str, Any], resolved: Resolved) -> list[str]:
+    """Lines for the log. Raises StorageError, on every rank, with the numbers of all that does not fit on this one, or on
+    another one."""
+    disk = _disk(forecast, config)
+    faults, lines = [], []
+    if disk is not None:
+        faults += _disk_faults(disk, forecast, resolved)
+        lines.append(f"disk of this rank, beside its parameters: {disk.parts}; free: {_mib(disk.free)}")
+        lines.append(_frozen(disk))
+    if forecast.files.on_ssd:
+        faults += [*_descriptor_faults(forecast, config, resolved), *_event_faults(forecast, config, resolved)]
+    others = [found for found in ranks.all_gathered(faults) if found]
+    if others:
+        raise StorageError("\n".join(faults or others[0]))
+    return lines
+
+
+def check_before_the_model(config: dict[str, Any]) -> None:
+    """Raise MemoryBudgetError where zero.Init could not lock its buffers, on which DeepSpeed dies in an assertion."""
+    needed = stock_config.locked_by_zero_init(config)
+    lockable = host.lockable_bytes() if pinned_memory.counts_as_locked() else None
+    if lockable is not None and needed > lockable:
+        raise MemoryBudgetError(
+            f"locked memory: zero_optimization.offload_param's buffer_count x buffer_size need {needed} bytes, {lockable} are"
+            f" allowed; raise the limit (ulimit -l {-(-needed // 1024)}), write smaller ones, or run as a user who may lock any"
+            " amount (CAP_IPC_LOCK)"
+        )
+
+
+# ---- disk
+
+
+def _disk(forecast: Forecast, config: dict[str, Any]) -> Disk | None:
+    """None where no state of the optimizer goes there. Collective."""
+    wanted = forecast.files
+    zero = config["zero_optimization"]
+    folder = Path((zero.get("offload_optimizer") or {}).get("nvme_path") or "/")
+    place = (socket.gethostname(), _device(folder)) if wanted.state else None
+    sharing = ranks.all_gathered(place).count(place)
+    if place is None:
+        return None
+    params = (zero.get("offload_param") or {}).get("nvme_path")
+    beside = wanted.parameters if params and _device(Path(params)) == _device(folder) else 0
+    free = files.free_bytes(folder) // sharing
+    second = wanted.state + beside
+    takes_second = forecast.regime.generations == 2 and (forecast.regime.demanded or wanted.state + second <= free)
+    held = wanted.gradients if takes_second or forecast.regime.generations == 1 else wanted.all_gradients
+    frozen = wanted.state * (2 if takes_second else 1) + beside
+    return Disk(folder, sharing, free, wanted.state, second if takes_second else 0, held, frozen)
+
+
+def _disk_faults(disk: Disk, forecast: Forecast, resolved: Resolved) -> Iterator[str]:
+    if disk.left < 0:
+        savings = {"optimizer_delay": disk.second, "gradient_host_share": disk.gradients}  # of a 1 in each
+        settings = [f'"{SECTION}.{key}": 1' for key, saved in savings.items() if saved and disk.left + saved >= 0]
+        yield (
+            f"{disk.folder}: this rank needs {disk.needed} more bytes beside its parameters ({disk.parts}), the file system has"
+            f" {disk.told}; free {-disk.left * disk.sharing} bytes or {' or '.join([*settings, 'use another nvme_path'])}"
+        )
+    saved = Path(resolved.on_signal["save_dir"]) if resolved.on_signal else None
+    if saved is not None and 0 <= disk.left < disk.frozen and _device(saved) == _device(disk.folder):
+        yield (
+            f"{SECTION}.on_signal.save_dir: {saved} is on the file system of nvme_path, where a checkpoint needs up to"
+            f" {disk.frozen} bytes more, and {disk.left} are left; write a folder on another one, or free"
+            f" {(disk.frozen - disk.left) * disk.sharing} bytes"
+        )
+
+
+def _frozen(disk: Disk) -> str:
+    told = f"a checkpoint on that file system takes up to {_mib(disk.frozen)} more, {_mib(max(0, disk.left))} are left"
+    return told if disk.left >= disk.frozen else f"warning: {told}: save to another one"
+
+
+def _device(path: Path) -> int:
+    """Of the file system that a path lies on, or will."""
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists()).stat().st_dev
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+# ---- the process and the kernel
+
+
+def _queues(forecast: Forecast, resolved: Resolved) -> list[float]:
+    """Of each queue of asynchronous I/O, how many operations may be in it at a time: each has its file open."""
+    shards = [forecast.files.on_ssd] * 2  # parameters read, written
+    slots = forecast.settings.slots
+    parts = [slots * _READ_PER_PART, slots * (_READ_PER_PART - 1)]
+    gradients = [math.inf] * (resolved.gradient_host_share < 1)
+    activations = [math.inf] * (2 if resolved.moved_shares[1] else 0)
+    return [*shards, *parts, *gradients, *activations]
+
+
+def _depth(config: dict[str, Any]) -> int:
+    aio = stock_config.aio_settings(config)
+    return aio["queue_depth"] * aio["intra_op_parallelism"]
+
+
+def _descriptor_faults(forecast: Forecast, config: dict[str, Any], resolved: Resolved) -> Iterator[str]:
+    """Raises the soft limit as far as this run needs it and the hard one lets it."""
+    count = ((config["zero_optimization"].get("offload_param") or {}).get("buffer_count")) or _STOCK_FILES
+    ours = sum(min(_depth(config), most) + 1 for most in _queues(forecast, resolved))
+    needed = int(len(os.listdir("/proc/self/fd")) + ours + count + _STOCK_FILES + _SPARE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        yield (
+            f"open files: this rank needs up to {needed}, {hard} are allowed; raise the limit (ulimit -Hn {needed}), or write a"
+            " smaller aio.queue_depth"
+        )
+    elif soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _event_faults(forecast: Forecast, config: dict[str, Any], resolved: Resolved) -> Iterator[str]:
+    try:
+        taken, most = (int((_AIO / name).read_text()) for name in ("aio-nr", "aio-max-nr"))
+    except OSError:
+        return  # a container that hides them
+    here = ranks.ranks_on_this_host()
+    needed = here * _depth(config) * (len(_queues(forecast, resolved)) + _STOCK_HANDLES)
+    if needed > most - taken:
+        yield (
+            f"asynchronous I/O: the {here} ranks of this host need {needed} events, {most - taken} of the kernel's {most} are"
+            f" left; sysctl -w fs.aio-max-nr={taken + 2 * needed} as root, or write a smaller aio.queue_depth"
+        )
+
+
+def make_files(regime: Regime, one: Mapping[Path, int], both: Mapping[Path, int]) -> None:
+    """Preallocate one generation of this rank's files; both where the regime needs them, as long as every rank has room. If
+    not the regime is told, or StorageError raised where early steps were asked for. Collective."""
+    if regime.generations == 2:
+        problem = preallocate(both)
+        if problem is None:
+            return
+        if regime.demanded:
+            raise problem
+        accelerator.log(
+            "ds_vertical: no early steps, for want of room for a second generation of files, so that all gradients wait until"
+            f" after the norm, 4 bytes per parameter, which the budget above may not count: {problem}"
+        )
+        regime.give_up()
+    require(one)
+
+
+def require(wanted: Mapping[Path, int]) -> None:
+    """Preallocate this rank's files, or raise StorageError on every rank. Collective."""
+    problem = preallocate(wanted)
+    if problem is not None:
+        raise problem
+
+
+def preallocate(wanted: Mapping[Path, int]) -> StorageError | None:
+    """`files.preallocate` of this rank's files on every rank, or on none. Collective.
+
+    Returns None, or why not: this rank's own error, or that another rank has one.
+    """
+    there = {path for path in wanted if path.exists()}
+    problem = None
+    try:
+        files.preallocate(wanted)
+    except StorageError as error:
+        problem = error
+    if ranks.is_true_on_all_ranks(problem is None):
+        return None
+    if problem is None:
+        files.remove(path for path in wanted if path not in there)
+        problem = StorageError("another rank could not preallocate its files; its own output says why")
+    return problem

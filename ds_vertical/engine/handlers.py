@@ -1,0 +1,495 @@
+"""What each event of a schedule does: one table of handlers for a training step, one for an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ds_vertical.distributed.collective_replay import Company, Others
+from ds_vertical.errors import StepLeft
+from ds_vertical.io.host import memory_bytes
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.layers import LayerMap
+from ds_vertical.model.micro_batch import MicroBatch
+from ds_vertical.model.state.forward_state import ForwardState, StepState
+from ds_vertical.model.stubs import Stubs
+from ds_vertical.model.thread_state import ThreadState, preserved
+from ds_vertical.offload.activation_store import ActivationStore
+from ds_vertical.offload.grad_accumulator import GradientStore
+from ds_vertical.schedule.events import EARLY, Event, Op, Schedule, Unit
+from ds_vertical.schedule.executor import Executor, Handler
+from ds_vertical.schedule.trace import Tracer
+
+
+class Params(Protocol):
+    """Where a unit's parameters come from."""
+
+    def fetch(self, unit: Unit) -> Ticket: ...
+
+    def fetch_ahead(self, unit: Unit) -> Ticket | None:
+        """Start reading what the next `fetch` of the unit needs, if that is not in memory."""
+        ...
+
+    def release(self, unit: Unit) -> None: ...
+
+    def release_all(self) -> None: ...
+
+    @property
+    def host_bytes(self) -> int: ...
+
+
+class Optimizer(Protocol):
+    """What takes a unit's gradient sums and steps the unit."""
+
+    def reduce_unit(
+        self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
+    ) -> bool: ...
+
+    def hold_unit(self, unit: Unit) -> Ticket | None: ...
+
+    def open_step(self) -> None: ...
+
+    def step_early(self, unit: Unit) -> Ticket | None: ...
+
+    def expect_step(self, unit: Unit, early: bool) -> None:
+        """A hint: this is the next step that will be issued."""
+        ...
+
+    def early_writes(self) -> Ticket | None:
+        """What the norm waits for: a write of an early step that fails fails the step as a whole."""
+        ...
+
+    def conclude_early(self) -> None: ...
+
+    def step_unit(self, unit: Unit) -> Ticket | None: ...
+
+    def step_ahead(self, unit: Unit) -> Ticket | None:
+        """As `step_unit`, for the next schedule."""
+        ...
+
+    def stepped_ahead(self, unit: Unit) -> Ticket | None:
+        """Once after `step_ahead`: what the unit's parameters wait for; None where there is nothing."""
+        ...
+
+    def abandon(self) -> None:
+        """After an error in the middle of a step: complete the steps under way, and let early ones not have been."""
+        ...
+
+
+@dataclass(frozen=True)
+class Body:
+    """One micro-batch's forward: `run` is the user's unmodified code; `seed` of its random streams (None: the caller's).
+
+    `form`: equal for micro-batches of the same structure; `functions`: the user's that it calls besides the model.
+    """
+
+    run: Callable[[], Any]
+    seed: int | None
+    form: Hashable = None
+    functions: tuple[Any, ...] = ()
+
+
+class Sweeps:
+    """Runs schedules over one model: holds what every pass shares. `others`: the ranks of the run, None where there is one.
+    `leave` is asked behind each layer, ahead of the norm: where it says yes (on all ranks) the pass ends there, in StepLeft.
+    `state`: what the modules hold that belongs to one forward; None: nothing is."""
+
+    def __init__(
+        self,
+        layers: LayerMap,
+        params: Params,
+        *,
+        overlap: bool,
+        tracer: Tracer | None = None,
+        activations: ActivationStore | None = None,
+        others: Others | None = None,
+        leave: Callable[[], bool] = lambda: False,
+        state: ForwardState | None = None,
+    ) -> None:
+        self.state = state
+        self.leave = leave
+        self.layers = layers
+        self.params = params
+        self.overlap = overlap
+        self.tracer = tracer
+        self.activations = activations
+        self.others = others
+        self._live: Sequence[MicroBatch] = ()  # of the pass under way, or of one that was cut
+
+    def train(
+        self,
+        schedule: Schedule,
+        bodies: Sequence[Body],
+        gradients: GradientStore,
+        optimizer: Optimizer,
+        scale: Callable[[torch.Tensor], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
+        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
+            micro_batches = self._micro_batches(bodies, stubs, modules, keep=True, moved=schedule.moved)
+            company = self._company()
+            parts = gradients, optimizer, scale, self.activations
+            hints = schedule.coming if self.overlap else {}
+            training = _Training(schedule, micro_batches, self.params, self.leave, company, *parts, hints)
+            self._run(schedule, training.handlers(), company, gradients, optimizer, self.tracer)
+        return training.losses
+
+    def check(
+        self,
+        schedule: Schedule,
+        bodies: Sequence[Body],
+        gradients: GradientStore,
+        scale: Callable[[torch.Tensor], torch.Tensor],
+        note_gradient: Callable[[int, nn.Parameter], None],
+    ) -> list[torch.Tensor]:
+        """Forwards and backwards of a training step, nothing else. `note_gradient` hears of each parameter of a layer that has
+        its gradient, with the micro-batch's number; the sums of `pre` are left to the caller. Returns the losses."""
+        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
+            micro_batches = self._micro_batches(bodies, stubs, modules, keep=True)
+            company = self._company(only_gathers=True)
+            parts = self.params, company, gradients, scale, self.layers, note_gradient
+            checking = _Checking(schedule, micro_batches, *parts)
+            self._run(schedule, checking.handlers(), company, gradients)
+        return checking.losses
+
+    def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
+        """One forward-only pass. Returns what each body returned."""
+        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies, training=False) as modules:
+            micro_batches = self._micro_batches(bodies, stubs, modules, keep=False)
+            company = self._company()
+            evaluation = _Evaluation(schedule, micro_batches, self.params, self.leave, company)
+            self._run(schedule, evaluation.handlers(), company)
+            if company is not None:
+                company.conclude()
+        if len(bodies) == 1 and bodies[0].seed is None:
+            micro_batches[0].leave_random_numbers()  # the caller's go on where this forward has left them, as in stock
+        return evaluation.results
+
+    def _company(self, only_gathers: bool = False) -> Company | None:
+        return None if self.others is None else Company(self.others, only_gathers)
+
+    def _state_of(self, bodies: Sequence[Body], training: bool = True) -> contextlib.AbstractContextManager[StepState | None]:
+        if self.state is None:
+            return contextlib.nullcontext()
+        functions = list(dict.fromkeys(function for body in bodies for function in body.functions))
+        return self.state.opened([body.form for body in bodies], [body.seed for body in bodies], functions, training)
+
+    def _micro_batches(
+        self, bodies: Sequence[Body], stubs: Stubs, modules: StepState | None, keep: bool, moved: Collection[int] = ()
+    ) -> list[MicroBatch]:
+        state = ThreadState.capture()
+        states = [state if body.seed is None else state.seeded(body.seed) for body in bodies]
+        numbered = enumerate(zip(bodies, states, strict=True))
+        self._live = live = [
+            MicroBatch(body.run, self.layers, stubs, own, keep, run_on=index in moved, modules=modules, index=index)
+            for index, (body, own) in numbered
+        ]
+        return live
+
+    def end_forwards(self) -> None:
+        """No forward outlives its pass, wherever that was cut."""
+        with contextlib.ExitStack() as ends:
+            for micro_batch in self._live:
+                ends.callback(micro_batch.close)
+        self._live = ()
+
+    def _run(
+        self,
+        schedule: Schedule,
+        handlers: Mapping[Op, Handler],
+        company: Company | None,
+        gradients: GradientStore | None = None,
+        optimizer: Optimizer | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        def held_bytes() -> dict[str, int]:
+            held = {"host": self.params.host_bytes, "device": gradients.num_bytes if gradients else 0}
+            for tier, count in (self.activations.num_bytes if self.activations is not None else {}).items():
+                held[tier] = held.get(tier, 0) + count
+            return held
+
+        executor = Executor(
+            handlers,
+            before={} if optimizer is None else {Op.NORM: optimizer.early_writes},
+            overlap=self.overlap,
+            held_bytes=held_bytes,
+            counters=memory_bytes,
+            tracer=tracer,
+        )
+        try:
+            executor.run(schedule)
+            self._live = ()
+        except BaseException as error:
+            try:
+                self._clean_up(gradients, optimizer)
+            except Exception as later:  # the first one is the cause
+                error.add_note(f"and while that was cleaned up: {type(later).__name__}: {later}")
+            finally:
+                if company is not None and isinstance(error, Exception):
+                    company.accompany(schedule, self.overlap, error)
+            raise
+
+    def _clean_up(self, gradients: GradientStore | None, optimizer: Optimizer | None) -> None:
+        """After an error: each is called, the last one first, whatever another one raises."""
+        with contextlib.ExitStack() as cleanup:
+            if gradients is not None:
+                cleanup.callback(gradients.drop_all)
+            cleanup.callback(self.params.release_all)
+            if optimizer is not None:
+                cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
+            cleanup.callback(self.end_forwards)
+            if self.activations is not None:
+                cleanup.callback(self.activations.abandon)  # before the forwards end: see there
+
+
+class _Pass:
+    """Handlers that training and evaluation share."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        params: Params,
+        leave: Callable[[], bool],
+        company: Company | None,
+    ) -> None:
+        self.fused = schedule.fused
+        self.micro_batches = micro_batches
+        self.params = params
+        self.leave = leave
+        self.company = company
+
+    def handlers(self) -> dict[Op, Handler]:
+        return {Op.FETCH: self.fetch, Op.RELEASE: self.release, Op.F: self.forward}
+
+    def micro_batch(self, event: Event) -> MicroBatch:
+        assert event.micro_batch is not None
+        return self.micro_batches[event.micro_batch]
+
+    def fetch(self, event: Event) -> Ticket | None:
+        return self.params.fetch(_unit(event))
+
+    def release(self, event: Event) -> None:
+        self.params.release(_unit(event))
+        if self.leave():
+            if self.company is not None:
+                self.company.conclude()
+            raise StepLeft
+
+    def forward(self, event: Event) -> None:
+        if event.layer == "pre":
+            self.micro_batch(event).start()
+        else:
+            assert isinstance(event.layer, int)
+            self.micro_batch(event).advance(event.layer, keep_graph=event in self.fused)
+
+
+class _Evaluation(_Pass):
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.results: list[Any] = [None] * len(self.micro_batches)
+
+    def forward(self, event: Event) -> None:
+        if event.layer == "suf":
+            assert event.micro_batch is not None
+            self.results[event.micro_batch] = self.micro_batch(event).finish()
+        else:
+            super().forward(event)
+
+
+class _WithBackward(_Pass):
+    """Handlers that training and the self-check share."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        params: Params,
+        leave: Callable[[], bool],
+        company: Company | None,
+        gradients: GradientStore,
+        scale: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__(schedule, micro_batches, params, leave, company)
+        self.gradients = gradients
+        self.scale = scale
+        self.losses: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
+
+    def head(self, event: Event) -> None:
+        """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
+        assert event.micro_batch is not None
+        micro_batch = self.micro_batch(event)
+        loss = micro_batch.finish()
+        self.gradients.refuse_own_backward()
+        self.losses[event.micro_batch] = loss.detach()
+        micro_batch.backward_suffix(self.scale(loss))
+        self.gradients.add("pre")
+
+
+class _Training(_WithBackward):
+    def __init__(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        params: Params,
+        leave: Callable[[], bool],
+        company: Company | None,
+        gradients: GradientStore,
+        optimizer: Optimizer,
+        scale: Callable[[torch.Tensor], torch.Tensor],
+        activations: ActivationStore | None,
+        hints: Mapping[Event, Event],
+    ) -> None:
+        super().__init__(schedule, micro_batches, params, leave, company, gradients, scale)
+        self.hints = hints
+        self.activations = activations
+        self.optimizer = optimizer
+
+    def handlers(self) -> dict[Op, Handler]:
+        moves = {} if self.activations is None else _move_handlers(self.activations, self.micro_batches)
+        return (
+            super().handlers()
+            | moves
+            | {
+                Op.HEAD: self.head,
+                Op.B: self.backward,
+                Op.REDUCE: self.reduce,
+                Op.HOLD: self.hold,
+                Op.NORM: self.norm,
+                Op.STEP: self.step,
+                Op.COMMIT: self.commit,
+            }
+        )
+
+    def forward(self, event: Event) -> None:
+        if self.activations is None or not isinstance(event.layer, int):
+            return super().forward(event)
+        assert event.micro_batch is not None
+        self.activations.require(event.layer, event.micro_batch)
+        super().forward(event)
+        if event not in self.fused:
+            self.activations.leave(event.layer, event.micro_batch, self.micro_batch(event))
+
+    def fetch(self, event: Event) -> Ticket | None:
+        if event.ahead:
+            return self.params.fetch_ahead(_unit(event))
+        step, ticket = self.optimizer.stepped_ahead(_unit(event)), self.params.fetch(_unit(event))
+        return ticket if step is None else ticket.after(step)
+
+    def head(self, event: Event) -> None:
+        self._hint(event)
+        super().head(event)
+
+    def backward(self, event: Event) -> None:
+        micro_batch = self.micro_batch(event)
+        if event.layer == "pre":
+            micro_batch.backward_prefix()
+        else:
+            assert isinstance(event.layer, int) and event.micro_batch is not None
+            if self.activations is not None:
+                self.activations.require(event.layer, event.micro_batch)
+            micro_batch.backward_layer(event.layer)
+            self.gradients.add(event.layer)
+        self.gradients.add("pre")  # the glue before the layer, and the prefix, are made of `pre` parameters
+
+    def reduce(self, event: Event) -> None:
+        unit = _unit(event)
+        sums = self.gradients.take(unit)
+        if self.optimizer.reduce_unit(unit, sums, self.gradients.flat(unit), self.gradients.reserve.put_back):
+            self.gradients.give_away(unit)
+        else:
+            self.gradients.drop(unit)
+
+    def hold(self, event: Event) -> Ticket | None:
+        return self.optimizer.hold_unit(_unit(event))
+
+    def norm(self, _: Event) -> None:
+        self.gradients.free()
+        if self.company is not None:
+            self.company.decided = True
+        self.optimizer.open_step()
+
+    def step(self, event: Event) -> Ticket | None:
+        optimizer = self.optimizer
+        late = optimizer.step_ahead if event.ahead else optimizer.step_unit
+        ticket = (optimizer.step_early if event.part == EARLY else late)(_unit(event))
+        self._hint(event)
+        return ticket
+
+    def _hint(self, event: Event) -> None:
+        if (coming := self.hints.get(event)) is not None:
+            self.optimizer.expect_step(_unit(coming), early=coming.part == EARLY)
+
+    def commit(self, _: Event) -> None:
+        self.optimizer.conclude_early()
+
+
+class _Checking(_WithBackward):
+    """Of a step, what computes: gradients are looked at as they come, and nothing is stepped."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        params: Params,
+        company: Company | None,
+        gradients: GradientStore,
+        scale: Callable[[torch.Tensor], torch.Tensor],
+        layers: LayerMap,
+        note_gradient: Callable[[int, nn.Parameter], None],
+    ) -> None:
+        super().__init__(schedule, micro_batches, params, lambda: False, company, gradients, scale)
+        self.layers = layers
+        self.note_gradient = note_gradient
+
+    def handlers(self) -> dict[Op, Handler]:
+        nothing: dict[Op, Handler] = dict.fromkeys(Op, lambda _: None)
+        return nothing | super().handlers() | {Op.HEAD: self.head, Op.B: self.backward, Op.NORM: self.norm}
+
+    def norm(self, _: Event) -> None:
+        if self.company is not None:
+            self.company.conclude()
+
+    def backward(self, event: Event) -> None:
+        micro_batch = self.micro_batch(event)
+        if event.layer == "pre":
+            micro_batch.backward_prefix()
+        else:
+            assert isinstance(event.layer, int) and event.micro_batch is not None
+            micro_batch.backward_layer(event.layer)
+            for param in self.layers.units[event.layer]:
+                if param.grad is not None:
+                    self.note_gradient(event.micro_batch, param)
+        self.gradients.add("pre")
+
+
+def _move_handlers(store: ActivationStore, micro_batches: Sequence[MicroBatch]) -> dict[Op, Handler]:
+    def layer(event: Event) -> tuple[int, int]:
+        assert isinstance(event.layer, int) and event.micro_batch is not None
+        return event.layer, event.micro_batch
+
+    def unit(event: Event) -> tuple[Unit, int]:
+        assert event.micro_batch is not None
+        return _unit(event), event.micro_batch
+
+    def own(event: Event) -> MicroBatch:
+        return micro_batches[unit(event)[1]]
+
+    return {
+        Op.SAVE: lambda event: store.save(*layer(event), own(event)),
+        Op.LOAD: lambda event: store.load(*layer(event)),
+        Op.DROP: lambda event: store.drop(*layer(event)),
+        Op.GSAVE: lambda event: store.save_gradient(*unit(event), own(event)),
+        Op.GLOAD: lambda event: store.load_gradient(*unit(event)),
+        Op.GDROP: lambda event: store.drop_gradient(*unit(event)),
+    }
+
+
+def _unit(event: Event) -> Unit:
+    assert event.layer is not None and event.layer != "suf"
+    return event.layer

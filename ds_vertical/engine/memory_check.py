@@ -1,0 +1,340 @@
+"""The memory budget of a run that is about to start: its model and JSON in the terms of `memory_budget`, against what the host
+has.
+
+Activations are left out: how large they are shows with the first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ds_vertical.compat import accelerator, pinned_memory, stock_config, swap_buffers, zero_params
+from ds_vertical.config.resolve import Resolved
+from ds_vertical.config.section import SECTION
+from ds_vertical.distributed import ranks as distributed_ranks
+from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.io import host
+from ds_vertical.model.layers import LayerMap
+from ds_vertical.offload.chunking import boundary, split_chunk
+from ds_vertical.offload.speculation import Regime
+from ds_vertical.planner import memory_budget
+from ds_vertical.planner.memory_budget import Item, Settings
+from ds_vertical.planner.model_shape import ModelShape, Placement
+from ds_vertical.schedule.events import Unit
+
+FP32_BYTES: Final = 4
+_MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
+_LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
+_HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes somewhat more in one start than in another
+_MEASURED: Final = "(measured)"
+_LIMIT: Final = f"{SECTION}.host_memory_bytes"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A sub-group of one unit's parameters: elements of each one's shard, whether its state and parameters are in files."""
+
+    unit: Unit
+    params: tuple[nn.Parameter, ...]
+    sizes: tuple[int, ...]
+    state_on_ssd: bool
+    params_on_ssd: bool
+    persistent: bool
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Bytes of this rank's files: `parameters` (which the optimizer steps), one generation of optimizer state, the gradients
+    that wait on SSD, and those that would without early steps, to within half a piece. `on_ssd`: files of parameters, and of
+    chunks of state."""
+
+    parameters: int
+    state: int
+    gradients: int
+    all_gradients: int
+    on_ssd: int
+
+
+class Forecast:
+    """What this rank will hold, from the model, the parameters that the optimizer steps (groups) and the JSON."""
+
+    def __init__(
+        self, layers: LayerMap, groups: Sequence[Sequence[nn.Parameter]], config: dict[str, Any], resolved: Resolved
+    ) -> None:
+        self._layers = layers
+        self._resolved = resolved
+        self._json = stock_config.OffloadSettings.read(config)
+        self._num_shards = distributed_ranks.world_size()
+        self._one_memory = accelerator.is_one_memory()
+        self._param_bytes = stock_config.element_bytes(layers.units, config)
+        self._unit_of = layers.unit_of()
+        self._persistent = self._on_device()
+        self.chunks = [chunk for group in groups for chunk in self._chunks(group)]
+        clip = float(config.get("gradient_clipping", 1.0) or 0.0)  # DeepSpeed clips to 1 where nothing is written
+        dynamic = stock_config.has_dynamic_scale(config)
+        self._certain = clip == 0.0 and not dynamic
+        delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
+        self.regime = Regime(delay, speculation, self._certain, self._json.state_on_ssd, resolved.on_nonfinite == "stop")
+        self._num_micro_batches = int(config.get("gradient_accumulation_steps") or 1)
+        self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
+
+    @property
+    def state_on_ssd(self) -> bool:
+        """Whether the JSON puts the optimizer's state there."""
+        return self._json.state_on_ssd
+
+    @property
+    def files(self) -> Files:
+        stepped = {id(param) for chunk in self.chunks for param in chunk.params}
+        in_files, chunks = self._in_files, [chunk for chunk in self.chunks if chunk.state_on_ssd]
+        parameters = sum(self._file_bytes(param) for param in in_files if id(param) in stepped)
+        state = sum(_MOMENTS * self._aligned(chunk.numel * FP32_BYTES) for chunk in chunks)
+        waiting = (1 - self._resolved.gradient_host_share) * sum(chunk.numel for chunk in self.chunks) * FP32_BYTES
+        on_ssd = len(in_files) + _MOMENTS * len(chunks)
+        return Files(parameters, state, round(self._held_share * waiting), round(waiting), on_ssd)
+
+    # ---- in the terms of `memory_budget`
+
+    @property
+    def shape(self) -> ModelShape:
+        units = self._layers.units
+        pre, *layer_elements = (sum(zero_params.full_numel(p) for p in units[unit]) for unit in self._units)
+        stepped = {id(param) for chunk in self.chunks for param in chunk.params}
+        gradients = tuple(sum(zero_params.full_numel(p) for p in units[u] if id(p) in stepped) for u in self._units)
+        rank = (pre + sum(layer_elements)) / self._num_shards
+        resting_state = sum(chunk.numel for chunk in self.chunks if not chunk.state_on_ssd)
+        state_on_ssd = 1 - resting_state / rank if any(chunk.state_on_ssd for chunk in self.chunks) else 0.0
+        resting = rank - sum(map(self._shard, self._in_files))
+        return ModelShape(
+            pre,
+            tuple(layer_elements),
+            0.0,
+            0.0,
+            0,
+            param_bytes=self._param_bytes,
+            num_shards=self._num_shards,
+            generations=self.regime.generations,
+            part_elements=memory_budget.PART_ELEMENTS,
+            working_bytes=self._working_bytes(max(gradients)),
+            placement=Placement(
+                _share(1 - resting / rank), _share(state_on_ssd), gradients_on_ssd=1 - self._resolved.gradient_host_share
+            ),
+            files=tuple(sum(self._file_bytes(p) for p in units[u] if id(p) in self._file_ids) for u in self._units),
+            gradients=gradients,
+            slot_bytes=max(self._piece_bytes, default=0),
+        )
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(
+            self._num_micro_batches,
+            self._resolved.prefetch_layers,
+            slots=memory_budget.num_slots(len(self._piece_bytes), self._resolved.overlap),
+            held_share=self._held_share,
+            one_memory=self._one_memory,
+            layer_major=self._resolved.order == "vertical",
+        )
+
+    @property
+    def _held_share(self) -> float:
+        """Of the gradients, the share that waits for its step: all that may be redone, or that users may read later."""
+        return self.regime.delay if self.regime.final and not self._resolved.keep_gradients else 1.0
+
+    def further(self, baseline_bytes: int) -> tuple[Item, ...]:
+        """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
+        largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
+        tier = "host" if self._one_memory else "device"
+        kept = self.shape.working_bytes if self._one_memory else 0  # of what is freed, for pieces of other sizes
+        scaled = (
+            0
+            if self._certain
+            else FP32_BYTES * min(memory_budget.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
+        )
+        return (
+            Item("host", "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
+            Item(tier, "fp64 copy for a norm", stock_config.norm_bytes() * largest, "(largest parameter)"),
+            Item("host", "scaled gradient", scaled, "gradient_clipping"),
+            Item("host", "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
+        )
+
+    @property
+    def setup_bytes(self) -> int:
+        """What stock's buffers and copies take while its optimizer is set up, before there are buffers of ours."""
+        state = max((chunk.numel for chunk in self.chunks if chunk.state_on_ssd), default=0) * FP32_BYTES
+        staged = max((chunk.numel for chunk in self.chunks if chunk.params_on_ssd), default=0) * self._param_bytes
+        return (memory_budget.STOCK_BUFFERS + 1) * state + staged
+
+    # ---- sizes
+
+    @property
+    def _units(self) -> tuple[Unit, ...]:
+        return ("pre", *range(self._layers.num_layers))
+
+    def _shard(self, param: nn.Parameter) -> int:
+        """Elements of this rank's shard."""
+        return -(-zero_params.full_numel(param) // self._num_shards)
+
+    def _file_bytes(self, param: nn.Parameter) -> int:
+        return self._aligned(self._shard(param) * self._param_bytes)
+
+    def _aligned(self, num_bytes: int) -> int:
+        alignment = self._json.alignment_bytes
+        return -(-num_bytes // alignment) * alignment
+
+    @property
+    def _in_files(self) -> list[nn.Parameter]:
+        """Parameters that rest on SSD."""
+        moved = {id(param) for chunk in self.chunks if not chunk.params_on_ssd for param in chunk.params}
+        everything = (param for params in self._layers.units.values() for param in params)
+        return [param for param in everything if id(param) not in moved and self._goes_to_ssd(param)]
+
+    @property
+    def _file_ids(self) -> set[int]:
+        return {id(param) for param in self._in_files}
+
+    def _goes_to_ssd(self, param: nn.Parameter) -> bool:
+        return self._json.params_on_ssd and self._shard(param) * self._param_bytes >= self._json.least_bytes
+
+    @property
+    def _piece_bytes(self) -> list[int]:
+        """Bytes of state of each piece that goes through the optimizer's pipeline."""
+        early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
+        found = []
+        for chunk in self.chunks:
+            if chunk.state_on_ssd:
+                middle, end = boundary(chunk.sizes, 0.0 if chunk.persistent else early_share), chunk.numel
+                alignment = self._json.alignment_bytes // FP32_BYTES
+                parts = (
+                    *split_chunk(0, 0, middle, memory_budget.PART_ELEMENTS),
+                    *split_chunk(0, middle, end, memory_budget.PART_ELEMENTS),
+                )
+                padding = -end % alignment
+                for part in parts:
+                    numel = part.numel + padding * (part.start + part.numel == end)
+                    recalled = numel if self._resolved.gradient_host_share < 1 else 0
+                    found.append(FP32_BYTES * (_MOMENTS * numel + recalled))
+        return found
+
+    def _working_bytes(self, gradients: int) -> int:
+        """A layer's gradients as autograd makes them, and a kernel's own copy of the largest one, which it sums in fp32."""
+        params = [param for params in self._layers.units.values() for param in params]
+        return gradients * self._param_bytes + max(map(zero_params.full_numel, params)) * FP32_BYTES
+
+    # ---- chunks, as the optimizer will make them
+
+    def _on_device(self) -> set[int]:
+        """By id the parameters that stay there. (Under a limit for the whole model stock goes through it in another order.)"""
+        params = [param for params in self._layers.units.values() for param in params]
+        stays = self._json.persistent(map(zero_params.full_numel, params))
+        return {id(p) for p, persistent in zip(params, stays, strict=True) if persistent and not self._goes_to_ssd(p)}
+
+    def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[Chunk]:
+        """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
+        passed = 0
+        for unit in self._layers.in_chunk_order(self._json.params_on_ssd):
+            for params, persistent in self._split([param for param in group if self._unit_of[id(param)] == unit]):
+                sizes = tuple(map(self._shard, params))
+                passed += sum(sizes)
+                in_files = self._json.state_on_ssd and sum(sizes) * FP32_BYTES >= self._json.least_bytes
+                params_on_ssd = self._json.params_on_ssd and passed > self._json.max_in_cpu
+                yield Chunk(unit, tuple(params), sizes, in_files, params_on_ssd, persistent)
+
+    def _split(self, members: Sequence[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], bool]]:
+        for stays in (False, True):
+            params = [param for param in members if (id(param) in self._persistent) == stays]
+            for found in split_greedily(params, list(map(self._shard, params)), self._json.sub_group_size):
+                yield found, stays
+
+
+def split_greedily(params: Sequence[Any], sizes: Sequence[int], largest: int) -> list[list[Any]]:
+    """As stock makes sub-groups: one is full when it holds `largest` elements or more."""
+    groups: list[list[Any]] = []
+    size = largest
+    for param, numel in zip(params, sizes, strict=True):
+        if size >= largest:
+            groups.append([])
+            size = 0
+        groups[-1].append(param)
+        size += numel
+    return groups
+
+
+def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[list[nn.Parameter]]:
+    """The optimizer's groups of trainable parameters, as `deepspeed.initialize` is given them."""
+    given = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
+    if given is None:
+        given = model.parameters()
+    entries: list[Any] = list(given)
+    groups = [entry["params"] for entry in entries] if entries and isinstance(entries[0], dict) else [entries]
+    listed = [[group] if isinstance(group, nn.Parameter) else group for group in groups]
+    return [[param for param in group if param.requires_grad] for group in listed]
+
+
+def host_room(params: Iterable[nn.Parameter], limit: int | None) -> tuple[int, int]:
+    """(bytes of host memory that this rank may take in all, those that it takes beside its parameters). `limit`: see
+    `check_memory`. Gives the pages of zero.Init's buffers back first."""
+    held = list(params)
+    swap_buffers.rest_stock_buffers(held)
+    resident, ranks_here = host.resident_bytes(), distributed_ranks.ranks_on_this_host()
+    allowed = resident + host.available_bytes() // ranks_here if limit is None else limit // ranks_here
+    return allowed, max(0, resident - swap_buffers.bytes_in_memory(held))
+
+
+def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int | None) -> tuple[list[str], int, int]:
+    """The budget as lines for the log, its bytes of host memory, and those that it leaves for activations. `limit`: bytes of
+    host memory that all ranks of this host may use; None: what it has.
+
+    Gives the pages of zero.Init's buffers back first. Raises MemoryBudgetError, on every rank, where one rank's budget does
+    not fit.
+    """
+    ranks_here = distributed_ranks.ranks_on_this_host()
+    allowed, baseline = host_room(params, limit)
+    shape, settings, further = forecast.shape, forecast.settings, forecast.further(baseline)
+    items = memory_budget.budget(shape, settings, further)
+    setup = baseline + forecast.setup_bytes - memory_budget.total_bytes(items, "host")
+    if setup > 0:
+        further = (*further, Item("host", "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
+    fault = _fault(shape, settings, further, allowed, limit, ranks_here)
+    faults = [found for found in distributed_ranks.all_gathered(fault) if found is not None]
+    if faults:
+        raise MemoryBudgetError(fault or faults[0])
+    whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"
+    title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
+    items = memory_budget.budget(shape, settings, further)
+    needed = memory_budget.total_bytes(items, "host")
+    left = max(0, allowed - needed + max(0, setup))  # the set-up is over by then
+    return [title, *memory_budget.budget_lines(items)], needed, left
+
+
+def _fault(
+    shape: ModelShape, settings: Settings, further: tuple[Item, ...], allowed: int, limit: int | None, ranks: int
+) -> str | None:
+    try:
+        items = memory_budget.check_budget(shape, settings, further, host_bytes=allowed)
+    except MemoryBudgetError as error:
+        if limit is None:
+            return str(error)
+        needed = ranks * memory_budget.total_bytes(memory_budget.budget(shape, settings, further), "host")
+        first, *others = str(error).splitlines()
+        return "\n".join((f'{first} or "{_LIMIT}": {round(_HEADROOM * needed)} (now {limit})', *others))
+    needed = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))
+    lockable = host.lockable_bytes() if pinned_memory.counts_as_locked() else None
+    if lockable is not None and needed > lockable:
+        return (
+            f"locked memory: needs {needed} bytes, {lockable} are allowed; raise the limit (ulimit -l {-(-needed // 1024)}),"
+            " or run as a user who may lock any amount (CAP_IPC_LOCK)"
+        )
+    return None
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value))

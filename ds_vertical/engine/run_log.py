@@ -1,0 +1,84 @@
+"""Surveys a vertical engine: the facts of its account, and after each step which schedule it ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_vertical.compat import accelerator, zero_params
+from ds_vertical.distributed import ranks
+from ds_vertical.planner.run_record import AccountWriter, Facts, RanStep, Share
+
+
+class Follower:
+    """What each step of one engine ran; made before or right after its first step, and asked after every step."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._num_steps = 0
+        self._due: Share = "delayed"
+
+    def step(self) -> RanStep:
+        """The step that has just ended."""
+        self._num_steps += 1
+        ran = RanStep(self._num_steps, self._engine.ran, self._due)
+        self._due = self._engine.optimizer._share  # of what this step has left to the next one
+        return ran
+
+
+class Surveyor:
+    """Keeps the account of one engine in `folder`; made before its first recorded step."""
+
+    def __init__(self, engine: Any, folder: Path, tokens: int) -> None:
+        self._follower = Follower(engine)
+        self._writer = AccountWriter(folder, facts_of(engine, tokens))
+
+    def step(self, gauge_s: float | None = None) -> None:
+        """Note the step that has just ended, and how fast the host is behind it."""
+        ran = self._follower.step()
+        self._writer.step(ran.schedule, ran.due, gauge_s)
+
+
+def facts_of(engine: Any, tokens: int) -> Facts:
+    """`tokens` of one micro-batch."""
+    optimizer, units = engine.optimizer, engine.layers.units
+    chunks = {unit: [optimizer._stepper.chunks[index] for index in optimizer.scheduled_chunks_of(unit)] for unit in units}
+    params = [param for members in units.values() for param in members]
+    elements = {unit: sum(zero_params.full_numel(param) for param in members) for unit, members in units.items()}
+    on_ssd = sum(chunk.numel for chunk in optimizer._stepper.chunks if chunk.files)
+    parts = [part for members in chunks.values() for chunk in members for part in (*chunk.early, *chunk.delayed)]
+    world, num_bytes = ranks.world_size(), sum(map(zero_params.shard_bytes, params))
+    return Facts(
+        elements=elements,
+        early_elements={unit: sum(chunk.boundary for chunk in members) for unit, members in chunks.items()},
+        delayed_elements={unit: sum(c.numel - c.boundary for c in members) for unit, members in chunks.items()},
+        blocks_per_layer=engine.vertical.blocks_per_layer,
+        param_bytes=params[0].element_size(),
+        gradient_bytes=optimizer.gradient_accumulation_dtype.itemsize,
+        dtype=str(params[0].dtype).removeprefix("torch."),
+        num_shards=world,
+        generations=optimizer.regime.generations,
+        slots=len(optimizer._slots),
+        part_elements=max((part.numel for part in parts), default=0),
+        parameters_on_ssd=sum(map(zero_params.shard_bytes, filter(zero_params.is_on_ssd, params))) / (num_bytes or 1),
+        state_on_ssd=min(1.0, on_ssd * world / (sum(elements.values()) or 1)),
+        one_memory=accelerator.device_name() == "cpu",
+        host_bytes=engine.host_bytes,
+        sequences=engine.train_micro_batch_size_per_gpu(),
+        tokens=tokens,
+        threads=torch.get_num_threads(),
+        model=model_config(engine.module),
+        overlap=engine.vertical.overlap,
+        gradients_on_ssd=optimizer.gradients_on_ssd,
+        activations_on_host=engine.vertical.moved_shares[0],
+        activations_on_ssd=engine.vertical.moved_shares[1],
+    )
+
+
+def model_config(module: torch.nn.Module) -> dict[str, Any] | None:
+    """The Hugging Face configuration, None where the model has none."""
+    config: Any = getattr(module, "config", None)
+    return json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None

@@ -1,0 +1,1 @@
+"""Two micro-batches in plain order and in the schedule, compared before the first step."""

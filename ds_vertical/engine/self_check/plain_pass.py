@@ -1,0 +1,179 @@
+"""One micro-batch's forward and backward as torch alone runs them: one graph from end to end, no block is run twice.
+
+Only the layer that is computed has its parameters in memory. Its hooks fetch it; whatever autograd saves of parameters is
+looked up again, and what else it saves goes to a file where host memory is short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Final, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from ds_vertical.io.host import available_bytes
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.layers import LayerMap
+from ds_vertical.model.tensor_refs import key_of
+from ds_vertical.schedule.events import Unit
+
+
+class Params(Protocol):
+    """Where a unit's parameters come from."""
+
+    def fetch(self, unit: Unit) -> Ticket: ...
+
+    def release(self, unit: Unit) -> None: ...
+
+
+_AHEAD: Final = "forward ahead of the first layer", None
+
+
+class PlainOrder:
+    """Runs micro-batches in stock's order. `folder`: for what does not fit into memory; None: the system's."""
+
+    def __init__(self, layers: LayerMap, params: Params, folder: Path | None) -> None:
+        self._layers = layers
+        self._params = params
+        self._resident: Unit | None = None
+        self._unit_of = layers.unit_of()
+        self._param_of: dict[int, nn.Parameter] = {}  # by storage, of what is resident
+        self._saved = _Saved(folder)
+        self.place: tuple[str, int | None] = _AHEAD  # for messages: what runs, and of which block
+
+    @contextlib.contextmanager
+    def opened(
+        self, note_output: Callable[[int, Any], None], note_gradient: Callable[[nn.Parameter], None]
+    ) -> Iterator[PlainOrder]:
+        """Within the block models run with their layers fetched as they come. `note_output` hears of each block's output, by
+        the block's number, `note_gradient` of each parameter of a layer that has its gradient."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._saved.close)
+            stack.callback(self._release)
+            for number, layer in ((block, index) for index, blocks in enumerate(self._layers.layers) for block in blocks):
+                module = self._layers.blocks[number].module
+                fetch, note = self._fetching(number, layer), self._noting(number, layer, note_output)
+                stack.callback(module.register_forward_pre_hook(fetch, prepend=True).remove)
+                stack.callback(module.register_forward_hook(note).remove)
+            for unit, params in self._layers.units.items():
+                for param in params if unit != "pre" else ():
+                    if param.requires_grad:
+                        stack.callback(param.register_post_accumulate_grad_hook(note_gradient).remove)
+            ticket = self._params.fetch("pre")
+            stack.callback(self._params.release, "pre")
+            ticket.wait()
+            yield self
+
+    def run(self, body: Callable[[], torch.Tensor], scale: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Forward, loss and backward of one micro-batch. Returns its loss."""
+        self.place = _AHEAD
+        with saved_tensors_hooks(self._pack, self._unpack):
+            loss = body()
+        self.place = "backward of the loss, ahead of the layers'", None
+        scale(loss).backward()
+        self._saved.clear()
+        return loss.detach()
+
+    def _fetching(self, number: int, layer: int) -> Callable[..., None]:
+        return lambda *_: self._enter("forward of", number, layer)
+
+    def _enter(self, phase: str, number: int, layer: int) -> None:
+        self.place = phase, number
+        self._need(layer)
+
+    def _noting(self, number: int, layer: int, note_output: Callable[[int, Any], None]) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            note_output(number, output)
+            self.place = "forward behind", number
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._enter("backward of", number, layer))  # the layer's backward begins
+
+        return note
+
+    def _need(self, unit: Unit) -> None:
+        if self._resident == unit:
+            return
+        self._release()
+        ticket = self._params.fetch(unit)
+        self._resident = unit
+        ticket.wait()
+        self._param_of = {key_of(param.untyped_storage()): param for param in self._layers.units[unit]}
+
+    def _release(self) -> None:
+        if self._resident is not None:
+            unit, self._resident, self._param_of = self._resident, None, {}
+            self._params.release(unit)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        param = self._param_of.get(key_of(tensor.untyped_storage()))
+        if param is None or param.dtype != tensor.dtype:
+            return self._saved.put(tensor)
+        return param, tensor.size(), tensor.stride(), tensor.storage_offset() - param.storage_offset()
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, tuple):
+            return self._saved.get(packed)
+        param, size, stride, offset = packed
+        self._need(self._unit_of[id(param)])
+        return param.data.as_strided(size, stride, param.data.storage_offset() + offset)
+
+
+class _Saved:
+    """What autograd saves: where it is, as long as a quarter of the memory that was free at first is enough, then in a file."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+        self._in_memory = 0
+        self._most = available_bytes() // 4
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return _Kept(tensor)
+        self._in_memory += tensor.nbytes
+        if self._in_memory <= self._most:
+            return _Kept(tensor if tensor.device.type == "cpu" else tensor.cpu(), tensor.device)
+        self._in_memory -= tensor.nbytes
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)
+        host = tensor.detach().contiguous().cpu()
+        offset = self._file.seek(0, 2)
+        self._file.write(host.view(-1).view(torch.uint8).numpy().data)
+        return _Filed(offset, host.shape, host.dtype, tensor.device)
+
+    def get(self, kept: Any) -> torch.Tensor:
+        if isinstance(kept, _Kept):
+            return kept.tensor if kept.device is None else kept.tensor.to(kept.device)
+        assert self._file is not None
+        self._file.seek(kept.offset)
+        flat = torch.empty(kept.shape, dtype=kept.dtype)
+        self._file.readinto(flat.view(-1).view(torch.uint8).numpy().data)  # type: ignore[attr-defined]
+        return flat.to(kept.device)
+
+    def clear(self) -> None:
+        """Nothing of the graph is needed any more."""
+        self._in_memory = 0
+        if self._file is not None:
+            self._file.truncate(0)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class _Kept:
+    def __init__(self, tensor: torch.Tensor, device: torch.device | None = None) -> None:
+        self.tensor, self.device = tensor, device
+
+
+class _Filed:
+    def __init__(self, offset: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self.offset, self.shape, self.dtype, self.device = offset, shape, dtype, device

@@ -1,0 +1,263 @@
+"""What `train_batch` and `eval_batch` do in both arms around the work itself: micro-batches in, counters, metrics."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vertical.compat import accelerator
+from ds_vertical.compat import engine as compat_engine
+from ds_vertical.distributed import ranks
+from ds_vertical.engine import metrics
+from ds_vertical.engine.handlers import Body
+from ds_vertical.engine.metrics import StepRecorder
+from ds_vertical.engine.progress import Progress
+from ds_vertical.engine.run_log import Surveyor, model_config
+from ds_vertical.interrupts import Changed
+from ds_vertical.model import batch as micro
+from ds_vertical.model.batch import LossFn
+from ds_vertical.model.layers import check_trainable, refuse_batch_flags
+from ds_vertical.model.state.module_state import global_generators_seeded
+from ds_vertical.model.thread_state import ThreadState, applied
+from ds_vertical.planner.run_record import DTYPES
+
+
+class Loop:
+    """One arm's training loop over an engine; subclasses do the work of a step.
+
+    `seed`: base of the micro-batches' random streams, None where the caller's own stream is used. `progress`: hears of every
+    step.
+    """
+
+    def __init__(self, engine: Any, seed: int | None, progress: Progress) -> None:
+        self.engine = engine
+        self.seed = seed
+        self.progress = progress
+        self.device = torch.device(accelerator.device_name())
+        self._recorder: StepRecorder | None = None
+        self._recorder_asked = False
+        self._surveyor: Surveyor | None = None
+        self._own_data: Iterator[Any] | None = None
+        self._gauged_tokens = 0
+        self._num_evaluations = 0
+
+    # ---- the work, by arm
+
+    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        """One step over the micro-batches; returns their losses."""
+        raise NotImplementedError
+
+    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        """Losses of the micro-batches without training."""
+        raise NotImplementedError
+
+    # ---- what engines expose
+
+    def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
+        """One optimizer step over up to `gradient_accumulation_steps` micro-batches.
+
+        `data_iter` yields micro-batches: dict (keyword arguments of the model), tuple (positional) or tensor; None takes
+        the engine's own dataloader. `loss_fn(outputs, batch)` defaults to the model's own loss. With 0 < m < M
+        micro-batches left, the mean is over m. Returns the mean loss, a 0-d fp32 tensor.
+
+        Raises StopIteration, with nothing touched, when no micro-batch is left.
+        """
+        recorder = self._metrics()
+        if recorder is not None:
+            recorder.check_budget()
+        batches = micro.collect(self._iterator(data_iter), self.engine.gradient_accumulation_steps(), self.device)
+        if not self.engine.module.training:
+            self.engine.module.train()
+        with self.progress.step():
+            losses = self._recorded(recorder, batches, loss_fn)
+        loss = micro.mean_loss(losses)
+        self.progress.note(loss, batches)
+        return loss
+
+    def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
+        """Mean loss over up to `gradient_accumulation_steps` micro-batches, in evaluation mode, without gradients.
+
+        Raises StopIteration when no micro-batch is left.
+        """
+        batches = micro.collect(micro.as_iterator(data_iter), self.engine.gradient_accumulation_steps(), self.device)
+        with torch.no_grad(), evaluating(self.engine.module):
+            return micro.mean_loss(self.evaluate(batches, loss_fn))
+
+    # ---- shared details
+
+    def seed_of(self, micro_batch: int) -> int | None:
+        """Seed of a micro-batch's streams in the step about to run."""
+        if self.seed is None:
+            return None
+        return micro.stream_seed(self.seed, self.engine.global_steps, micro_batch, ranks.rank())
+
+    def count_samples(self, num_micro_batches: int) -> None:
+        """The engine adds a full batch's samples in its step; take off those that a short last batch did not have."""
+        missing = self.engine.gradient_accumulation_steps() - num_micro_batches
+        self.engine.global_samples -= missing * self.engine.train_micro_batch_size_per_gpu() * ranks.world_size()
+
+    def _iterator(self, data_iter: Iterable[Any] | None) -> Iterator[Any]:
+        if data_iter is not None:
+            return micro.as_iterator(data_iter)
+        if self.engine.training_dataloader is None:
+            raise ValueError("train_batch(data_iter): got None, and initialize was given no training_data; pass an iterator")
+        if self._own_data is None:
+            self._own_data = _epochs(self.engine.training_dataloader)
+        return self._own_data
+
+    def _recorded(self, recorder: StepRecorder | None, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        """`run`, with the step's record where somebody asked for one."""
+        if recorder is None:
+            return self.run(batches, loss_fn)
+        recorder.begin()
+        losses = self.run(batches, loss_fn)
+        recorder.end(
+            engine=type(self.engine).__name__,
+            losses=[float(loss) for loss in losses],
+            tokens=micro.count_tokens(batches),
+            tied=shares_weights(self.engine.module),
+        )
+        tokens = micro.count_tokens(batches[:1])
+        self._survey(recorder, tokens, self._gauged(tokens))
+        return losses
+
+    def _gauged(self, tokens: int) -> float | None:
+        """How fast the host is behind this step, where that is asked; of both arms, which have the same rest between steps so.
+        `tokens` of one micro-batch."""
+        if not (metrics.asked() and accelerator.is_one_memory() and ranks.world_size() == 1):
+            return None
+        self._gauged_tokens = self._gauged_tokens or tokens  # of the step for which `limits` measures, however long others are
+        module, sequences = self.engine.module, self.engine.train_micro_batch_size_per_gpu()
+        dtype = DTYPES.get(str(next(module.parameters()).dtype).removeprefix("torch."))
+        batch = {"tokens": self._gauged_tokens, "sequences": sequences, "dtype": dtype}
+        return metrics.measure_between_steps(model_config(module) if dtype else None, batch, torch.get_num_threads())
+
+    def _survey(self, recorder: StepRecorder, tokens: int, gauge_s: float | None) -> None:
+        """The vertical arm's account of the step, beside its record."""
+        if "ran" not in vars(self.engine) or ranks.rank() != 0:  # a plain engine runs no schedule
+            return
+        if self._surveyor is None:
+            self._surveyor = Surveyor(self.engine, recorder.folder, tokens)
+        self._surveyor.step(gauge_s)
+
+    def _metrics(self) -> StepRecorder | None:
+        if not self._recorder_asked:
+            self._recorder_asked = True
+            self._recorder = StepRecorder.from_environment(ranks.rank())
+        return self._recorder
+
+
+def shares_weights(module: nn.Module) -> bool:
+    """Whether a parameter has several names: tied weights, for which the arms agree up to rounding only."""
+    return sum(1 for _ in module.named_parameters(remove_duplicate=False)) > sum(1 for _ in module.parameters())
+
+
+def _epochs(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def evaluating(module: nn.Module) -> Changed:
+    """Evaluation mode for the block; every submodule's own mode is put back."""
+    modes = [(each, each.training) for each in module.modules()]
+
+    def put_back() -> None:
+        for each, training in modes:
+            each.training = training
+
+    return Changed(put_back, module.eval)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Within the block torch's, Python's and NumPy's random streams are those of a micro-batch's seed."""
+    with applied(ThreadState.capture().seeded(seed)), global_generators_seeded(seed):
+        yield
+
+
+class StockLoop(Loop):
+    """Stock's own forward, backward and step, one micro-batch after the other."""
+
+    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        try:
+            for index, batch in enumerate(batches):
+                last = index == len(batches) - 1
+                self.engine.set_gradient_accumulation_boundary(last)
+                losses.append(self._micro_batch(index, batch, len(batches), loss_fn))
+                if last:
+                    self.count_samples(len(batches))
+                self.engine.step()
+        finally:
+            compat_engine.forget_boundary(self.engine)
+        return losses
+
+    def _micro_batch(self, index: int, batch: Any, num_micro_batches: int, loss_fn: LossFn | None) -> torch.Tensor:
+        seed = self.seed_of(index)
+        with contextlib.nullcontext() if seed is None else _seeded(seed):
+            loss = micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn)
+            self.engine.backward(loss / num_micro_batches, scale_wrt_gas=False)
+        return loss.detach()
+
+    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        return [micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn) for batch in batches]
+
+
+class VerticalLoop(Loop):
+    """The vertical arm: all micro-batches of the step at once."""
+
+    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        check_trainable(self.engine.module)
+        for batch in batches:
+            refuse_batch_flags(batch)
+        if self.engine.training_dataloader is None:
+            self.engine.tput_timer.start()
+        seeds = [self.seed_of(index) for index in range(len(batches))]
+        optimizer, random_state = self.engine.optimizer, torch.get_rng_state()
+        num_decided = optimizer.num_decided
+
+        def put_back() -> None:
+            if optimizer.num_decided == num_decided:
+                torch.set_rng_state(random_state)
+
+        with Changed(put_back, only_if_failed=True):
+            fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
+            bodies = [self._body(*each, loss_fn) for each in zip(batches, fresh, strict=True)]
+            if self._recorder is None or self.engine.vertical.self_check:  # `ab` compares the losses itself
+                self.engine.check_itself(bodies)
+            with self.engine.tracer.step():
+                losses = self.engine.train_step(bodies)
+                self.conclude(len(batches))
+        return losses
+
+    def conclude(self, num_micro_batches: int) -> None:
+        """A step counts: so do its samples."""
+        with self.engine.optimizer.condition.torn_if_interrupted():
+            self.count_samples(num_micro_batches)
+            self.engine.conclude_step(num_micro_batches)
+
+    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        seeds = self._evaluation_seeds(len(batches))
+        return self.engine.evaluate([self._body(*each, loss_fn) for each in zip(batches, seeds, strict=True)])
+
+    def _evaluation_seeds(self, num_micro_batches: int) -> Sequence[int | None]:
+        """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
+        What the caller draws afterwards is what it would have drawn."""
+        if num_micro_batches == 1 or self.engine.vertical.order == "horizontal":
+            return [None] * num_micro_batches
+        self._num_evaluations += 1
+        base, rank = torch.initial_seed(), ranks.rank()
+        return [micro.stream_seed(base, -self._num_evaluations, index, rank) for index in range(num_micro_batches)]
+
+    def _body(self, batch: Any, seed: int | None, loss_fn: LossFn | None) -> Body:
+        functions = () if loss_fn is None else (loss_fn,)
+        return Body(partial(self._loss, batch, loss_fn), seed, micro.form_of(batch), functions)
+
+    def _loss(self, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
+        inputs = compat_engine.inputs_of(self.engine, batch)
+        return micro.loss_of(micro.call_model(self.engine.call_module, inputs), batch, loss_fn)

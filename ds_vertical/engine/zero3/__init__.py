@@ -1,0 +1,1 @@
+"""The ZeRO-3 optimizer of the engine: its chunks along layers, its steps, its state."""

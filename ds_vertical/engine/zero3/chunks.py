@@ -1,0 +1,149 @@
+"""ZeRO-3 whose sub-groups are chunks: parameters of one unit (a layer, or what lies outside the layers).
+
+Overridden private methods of DeepSpeed are marked `override` and listed in `version.OVERRIDES`.
+
+How this rank's parameters lie in chunks: all that a step needs to know of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vertical.compat import accelerator, zero_optimizer, zero_params
+from ds_vertical.compat.zero_optimizer import DeepSpeedCPUAdam
+from ds_vertical.engine.zero3.state import StateRoutes
+from ds_vertical.errors import ConfigError
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.layers import LayerMap
+from ds_vertical.offload.chunking import Piece, adam_cuts
+from ds_vertical.offload.state_files import Chunk
+from ds_vertical.planner.memory_budget import PART_ELEMENTS
+from ds_vertical.schedule.events import Unit
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ConfigError unless `optimizer` is DeepSpeed's CPU Adam, whose rounding the chunks reproduce."""
+    if type(optimizer) is not DeepSpeedCPUAdam:
+        raise ConfigError(
+            f"optimizer: got {type(optimizer).__name__}; vertical_schedule needs DeepSpeed's CPU Adam: write"
+            ' "optimizer": {"type": "AdamW", ...} with zero_optimization.offload_optimizer set, and pass no other optimizer'
+        )
+
+
+class ChunkedStage3(StateRoutes):
+    """Stage 3 over the units of `layers`."""
+
+    def __init__(self, *args: Any, layers: LayerMap, **kwargs: Any) -> None:
+        self._layer_map = layers
+        self._unit_of = layers.unit_of()
+        self._stock_groups: list[list[zero_params.ZeroParam]] = []
+        self._persistent: set[int] = set()
+        super().__init__(*args, **kwargs)
+        zero_optimizer.place_as_stock(self)
+        self._stepped = {id(param) for chunk in self.fp16_groups for param in chunk}
+
+    def _create_fp16_sub_groups(self, params_group: list[nn.Parameter]) -> list[list[nn.Parameter]]:  # override
+        """Chunks: parameters of one unit, split by sub_group_size, those that stay on the device apart from the others.
+        Stock's own sub-groups are remembered for the numerics."""
+        self._stock_groups += super()._create_fp16_sub_groups(params_group)
+        self._persistent |= {id(param) for param in params_group if zero_params.is_persistent(param)}
+        chunks: list[list[nn.Parameter]] = []
+        for unit in self._layer_map.in_chunk_order(self.params_in_nvme_and_cpu):
+            members = [param for param in params_group if self._unit_of[id(param)] == unit]
+            for stays in (False, True):
+                if chosen := [param for param in members if (id(param) in self._persistent) == stays]:
+                    chunks += super()._create_fp16_sub_groups(chosen)
+        return chunks
+
+    def steps(self, param: nn.Parameter) -> bool:
+        """Whether the parameter belongs to the optimizer."""
+        return id(param) in self._stepped
+
+    def chunks_of(self, unit: Unit) -> list[int]:
+        """Sub-group numbers of a unit's chunks, ascending."""
+        return [index for index, chunk in enumerate(self.fp16_groups) if self._unit_of[id(chunk[0])] == unit]
+
+    def is_persistent_chunk(self, index: int) -> bool:
+        """Whether a chunk's parameters stay on the device, where they must have their new values once a step is over."""
+        return id(self.fp16_groups[index][0]) in self._persistent
+
+    def scheduled_chunks_of(self, unit: Unit) -> list[int]:
+        """A unit's chunks without persistent ones: those that the schedule steps, early or in the next forward."""
+        return [index for index in self.chunks_of(unit) if not self.is_persistent_chunk(index)]
+
+    def step_persistent(self, step: Callable[[Unit, list[int]], Ticket | None]) -> None:
+        """Step what stays on the device, and wait for it. `step` issues a unit's chunks."""
+        tickets = []
+        for unit in self._layer_map.units:
+            if indices := list(filter(self.is_persistent_chunk, self.chunks_of(unit))):
+                tickets.append(step(unit, indices))
+        for ticket in tickets:
+            if ticket is not None:
+                ticket.wait()
+
+    def gather_persistent(self, settled: bool = False) -> None:
+        """Bring what stays on the device back there, with its new values: users read it without DeepSpeed, on one rank alone,
+        too. Collective where it is not there. `settled`: nothing is due, of those either that count as persistent and lay on
+        SSD when chunks were made."""
+        with self.inside():
+            zero_optimizer.gather_persistent(self, lambda param: settled or not self._waits(param))
+
+    def _waits(self, param: zero_params.ZeroParam) -> bool:
+        return zero_params.is_on_ssd(param) or (self.steps(param) and id(param) not in self._persistent)
+
+    def in_chunk_order(self, unit: Unit) -> list[nn.Parameter]:
+        """The unit's parameters that the optimizer has, chunk by chunk: so a chunk's gradient sums are neighbours."""
+        return [param for index in self.chunks_of(unit) for param in self.fp16_groups[index]]
+
+    def reduce_for_others(self, unit: Unit) -> None:
+        """Take part in the reduction of a unit's gradients with zeros: this rank's part of the step has failed."""
+        params, dtype = self.in_chunk_order(unit), self.gradient_accumulation_dtype
+        if params:
+            device = accelerator.device_name()
+            zero_optimizer.reduce(
+                self, params, [torch.zeros(zero_params.full_numel(p), dtype=dtype, device=device) for p in params]
+            )
+
+
+def make_chunks(optimizer: Any, stock_groups: Sequence[Sequence[Any]], early_share: float, generations: int) -> list[Chunk]:
+    """The chunks of a ZeRO-3 optimizer, in its order. `stock_groups`: stock's own sub-groups, whose rounding is kept.
+    `early_share`: of every chunk on SSD that the schedule steps, the share that may be stepped early; `generations`: of its
+    files."""
+    place: dict[int, tuple[int, int]] = {}
+    for group in stock_groups:
+        total, offset = sum(param.partition_numel() for param in group), 0
+        for param in group:
+            place[id(param)] = (offset, total)
+            offset += param.partition_numel()
+    groups = enumerate(optimizer.fp16_groups)
+    return [_chunk(optimizer, index, params, place, early_share, generations) for index, params in groups]
+
+
+def _chunk(
+    optimizer: Any,
+    index: int,
+    params: Sequence[Any],
+    place: dict[int, tuple[int, int]],
+    early_share: float,
+    generations: int,
+) -> Chunk:
+    sizes = [param.partition_numel() for param in params]
+    cuts = adam_cuts([Piece(size, *place[id(param)]) for param, size in zip(params, sizes, strict=True)])
+    on_ssd = zero_optimizer.is_chunk_on_ssd(optimizer, index)
+    waits = not on_ssd or optimizer.is_persistent_chunk(index)
+    early, delayed = Chunk.shares(index, sizes, 0.0 if waits else early_share, PART_ELEMENTS)
+    return Chunk(
+        params,
+        sizes,
+        cuts,
+        early,
+        delayed,
+        zero_optimizer.file_numel(optimizer, index) if on_ssd else sum(sizes),
+        zero_optimizer.state_files(optimizer, index)[:generations] if on_ssd else None,
+        None if on_ssd else partial(zero_optimizer.resident_state, optimizer, index),
+    )

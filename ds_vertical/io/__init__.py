@@ -1,0 +1,1 @@
+"""Bytes between SSD, host and device: queues, buffers, files."""

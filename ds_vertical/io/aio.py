@@ -1,0 +1,232 @@
+"""Reads and writes on the SSD, past the page cache, every result checked.
+
+[Note: order] The operations of one queue are issued to the kernel in their order but may complete in any other: what must
+follow an operation is issued after its `wait`. The memory of an operation must neither move nor be used until then;
+`DiskQueue` does not hold it; what is in flight when the process ends is completed first. Address, length and offset are
+multiples of ALIGNMENT_BYTES, as O_DIRECT demands. A write that makes its file longer is done by the kernel at once, in the
+queue's thread (ext4): preallocate.
+
+[Note: one call] The native queue tells of each completion once. So it is asked by a call of C that puts the answer away itself:
+an interrupt comes between two bytecodes, and would lose what the one has returned and the other not stored.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from ds_vertical.interrupts import waiting
+from ds_vertical.io.disk_errors import remedy
+
+ALIGNMENT_BYTES = 512
+
+
+class Completion(NamedTuple):
+    """What the kernel made of one operation. Times are those of `time.monotonic_ns`."""
+
+    start_ns: int
+    end_ns: int
+    errno: int
+    call: str
+    offset: int
+    num_transferred: int
+
+
+class NativeQueue(Protocol):
+    """The queue of `native.checked_aio()`; its results are the fields of a Completion. Thread-safe."""
+
+    def read(self, address: int, num_bytes: int, path: bytes, offset: int, /) -> int: ...
+
+    def write(self, address: int, num_bytes: int, path: bytes, offset: int, /) -> int: ...
+
+    def wait(self, operation: int, /) -> tuple[int, int, int, str, int, int]: ...
+
+    def poll(self, operation: int, /) -> tuple[int, int, int, str, int, int] | None: ...
+
+    def wait_all(self) -> None: ...
+
+    def pending(self) -> int: ...
+
+
+class DiskError(OSError):
+    """A read or write that did not move all its bytes.
+
+    `errno`, `strerror` and `filename` as in any OSError; `operation`: "read" or "write"; `call`: what failed, that or
+    "open"; `offset`: position in the file of the first byte not transferred; `num_bytes`: bytes wanted;
+    `num_transferred`: bytes before `offset`.
+    """
+
+    def __init__(self, operation: str, path: str, address: int, num_bytes: int, start: int, result: Completion) -> None:
+        super().__init__(result.errno, _reason(result, address, num_bytes, start), path)
+        self.operation = operation
+        self.call = result.call
+        self.offset = result.offset
+        self.num_bytes = num_bytes
+        self.num_transferred = result.num_transferred
+
+    def __str__(self) -> str:
+        name = errno.errorcode.get(self.errno or 0, str(self.errno))
+        return (
+            f"{self.filename}: {self.operation} of {self.num_bytes} bytes failed in {self.call} at offset {self.offset}"
+            f" after {self.num_transferred} bytes: {self.strerror} ({name}); {remedy(self.errno)}"
+        )
+
+
+def _reason(result: Completion, address: int, num_bytes: int, start: int) -> str:
+    if result.call == "read" and result.errno == errno.ENODATA:
+        return f"the file ends at byte {result.offset}"
+    parts = {"address": address, "length": num_bytes, "offset": start}
+    unaligned = [f"{name} {value}" for name, value in parts.items() if value % ALIGNMENT_BYTES]
+    if result.errno == errno.EINVAL and unaligned:
+        return f"not a multiple of {ALIGNMENT_BYTES}: {', '.join(unaligned)}"
+    if result.errno == errno.EINVAL and result.call == "open":
+        return "the file system does not support O_DIRECT"
+    return os.strerror(result.errno)
+
+
+class Transfer:
+    """An operation in flight. `num_bytes`: its length; `is_read`: its direction."""
+
+    def __init__(self, queue: DiskQueue, is_read: bool, address: int, num_bytes: int, path: str, offset: int) -> None:
+        self.path = path
+        self.is_read = is_read
+        self.num_bytes = num_bytes
+        self.offset = offset
+        self._address = address
+        self._queue = queue
+        self._lock = threading.Lock()
+        self._answers: list[tuple[int, int, int, str, int, int]] = []
+        self._completion: Completion | None = None
+        issue = queue.native.read if is_read else queue.native.write
+        self._id = issue(address, num_bytes, os.fsencode(path), offset)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is in flight any more; raises nothing."""
+        with self._lock:
+            if self._completion is None:
+                if not self._answers:
+                    self._answers.extend(filter(None, map(self._queue.native.poll, (self._id,))))  # see [Note: one call]
+                self._take()
+            return self._completion is not None
+
+    @waiting
+    def wait(self) -> Completion:
+        """Complete the operation; later calls answer at once, the same. Raises DiskError when bytes are missing."""
+        with self._lock:
+            if self._completion is None:
+                if not self._answers:
+                    self._answers.extend(map(self._queue.native.wait, (self._id,)))  # see [Note: one call]
+                self._take()
+            completion = self._completion
+        assert completion is not None
+        if completion.errno:
+            operation = "read" if self.is_read else "write"
+            error = DiskError(operation, self.path, self._address, self.num_bytes, self.offset, completion)
+            if not self.is_read:
+                self._queue.failed_writes.setdefault(self, error)
+            raise error
+        return completion
+
+    def _take(self) -> None:
+        if self._answers:
+            self._completion = done = Completion(*self._answers[0])
+            self._queue.count(self.is_read, done.num_transferred)
+            if self._queue.observer is not None:
+                resource = "ssd_read" if self.is_read else "ssd_write"
+                # monotonic_ns and perf_counter are one clock on Linux
+                span = (done.start_ns * 1e-9, done.end_ns * 1e-9)
+                self._queue.observer.span(resource, os.path.basename(self.path), *span, done.num_transferred)
+
+
+class Observer(Protocol):
+    """Hears of every operation that was seen to complete: `start`, `end` in seconds of `time.perf_counter`."""
+
+    def span(self, resource: str, name: object, start: float, end: float, num_bytes: int = 0) -> None: ...
+
+
+class DiskQueue:
+    """One queue per direction and purpose, since operations of one queue share its depth.
+
+    `num_read_bytes`, `num_written_bytes`: bytes transferred by the operations that were seen to complete. `observer` is told
+    of each as work of "ssd_read" or "ssd_write".
+    """
+
+    observer: Observer | None = None
+
+    def __init__(self, native: NativeQueue) -> None:
+        self._native: NativeQueue | None = native
+        self._lock = threading.Lock()
+        self.num_read_bytes = 0
+        self.num_written_bytes = 0
+        self.failed_writes: dict[Transfer, DiskError] = {}  # in the order in which they were waited for
+        _OPEN.add(self)
+
+    @property
+    def native(self) -> NativeQueue:
+        if self._native is None:
+            raise ValueError("the queue was closed")
+        return self._native
+
+    @property
+    def write_error(self) -> DiskError | None:
+        """The first write that was seen to fail, and not forgotten."""
+        return next(iter(self.failed_writes.values()), None)
+
+    def give_up(self, writes: Iterable[Transfer]) -> None:
+        """Complete writes that nobody needs any more, and forget what came of them."""
+        for write in writes:
+            complete(write)
+            self.failed_writes.pop(write, None)
+
+    @waiting
+    def settle(self) -> None:
+        """Return when nothing is in flight, of what an interrupt has made somebody forget either."""
+        if self._native is not None:
+            self._native.wait_all()
+
+    def read(self, address: int, num_bytes: int, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
+        """Start reading bytes [offset, offset + num_bytes) of `path` to `address`. Returns at once."""
+        return Transfer(self, True, address, num_bytes, os.fspath(path), offset)
+
+    def write(self, address: int, num_bytes: int, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
+        """Start writing `num_bytes` at `address` to `path` from byte `offset`; makes the file. Returns at once."""
+        return Transfer(self, False, address, num_bytes, os.fspath(path), offset)
+
+    def count(self, is_read: bool, num_bytes: int) -> None:
+        with self._lock:
+            if is_read:
+                self.num_read_bytes += num_bytes
+            else:
+                self.num_written_bytes += num_bytes
+
+    def close(self) -> None:
+        """Complete what is in flight; nothing can be issued afterwards, nor waited for. Twice is harmless."""
+        if self._native is not None:
+            self._native.wait_all()
+            self._native = None
+
+
+def complete(transfer: Transfer) -> bool:
+    """Wait for a transfer whose failure the caller need not raise; returns whether it has moved all its bytes."""
+    try:
+        transfer.wait()
+    except OSError:
+        return False
+    return True
+
+
+_OPEN: weakref.WeakSet[DiskQueue] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_OPEN.clear)  # what is in flight is its parent's
+
+
+@atexit.register
+def _complete_all() -> None:
+    """A process may end without closing its queues, and the memory of their operations goes before they do."""
+    for queue in list(_OPEN):
+        queue.close()

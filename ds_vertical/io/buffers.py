@@ -1,0 +1,157 @@
+"""Tickets of asynchronous transfers, and the one place that knows how a device overlaps with the host.
+
+[Note: host buffers] A buffer is filled by the SSD and then copied to the device. It may take the next read only once that
+copy is complete: `HostBuffer.wait_copies`, which `Lane.run` returned. Where device and host are one memory (the CPU
+accelerator) the parameters alias the buffer, nothing is asynchronous, and there is nothing to wait for.
+
+Memory that is kept for the next tensor of its size: given back to the system and asked for again, it would be faulted in
+page by page in every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from ds_vertical.io.aio import DiskQueue, Transfer
+
+Check = Callable[[str, int, Any], None]
+
+
+def _nothing() -> None:
+    """Nothing to wait for."""
+
+
+class HostBuffer:
+    """One page-locked host buffer that `queue` reads into.
+
+    `data`: 1-d uint8 tensor. `reads`: issued and not waited for. `wait_copies`: returns once the copies out of the buffer
+    are complete. `writes`: its contents on their way to SSD. `check`: takes file, offset and bytes of what has been read.
+    """
+
+    def __init__(self, data: torch.Tensor, queue: DiskQueue, check: Check | None = None) -> None:
+        self.data = data
+        self.queue = queue
+        self._check = check
+        self._unchecked: list[tuple[str, int, torch.Tensor]] = []
+        self.reads: list[Transfer] = []
+        self.wait_copies: Callable[[], None] = _nothing
+        self.writes: list[Transfer] = []
+
+    def issue_read(self, path: str, start: int, num_bytes: int, offset: int = 0) -> None:
+        """Start reading `num_bytes` of `path`, from `offset` on, into bytes [start, start + num_bytes) of the buffer."""
+        place = self.data.narrow(0, start, num_bytes)
+        self.reads.append(self.queue.read(place.data_ptr(), num_bytes, path, offset))
+        if self._check is not None:
+            self._unchecked.append((path, offset, place))
+
+    def wait_reads(self) -> None:
+        """Complete the reads issued so far, all of them. Raises the first DiskError, with a note if there are more."""
+        errors: list[OSError] = []
+        while self.reads:
+            try:
+                self.reads[0].wait()
+            except OSError as error:
+                errors.append(error)
+            del self.reads[0]
+        if errors:
+            if errors[1:]:
+                errors[0].add_note(f"{len(errors) - 1} more reads into this buffer failed")
+            raise errors[0]
+
+    def check_reads(self) -> None:
+        """Give what was read to `check`. Only for contents that are about to be used: others may be old by now."""
+        while self._unchecked:
+            path, offset, place = self._unchecked.pop(0)
+            assert self._check is not None
+            self._check(path, offset, place.numpy())
+
+    def forget_reads(self) -> None:
+        """Nobody uses what was read."""
+        self._unchecked.clear()
+
+    def complete_reads(self) -> None:
+        """Complete the reads issued so far, for nobody: what failed is not needed, and whoever needs it reads it again."""
+        with contextlib.suppress(OSError):
+            self.wait_reads()
+
+
+class BufferPool:
+    """A fixed number of host buffers, taken and put back. Exhaustion is an internal error: the schedule's window bounds it."""
+
+    def __init__(self, buffers: list[HostBuffer]) -> None:
+        self.num_buffers = len(buffers)
+        self._buffers = tuple(buffers)
+        self._free = deque(buffers)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> HostBuffer:
+        """A buffer whose earlier contents nobody needs any more: the one put back longest ago, its transfers complete."""
+        if not self._free:
+            raise RuntimeError(f"all {self.num_buffers} host buffers hold a layer; the schedule fetched one too many")
+        buffer = self._free[0]
+        buffer.wait_copies()
+        for write in buffer.writes:
+            write.wait()
+        buffer.writes = []
+        buffer.forget_reads()
+        return self._free.popleft()
+
+    def put_back(self, buffer: HostBuffer) -> None:
+        """Twice is harmless: an interrupted clean-up is done again."""
+        if all(free is not buffer for free in self._free):
+            self._free.append(buffer)
+
+    def reset(self, taken: Collection[int]) -> None:
+        """All buffers are free but those `taken` (their ids), whatever an interrupt has forgotten."""
+        for buffer in self._buffers:
+            if id(buffer) not in taken:
+                self.put_back(buffer)
+
+
+class Reserve:
+    """1-d tensors that `make(numel)` makes, taken by their size and put back by whoever is done with them, from any thread.
+
+    [Note: best fit] A tensor of the very size asked for is preferred, then the smallest one below twice that size. So a new
+    one is made only while all that would fit are taken, and a reserve holds no more of a size than were ever taken at a time.
+    """
+
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._spare: list[torch.Tensor] = []
+        self.num_bytes = 0  # of all tensors, taken or not
+
+    def take(self, numel: int) -> torch.Tensor:
+        """A tensor of `numel` elements or somewhat more, contents undefined."""
+        with self._lock:
+            fitting = [spare for spare in self._spare if numel <= spare.numel() <= 2 * numel]
+            if fitting:
+                found = min(fitting, key=torch.Tensor.numel)
+                self._spare = [spare for spare in self._spare if spare is not found]
+                return found
+        made = self._make(numel)
+        with self._lock:
+            self.num_bytes += made.numel() * made.element_size()
+        return made
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        """The tensor's contents are wanted no longer. Twice is harmless as long as nobody took it between: an interrupt may
+        leave a tensor with two owners, who both give it up."""
+        with self._lock:
+            if not any(spare is tensor for spare in self._spare):
+                self._spare.append(tensor)
+
+    def clear(self) -> None:
+        """Give up what is not taken."""
+        with self._lock:
+            self.num_bytes -= sum(spare.numel() * spare.element_size() for spare in self._spare)
+            self._spare = []

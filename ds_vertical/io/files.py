@@ -1,0 +1,292 @@
+"""The files inside a run's folder: exact sizes, free space, preallocation. Imports neither torch nor deepspeed.
+
+Which mount holds a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ds_vertical.errors import StorageError
+from ds_vertical.io import remove_tree
+from ds_vertical.io.disk_errors import remedy
+from ds_vertical.io.regular_file import open_regular
+from ds_vertical.io.runs.run_dir import NUM_SHOWN, claimed_at, fail
+
+logger = logging.getLogger(__name__)
+
+_HOLES_ARE_UNWRITTEN = ("ext4", "xfs", "btrfs")
+_LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX") - 1
+_LONGEST_NAME = 256  # of a file below an nvme_path: run id, folders, the name itself and what is put behind it
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str], operation: str) -> Iterator[None]:
+    """An OSError of the block becomes a StorageError with the file, the operation, the errno and what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        raise fail(path, operation, error, remedy(error.errno)) from error
+
+
+def check_length(nvme_path: str | os.PathLike[str]) -> None:
+    """Raise StorageError for a folder below which a run's files would have names that the system does not take."""
+    length = len(os.path.realpath(os.fsencode(nvme_path)))
+    if length + _LONGEST_NAME > _LONGEST_PATH:
+        error = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        most = f"a folder whose path has at most {_LONGEST_PATH - _LONGEST_NAME} bytes, not {length}"
+        raise fail(nvme_path, "make the run's files below it", error, f"write {most}, as nvme_path")
+
+
+def check_files(expected: Mapping[Path, int]) -> None:
+    """Raise StorageError unless every file exists with exactly the expected size in bytes, all of them written."""
+    faults, mounts = [], read_mounts()
+    for path, size_bytes in expected.items():
+        try:
+            actual = os.stat(path)
+        except OSError as error:
+            faults.append(f"{path}: stat: {error.strerror} (expected {size_bytes} bytes)")
+            continue
+        if not stat.S_ISREG(actual.st_mode):
+            faults.append(f"{path}: not a regular file (expected {size_bytes} bytes)")
+        elif actual.st_size != size_bytes:
+            faults.append(f"{path}: {actual.st_size} bytes, expected {size_bytes}")
+        elif (hole := _first_hole(path, size_bytes, mounts)) < size_bytes:
+            faults.append(f"{path}: nothing has been written at byte {hole} (expected {size_bytes} bytes)")
+    if faults:
+        more = [f"... and {len(faults) - NUM_SHOWN} more"] if len(faults) > NUM_SHOWN else []
+        raise StorageError(
+            f"{len(faults)} of {len(expected)} files are missing, of the wrong size or not whole; reading them would give "
+            "wrong parameters. Short: zero.Init's write did not complete (disk full?). Missing: removed, or written under "
+            "another path. Free space and start again with a new run.\n" + "\n".join(faults[:NUM_SHOWN] + more)
+        )
+
+
+def _first_hole(path: Path, size_bytes: int, mounts: str) -> int:
+    """Where a file has no bytes of its own: a write there has failed, and one behind it has not. `size_bytes` where there is no
+    such place, and on file systems that keep written zeros as holes (zfs) or may."""
+    if not size_bytes or mount_of(path, mounts).kind not in _HOLES_ARE_UNWRITTEN:
+        return size_bytes
+    with naming(path, "read"), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        return os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+
+
+def free_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes that we may still write on the file system of `path`, which need not exist yet."""
+    parent = _existing(Path(path))
+    try:
+        space = os.statvfs(parent)
+    except OSError as error:
+        raise fail(parent, "statvfs", error, "use a readable folder") from error
+    return space.f_bavail * space.f_frsize
+
+
+def preallocate(files: Mapping[Path, int]) -> None:
+    """Give every file its size in bytes with blocks really allocated, so that a full disk shows here, not later.
+
+    Contents of files that exist are kept; new ones read as zeros (mode 0600, missing parent folders 0700). Space is
+    checked per file system before anything is written. Raises StorageError, having undone what this call did, where
+    space is short, an operation fails, or a file is larger than asked.
+    """
+    sizes = {Path(path): size_bytes for path, size_bytes in files.items()}
+    try:
+        _check_sizes(sizes)
+        _check_space(sizes)
+    except OSError as error:
+        raise fail(error.filename or "preallocate", "stat", error, "use a readable nvme_path") from error
+    with contextlib.ExitStack() as undo:
+        for path, size_bytes in sizes.items():
+            _make_parents(path.parent, undo)
+            _allocate(path, size_bytes, undo)
+        undo.pop_all()
+
+
+def set_aside(pairs: Mapping[Path, Path], vacated: Collection[Path] = ()) -> None:
+    """Give each file its second name, and its first to a new, preallocated file of the same size; to none if it is `vacated`.
+
+    Raises StorageError, with every file as it was: no room for the new files, or a name that cannot be given.
+    """
+    fresh = {path: path.with_name(f"{path.name}.fresh") for path in pairs if path not in vacated}
+    try:
+        sizes = {new: path.stat().st_size for path, new in fresh.items()}
+    except OSError as error:
+        raise fail(error.filename, "stat", error, "the file of a run must not be removed") from error
+    preallocate(sizes)
+    path, made = Path(), {}
+    try:
+        for path, aside in pairs.items():
+            os.link(path, aside)
+            made[path] = aside
+        for path in pairs:
+            _unlink(path) if path in vacated else os.replace(fresh[path], path)
+    except BaseException as error:
+        _put_back(made)
+        remove(fresh.values())
+        if isinstance(error, OSError):
+            raise fail(path, f"give it the name {pairs[path].name} as well", error, "save again; the run can go on") from error
+        raise
+
+
+def _put_back(made: Mapping[Path, Path]) -> None:
+    """Let files have their first name only. Raises OSError for one that cannot, which keeps its second: no byte is lost."""
+    for path, aside in made.items():
+        if path.exists() and aside.samefile(path):
+            aside.unlink()
+        else:
+            os.replace(aside, path)
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes that deleting a folder would free: a file that has a name elsewhere too, in a checkpoint, would stay."""
+    found: dict[tuple[int, int], list[os.stat_result]] = {}
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a live run's
+                status = os.lstat(os.path.join(root, name))
+                found.setdefault((status.st_dev, status.st_ino), []).append(status)
+    return sum(here[0].st_blocks * 512 for here in found.values() if len(here) >= here[0].st_nlink)
+
+
+def make_private(folder: Path) -> None:
+    """Give every folder below a run's mode 0700: DeepSpeed makes its own as the umask says. Its files it makes 0600."""
+    try:
+        with _inside(folder) as fd:
+            for path, error in remove_tree.make_private(fd):
+                logger.warning("%s: set mode 0700: %s", folder / path, error.strerror)
+    except OSError as error:
+        logger.warning("%s: set mode 0700: %s", folder, error.strerror)
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[int]:
+    """A folder's descriptor; in one that this process has claimed it is opened from that, wherever its path leads by now."""
+    run = next((run for parent in (folder, *folder.parents) if (run := claimed_at(parent)) is not None), None)
+    fd = os.open(folder, remove_tree.FOLDER) if run is None else run.inside(folder)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete files that are there. Raises StorageError for one that cannot be."""
+    for path in paths:
+        try:
+            _unlink(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise fail(path, "delete", error, "delete it by hand") from error
+
+
+def _unlink(path: Path) -> None:
+    with _inside(path.parent) as fd:
+        os.unlink(path.name, dir_fd=fd)
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+
+
+def _check_sizes(sizes: Mapping[Path, int]) -> None:
+    for path, size_bytes in sizes.items():
+        if size_bytes < 0:
+            raise StorageError(f"{path}: preallocate: got {size_bytes} bytes; a size is 0 or more")
+        if path.exists() and (not path.is_file() or path.stat().st_size > size_bytes):
+            kind = f"holds {path.stat().st_size} bytes already" if path.is_file() else "exists and is no file"
+            raise StorageError(f"{path}: preallocate {size_bytes} bytes: it {kind}; remove it, or use a new run id")
+
+
+def _check_space(sizes: Mapping[Path, int]) -> None:
+    needed_bytes: dict[int, int] = {}
+    folders: dict[int, Path] = {}
+    for path, size_bytes in sizes.items():
+        there = _existing(path)
+        entry = there.stat()
+        allocated_bytes = entry.st_blocks * 512 if there == path else 0
+        needed_bytes[entry.st_dev] = needed_bytes.get(entry.st_dev, 0) + max(0, size_bytes - allocated_bytes)
+        folders.setdefault(entry.st_dev, path.parent)
+    for device, needed in needed_bytes.items():
+        available = free_bytes(folders[device])
+        if needed > available:
+            raise StorageError(
+                f"{folders[device]}: preallocate: needs {needed} more bytes ({needed / 2**30:.2f} GiB), the file system"
+                f" has {available} free ({available / 2**30:.2f} GiB); free {needed - available} bytes or use another "
+                "nvme_path"
+            )
+
+
+def _make_parents(folder: Path, undo: contextlib.ExitStack) -> None:
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    for parent in reversed(missing):
+        try:
+            parent.mkdir(mode=0o700)
+            with remove_tree.opened(parent) as fd:
+                os.fchmod(fd, 0o700)  # whatever the umask takes away
+        except FileExistsError:
+            continue  # another rank was first
+        except OSError as error:
+            raise fail(parent, "create the folder", error, "use a writable nvme_path") from error
+        undo.callback(_undo, os.rmdir, parent)
+
+
+def _allocate(path: Path, size_bytes: int, undo: contextlib.ExitStack) -> None:
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        try:
+            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            undo.callback(_undo, os.unlink, path)
+            os.fchmod(fd, 0o600)
+        except FileExistsError:
+            fd = os.open(path, flags)
+            undo.callback(_undo, os.truncate, path, os.fstat(fd).st_size)
+        try:
+            if size_bytes > 0:
+                os.posix_fallocate(fd, 0, size_bytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        remedy = f"free space there ({free_bytes(path)} bytes are free) or use another nvme_path"
+        raise fail(path, f"preallocate {size_bytes} bytes", error, remedy) from error
+
+
+def _undo(function: Any, path: Path, *arguments: Any) -> None:
+    """Take one step of a failed preallocation back; a failure here must not hide the error that led to it."""
+    try:
+        function(path, *arguments)
+    except OSError as error:
+        logger.error("%s: undo a failed preallocation: %s", path, error.strerror)
+
+
+class Mount(NamedTuple):
+    """A line of mountinfo. `read_only`: the mount itself or the file system in it."""
+
+    point: Path
+    kind: str
+    source: str
+    read_only: bool
+
+
+def mount_of(path: Path, mountinfo: str) -> Mount:
+    """The mount that holds `path` (which exists), by the text of `read_mounts`: the deepest, of several the last."""
+    real, found = path.resolve(), Mount(Path("/"), "?", "?", False)
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
+        if real.is_relative_to(point) and len(point.parts) >= len(found.point.parts):
+            kind, source, options = after.split(" ", 2)
+            found = Mount(point, kind, source, "ro" in before.split()[5].split(",") or "ro" in options.split(","))
+    return found
+
+
+def read_mounts() -> str:
+    """This process's mounts, as proc(5) writes mountinfo."""
+    return Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,203 @@
+"""This process's host memory: what the machine allows it, what it holds, and giving back pages that hold nothing.
+
+[Note: resting] A page-locked buffer that nobody uses takes its memory all the same. A buffer at rest is unlocked and its
+pages are given back to the kernel, while its addresses stay valid: whoever writes to it next gets fresh pages, zeroed.
+Direct I/O needs aligned memory, not locked memory, so such a buffer works as before.
+
+[Note: huge pages] Direct I/O hands the device a list of the pages that hold a buffer: 256 of 4 KiB for one MiB, which are
+pinned, mapped and, in a virtual machine, translated one by one, and may be more than a request takes. A buffer in huge pages
+(2 MiB, where the kernel grants them on request: transparent_hugepage "madvise" or "always") is one piece.
+
+[Note: freed memory] Where the device is the host, every micro-batch's gradients are allocated and freed. glibc gives memory
+that large back to the kernel, or not, as the heap happens to lie; the kernel then maps it anew, page by page and zeroed, on
+one core while the others wait: up to a fifth of a step. Kept memory has its price: an aligned block fits only into a larger
+freed one (glibc before 2.38), so the heap first grows by a few blocks.
+
+Cores of the host among the threads of a process that computes on it.
+
+[Note: one team] torch computes on a team of OpenMP threads per calling thread. Where more of them exist in a process than
+there are cores, whether they work or not, the runtime lets them sleep between any two operations instead of waiting awake, and
+every operation of every team starts with waking them. A process group's worker with a team of its own, made by one collective,
+is enough; so is CPU Adam on a second thread. So where the device is the host, only the thread that trains has a team, and all
+others compute on one core, which is what is left for them anyway. A thread that torch never asked (one whose first work is CPU
+Adam's own kernel) would take all cores: `cpu_adam` lets torch ask. Beside other work on the cores the team is to sleep after
+all: see `openmp_wait`.
+
+Beside a device the host's cores are CPU Adam's. Where several ranks share them, each with a team of all cores, the teams keep
+each other off the cores; so a rank's team is its share, unless OMP_NUM_THREADS says how large it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+_CAP_IPC_LOCK: Final = 14
+_UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
+_DONTNEED, _HUGEPAGE = 4, 14  # madvise's
+HUGE_BYTES: Final = 2 << 20
+# M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, with the most that it takes for each by itself
+_THRESHOLDS: Final = ((-1, 64 << 20), (-3, 32 << 20))
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def lock_huge(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Page-locked memory in huge pages, as far as the kernel has them: a mapping, and where the `num_bytes` begin in it. They
+    are the process's until the last reference to the mapping goes. Raises OSError. See [Note: huge pages]."""
+    region = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    start = -base % HUGE_BYTES
+    _libc().madvise(base + start, num_bytes, _HUGEPAGE)  # a kernel without them gives plain pages
+    if _libc().mlock(base + start, num_bytes) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"locking {num_bytes} bytes of host memory: {os.strerror(error)}; raise the limit (ulimit -l)")
+    return region, start
+
+
+def rest(address: int, num_bytes: int) -> None:
+    """Unlock the whole pages inside [address, address + num_bytes) and give them back. See [Note: resting].
+
+    The contents are lost: private memory reads as zeros from then on. Raises OSError where the range is not mapped.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first >= last:
+        return
+    for call in (_libc().munlock(first, last - first), _libc().madvise(first, last - first, _DONTNEED)):
+        if call != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"giving {last - first} bytes of host memory back: {os.strerror(error)}")
+
+
+def keep_freed_memory(num_bytes: int) -> None:
+    """Let this process keep so much of what it frees, and allocate from it: see [Note: freed memory]. Never less than glibc
+    comes to keep by itself, which adapts no more from then on. `trim` gives it back all the same. Nothing changes with another
+    C library than glibc."""
+    mallopt = getattr(_libc(), "mallopt", None)
+    if mallopt is not None:
+        for parameter, least in _THRESHOLDS:
+            mallopt(parameter, min(max(num_bytes, least), 2**31 - 1))  # C's int
+
+
+def trim() -> None:
+    """Give the pages back that the C library keeps of memory freed earlier; nothing where it has no such call (musl)."""
+    malloc_trim = getattr(_libc(), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """The resident set of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def memory_bytes() -> dict[str, int]:
+    """What this process has of each memory: all of its host memory, and of a GPU's what its tensors take."""
+    device = {"device": torch.cuda.memory_allocated()} if torch.cuda.is_initialized() else {}
+    return {"host": resident_bytes()} | device
+
+
+def available_bytes() -> int:
+    """What may still be allocated without swapping: by the machine and by every control group that holds this process."""
+    return min([_kib(Path("/proc/meminfo"), "MemAvailable"), *_group_bytes()])
+
+
+def lockable_bytes() -> int | None:
+    """Bytes that this process may yet lock; None where it may lock any amount."""
+    if int(_field(Path("/proc/self/status"), "CapEff"), 16) >> _CAP_IPC_LOCK & 1:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - _kib(Path("/proc/self/status"), "VmLck"))
+
+
+def _group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """For each control group above this process that limits memory: the limit less what it uses beside the page cache.
+
+    Both versions: v2's files lie in the group's folder below `root`, v1's below `root`/memory.
+    """
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        v1 = bool(controllers)
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
+        top = root / "memory" if v1 else root
+        folder = top / path.strip("/")
+        for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(top))):
+            limit, used = (_number(group / name) for name in names)
+            if limit is not None and used is not None and limit < _UNLIMITED:
+                yield max(0, limit - used + _reclaimable(group / "memory.stat"))
+
+
+def _number(file: Path) -> int | None:
+    """The number in a control group's file; None where there is no file, or no limit in it ("max")."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None  # a group that this process cannot see limits it through those above, which it can
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(stat: Path) -> int:
+    """Bytes of files' pages that a group gives back when memory is short."""
+    try:
+        fields = dict(line.split() for line in stat.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields.get("inactive_file", fields.get("total_inactive_file", 0)))
+
+
+def _field(file: Path, name: str) -> str:
+    lines = file.read_text(encoding="ascii", errors="replace").splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith(f"{name}:"))
+
+
+def _kib(file: Path, name: str) -> int:
+    return 1024 * int(_field(file, name).removesuffix("kB"))
+
+
+def keep_cores_for_this_thread() -> None:
+    """Let threads that compute for the first time from now on do so on one core; this one keeps what it has. What torch keeps
+    per process is the number for threads to come, and a thread takes it with its first operation: call it ahead of those."""
+    torch.get_num_threads()  # this thread takes its number now
+
+    def leave_one() -> None:
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    other = threading.Thread(target=leave_one)
+    other.start()
+    other.join()
+
+
+def serve_device(device: torch.device, num_ranks: int) -> None:
+    """Let the calling thread work for `device` from the host, beside those of other ranks: `num_ranks` in all share its cores.
+    Nothing changes where the device is the host."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread's first one is device 0: whatever it asks of CUDA would set that up, too
+        share_cores(num_ranks)
+
+
+def share_cores(num_ranks: int) -> None:
+    """Let the calling thread, and threads that compute for the first time from now on, do so on one of `num_ranks` shares of
+    this process's cores at most; OMP_NUM_THREADS wins."""
+    num_threads = torch.get_num_threads()
+    if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(num_threads, max(1, len(os.sched_getaffinity(0)) // num_ranks)))

@@ -1,0 +1,1 @@
+"""Folders of runs below an nvme_path: claimed, locked, found, removed."""

@@ -1,0 +1,174 @@
+"""A run's folder says by its lock files whose it is: `rank<r>.lock`, with the run's id and its owner's process, and a flock.
+
+They are read through the folder's descriptor. A lock that does not say so is another program's, and so may be the folder.
+Imports neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+from ds_vertical.io.regular_file import open_regular, parse_json
+
+
+_WRITTEN_BY: Final = {"written_by": "ds_vertical"}
+_MOST_BYTES: Final = 1 << 14
+_NAME: Final = re.compile(r"rank\d+\.lock")
+
+Standing = Literal["live", "elsewhere", "gone"]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lock file. `start_ticks` (clock ticks since boot) tells a process from a later one of its pid. `run`: the
+    run's id; empty in locks of earlier versions, which did not write it."""
+
+    pid: int
+    host: str
+    rank: int
+    start_ticks: int
+    since: str
+    run: str = ""
+
+    @classmethod
+    def me(cls, rank: int, run: str) -> Owner:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        return cls(os.getpid(), socket.gethostname(), rank, start_ticks(os.getpid()) or 0, since, run)
+
+    @classmethod
+    def of(cls, data: bytes) -> Owner | None:
+        """The owner that a lock file's bytes tell of; None where they were not written by us, or not wholly."""
+        try:
+            entry = parse_json(data)
+        except ValueError:
+            return None
+        kinds: Mapping[str, type] = {"pid": int, "host": str, "rank": int, "start_ticks": int, "since": str}
+        if isinstance(entry, dict) and "run" in entry:
+            kinds = {**kinds, "run": str, "written_by": str}
+        if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != kinds:
+            return None
+        if entry.pop("written_by", _WRITTEN_BY["written_by"]) != _WRITTEN_BY["written_by"]:
+            return None
+        return cls(**entry)
+
+    def to_json(self) -> bytes:
+        return json.dumps(_WRITTEN_BY | asdict(self)).encode() + b"\n"
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on host {self.host} (rank {self.rank}), since {self.since}"
+
+
+class Lock(NamedTuple):
+    """A rank's lock file; owner None: it does not say. "elsewhere": on another host, alive or not."""
+
+    name: str
+    owner: Owner | None
+    standing: Standing
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot, or None where there is no such process."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command's name, in parentheses, may itself hold spaces and parentheses; field 22 counts from the last one.
+    return int(line.rpartition(")")[2].split()[19])
+
+
+def lock_name(rank: int) -> str:
+    return f"rank{rank}.lock"
+
+
+def lock_names(folder: int | str | os.PathLike[str]) -> list[str]:
+    """Names of a folder's lock files. Raises OSError."""
+    return sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
+
+
+def open_lock(name: str, folder: int, flags: int = os.O_RDWR) -> int:
+    """A lock file's descriptor, given the folder's. Raises OSError, for anything but a regular file."""
+    return open_regular(name, flags | os.O_NOFOLLOW, folder)
+
+
+def read_owner(fd: int) -> tuple[Owner | None, bool]:
+    """The owner that an open lock file tells of, and whether it holds nothing at all."""
+    data = os.pread(fd, _MOST_BYTES, 0)
+    return Owner.of(data), not data
+
+
+def standing(fd: int, owner: Owner | None) -> Standing:
+    """How the owner of an open lock fares. Another host's flock may be invisible here, so that one is never called gone."""
+    here = owner is None or owner.host == socket.gethostname()
+    if owner is not None and here and owner.start_ticks and start_ticks(owner.pid) == owner.start_ticks:
+        return "live"
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "live"
+    return "gone" if here else "elsewhere"
+
+
+def locks_in(folder: int) -> list[Lock]:
+    """The locks in a run's folder, given its descriptor; what cannot be opened as one says nothing. Only under its guard: while
+    one is looked at, a rank that wants it would be refused."""
+    found = []
+    for name in lock_names(folder):
+        try:
+            fd = open_lock(name, folder)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ELOOP, errno.ENOENT):
+                raise
+            found.append(Lock(name, None, "gone"))
+            continue
+        try:
+            owner, _ = read_owner(fd)
+            found.append(Lock(name, owner, standing(fd, owner)))
+        finally:
+            os.close(fd)
+    return found
+
+
+def owner_above(folder: Path) -> tuple[Path, Owner] | None:
+    """The run whose folder this is, or lies in, and the first of its owners; None where no lock tells of one."""
+    for parent in (folder, *folder.parents):
+        try:
+            fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue  # not there, or not ours to read
+        try:
+            owner = next((owner for name in lock_names(fd) if (owner := _told(name, fd)) is not None), None)
+        finally:
+            os.close(fd)
+        if owner is not None:
+            return parent, owner
+    return None
+
+
+def _told(name: str, folder: int) -> Owner | None:
+    try:
+        fd = open_lock(name, folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return read_owner(fd)[0]
+    finally:
+        os.close(fd)
+
+
+def is_of_run(locks: list[Lock], run: str) -> bool:
+    """Whether the locks say that a run made the folder of this name: one under another name may be somebody's copy."""
+    return any(lock.owner is not None and lock.owner.run in ("", run) for lock in locks)
+
+
+def plain_entry(owner: Owner) -> dict[str, Any]:
+    """JSON form for people."""
+    return {key: value for key, value in asdict(owner).items() if key != "run"}

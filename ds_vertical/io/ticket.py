@@ -1,0 +1,32 @@
+"""What was started and is to be waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Ticket:
+    """A transfer in flight: `wait` completes it, once; later calls return at once."""
+
+    def __init__(self, what: str, wait: Callable[[], None], num_bytes: int = 0) -> None:
+        self.what = what
+        self.num_bytes = num_bytes
+        self._wait: Callable[[], None] | None = wait
+
+    @property
+    def done(self) -> bool:
+        return self._wait is None
+
+    def after(self, earlier: Ticket) -> Ticket:
+        """One ticket for both, the earlier one waited for first."""
+
+        def wait() -> None:
+            earlier.wait()
+            self.wait()
+
+        return Ticket(self.what, wait, self.num_bytes)
+
+    def wait(self) -> None:
+        if self._wait is not None:
+            self._wait()
+            self._wait = None  # not before: an interrupted wait is no completed one

@@ -1,0 +1,213 @@
+"""The autograd graph of one micro-batch outside its blocks, run backward one segment at a time.
+
+[Note: segments] Segment 0 is the prefix, segment b the glue between the blocks b-1 and b, the last one the suffix. A node of
+the graph belongs to the segment in which it was made, which autograd's sequence numbers tell. A tensor may be used later
+than in its own segment (encoder states by every decoder block, per-layer embeddings by one block each): its gradient
+waits until its segment is reached. So every node runs once, frees its memory then, and the gradients of a tensor are
+added one by one in the order in which stock's whole graph adds them: the same bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+_Key = tuple[Node, int]
+Taken = tuple[torch.Tensor, Callable[[torch.Tensor], None]]  # a gradient, and what puts it back
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    edge: GradientEdge
+    grad: torch.Tensor
+
+    @property
+    def key(self) -> _Key:
+        return self.edge.node, self.edge.output_nr
+
+
+class Segments:
+    """Where the segments of one micro-batch begin, and the gradients that wait for theirs."""
+
+    def __init__(self) -> None:
+        self._starts = [0]
+        self._output_of: dict[Node, int] = {}
+        self._waiting: dict[_Key, _Waiting] = {}
+        # A node written in Python is owned by the nodes after it alone, not by what Python holds of it: the nearest one of
+        # those that Python can own is kept until the prefix is done, and no more of the graph than that.
+        self._owners: list[Node | GradientEdge] = []
+
+    def begin(self, leaves: Iterable[Any]) -> None:
+        """A block has run, and `leaves` stand for its outputs: what is made from here on belongs to the next segment."""
+        self._starts.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                self._output_of[take_as_it_comes(leaf)] = len(self._starts) - 1
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that waits for `tensor`, which waits no longer."""
+        edge = get_gradient_edge(tensor)
+        waiting = self._waiting.pop((edge.node, edge.output_nr), None)
+        return None if waiting is None else waiting.grad
+
+    def wait(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """Let a gradient of `tensor` wait for its segment, added to what waits already."""
+        self._wait(_Waiting(get_gradient_edge(tensor), grad))
+
+    def take_waiting(self, wanted: Callable[[torch.Tensor], bool]) -> list[Taken]:
+        """Take the wanted ones of the gradients that wait, each with what puts it back; their places in the order stay."""
+        taken: list[Taken] = []
+        for key, waiting in self._waiting.items():
+            if wanted(waiting.grad):
+                taken.append((waiting.grad, partial(self._put_back, key, waiting.edge)))
+        for _, put_back in taken:
+            put_back(torch.empty(0))
+        return taken
+
+    def _put_back(self, key: _Key, edge: GradientEdge, grad: torch.Tensor) -> None:
+        self._waiting[key] = _Waiting(edge, grad)
+
+    def run_suffix(self, loss: torch.Tensor) -> None:
+        """Run the last segment backward, from the loss."""
+        self.wait(loss, torch.ones_like(loss))
+        self.run(len(self._starts) - 1)
+
+    def run(self, segment: int) -> None:
+        """Run a segment backward: gradients of parameters and of the block outputs it starts from go to their `.grad`, those
+        of tensors made earlier wait."""
+        roots = [waiting for waiting in self._waiting.values() if self._segment_of(waiting.edge.node) == segment]
+        for root in roots:
+            del self._waiting[root.key]
+        earlier, leaves = self._reach(roots, segment)
+        if not earlier:
+            _run_to_leaves(roots)
+        elif _nested(list(earlier), leaves):
+            # autograd cannot stop at an edge and reach another one, or a parameter that an earlier segment uses too, past it:
+            # run through to the leaves at once, and keep the graph for what still waits there. The same gradients, added in
+            # another order than stock's.
+            _run_to_leaves(roots, retain_graph=True)
+        else:
+            self._run_in_part(roots, list(earlier), leaves)
+        self._owners += (owner for (node, _), owner in earlier.items() if isinstance(node, FunctionCtx))
+        self._output_of = {node: own for node, own in self._output_of.items() if own < segment}
+
+    def clear(self) -> None:
+        """Forget everything: after the prefix, or after an error."""
+        self._waiting.clear()
+        self._output_of.clear()
+        self._owners.clear()
+
+    def _wait(self, waiting: _Waiting) -> None:
+        known = self._waiting.get(waiting.key)
+        if known is not None:
+            waiting = _Waiting(known.edge, known.grad + waiting.grad)
+        self._waiting[waiting.key] = waiting
+
+    def _segment_of(self, node: Node) -> int:
+        if _is_leaf(node):
+            return self._output_of.get(node, 0)
+        return bisect_right(self._starts, node._sequence_nr()) - 1  # type: ignore[attr-defined]
+
+    def _reach(self, roots: Sequence[_Waiting], segment: int) -> tuple[dict[_Key, Node | GradientEdge], list[Node]]:
+        """From the roots, within the segment: edges into earlier segments, with what owns each, and leaves."""
+        earlier: dict[_Key, Node | GradientEdge] = {}
+        leaves: dict[Node, None] = {}
+        stack: list[tuple[Node, Node | GradientEdge]] = list({root.edge.node: root.edge for root in roots}.items())
+        seen = {node for node, _ in stack}
+        while stack:
+            node, owner = stack.pop()
+            if not isinstance(node, FunctionCtx):
+                owner = node
+            if _is_leaf(node):
+                leaves[node] = None
+                continue
+            for following, output_nr in node.next_functions:
+                if following is None or following in seen:
+                    continue
+                is_parameter = _is_leaf(following) and following not in self._output_of
+                if not is_parameter and self._segment_of(following) < segment:
+                    earlier.setdefault((following, output_nr), owner)
+                else:
+                    seen.add(following)
+                    stack.append((following, owner))
+        return earlier, list(leaves)
+
+    def _run_in_part(self, roots: Sequence[_Waiting], earlier: Sequence[_Key], leaves: Sequence[Node]) -> None:
+        # What waits at an earlier edge starts the sum there: [Note: segments], one by one.
+        seeds = [self._waiting.pop(key) for key in earlier if key in self._waiting]
+        edges = [GradientEdge(*key) for key in earlier]
+        grads = torch.autograd.grad(
+            [each.edge for each in (*roots, *seeds)],
+            [*edges, *(GradientEdge(leaf, 0) for leaf in leaves)],
+            [each.grad for each in (*roots, *seeds)],
+            allow_unused=True,
+        )
+        for edge, grad in zip(edges, grads[: len(edges)], strict=True):
+            if grad is not None:
+                self._wait(_Waiting(edge, grad))
+        for leaf, grad in zip(leaves, grads[len(edges) :], strict=True):
+            if grad is not None:
+                variable: torch.Tensor = leaf.variable  # type: ignore[attr-defined]
+                variable.grad = grad if variable.grad is None else variable.grad + grad
+
+
+def take_as_it_comes(leaf: torch.Tensor) -> Node:
+    """Let a leaf's gradient have the layout that it comes in, as it has in stock, whose graph goes on there; autograd would lay
+    it out as the leaf is, and reductions round by the layout. Returns the node to which that is said: it has to be held until
+    a graph has it.
+    """
+    node = get_gradient_edge(leaf).node
+    reference = weakref.ref(leaf)  # nobody's hold on its memory: see `tensor_refs`
+
+    def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
+        (grad,), target = grads, reference()
+        if grad is None or target is None:
+            return None
+        target.grad = grad if target.grad is None else target.grad + grad
+        return (None,)
+
+    node.register_prehook(take)  # type: ignore[attr-defined]
+    return node
+
+
+def _is_leaf(node: Node) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def _run_to_leaves(roots: Sequence[_Waiting], retain_graph: bool = False) -> None:
+    if roots:
+        torch.autograd.backward([root.edge for root in roots], [root.grad for root in roots], retain_graph=retain_graph)
+
+
+def _nested(edges: Sequence[_Key], leaves: Sequence[Node]) -> bool:
+    """Whether one of the edges, or one of the leaves, can be reached through another edge's node."""
+    if len(edges) < 2 and not leaves:
+        return False
+    wanted = {*edges, *((leaf, 0) for leaf in leaves)}
+    nodes = {node for node, _ in edges}
+    for start in nodes:
+        seen, stack = {start}, [start]
+        while stack:
+            for following, output_nr in stack.pop().next_functions:
+                if following is None:
+                    continue
+                if (following, output_nr) in wanted and following is not start:
+                    return True
+                if following not in seen:
+                    seen.add(following)
+                    stack.append(following)
+    return False
+
+
+OWN_BACKWARD = (
+    "loss_fn, or the model's forward, has called backward() itself: train_batch runs the backward of the loss that it is given,"
+    " and both would be added; return the sum of all losses and call no backward"
+)

@@ -1,0 +1,338 @@
+"""Find the layers of a model and assign every parameter to a layer or to what lies outside the layers.
+
+Vocabulary: a block is the model's repeated module, a layer is `blocks_per_layer` consecutive blocks. `pre` stands for
+everything outside the layers: prefix, glue between layers and suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ds_vertical.errors import LayerError
+from ds_vertical.model.source_order import called_children, called_in_turn
+from ds_vertical.schedule.events import Unit
+
+# Parameters of a container of blocks, as a share of the model's, from which it counts as the model's stack of layers
+# when no configuration names its length.
+_HEAVY_SHARE = 0.1
+# Stacks that fill a KV cache in every forward, whatever `use_cache` says: they run as glue, which is never recomputed.
+_WRITE_A_CACHE = {"XLMModel": "attentions", "FlaubertModel": "attentions"}
+_DEPTH_NAMES = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block: its dotted path in the model and its module."""
+
+    path: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """The model cut into layers.
+
+    `blocks` in order of execution; `layers[l]` the range of block indices of layer l; `units` maps every layer index
+    and `pre` to its parameters, each parameter in exactly one unit (a parameter that several layers share is in `pre`).
+    """
+
+    blocks: tuple[Block, ...]
+    layers: tuple[range, ...]
+    units: dict[Unit, tuple[nn.Parameter, ...]]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def unit_of(self) -> dict[int, Unit]:
+        """`id(parameter)` -> unit."""
+        return {id(p): unit for unit, params in self.units.items() for p in params}
+
+    def in_chunk_order(self, params_on_ssd: bool) -> list[Unit]:
+        """The units in the order in which their chunks come. On SSD `pre` is the first: it may stay in host memory. In
+        memory it is the last: a head's bias of a few elements would shift all behind it (`zero_optimizer.place_as_stock`)."""
+        return list(self.units) if params_on_ssd else sorted(self.units, key=lambda unit: unit == "pre")
+
+    def describe(self) -> str:
+        """One line: number of layers and where they were found."""
+        containers = dict.fromkeys(_parent(block.path) or "(root)" for block in self.blocks)
+        per_layer = len(self.layers[0])
+        return f"{self.num_layers} layers of {per_layer} block(s) in {', '.join(containers)}"
+
+
+def map_layers(model: nn.Module, paths: Sequence[str] | None = None, blocks_per_layer: int = 1) -> LayerMap:
+    """Cut `model` into layers.
+
+    `paths`: dotted paths of containers (each member is a block) or of single blocks, in order of execution; None
+    discovers them. Raises LayerError when nothing is found, a path is wrong, or blocks overlap.
+    """
+    groups = _named_groups(model, paths) if paths is not None else _discovered_groups(model)
+    blocks = tuple(block for group in groups for block in group)
+    _refuse_overlap(blocks)
+    layers: list[range] = []
+    start = 0
+    for group in groups:
+        end = start + len(group)
+        layers += [range(i, min(i + blocks_per_layer, end)) for i in range(start, end, blocks_per_layer)]
+        start = end
+    return LayerMap(blocks, tuple(layers), _assign_units(model, blocks, layers))
+
+
+def _named_groups(model: nn.Module, paths: Sequence[str]) -> list[list[Block]]:
+    """One group per container; neighbouring single blocks of one parent form a group as well."""
+    groups: list[list[Block]] = []
+    single: list[Block] = []
+    for path in paths:
+        try:
+            module = model.get_submodule(path)
+        except AttributeError as error:
+            raise LayerError(
+                f"vertical_schedule.layers: got {path!r}, which the model {type(model).__name__} does not have ({error});"
+                f" write dotted paths such as {_examples(model)}, or null to discover them"
+            ) from None
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            if single:
+                groups.append(single)
+                single = []
+            groups += _opened([Block(_join(path, name), member) for name, member in module.named_children()])
+        else:
+            if single and _parent(single[-1].path) != _parent(path):
+                groups.append(single)
+                single = []
+            single.append(Block(path, module))
+    if single:
+        groups.append(single)
+    groups = [group for group in groups if group]
+    if not groups:
+        raise LayerError(f"vertical_schedule.layers: got {list(paths)!r}, which names no block; write e.g. {_examples(model)}")
+    return groups
+
+
+def _discovered_groups(model: nn.Module) -> list[list[Block]]:
+    depths = _config_depths(model)
+    total = sum(_numel(p) for p in model.parameters())
+    runs: list[list[Block]] = []
+    taken: list[str] = []
+    for path, module in model.named_modules():
+        if any(f"{path}.".startswith(outer) for outer in taken):
+            continue
+        run = _longest_run(path, module)
+        if len(run) < 2:
+            continue
+        if len(run) in depths or _share(run, total) >= _HEAVY_SHARE:
+            runs.append(run)
+            taken += [block.path + "." for block in run]
+    runs = _repeated(model, runs, total) or runs
+    if not runs:
+        raise LayerError(
+            f"vertical_schedule.layers: no stack of repeated modules was found in {type(model).__name__};"
+            f" name the layers' containers or blocks, e.g. {_examples(model)}, or a module that runs once per forward"
+        )
+    return [group for run in _in_order(model, _interleaved(model, runs, total), "") for group in _opened(run)]
+
+
+def _share(run: Sequence[Block], total: int) -> float:
+    return sum(_numel(p) for block in run for p in block.module.parameters()) / max(1, total)
+
+
+def _repeated(model: nn.Module, runs: Sequence[Sequence[Block]], total: int) -> list[list[Block]]:
+    """Where a model calls the same few modules again and again (ALBERT), what holds their list: it runs once per forward."""
+    config = getattr(model, "config", None)
+    groups, depth = getattr(config, "num_hidden_groups", None), getattr(config, "num_hidden_layers", None)
+    fewer = isinstance(groups, int) and isinstance(depth, int) and groups < depth
+    found: list[list[Block]] = []
+    for path, module in model.named_modules() if fewer else ():
+        own = [Block(_join(path, name), member) for name, member in module.named_children()]
+        if path and isinstance(module, nn.ModuleList) and len(own) == groups and _share(own, total) >= _HEAVY_SHARE:
+            holder = _parent(path)
+            if not any(holder.startswith(block.path) for run in found for block in run):
+                found.append([Block(holder, model.get_submodule(holder))])
+    return found
+
+
+def _interleaved(model: nn.Module, runs: list[list[Block]], total: int) -> list[list[Block]]:
+    """Stacks that a model goes through side by side, in one loop (XLM: attentions[i], then ffns[i]), as one; light ones among
+    them (norms) are left to the glue."""
+    for parent in dict.fromkeys(_parent(_parent(run[0].path)) for run in runs if "." in run[0].path):
+        module = model.get_submodule(parent)
+        at = {run[0].path.split(".")[-2]: run for run in runs if _parent(_parent(run[0].path)) == parent}
+        for names in called_in_turn(module) if len(at) > 1 else ():
+            together = [at[name] for name in names if name in at]
+            glue = _WRITE_A_CACHE.get(type(module).__name__)
+            if len(together) > 1 and len({len(run) for run in together}) == 1 and all(run in runs for run in together):
+                least = _HEAVY_SHARE * sum(_share(run, total) for run in together)
+                heavy = [run for run in together if _share(run, total) >= least and run is not at.get(glue)]
+                runs = [run for run in runs if run not in together] + [[b for each in zip(*heavy, strict=True) for b in each]]
+    return runs
+
+
+def _in_order(model: nn.Module, runs: list[list[Block]], above: str) -> list[list[Block]]:
+    """Stacks in the order in which the model's source calls what holds them; where that does not tell, as they are defined."""
+    start = len(above) + 1 if above else 0
+    branches: dict[str, list[list[Block]]] = {}
+    for run in runs:
+        branches.setdefault(run[0].path[start:].partition(".")[0], []).append(run)
+    names = list(branches)
+    if len(runs) < 2:
+        return runs
+    if len(names) > 1:
+        called = called_children(model.get_submodule(above))
+        names = sorted(names, key=called.index) if set(names) <= set(called) else names
+    return [run for name in names for run in _in_order(model, branches[name], _join(above, name))]
+
+
+def _opened(run: Sequence[Block]) -> list[list[Block]]:
+    """The stacks to run in a list's place: lists in a list cannot be called, their members can."""
+    groups: list[list[Block]] = [[]]
+    for block in run:
+        if isinstance(block.module, nn.ModuleList):
+            members = [(name, m) for name, m in block.module.named_children() if _has_parameters(m)]
+            groups += [*_opened([Block(_join(block.path, name), member) for name, member in members]), []]
+        else:
+            groups[-1].append(block)
+    return [group for group in groups if group]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _longest_run(path: str, module: nn.Module) -> list[Block]:
+    """The longest run of consecutive members of one kind that have parameters, in a ModuleList or Sequential."""
+    best: list[Block] = []
+    run: list[Block] = []
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return best
+    previous: str | None = None
+    for name, member in module.named_children():
+        kind = _kind(member) if _has_parameters(member) else None
+        run = [*run, Block(_join(path, name), member)] if kind is not None and kind == previous else []
+        if kind is not None and not run:
+            run = [Block(_join(path, name), member)]
+        previous = kind
+        if len(run) > len(best):
+            best = run
+    return best
+
+
+def _kind(module: nn.Module) -> str:
+    """Blocks of hybrid models differ in class but share Hugging Face's base class of checkpointable layers."""
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return "GradientCheckpointingLayer" if "GradientCheckpointingLayer" in names else type(module).__qualname__
+
+
+def _config_depths(model: nn.Module) -> set[int]:
+    config = getattr(model, "config", None)
+    if config is None:
+        return set()
+    configs = [config]
+    if hasattr(config, "get_text_config"):
+        configs.append(config.get_text_config())
+    values = (getattr(c, name, None) for c in configs for name in _DEPTH_NAMES)
+    return {value for value in values if isinstance(value, int) and value > 1}
+
+
+def _refuse_overlap(blocks: Sequence[Block]) -> None:
+    seen: dict[int, str] = {}
+    for block in blocks:
+        if seen.get(id(block.module)) == block.path:
+            raise LayerError(f"vertical_schedule.layers: names {block.path!r} twice; every block runs once per forward")
+        for module in block.module.modules():
+            if module is not block.module and _is_stateless(module):
+                continue  # an activation that all blocks use is nobody's
+            if id(module) in seen and seen[id(module)] != block.path:
+                raise LayerError(
+                    f"vertical_schedule.layers: {block.path!r} shares the module {type(module).__name__} with"
+                    f" {seen[id(module)]!r}; every block must be a module of its own, used once per forward"
+                )
+            seen[id(module)] = block.path
+
+
+def _is_stateless(module: nn.Module) -> bool:
+    return not _has_parameters(module) and next(module.buffers(), None) is None
+
+
+def _assign_units(model: nn.Module, blocks: Sequence[Block], layers: Sequence[range]) -> dict[Unit, tuple[nn.Parameter, ...]]:
+    layer_of_module = {id(m): index for index, layer in enumerate(layers) for b in layer for m in blocks[b].module.modules()}
+    users: dict[int, set[Unit]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        # parameters of other modules that this one was registered to use count as used here
+        external = getattr(module, "_external_params", {})
+        for param in (*module._parameters.values(), *external.values()):
+            if param is not None:
+                params[id(param)] = param
+                users.setdefault(id(param), set()).add(layer_of_module.get(id(module), "pre"))
+    units: dict[Unit, list[nn.Parameter]] = {"pre": [], **{index: [] for index in range(len(layers))}}
+    for key, param in params.items():
+        unit = next(iter(users[key])) if len(users[key]) == 1 else "pre"
+        units[unit].append(param)
+    return {unit: tuple(members) for unit, members in units.items()}
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse settings under which layer-major training would be silently wrong. Raises LayerError naming the setting."""
+    for path, setting, remedy in _refused_settings(model):
+        raise LayerError(f"{path}: got {setting}; layer-major training cannot reproduce it; {remedy}")
+
+
+def _refused_settings(model: nn.Module) -> Iterator[tuple[str, object, str]]:
+    config = getattr(model, "config", None)
+    configs: dict[str, Any] = {} if config is None else {"model.config": config}
+    if config is not None and hasattr(config, "get_text_config") and config.get_text_config() is not config:
+        configs["model.config.get_text_config()"] = config.get_text_config()
+    for where, each in configs.items():
+        for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+            if (getattr(each, name, None) or 0) > 0:
+                yield f"{where}.{name}", getattr(each, name), "set it to 0: it drops layers per micro-batch"
+        for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+            if getattr(each, name, None) is True:
+                yield f"{where}.{name}", True, "set it to False: it collects outputs by hooks, whose gradients would be lost"
+    for path, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            remedy = "call model.gradient_checkpointing_disable(): the schedule recomputes each layer already"
+            yield f"model.{path or '(root)'}.gradient_checkpointing", True, remedy
+        layerdrop = getattr(module, "layerdrop", None)
+        if isinstance(layerdrop, float) and layerdrop > 0:
+            yield f"model.{path}.layerdrop", layerdrop, "set it to 0: it drops layers per micro-batch"
+
+
+def refuse_batch_flags(batch: object) -> None:
+    """Refuse per-call flags that ask for hook-collected outputs or a cache. Raises LayerError naming the key."""
+    if not isinstance(batch, Mapping):
+        return
+    for name in ("output_router_logits", "output_hidden_states", "output_attentions", "use_cache"):
+        if batch.get(name) is True:
+            raise LayerError(f"batch[{name!r}]: got True; layer-major training cannot reproduce it; leave it out or pass False")
+
+
+def _numel(param: nn.Parameter) -> int:
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _examples(model: nn.Module) -> str:
+    lists = [path for path, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and path]
+    heads = [path for path, _ in model.named_children()]
+    shown = (lists or heads)[:3]
+    return "[" + ", ".join(f'"{path}"' for path in shown) + "]" if shown else '["layers"]'

@@ -1,0 +1,102 @@
+"""What all forwards of a step have added to something that each of them began with alike.
+
+A hook that appends to a list, or counts, does so in every forward. In stock's order the next forward goes on where the last one
+ended; here each begins with what was there before the step, so what each has added is added up afterwards, in stock's order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ds_vertical.model.state.containers import MISSING, Container, Contents, owner_key, same_value
+from ds_vertical.model.state.module_state import Pairs
+
+
+def sum_up(before: Pairs, versions: Sequence[Pairs]) -> Pairs:
+    """The last version with everything that all of them (in the order of the micro-batches) have added to what was `before`: to
+    lists and sets behind what was there, to numbers that have grown. What a forward has set anew is the last one's."""
+    was = {owner_key(container): contents for container, contents in before}
+    found = [{owner_key(container): contents for container, contents in version} for version in versions]
+    result: dict[Any, tuple[Container, Contents]] = {}
+    for container, contents in versions[-1]:
+        key = owner_key(container)
+        own = [version[key] for version in found if key in version]
+        result[key] = container, _contents(container, was.get(key, Contents()), own) if len(own) > 1 else contents
+    return _with_new_lists(tuple(result.values()), was, found)
+
+
+def sum_of_tensors(before: torch.Tensor, versions: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What was `before` with everything that all versions have added to it, in their order; of truth values the last one."""
+    total = before
+    if before.dtype == torch.bool:
+        return versions[-1]
+    for each in versions:
+        total = total + (each - before)
+    return total
+
+
+def _contents(container: Container, before: Contents, versions: Sequence[Contents]) -> Contents:
+    if isinstance(container.owner, deque) and container.owner.maxlen is not None:
+        return _of_bounded(container.owner.maxlen, before, versions)
+    if isinstance(container.owner, list | deque):
+        return Contents(enumerate(_sequence(list(before.values()), [list(each.values()) for each in versions])))
+    if isinstance(container.owner, set):
+        if all(before.keys() <= each.keys() for each in versions):
+            return Contents((key, value) for each in versions for key, value in each.items())
+        return versions[-1]
+    last = versions[-1]
+    own = ((key, [each[key] for each in versions if key in each]) for key in last)
+    return Contents((key, _number(before.get(key, MISSING), found)) for key, found in own)
+
+
+def _sequence(before: list[Any], versions: Sequence[list[Any]]) -> list[Any]:
+    start = len(before)
+    if any(len(each) < start or not _begins_with(each, before) for each in versions):
+        return versions[-1]
+    return before + [value for each in versions for value in each[start:]]
+
+
+def _of_bounded(longest: int, before: Contents, versions: Sequence[Contents]) -> Contents:
+    """What all forwards have put behind what was there: the last of it that finds room."""
+    start = list(before.values())
+    added: list[Any] = []
+    for each in versions:
+        values = list(each.values())
+        kept = next(
+            (n for n in range(min(len(start), len(values)), -1, -1) if _begins_with(values, start[len(start) - n :])), 0
+        )
+        added += values[kept:]
+    return Contents(enumerate([*start, *added][-longest:]))
+
+
+def _begins_with(values: list[Any], start: list[Any]) -> bool:
+    return all(map(operator.is_, start, values)) or all(map(same_value, start, values))
+
+
+def _number(before: Any, versions: Sequence[Any]) -> Any:
+    numbers = (int, float)
+    if any(isinstance(each, bool) or not isinstance(each, numbers) for each in versions) or len(versions) < 2:
+        return versions[-1]
+    start = 0 if before is MISSING else before
+    if isinstance(start, bool) or not isinstance(start, numbers) or any(each < start for each in versions):
+        return versions[-1]
+    return start + sum(each - start for each in versions)
+
+
+def _with_new_lists(result: Pairs, was: dict[Any, Contents], found: Sequence[dict[Any, Contents]]) -> Pairs:
+    """Lists that each forward has made anew under the same key of a container: the last one's holds the others' values, too."""
+    pairs = {owner_key(container): (container, contents) for container, contents in result}
+    for key, (_, contents) in list(pairs.items()):
+        for name, value in contents.items():
+            own = [version[key][name] for version in found if name in version.get(key, {})]
+            made = all(isinstance(each, list) for each in own) and len({id(each) for each in own}) == len(own) > 1
+            if not made or name in was.get(key, {}) or id(value) not in pairs:
+                continue
+            lists = [list(version[id(each)].values()) for version, each in zip(found, own, strict=False) if id(each) in version]
+            pairs[id(value)] = pairs[id(value)][0], Contents(enumerate(each for one in lists for each in one))
+    return tuple(pairs.values())

@@ -1,0 +1,262 @@
+"""The state of all places at one moment, and what of it has changed since."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+
+from ds_vertical.errors import LayerError
+from ds_vertical.model.state.containers import Container, Contents, container_of
+from ds_vertical.model.state.module_state import GeneratorItem, Item, Pairs, PlaceItem, TensorItem, same_bits, streams_of
+from ds_vertical.model.state.survey import OUTSIDE, Names, Slot
+
+LARGEST_NUMEL: Final = 1 << 24  # elements of a tensor that each micro-batch may have a copy of
+SMALL_NUMEL: Final = 1 << 16  # elements of a tensor that is copied in every step, lest it change for the first time
+
+
+@dataclass(frozen=True)
+class Change:
+    """An item that has changed, and what it was; None of a tensor that is too large to be copied."""
+
+    item: Item
+    before: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Elements:
+    """A tensor, or an array, in a snapshot: `before` is a copy, None of one that is too large; `version`: its count of writes,
+    None where it keeps none."""
+
+    path: str
+    region: int
+    owner: Any
+    tensor: torch.Tensor
+    before: torch.Tensor | None
+    version: int | None
+
+    def has_changed(self) -> bool:
+        if self.before is not None:  # some kernels write without counting (batch norm's)
+            return not same_bits(self.tensor, self.before)
+        return self.version is not None and self.tensor._version != self.version
+
+
+_VALUES: Final = operator.methodcaller("values")
+
+
+class _ListsAndDicts:
+    """What many lists and dicts hold at one moment. They are nearly all that a snapshot compares, so it is done in one go."""
+
+    def __init__(self, names: Sequence[Names], containers: Sequence[tuple[Container, Contents]]) -> None:
+        lists = [pair for pair in containers if isinstance(pair[0].live, list)]
+        dicts = [pair for pair in containers if not isinstance(pair[0].live, list)]
+        held = [*((each.owner, each.before) for each in names), *((container.live, contents) for container, contents in dicts)]
+        self._dicts = [mapping for mapping, _ in held]
+        self._lists = [container.live for container, _ in lists]
+        self._attributes = [container.attributes for container, _ in containers if container.attributes is not None]
+        self._sizes = [len(before) for _, before in (*held, *lists)]
+        self._keys = [key for _, before in held for key in before]
+        self._values = [value for _, before in (*held, *lists) for value in before.values()]
+
+    def are_same(self) -> bool:
+        """Whether all of them hold the objects of then, under the same keys in the same order."""
+        values = chain(map(_VALUES, self._dicts), self._lists)
+        return (
+            list(map(len, chain(self._dicts, self._lists))) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(values), self._values))
+            and all(map(operator.is_, chain.from_iterable(self._dicts), self._keys))
+            and not any(self._attributes)
+        )
+
+
+class Snapshot:
+    """The state of all places at one moment; `changes` compares. See `survey`.
+
+    `closely`: all tensors but the largest are copied and compared bit by bit; otherwise the small ones. Another one has changed
+    when its count of writes has. `names`: what attributes modules have.
+    """
+
+    def __init__(self, slots: Sequence[Slot], names: Sequence[Names], closely: bool = True) -> None:
+        self._slots = slots
+        self._closely = closely
+        self._names = names
+        values = [slot.place.read() for slot in slots]
+        keys = {each.key for each in names}
+        self._places: dict[Any, list[tuple[Slot, Contents]]] = {}  # by the key of the names that they are among
+        for slot, before in zip(slots, values, strict=True):
+            if slot.place.is_constant:
+                continue
+            owner = slot.place.owner
+            key = owner[0] if isinstance(owner, tuple) and owner[0] in keys else None
+            self._places.setdefault(key, []).append((slot, before))
+        self._containers: dict[int, tuple[str, int, Container, Contents]] = {}
+        self._tensors: dict[int, _Elements] = {}
+        self._generators: dict[int, tuple[GeneratorItem, Any]] = {}
+        self._held: list[Any] = []  # so that no other object takes the id of one
+        carriers = [
+            (slot.region, slot.path, value)
+            for slot, contents in zip(slots, values, strict=True)
+            for _, value in contents.carriers
+        ]
+        carriers += [(each.region, path, value) for each in names for path, value in each.carriers()]
+        for region, path, value in sorted(carriers, key=operator.itemgetter(0)):
+            self._note(path, region, (value,))
+        pairs = [(container, contents) for _, _, container, contents in self._containers.values()]
+        self._lists_and_dicts = _ListsAndDicts(names, [pair for pair in pairs if pair[0].is_list_or_dict()])
+        self._others = [each for each in self._containers.values() if not each[2].is_list_or_dict()]
+
+    @property
+    def owners(self) -> set[int]:
+        """Ids of the dicts whose names are known."""
+        return {id(names.owner) for names in self._names}
+
+    def items(self) -> Iterator[Item]:
+        """What may change, as items."""
+        for slot in self._slots:
+            yield PlaceItem(slot.path, slot.region, slot.place)
+        for names in self._names:
+            for path, place, _ in names.places():
+                yield PlaceItem(path, names.region, place)
+        for path, region, container, _ in self._containers.values():
+            yield PlaceItem(path, region, container)
+        for each in self._tensors.values():
+            yield TensorItem(each.path, each.region, each.tensor, each.owner)
+        for item, _ in self._generators.values():
+            yield item
+
+    def _note(self, path: str, region: int, values: Iterable[Any]) -> None:
+        """What some values lead to. What two regions lead to is nobody's alone."""
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            self._note_leaf(path, region, value)
+            if isinstance(value, tuple):
+                waiting.extend(value)
+                continue
+            known = self._containers.get(id(value))
+            if known is not None and known[1] in (OUTSIDE, region):
+                continue
+            container = known[2] if known is not None else container_of(value)
+            if container is None:
+                continue
+            contents = known[3] if known is not None else container.read()
+            where = region if known is None else OUTSIDE
+            self._containers[id(value)] = (path, where, container, contents)
+            if where == region:
+                waiting.extend(each for _, each in contents.carriers)
+            else:
+                self._note(path, OUTSIDE, (each for _, each in contents.carriers))
+
+    def _note_leaf(self, path: str, region: int, value: Any) -> None:
+        if isinstance(value, nn.Parameter) or (isinstance(value, torch.Tensor) and value.is_meta):
+            return
+        if isinstance(value, torch.Tensor | np.ndarray):
+            self._note_elements(path, region, value)
+            return
+        streams = streams_of(value)
+        if streams is not None:
+            known_item = self._generators.get(id(value))
+            where = region if known_item is None or known_item[0].region == region else OUTSIDE
+            self._held.append(value)
+            self._note_generator(id(value), GeneratorItem(path, where, streams, id(value)))
+
+    def _note_elements(self, path: str, region: int, value: Any) -> None:
+        known = self._tensors.get(id(value))
+        if known is not None:
+            self._tensors[id(value)] = replace(known, region=region if known.region == region else OUTSIDE)
+            return
+        tensor = value if isinstance(value, torch.Tensor) else _tensor_over(value)
+        if tensor is None or tensor.layout is not torch.strided:
+            return
+        copied = tensor.numel() <= (LARGEST_NUMEL if self._closely else SMALL_NUMEL)
+        counts = tensor is value and not tensor.is_inference()
+        before = tensor.detach().clone() if copied else None
+        self._tensors[id(value)] = _Elements(path, region, value, tensor, before, tensor._version if counts else None)
+
+    def _note_generator(self, key: int, item: GeneratorItem) -> None:
+        self._generators[key] = (item, self._generators[key][1] if key in self._generators else item.capture())
+
+    def changes(self, regions: Iterable[int] | None = None) -> Iterator[Change]:
+        """What has changed since, in these regions; None: in all."""
+        wanted = None if regions is None else {OUTSIDE, *regions}
+        most_are_same = self._lists_and_dicts.are_same()
+        near = [] if most_are_same else [each for each in self._names if wanted is None or each.region in wanted]
+        yield from self._changed_names([each for each in near if not each.are_same()], wanted)
+        for path, region, container, before in self._others if most_are_same else self._containers.values():
+            if (wanted is None or region in wanted) and not container.holds(before):
+                yield Change(PlaceItem(path, region, container), self._pairs(container, before))
+        for each in self._tensors.values():
+            if (wanted is None or each.region in wanted) and each.has_changed():
+                yield Change(TensorItem(each.path, each.region, each.tensor, each.owner), each.before)
+        for item, before in self._generators.values():
+            if (wanted is None or item.region in wanted) and not item.same(item.capture(), before):
+                yield Change(item, before)
+
+    def _changed_names(self, touched: Sequence[Names], wanted: set[int] | None) -> Iterator[Change]:
+        """What has changed at places: those under none of the names, and those under names that are not the same."""
+        for key in (None, *(names.key for names in touched)):
+            for slot, before in self._places.get(key, ()):
+                if (wanted is None or slot.region in wanted) and not slot.place.holds(before):
+                    yield Change(PlaceItem(slot.path, slot.region, slot.place), self._pairs(slot.place, before))
+        for names in touched:
+            for path, place, before in names.places():
+                if not place.holds(before):
+                    yield Change(PlaceItem(path, names.region, place), self._pairs(place, before))
+            for path, place in names.new():
+                yield Change(PlaceItem(path, names.region, place), ((place, Contents()),))
+
+    def _pairs(self, place: Container, contents: Contents) -> Pairs:
+        """As `deep`, at the moment of the snapshot."""
+        pairs: dict[int, tuple[Container, Contents]] = {id(place.owner): (place, contents)}
+        waiting = [value for _, value in contents.carriers]
+        while waiting:
+            value = waiting.pop(0)
+            if isinstance(value, tuple | frozenset):
+                waiting.extend(value)
+            elif id(value) in self._containers and id(value) not in pairs:
+                pairs[id(value)] = self._containers[id(value)][2:]
+                waiting.extend(each for _, each in self._containers[id(value)][3].carriers)
+        return tuple(pairs.values())
+
+
+def _tensor_over(array: np.ndarray) -> torch.Tensor | None:
+    """A tensor over the memory of an array; None where there is none."""
+    try:
+        return torch.from_numpy(array) if array.flags.writeable else None
+    except (TypeError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Within the block Python collects no garbage: thousands of new objects, none of them garbage, would make it do so."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def refuse_large(item: Item) -> NoReturn:
+    """Raises LayerError: a tensor has changed of which there is no copy."""
+    assert isinstance(item, TensorItem)
+    numel = item.tensor.numel()
+    if numel > LARGEST_NUMEL:
+        raise LayerError(
+            f"{item.path} is written during the forward and has {numel} elements; of more than {LARGEST_NUMEL} no micro-batch"
+            " gets a copy: write it outside the forward, or into several smaller tensors"
+        )
+    raise LayerError(
+        f"{item.path} ({numel} elements) is written during the forward for the first time, after steps that did not write it,"
+        " and what it held before was not copied; write it in the first step, too, and load the last checkpoint"
+    )

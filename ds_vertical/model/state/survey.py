@@ -1,0 +1,342 @@
+"""The places where a model's forward may keep state: attributes and buffers of modules, and what their code and hooks use."""
+
+from __future__ import annotations
+
+import contextvars
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from torch import nn
+
+from ds_vertical.model.state.containers import (
+    MISSING,
+    SIMPLE,
+    Container,
+    Contents,
+    bound,
+    called,
+    container_of,
+    globals_bound,
+    is_foreign,
+    is_internal,
+    is_users_module,
+    names_used,
+    note_home,
+    note_home_of_attribute,
+    owner_key,
+)
+
+OUTSIDE: Final = -1  # the region of what no block holds alone; otherwise the block's number
+_FOLLOWED: Final = (types.FunctionType, types.MethodType, partial, nn.Module)
+
+# what torch and DeepSpeed keep in a module's __dict__
+_INTERNAL: Final = (frozenset(vars(nn.Module())) - {"training"}) | {
+    "forward",
+    "_compiled_call_impl",
+    "_external_params",
+    "pre_bwd_fn",
+    "post_bwd_fn",
+    "applied_pre_backward_ref_cnt",
+    "all_parameters",
+    "_original_parameters",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A name under which a value stands: an attribute, a buffer, a global. `path`: for messages; `place`: with that one key."""
+
+    path: str
+    region: int
+    place: Container
+
+    @property
+    def value(self) -> Any:
+        return next(iter(self.place.read().values()), MISSING)
+
+
+def entry_of(owner: dict[str, Any], name: str) -> Container:
+    """The place of one entry of a dict."""
+
+    def read() -> Contents:
+        return Contents({name: owner[name]} if name in owner else {})
+
+    def write(contents: Mapping[Any, Any]) -> None:
+        if name in contents:
+            owner[name] = contents[name]
+        else:
+            owner.pop(name, None)
+
+    return Container((id(owner), name), read, write)
+
+
+def _attribute_of(cls: type, name: str) -> Container:
+    def read() -> Contents:
+        return Contents({name: vars(cls)[name]} if name in vars(cls) else {})
+
+    def write(contents: Mapping[Any, Any]) -> None:
+        if name in contents:
+            setattr(cls, name, contents[name])
+        elif name in vars(cls):
+            delattr(cls, name)
+
+    return Container((cls, name), read, write)
+
+
+def _cell(cell: types.CellType) -> Container:
+    def read() -> Contents:
+        try:
+            return Contents({"": cell.cell_contents})
+        except ValueError:  # nothing is bound yet
+            return Contents()
+
+    def write(contents: Mapping[Any, Any]) -> None:
+        if contents:
+            cell.cell_contents = contents[""]
+
+    return Container(cell, read, write)
+
+
+def _constant(value: Any) -> Container:
+    return Container(value, lambda: Contents({"": value}), lambda _: None, is_constant=True)
+
+
+def is_state(name: str) -> bool:
+    """Whether a name in a module's `__dict__` is the user's."""
+    return name not in _INTERNAL and not name.startswith(("ds_", "_ds_"))
+
+
+class Names:
+    """What stands under the names of one module, class or file, or in a dict of a module's hooks, at one moment.
+
+    `key`: the first part of the owner of a place of such a name. `before`: what stood there. The changes of some names are
+    found by the slots that have this key, and by `new`.
+    """
+
+    def __init__(self, path: str, region: int, key: Any, owner: Mapping[Any, Any]) -> None:
+        self.path, self.region, self.key, self.owner = path, region, key, owner
+        self.before: Mapping[Any, Any] = dict(owner)
+
+    def are_same(self) -> bool:
+        """Whether all names stand for the objects of then."""
+        now, then = self.owner, self.before
+        same_values = len(now) == len(then) and all(map(operator.is_, now.values(), then.values()))
+        return same_values and list(now) == list(then)
+
+    def places(self) -> Iterator[tuple[str, Container, Contents]]:
+        """Of what stood there: path, place and contents of each that no slot has."""
+        return iter(())
+
+    def new(self) -> Iterator[tuple[str, Container]]:
+        """Places of state that were not there, with their paths."""
+        return iter(())
+
+    def carriers(self) -> list[tuple[str, Any]]:
+        """Values that stood at `places` and are more than numbers and strings, with their paths."""
+        return []
+
+
+class _NamesOfClass(Names):
+    """Of one that the user has written."""
+
+    def new(self) -> Iterator[tuple[str, Container]]:
+        for name in self.owner:
+            if name not in self.before and is_state(name):
+                yield f"{self.path}.{name}", _attribute_of(self.key, name)
+
+
+class _NamesOfModule(Names):
+    """A module's attributes, or its buffers. Hardly any ever changes, so they have no slots. `of`: which names are state."""
+
+    owner: dict[str, Any]
+
+    def __init__(self, path: str, region: int, owner: dict[str, Any], of: Callable[[str], bool]) -> None:
+        super().__init__(path, region, id(owner), owner)
+        self._of = of
+
+    def places(self) -> Iterator[tuple[str, Container, Contents]]:
+        for name, value in self.before.items():
+            if self._of(name):
+                yield f"{self.path}.{name}", entry_of(self.owner, name), Contents({name: value})
+
+    def new(self) -> Iterator[tuple[str, Container]]:
+        for name in self.owner:
+            if name not in self.before and self._of(name):
+                yield f"{self.path}.{name}", entry_of(self.owner, name)
+
+    def carriers(self) -> list[tuple[str, Any]]:
+        found = ((name, value) for name, value in self.before.items() if type(value) not in SIMPLE)
+        return [(f"{self.path}.{name}", value) for name, value in found if self._of(name)]
+
+
+class _Whole(Names):
+    """A dict whose entries change together: the hooks of a module, its modules."""
+
+    owner: dict[Any, Any]
+
+    def __init__(self, path: str, region: int, owner: dict[Any, Any]) -> None:
+        super().__init__(path, region, id(owner), owner)
+
+    def places(self) -> Iterator[tuple[str, Container, Contents]]:
+        def write(contents: Mapping[Any, Any]) -> None:
+            self.owner.clear()
+            self.owner.update(contents)
+
+        place = Container((self.key, None), lambda: Contents(self.owner), write, self.owner)
+        yield self.path, place, Contents(self.before)
+
+
+def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
+    return {id(each): index for index, block in enumerate(blocks) for each in block.modules()}
+
+
+def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Any]) -> tuple[list[Slot], list[Names]]:
+    """Every place where a model's forward may keep state: of its modules, of what their code and hooks use, of `functions`.
+
+    What lies in one of the `blocks` has the block's number as region.
+    """
+    found = _Survey(set(map(id, model.modules())))
+    region_of = _regions(blocks)
+    for each in (*map(type, model.modules()), *functions):
+        note_home(each)
+    for path, module in model.named_modules():
+        found.module(path or type(model).__name__, module, region_of.get(id(module), OUTSIDE))
+    for function in functions:
+        found.follow(getattr(function, "__qualname__", type(function).__name__), OUTSIDE, function)
+    for variable, value in contextvars.copy_context().items():
+        found.constant(f"context variable {variable.name}", OUTSIDE, value)
+    return found.slots, found.names
+
+
+class _Survey:
+    """`registered`: ids of the model's modules, which are looked at one by one."""
+
+    def __init__(self, registered: set[int]) -> None:
+        self.slots: list[Slot] = []
+        self.names: list[Names] = []
+        self._registered = registered
+        self._seen: set[int] = set()  # functions, classes, containers and modules that are not the model's
+        self._places: set[Any] = set()
+
+    def module(self, path: str, module: nn.Module, region: int) -> None:
+        own = vars(module)
+        attributes = _NamesOfModule(path, region, own, is_state)
+        for where, value in attributes.carriers():
+            for each in (value, *(value if isinstance(value, list | tuple) and len(value) < 100 else ())):
+                note_home_of_attribute(each)
+            self.follow(where, region, value)
+        self.names += [attributes, _NamesOfModule(path, region, own["_buffers"], lambda _: True)]
+        for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
+            for hook in hooks.values():
+                self._hook(path, region, hook)
+            if hooks:  # one may take itself off
+                self.names.append(_Whole(f"the hooks of {path}", region, hooks))
+        if own["_modules"]:
+            self.names.append(_Whole(f"the modules of {path}", region, own["_modules"]))
+            for value in own["_modules"].values():
+                self.follow(path, region, value)
+        if "forward" in own:
+            self.function(f"{path}.forward", own["forward"], OUTSIDE)
+        self._class(type(module))
+
+    def _hook(self, path: str, region: int, hook: Any) -> None:
+        functions = list(called(hook))
+        if functions and all(map(is_internal, functions)) and not list(bound(hook)):
+            return  # DeepSpeed's, on every module
+        if not is_foreign(next(iter(functions), hook)):
+            note_home(next(iter(functions), type(hook)))
+            region = OUTSIDE  # several modules' hooks may share what they write to
+        self.function(f"a hook of {path}", hook, region)
+
+    def function(self, path: str, function: Any, region: int) -> None:
+        """Closures, globals and bound objects of a function, and of the user's functions that it calls."""
+        for value in bound(function):
+            self.constant(path, region, value)
+        for each in called(function):
+            if id(each) in self._seen:
+                continue
+            self._seen.add(id(each))
+            if is_internal(each):
+                continue
+            for name, cell in zip(each.__code__.co_freevars, each.__closure__ or (), strict=True):
+                self._value(f"{name} of {each.__qualname__}", region, _cell(cell))
+            if not is_foreign(each):
+                self._file(each.__globals__)
+                self._add(f"attributes of {each.__qualname__}", OUTSIDE, _constant(vars(each)))
+                names = set(names_used(each.__code__))
+                for name in globals_bound(each.__code__) - each.__globals__.keys():
+                    self._add(f"{each.__module__}.{name}", OUTSIDE, entry_of(each.__globals__, name))
+                for name in names & each.__globals__.keys():
+                    self._value(f"{each.__module__}.{name}", OUTSIDE, entry_of(each.__globals__, name))
+                    if is_users_module(module := each.__globals__[name]):
+                        for inner in names & vars(module).keys():
+                            self._value(f"{module.__name__}.{inner}", OUTSIDE, entry_of(vars(module), inner))
+
+    def _file(self, own: dict[str, Any]) -> None:
+        if id(own) not in self._seen:
+            self._seen.add(id(own))
+            self.names.append(Names(str(own.get("__name__")), OUTSIDE, id(own), own))
+
+    def _value(self, path: str, region: int, place: Container) -> None:
+        value = next(iter(place.read().values()), None)
+        if isinstance(value, type):
+            self._class(value)
+        elif not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+            self._add(path, region, place)
+
+    def _class(self, cls: type) -> None:
+        for each in cls.__mro__:
+            if each is nn.Module or is_foreign(each):
+                return
+            if id(each) in self._seen:
+                continue
+            self._seen.add(id(each))
+            own = vars(each)
+            self.names.append(_NamesOfClass(each.__qualname__, OUTSIDE, each, own))
+            for name, value in list(own.items()):
+                value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                if isinstance(value, types.FunctionType):
+                    self.function(value.__qualname__, value, OUTSIDE)
+                elif not (name.startswith("__") or hasattr(value, "__get__") or isinstance(value, type)):
+                    self._add(f"{each.__qualname__}.{name}", OUTSIDE, _attribute_of(each, name))
+
+    def _add(self, path: str, region: int, place: Container) -> None:
+        key = owner_key(place)
+        if key not in self._places:
+            self._places.add(key)
+            self.slots.append(Slot(path, region, place))
+            for value in place.read().values():
+                self.follow(path, region, value)
+
+    def constant(self, path: str, region: int, value: Any) -> None:
+        """A value that stands under no name of its own."""
+        if container_of(value) is not None:
+            self._add(path, region, _constant(value))
+        else:
+            self.follow(path, region, value)
+
+    def follow(self, path: str, region: int, value: Any) -> None:
+        """Go on to the functions, and to the modules that are not the model's, that a value leads to."""
+        waiting = [value]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, tuple):
+                waiting.extend(value)
+            elif isinstance(value, _FOLLOWED):
+                self._go_on(path, region, value)
+            elif id(value) not in self._seen and (container := container_of(value)) is not None:
+                self._seen.add(id(value))
+                waiting.extend(each for _, each in container.read().carriers)
+
+    def _go_on(self, path: str, region: int, value: Any) -> None:
+        if not isinstance(value, nn.Module):
+            self.function(path, value, region)
+        elif id(value) not in self._registered:
+            for inner, module in value.named_modules():
+                if id(module) not in self._seen and id(module) not in self._registered:
+                    self._seen.add(id(module))
+                    self.module(f"{path}.{inner}" if inner else path, module, region)

@@ -1,0 +1,150 @@
+"""Who holds a tensor: may its memory be taken away without anybody reading it meanwhile?
+
+[Note: holders] Python counts the references to a tensor, torch those of its own (what autograd saved) and the tensors over a
+storage: the leaf that stands for a block's output, and one for each joint (see `module_hooks`) that it has passed. So it can
+be told exactly whether all of them are ours. While a forward is parked its frames hold what it hands to the next block, and
+frames cannot be asked. But whatever else Python has is tracked by the garbage collector: a tensor to which only tuples, lists,
+dicts and closures lead, and nothing to those, is held by frames alone, that is, by this forward. That search takes some tenths
+of a second, so its verdict is kept for the same layer, place in the code and numbers of references.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from types import CellType, CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+_Site = tuple[int, tuple[int, ...], tuple[tuple[int, int], ...]]
+
+
+def has_others(tensor: torch.Tensor, known: int) -> bool:
+    """Whether more than `known` variables and containers refer to the tensor, the caller's included."""
+    held_by_torch = _held_by_torch() if tensor._use_count() > 1 else 0  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor) - _OWN > known + held_by_torch
+
+
+@functools.cache
+def _held_by_torch() -> int:
+    """References to a tensor in Python that torch adds where it holds the tensor itself, as a leaf's accumulator does."""
+    leaf = torch.zeros(1, requires_grad=True)
+    before = sys.getrefcount(leaf)
+    accumulator = get_gradient_edge(leaf)
+    added = sys.getrefcount(leaf) - before
+    del accumulator
+    return added
+
+
+def _measured() -> int:
+    probe = object()
+
+    def count(value: object) -> int:
+        return sys.getrefcount(value)
+
+    return count(probe) - 1
+
+
+_OWN = _measured()  # references that such a call adds
+
+
+_TRANSPARENT = (tuple, list, dict, CellType, FunctionType)  # they hold, and who holds them is asked in turn
+_aliases: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage, by tensor: alive ones that were noted
+
+
+def note_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Know from now on that this tensor lies over its storage as well as the one it was made of. Returns it."""
+    key, number = tensor.untyped_storage()._cdata, id(tensor)
+    _aliases.setdefault(key, {})[number] = weakref.ref(tensor, lambda _: _forget_alias(key, number))
+    return tensor
+
+
+def _forget_alias(key: int, number: int) -> None:
+    noted = _aliases.get(key, {})
+    noted.pop(number, None)
+    if not noted:
+        _aliases.pop(key, None)
+
+
+def key_of(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from others while it lives."""
+    return storage._cdata
+
+
+def over(storage: torch.UntypedStorage, listed: Iterable[object]) -> list[torch.Tensor]:
+    """The known tensors over a storage: those among `listed`, and the noted ones that are alive."""
+    key = storage._cdata
+    own = {id(v): v for v in listed if isinstance(v, torch.Tensor) and v.untyped_storage()._cdata == key}
+    noted = (reference() for reference in list(_aliases.get(key, {}).values()))
+    return list((own | {id(tensor): tensor for tensor in noted if tensor is not None}).values())
+
+
+def is_known(storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no tensors but these lie over the storage, and autograd has saved none of them."""
+    return is_over(storage, len(tensors)) and not any(map(_is_saved, tensors))
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor lies over the memory of this one."""
+    return is_over(tensor.untyped_storage(), 1)
+
+
+def is_over(storage: torch.UntypedStorage, num_tensors: int) -> bool:
+    """Whether no more tensors than these lie over the storage. Each of them counts once, and so does `storage` itself."""
+    return torch._C._storage_Use_Count(storage._cdata) <= 1 + num_tensors  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_saved(tensor: torch.Tensor) -> bool:
+    if not (tensor.is_leaf and tensor.requires_grad):
+        return tensor._use_count() > 1  # type: ignore[attr-defined]
+    accumulator = get_gradient_edge(tensor)  # which holds the leaf, and lives at least as long as this name
+    saved = tensor._use_count() > 2  # type: ignore[attr-defined]
+    del accumulator
+    return saved
+
+
+class Privacy:
+    """Whether tensors that a parked forward hands over are held by that forward alone. See [Note: holders]."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[_Site, bool] = {}
+        self._codes: set[CodeType] = set()  # kept, so that no other code takes the id of one
+
+    def is_private(self, tensors: list[torch.Tensor], frame: FrameType | None, layer: int, ours: Sequence[object]) -> bool:
+        """`frame`: the parked forward's innermost. `ours`: containers of the caller's that do not count."""
+        frames = _chain(frame)
+        self._codes.update(each.f_code for each in frames)
+        counts = tuple(sorted(map(sys.getrefcount, tensors)))
+        site = (layer, counts, tuple((id(each.f_code), each.f_lasti) for each in frames))
+        verdict = self._verdicts.get(site)
+        if verdict is None:
+            verdict = self._verdicts[site] = _only_frames_hold(tensors, [*frames, *_chain(sys._getframe())], ours)
+        return verdict
+
+
+def _chain(frame: FrameType | None) -> list[FrameType]:
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _only_frames_hold(tensors: list[torch.Tensor], frames: list[FrameType], ours: Sequence[object]) -> bool:
+    if gc.get_freeze_count():  # gc.freeze() hides from the search who holds what
+        return False
+    known = {id(value) for value in (*frames, *ours, frames, ours)}
+    found: list[Any] = tensors
+    while found:
+        known.update(map(id, (found, *found)))
+        holders = gc.get_referrers(*found)
+        known.add(id(holders))
+        found = [holder for holder in holders if id(holder) not in known]
+        if any(type(holder) not in _TRANSPARENT for holder in found):
+            return False
+    return True

@@ -1,0 +1,149 @@
+"""The state that torch keeps per thread, captured and put back.
+
+[Note: one thread, many forwards] All micro-batches' forwards run as greenlets of ONE thread, so what torch keeps per
+thread leaks from one to the next: autocast still on, grad mode still off, one random stream for all. Every switch
+therefore captures this state on one side and applies the other side's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ds_vertical.interrupts import Changed
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """Autocast of one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    def apply(self) -> None:
+        torch.set_autocast_enabled(self.device_type, self.enabled)
+        torch.set_autocast_dtype(self.device_type, self.dtype)
+
+
+def _autocast_device_types() -> tuple[str, ...]:
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def _autocast_nesting() -> int:
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def _set_autocast_nesting(depth: int) -> None:
+    current = _autocast_nesting()
+    for _ in range(depth - current):
+        torch.autocast_increment_nesting()
+    for _ in range(current - depth):
+        torch.autocast_decrement_nesting()
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """A snapshot: grad mode, inference mode, autocast, random streams (host and device), current device and stream.
+
+    Inference mode has no setter in torch: `applied` and the coroutines open a guard where the two sides differ.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[AutocastState, ...]
+    autocast_cache: bool
+    autocast_nesting: int
+    rng: torch.Tensor
+    device_rng: torch.Tensor | None
+    device: int | None
+    stream: Any
+
+    @classmethod
+    def capture(cls) -> ThreadState:
+        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                AutocastState(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in _autocast_device_types()
+            ),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            autocast_nesting=_autocast_nesting(),
+            rng=torch.get_rng_state(),
+            device_rng=torch.cuda.get_rng_state() if on_cuda else None,
+            device=torch.cuda.current_device() if on_cuda else None,
+            stream=torch.cuda.current_stream() if on_cuda else None,
+        )
+
+    def apply(self) -> None:
+        """Put everything back except inference mode (see `inference_guard`)."""
+        for autocast in self.autocast:
+            autocast.apply()
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        _set_autocast_nesting(self.autocast_nesting)
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self.stream)
+        self.apply_rng()
+        torch._C._set_grad_enabled(self.grad)
+
+    def apply_rng(self) -> None:
+        torch.set_rng_state(self.rng)
+        if self.device_rng is not None:
+            torch.cuda.set_rng_state(self.device_rng)
+
+    def seeded(self, seed: int) -> ThreadState:
+        """This state with fresh random streams seeded by `seed`."""
+        outer = ThreadState.capture()
+        try:
+            torch.default_generator.manual_seed(seed)
+            if outer.device_rng is not None:
+                torch.cuda.manual_seed(seed)  # of this device alone: the others' streams would stay seeded
+            now = ThreadState.capture()
+        finally:
+            outer.apply_rng()
+        return replace(self, rng=now.rng, device_rng=now.device_rng)
+
+    def without_autocast_cache(self) -> ThreadState:
+        """Autocast's cache of cast weights keeps a layer's weights alive past their release: it stays off."""
+        return replace(self, autocast_cache=False)
+
+
+def inference_guard(inference: bool) -> Any:
+    """A guard that sets inference mode while it lives, or None where nothing needs to change."""
+    if torch.is_inference_mode_enabled() == inference:
+        return None
+    return torch._C._InferenceMode(inference)
+
+
+@contextlib.contextmanager
+def applied(state: ThreadState) -> Iterator[None]:
+    """Run a block under `state` and put the caller's state back, after an exception too."""
+    outer = ThreadState.capture()
+    guards: list[Any] = []
+
+    def enter() -> None:
+        guards.append(inference_guard(state.inference))
+        state.apply()
+
+    def leave() -> None:
+        guards.clear()
+        outer.apply()
+
+    with Changed(leave, enter):
+        yield
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Put the caller's thread state back at the end, after an exception too."""
+    with Changed(ThreadState.capture().apply):
+        yield

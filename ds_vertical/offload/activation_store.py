@@ -1,0 +1,272 @@
+"""Layer inputs and the gradients between layers, over device, host memory and SSD.
+
+[Note: what moves] A tensor moves by its storage: its bytes are copied out, the storage is emptied, and filled again later.
+Everybody who holds the tensor keeps it, with its place in autograd's graph and its count of in-place writes; only its memory
+goes. So nobody may read it meanwhile, and that holds whatever the model does:
+
+- A micro-batch's forward runs on to the call of the next layer before it parks. Taken away then is what it hands to that
+  layer, provided that the forward itself has made it and that nobody else can reach it: no other tensor over the storage,
+  no reference but those of its own frames (see `tensor_refs`). It is there again before the forward goes on.
+- What a layer has used is taken away only if all references are ours: no code can get at it.
+- What autograd has saved for the backward of the model's glue stays: that backward may run at any time. So do tensors
+  that a later layer is given as well, views, masks and whatever requires no grad, and what is smaller than a page.
+
+What stays is right in any case and costs memory on the device: Hugging Face models keep the first layer's input in a variable
+to their end, for one. Gradients between layers are ours: they are taken out and new tensors are put in their places.
+
+Random states stay in host memory: 5 KiB per block and micro-batch, less than one row of one input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.micro_batch import MicroBatch
+from ds_vertical.model.tensor_refs import Privacy, has_others, is_known, key_of, over
+from ds_vertical.offload.tensor_swapper import AwayTier, Parcel, Parcels
+from ds_vertical.schedule.events import Unit
+
+SMALLEST_BYTES = 4096
+
+
+@dataclass(eq=False)
+class Kept:
+    """A storage whose bytes have been saved. `used`: its layer has run forward. `stays`: it leaves memory no more."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+    parcel: Parcel
+    in_memory: bool = False
+    used: bool = False
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class KeptGradient:
+    """A gradient that was taken out: how to make room for it anew, and what puts it back."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    put_back: Callable[[torch.Tensor], None]
+
+
+class ActivationStore:
+    """What moves and where it is. One micro-batch's methods are called by the schedule's events, in any order it allows."""
+
+    def __init__(self, parcels: Parcels) -> None:
+        self._parcels = parcels
+        self._privacy = Privacy()
+        self._tiers: dict[int, AwayTier] = {}
+        self._kept: dict[tuple[int, int], list[Kept]] = {}  # by layer and micro-batch
+        self._by_storage: dict[int, Kept] = {}
+        self._gradients: dict[tuple[Unit, int], tuple[Parcel, list[KeptGradient]]] = {}
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Bytes held per tier."""
+        return {"host": self._parcels.host_bytes, "ssd": self._parcels.ssd_bytes}
+
+    def open_step(self, tiers: dict[int, AwayTier]) -> None:
+        """`tiers`: where each micro-batch that moves rests, in the step that begins."""
+        self._tiers = tiers
+
+    # ---- layer inputs
+
+    def save(self, layer: int, index: int, micro_batch: MicroBatch) -> Ticket | None:
+        """Save what micro-batch `index` hands to the layer, and what only we still hold of layers that it has been through."""
+        parcels: list[Parcel] = []
+        for used in range(max(0, layer - 1), layer + 1):
+            storages = self._movable(micro_batch.inputs(used), micro_batch)
+            ours = [storage for storage in storages if _is_ours(storage, micro_batch.lists(used))]
+            if ours:
+                parcels.append(self._put(used, index, ours, used=True))
+        handed = self._handed(layer, micro_batch)
+        if handed:
+            parcels.append(self._put(layer, index, handed, used=False))
+        return self._saved(f"save {layer} of {index}", parcels)
+
+    def _movable(self, tensors: Sequence[torch.Tensor], micro_batch: MicroBatch) -> list[torch.UntypedStorage]:
+        """The storages of those tensors that are worth moving, and the micro-batch's own."""
+        found = {
+            key_of(storage): storage
+            for tensor in tensors
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided
+            if tensor.requires_grad and micro_batch.has_made(tensor)
+            if key_of(storage := tensor.untyped_storage()) not in self._by_storage
+            if storage.nbytes() >= SMALLEST_BYTES and storage.resizable()
+        }
+        return list(found.values())
+
+    def _handed(self, layer: int, micro_batch: MicroBatch) -> list[torch.UntypedStorage]:
+        given = micro_batch.handed_over(layer)
+        for tensor in given:
+            kept = self._by_storage.get(key_of(tensor.untyped_storage()))
+            if kept is not None:
+                kept.stays = True  # an earlier layer had it too
+        lists = micro_batch.lists(layer)
+        handed: list[torch.UntypedStorage] = []
+        for storage in self._movable(given, micro_batch):
+            tensors = over(storage, chain(given, *lists))
+            if is_known(storage, tensors) and self._privacy.is_private(
+                tensors, micro_batch.frame, layer, [given, micro_batch.parked_call, *lists]
+            ):
+                handed.append(storage)
+        return handed
+
+    def _put(self, layer: int, index: int, storages: Sequence[torch.UntypedStorage], used: bool) -> Parcel:
+        parcel = self._parcels.put([_storage_bytes(storage) for storage in storages], self._tiers[index])
+        for storage in storages:
+            kept = Kept(storage, storage.nbytes(), parcel, used=used)
+            self._kept.setdefault((layer, index), []).append(kept)
+            self._by_storage[key_of(storage)] = kept
+            storage.resize_(0)
+        return parcel
+
+    def _saved(self, what: str, parcels: Sequence[Parcel]) -> Ticket | None:
+        if not parcels:
+            return None
+
+        def wait() -> None:
+            for parcel in parcels:
+                self._parcels.wait_written(parcel)
+
+        return Ticket(what, wait, sum(parcel.num_bytes for parcel in parcels))
+
+    def load(self, layer: int, index: int) -> Ticket | None:
+        """Bring what was saved of the layer's inputs back; the ticket's wait completes it."""
+        away: dict[Parcel, list[Kept]] = {}
+        for kept in self._kept.get((layer, index), ()):
+            if not kept.in_memory:
+                away.setdefault(kept.parcel, []).append(kept)
+        for parcel, all_kept in away.items():
+            self._parcels.fetch(parcel, partial(_refill, all_kept))
+
+        def wait() -> None:
+            for parcel, all_kept in away.items():
+                self._parcels.arrive(parcel)
+                for kept in all_kept:
+                    kept.in_memory = True
+
+        return Ticket(f"load {layer} of {index}", wait, sum(p.num_bytes for p in away)) if away else None
+
+    def require(self, layer: int, index: int) -> None:
+        """Raises RuntimeError unless the layer's inputs are in memory: the guard ahead of whoever reads them."""
+        if not all(kept.in_memory for kept in self._kept.get((layer, index), ())):
+            raise RuntimeError(f"inputs of layer {layer}, micro-batch {index}, are away; the schedule did not load them")
+
+    def leave(self, layer: int, index: int, micro_batch: MicroBatch) -> None:
+        """The layer's forward is over: take the memory of its inputs away, of those that only we still hold."""
+        for kept in self._kept.get((layer, index), ()):
+            kept.used = True
+            if kept.stays or not _is_ours(kept.storage, micro_batch.lists(layer)):
+                kept.stays = True
+            else:
+                kept.storage.resize_(0)
+                kept.in_memory = False
+
+    def drop(self, layer: int, index: int) -> None:
+        """Forget the layer's inputs: its backward is over."""
+        for kept in self._kept.pop((layer, index), ()):
+            del self._by_storage[key_of(kept.storage)]
+            self._parcels.drop(kept.parcel)
+
+    # ---- gradients between layers
+
+    def save_gradient(self, unit: Unit, index: int, micro_batch: MicroBatch) -> Ticket | None:
+        """Save the gradients that wait for the unit's backward."""
+        taken = micro_batch.take_gradients(unit, _is_movable_gradient)
+        if not taken:
+            return None
+        parcel = self._parcels.put([_dense_bytes(grad) for grad, _ in taken], self._tiers[index])
+        kept = [KeptGradient(g.size(), g.stride(), g.dtype, g.device, put_back) for g, put_back in taken]
+        self._gradients[unit, index] = (parcel, kept)
+        return self._saved(f"save gradient {unit} of {index}", [parcel])
+
+    def load_gradient(self, unit: Unit, index: int) -> Ticket | None:
+        """Bring the unit's gradients back; the ticket's wait puts them in their places."""
+        if (unit, index) not in self._gradients:
+            return None
+        parcel, all_kept = self._gradients[unit, index]
+        grads: list[torch.Tensor] = []
+
+        def land() -> list[torch.Tensor]:
+            grads.extend(torch.empty_strided(k.size, k.stride, dtype=k.dtype, device=k.device) for k in all_kept)
+            return [_dense_bytes(grad) for grad in grads]
+
+        def wait() -> None:
+            self._parcels.arrive(parcel)
+            for kept, grad in zip(all_kept, grads, strict=True):
+                kept.put_back(grad)
+            grads.clear()
+
+        self._parcels.fetch(parcel, land)
+        return Ticket(f"load gradient {unit} of {index}", wait, parcel.num_bytes)
+
+    def drop_gradient(self, unit: Unit, index: int) -> None:
+        parcel, _ = self._gradients.pop((unit, index), (None, []))
+        if parcel is not None:
+            self._parcels.drop(parcel)
+
+    # ---- the end
+
+    def abandon(self) -> None:
+        """After an error: complete what is in flight and forget everything. Storages that are away get memory of any content,
+        since the parked forwards are about to be ended, and a `finally` of the user's may look at them."""
+        self._parcels.abandon()
+        for kept in self._by_storage.values():
+            if not kept.in_memory and not kept.used:
+                kept.storage.resize_(kept.num_bytes)
+        self._kept.clear()
+        self._by_storage.clear()
+        self._gradients.clear()
+
+    def close(self) -> None:
+        """Give buffers and queues back; twice is harmless."""
+        self._parcels.close()
+
+
+def _is_ours(storage: torch.UntypedStorage, lists: Sequence[list[Any]]) -> bool:
+    """Whether nobody but these lists refers to the tensors over a storage."""
+    tensors = over(storage, chain(*lists))
+    if not is_known(storage, tensors):
+        return False
+    for tensor in tensors:
+        listed = sum(value is tensor for values in lists for value in values)
+        if has_others(tensor, listed + 2):  # `tensors` and `tensor`
+            return False
+    return True
+
+
+def _is_movable_gradient(grad: torch.Tensor) -> bool:
+    if type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+        return False
+    num_dense = 1
+    for stride, size in sorted(zip(grad.stride(), grad.size(), strict=True)):
+        if size != 1 and stride != num_dense:
+            return False  # with gaps, or expanded
+        num_dense *= size
+    return num_dense * grad.element_size() >= SMALLEST_BYTES
+
+
+def _storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _dense_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor without gaps, as 1-d uint8 in the order in which they lie in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _refill(all_kept: Sequence[Kept]) -> list[torch.Tensor]:
+    for kept in all_kept:
+        kept.storage.resize_(kept.num_bytes)
+    return [_storage_bytes(kept.storage) for kept in all_kept]

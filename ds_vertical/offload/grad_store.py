@@ -1,0 +1,376 @@
+"""Gradients that wait for their optimizer step, in host memory and on SSD.
+
+Gradients beyond the host's budget: one file of the run, each part's fp32 elements at a place of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ds_vertical.errors import GradientGoneError
+from ds_vertical.io.aio import DiskQueue, Transfer
+from ds_vertical.io.buffers import Reserve
+from ds_vertical.io.checksums import Checksums
+from ds_vertical.io.extents import Extent
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.offload.chunking import ALIGNMENT, Part, spread
+from ds_vertical.schedule.events import Unit
+
+Use = Literal["write", "early step", "step", "reader"]
+
+
+class Parted(Protocol):
+    """A chunk: elements of each parameter's share, and the parts that it is cut into."""
+
+    @property
+    def sizes(self) -> Sequence[int]: ...
+
+    @property
+    def early(self) -> Sequence[Part]: ...
+
+    @property
+    def delayed(self) -> Sequence[Part]: ...
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What the gradients of `num_users` parts lie in; given back when the last one is done with."""
+
+    tensor: torch.Tensor
+    give_back: Callable[[torch.Tensor], None]
+    num_users: int = 0
+
+
+@dataclass(eq=False)
+class _Held:
+    """A part's gradient in memory, and for what it is still needed there."""
+
+    data: torch.Tensor
+    memory: _Memory
+    uses: set[Use]
+    copied: Any = None  # the event behind the copy from a device that runs ahead of the host
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A unit's gradients: those in memory, and which are (or will be) in the file."""
+
+    parts: dict[Part, _Held] = field(default_factory=dict)
+    on_ssd: set[Part] = field(default_factory=set)
+    writes: list[tuple[Part, Transfer]] = field(default_factory=list)
+
+
+class HeldGradients:
+    """Each part's fp32 gradient (flat, of this rank's shares) from its unit's REDUCE to its last use.
+
+    [Note: how long] A part's memory is given back when nothing needs it any more: an early step that will not be redone (of
+    `hold`, `final`) is a gradient's last use; one that may be redone keeps it until `conclude`; a delayed part waits for its
+    step in the next forward. Parts in `file` are written out of memory instead of waiting there, and are read by their step.
+    With `keep` everything stays in memory until the unit's next gradients are summed.
+
+    [Note: gradients in place] With one rank, sums in fp32 and one memory for device and host, the sums themselves are held
+    as long as all of a unit waits, or none of it does. Otherwise what waits is copied, so that the rest need not.
+
+    Uses end on the pipeline's thread, too.
+    """
+
+    def __init__(self, chunks: Sequence[Parted], file: GradientFile, keep: bool, page_locked: bool) -> None:
+        self._chunks = chunks
+        self._file = file
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._units: dict[Any, _Unit] = {}  # by Unit
+        self._owner: dict[int, Unit] = {}  # by chunk
+        self._reserve = Reserve(_page_locked if page_locked else aligned)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of copies, spare ones included; sums held in place are counted by whoever made them."""
+        return self._reserve.num_bytes
+
+    # ---- from REDUCE to the last use
+
+    def hold(
+        self,
+        unit: Unit,
+        indices: Sequence[int],
+        shares: Sequence[torch.Tensor],
+        flat: torch.Tensor,
+        give_back: Callable[[torch.Tensor], None],
+        *,
+        early: bool,
+        final: bool,
+    ) -> bool:
+        """Hold a unit's shares, one per parameter in the order of its chunks. `early`: its early parts are about to be
+        stepped; `final`: for good. Returns whether `flat` itself is held: then `give_back(flat)` will be called.
+        """
+        self.drop(unit)
+        held = self._units[unit] = _Unit()
+        uses = {part: self._uses(part, is_early, early, final) for index in indices for part, is_early in self._parts(index)}
+        held.on_ssd = {part for part in uses if "write" in uses[part]}
+        all_wait = all("step" in use or "reader" in use for use in uses.values())
+        in_place = _lie_in(flat, shares, [size for index in indices for size in self._chunks[index].sizes])
+        whole = _Memory(flat, give_back)
+        start, left = 0, iter(shares)
+        for index in indices:
+            self._owner[index] = unit
+            sizes = self._chunks[index].sizes
+            pieces = [next(left) for _ in sizes]
+            for part in (part for part, _ in self._parts(index)):
+                if in_place and (all_wait or uses[part] == {"early step"}):
+                    whole.num_users += 1
+                    held.parts[part] = _Held(flat.narrow(0, start + part.start, part.numel), whole, uses[part])
+                else:
+                    held.parts[part] = self._copy(part, sizes, pieces, uses[part])
+            start += sum(sizes)
+        if flat.device.type == "cuda":
+            copied = torch.cuda.current_stream(flat.device).record_event()
+            for part in held.parts.values():
+                part.copied = copied
+        return whole.num_users > 0
+
+    def write(self, unit: Unit) -> Ticket | None:
+        """Start writing what of a unit waits on SSD; the ticket's wait gives its memory back. Raises DiskError there."""
+        held = self._units.get(unit)
+        if held is None or not held.on_ssd:
+            return None
+        for part in sorted(held.on_ssd, key=lambda part: (part.chunk, part.start)):
+            self.wait(part)
+            held.writes.append((part, self._file.write(part, held.parts[part].data)))
+        num_bytes = sum(transfer.num_bytes for _, transfer in held.writes)
+        return Ticket(f"hold {unit}", lambda: self._written(held), num_bytes)
+
+    def extents(self, part: Part) -> list[Extent]:
+        """Where the step of a part finds its gradient on SSD; nowhere if that is in memory."""
+        held = self._unit(part)
+        return self._file.extents(part) if held is not None and part in held.on_ssd else []
+
+    def data(self, part: Part) -> torch.Tensor:
+        """A part's gradient in memory. From any thread. Raises GradientGoneError."""
+        held = self._unit(part)
+        if held is None or part not in held.parts:
+            raise GradientGoneError(f"the gradient of {part} is in memory no longer")
+        self.wait(part)
+        return held.parts[part].data
+
+    def wait(self, part: Part) -> None:
+        """Return once a part's gradient has arrived in host memory. From any thread."""
+        held = self._unit(part)
+        if held is not None and part in held.parts and held.parts[part].copied is not None:
+            held.parts[part].copied.synchronize()
+
+    def finish(self, part: Part, use: Use) -> None:
+        """One use of a part's gradient is over. From any thread."""
+        held = self._unit(part)
+        if held is not None:
+            self._finish(held, part, use)
+
+    def conclude(self, due: Collection[Unit], hit: bool) -> None:
+        """The step's fate is known, and no early step is under way: what is not due any more need not wait. `hit`: early
+        steps count."""
+        if self._keep:
+            return
+        for unit in list(self._units):
+            if unit not in due:
+                self.drop(unit)
+            elif hit:
+                for part in [part for index in self._indices(unit) for part in self._chunks[index].early]:
+                    self.finish(part, "step")
+
+    # ---- the end
+
+    def drop(self, unit: Unit) -> None:
+        """Give all memory of a unit's gradients back. None of them may be in use, nor being written."""
+        held = self._units.get(unit)
+        for part in list(held.parts) if held is not None else ():
+            assert held is not None
+            self._release(held, part)
+        self._units.pop(unit, None)
+
+    def abandon(self, due: Collection[Unit]) -> OSError | None:
+        """After an error: complete the writes in flight, and drop what belongs to no unit that is due. Returns the failure of a
+        write that one waits for which is."""
+        self._file.complete()
+        failure: OSError | None = None
+        for unit, held in list(self._units.items()):
+            if unit not in due:
+                self.drop(unit)
+                continue
+            try:
+                self._written(held)
+            except OSError as error:
+                failure = failure or error
+        return failure
+
+    def close(self) -> None:
+        self._file.close()
+
+    # ---- for readers
+
+    def share(self, index: int, place: int) -> torch.Tensor | None:
+        """A copy of one parameter's gradient, the `place`-th of a chunk; None before the first. Raises GradientGoneError."""
+        if index not in self._owner:
+            return None
+        sizes = self._chunks[index].sizes
+        first, count = sum(sizes[:place]), sizes[place]
+        found = torch.empty(count, dtype=torch.float32)
+        for part, _ in self._parts(index):
+            start, end = max(first, part.start), min(first + count, part.start + part.numel)
+            if start < end:
+                found[start - first : end - first] = self.data(part)[start - part.start : end - part.start]
+        return found
+
+    # ---- inside
+
+    def _parts(self, index: int) -> Iterator[tuple[Part, bool]]:
+        """A chunk's parts in order, and whether each is early."""
+        chunk = self._chunks[index]
+        yield from ((part, True) for part in chunk.early)
+        yield from ((part, False) for part in chunk.delayed)
+
+    def _indices(self, unit: Unit) -> list[int]:
+        return [index for index, owner in self._owner.items() if owner == unit]
+
+    def _uses(self, part: Part, is_early: bool, early: bool, final: bool) -> set[Use]:
+        """See [Note: how long]."""
+        if self._keep:
+            return {"reader"}
+        stepped: set[Use] = {"early step"} if is_early and early else set()
+        if stepped and final:
+            return stepped
+        waits: set[Use] = {"write"} if part in self._file else {"step"}
+        return stepped | waits
+
+    def _copy(self, part: Part, sizes: Sequence[int], pieces: Sequence[torch.Tensor], uses: set[Use]) -> _Held:
+        """A part's elements out of its chunk's shares; zeros where a share is shorter than its place."""
+        memory = _Memory(self._reserve.take(aligned_numel(part)), self._reserve.put_back, 1)
+        data = memory.tensor.narrow(0, 0, part.numel)
+        start = 0
+        for size, piece in zip(sizes, pieces, strict=True):
+            first, last = max(part.start, start), min(part.start + part.numel, start + size)
+            filled = min(last, start + piece.numel())
+            if first < filled:
+                source = piece.narrow(0, first - start, filled - first)
+                data.narrow(0, first - part.start, filled - first).copy_(source, non_blocking=True)
+            if max(first, filled) < last:
+                data.narrow(0, max(first, filled) - part.start, last - max(first, filled)).zero_()
+            start += size
+        return _Held(data, memory, uses)
+
+    def _unit(self, part: Part) -> _Unit | None:
+        unit = self._owner.get(part.chunk)
+        return None if unit is None else self._units.get(unit)
+
+    def _written(self, held: _Unit) -> None:
+        for part, transfer in held.writes:
+            transfer.wait()
+            self._finish(held, part, "write")
+        held.writes.clear()
+
+    def _finish(self, held: _Unit, part: Part, use: Use) -> None:
+        with self._lock:
+            entry = held.parts.get(part)
+            if entry is None or use not in entry.uses:
+                return
+            entry.uses.discard(use)
+            over = not entry.uses
+        if over:
+            self._release(held, part)
+
+    def _release(self, held: _Unit, part: Part) -> None:
+        with self._lock:
+            entry = held.parts.pop(part, None)
+            if entry is None:
+                return
+            entry.memory.num_users -= 1
+            last = entry.memory.num_users == 0
+        if last:
+            entry.memory.give_back(entry.memory.tensor)
+
+
+def _page_locked(numel: int) -> torch.Tensor:
+    return torch.empty(numel, dtype=torch.float32, pin_memory=True)
+
+
+def _lie_in(flat: torch.Tensor, shares: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
+    """Whether the shares are fp32 host memory, one after the other from the start of `flat`, each in its whole size."""
+    position = flat.data_ptr()
+    for share, size in zip(shares, sizes, strict=True):
+        whole = share.numel() == size and share.data_ptr() == position
+        if not whole or share.device.type != "cpu" or share.dtype != torch.float32:
+            return False
+        position += share.numel() * share.element_size()
+    return True
+
+
+FP32_BYTES = 4
+
+
+def beyond_host(waiting: Mapping[Any, Sequence[Part]], host_share: float) -> list[Part]:
+    """Of the parts whose gradients wait for their step, by unit, those beyond the share that waits in host memory. `pre`, the
+    last to be reduced and the first to be stepped, waits in memory first."""
+    first = waiting.get("pre", ())
+    rest = [part for unit, parts in waiting.items() if unit != "pre" for part in parts]
+    kept = spread(first, rest, host_share)
+    return [part for part in (*first, *rest) if part not in kept]
+
+
+class GradientFile:
+    """`parts` in `path`, which whoever makes it preallocates (`sizes`); without parts there is no file, nor a queue for its
+    writes. `checksums`: told of what is written where they verify reads; nobody else asks."""
+
+    def __init__(
+        self, path: Path, parts: Iterable[Part], new_queue: Callable[[], DiskQueue], checksums: Checksums | None = None
+    ) -> None:
+        self._checksums = checksums if checksums is not None and checksums.verify else None
+        self._extents: dict[Part, Extent] = {}
+        self._writer: DiskQueue | None = None
+        self.num_bytes = 0
+        for part in parts:
+            self._extents[part] = Extent(path, self.num_bytes, aligned_numel(part) * FP32_BYTES)
+            self.num_bytes += self._extents[part].num_bytes
+        if self._extents:
+            self._writer = new_queue()
+        self.sizes = {path: self.num_bytes} if self._extents else {}
+
+    def __contains__(self, part: object) -> bool:
+        return part in self._extents
+
+    def extents(self, part: Part) -> list[Extent]:
+        """Where a part's gradient lies, and padding up to the disk's alignment; nowhere if it is none of the file's."""
+        return [self._extents[part]] if part in self._extents else []
+
+    def write(self, part: Part, data: torch.Tensor) -> Transfer:
+        """Start writing a part from memory that `aligned` made."""
+        extent = self._extents[part]
+        assert self._writer is not None
+        transfer = self._writer.write(data.data_ptr(), extent.num_bytes, extent.path, extent.offset)
+        if self._checksums is not None:  # the padding, too: it is read back
+            whole = data.as_strided((extent.num_bytes // FP32_BYTES,), (1,))
+            self._checksums.note(extent.path, extent.offset, whole.numpy())
+        return transfer
+
+    def complete(self) -> None:
+        """Return when nothing is in flight, whatever came of it."""
+        if self._writer is not None:
+            self._writer.native.wait_all()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def aligned_numel(part: Part) -> int:
+    return part.numel + -part.numel % ALIGNMENT
+
+
+def aligned(numel: int) -> torch.Tensor:
+    """fp32 host memory for `numel` elements that starts where the disk can read it."""
+    whole = torch.empty(numel + ALIGNMENT, dtype=torch.float32)
+    return whole.narrow(0, -whole.data_ptr() % (ALIGNMENT * FP32_BYTES) // FP32_BYTES, numel)

@@ -1,0 +1,111 @@
+"""Memory of the optimizer's pipeline, and the pieces of files that pass through it.
+
+State that is read before the step that needs it can be issued: the steps to come, and what of them is being read.
+
+[Note: reading ahead] The state of a step is known long before its gradient is. So whoever knows which step comes next says
+so, and slots that would lie idle take its state from the SSD meanwhile. Nothing but time depends on it: a step that was not
+expected, or is another than was said, is read when it is submitted, and what was read for nothing is read once more then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ds_vertical.io.aio import Transfer, complete
+from ds_vertical.io.extents import Extent
+
+
+class Slot:
+    """Memory of what one part's step reads, cut into as many pieces as there are extents."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.writes: list[Transfer] = []
+        self.beside = True  # the job whose writes these are
+
+    def views(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
+        views, start = [], 0
+        for extent in extents:
+            views.append(self.data.narrow(0, start, extent.num_bytes))
+            start += extent.num_bytes
+        return views
+
+    @property
+    def free(self) -> bool:
+        return all(write.done for write in self.writes)
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A job to come: its name, and where its state is."""
+
+    what: str
+    extents: Sequence[Extent]
+
+
+@dataclass(eq=False)
+class Expected:
+    """`slot`: where the state of the job to come is being read to, by `reads`; None: not begun."""
+
+    coming: Coming
+    slot: Slot | None = None
+    reads: list[Transfer] = field(default_factory=list)
+
+    @property
+    def extents(self) -> Sequence[Extent]:
+        return self.coming.extents
+
+
+class Expectations:
+    """The jobs to come, in order. Slots that it no longer needs go to `free`. Not thread-safe: the pipeline's lock is held."""
+
+    def __init__(self, free: deque[Slot]) -> None:
+        self._free = free
+        self._entries: deque[Expected] = deque()
+
+    def add(self, jobs: Iterable[Coming]) -> None:
+        self._entries.extend(Expected(job) for job in jobs if job.extents)
+
+    def begun(self) -> Iterator[Expected]:
+        return (entry for entry in self._entries if entry.slot is not None)
+
+    def next(self) -> Expected | None:
+        """The first that nothing has been read of."""
+        return next((entry for entry in self._entries if entry.slot is None), None)
+
+    def claim(self, job: Coming) -> Expected | None:
+        """What was expected of this job, which is no longer to come; what was to come ahead of it is forgotten."""
+        found = next((entry for entry in self._entries if entry.coming == job), None)
+        if found is not None:
+            while (entry := self._entries.popleft()) is not found:
+                self._give_up(entry)
+        return found
+
+    def forget(self, targets: Sequence[Extent]) -> None:
+        """Bytes are about to be written: forget all if any of them was read."""
+        if any(extent.overlaps(target) for entry in self.begun() for extent in entry.extents for target in targets):
+            self.clear()
+
+    def give_back_last(self) -> bool:
+        """Somebody needs a slot now: that of what is furthest off."""
+        for entry in reversed(self._entries):
+            if entry.slot is not None:
+                self._give_up(entry)
+                return True
+        return False
+
+    def clear(self) -> None:
+        while self._entries:
+            self._give_up(self._entries[0])
+            self._entries.popleft()  # not before: an interrupted wait must not forget a slot
+
+    def _give_up(self, entry: Expected) -> None:
+        for read in entry.reads:  # into memory of ours: complete, whatever came of it
+            complete(read)
+        slot, entry.slot, entry.reads = entry.slot, None, []
+        if slot is not None:
+            self._free.append(slot)

@@ -1,0 +1,329 @@
+"""Bytes that leave the device for a while: to page-locked host memory, or through it to a file, and back.
+
+[Note: parcels] A parcel packs some tensors. On its way out it is copied to a host buffer and, for the SSD, written from
+there; the device's memory may be given up as soon as `put` returns. On its way back it is read into a buffer and copied to
+memory that the owner provides then. Copies run on a stream of their own: a write is issued once its copy is complete, a
+copy back once its read is, whichever later call finds that out. Where device and host are one memory a copy is complete
+at once.
+
+What rests in the host tier may take `host_limit`, which the memory budget leaves (the buffers on the way to and from the SSD, a
+few parcels, are not counted): beyond it, memory of sizes that nothing uses any more is given back, then MemoryBudgetError is
+raised, before anything is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.io.aio import DiskQueue, Transfer
+from ds_vertical.io.buffers import BufferPool, HostBuffer
+from ds_vertical.io.extents import Extents
+from ds_vertical.io.files import preallocate
+
+AwayTier = Literal["host", "ssd"]
+_PAGE_BYTES = 4096
+_GROWTH_BYTES = 1 << 20  # a file grows by multiples of it
+_NUM_SAVES = 3  # buffers on their way out: one is filled while two are written
+
+Land = Callable[[], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Where page-locked memory comes from: `lock` gives a 1-d uint8 tensor of that many bytes, page-aligned."""
+
+    lock: Callable[[int], torch.Tensor]
+    unlock: Callable[[torch.Tensor], None]
+
+
+@dataclass(eq=False)
+class Parcel:
+    """Some tensors' bytes, one after another. `offset`: its place in the file; `host`: its memory in the host tier."""
+
+    tier: AwayTier
+    num_bytes: int
+    offset: int = -1
+    host: torch.Tensor | None = None
+    copied: Any = None  # the event after which the copy out is complete
+    buffer: HostBuffer | None = None  # on the way, out or back
+    writes: list[Transfer] = field(default_factory=list)
+    land: Land | None = None  # gives the memory that it goes back to, once
+    landed: Any = None  # the event after which the copy back is complete
+
+
+class Parcels:
+    """`most_loads`: parcels that may be on their way back at a time. `path`: the file of the SSD tier, None without one.
+    `host_limit`: bytes that may rest in the host tier; None: any number.
+
+    A failed read or write raises DiskError in `arrive` or `wait_written`, or in a later `put` that needs the buffer; a file
+    that cannot grow raises StorageError in `put`.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        new_queue: Callable[[], DiskQueue],
+        memory: HostMemory,
+        device: torch.device,
+        most_loads: int,
+        host_limit: int | None = None,
+    ) -> None:
+        self._path = path
+        self._memory = memory
+        self._host_limit = host_limit
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._extents = Extents()
+        self._file_bytes = 0
+        self._unwritten: list[Parcel] = []
+        self._coming: list[Parcel] = []
+        self._kept: set[Parcel] = set()
+        self._free_host: dict[int, list[torch.Tensor]] = {}
+        self._queues = [new_queue(), new_queue()] if path is not None else []
+        self._load_buffers = _buffers(self._queues[:1], most_loads)
+        self._save_buffers = _buffers(self._queues[1:], _NUM_SAVES)
+        self._loads, self._saves = BufferPool(self._load_buffers), BufferPool(self._save_buffers)
+
+    @property
+    def host_bytes(self) -> int:
+        """Page-locked bytes: buffers, and what rests in the host tier."""
+        return self._rest_bytes() + sum(buffer.data.numel() for buffer in (*self._load_buffers, *self._save_buffers))
+
+    @property
+    def ssd_bytes(self) -> int:
+        return self._extents.num_used
+
+    # ---- out
+
+    def put(self, tensors: Sequence[torch.Tensor], tier: AwayTier) -> Parcel:
+        """Take the bytes of 1-d uint8 tensors, whose memory may be given up afterwards."""
+        self._advance()
+        parcel = Parcel(tier, _round_up(sum(_round_up(tensor.numel(), 64) for tensor in tensors)))
+        if tier == "host":
+            sizes = self._free_host.get(parcel.num_bytes)
+            target = parcel.host = sizes.pop() if sizes else self._lock_to_rest(parcel.num_bytes)
+            self._kept.add(parcel)
+        else:
+            self._kept.add(parcel)
+            self._grow_file(parcel)
+            buffer = parcel.buffer = self._take(self._saves, parcel.num_bytes)
+            target = buffer.data
+        pieces = _pieces(target, tensors)
+        with self._copying():
+            for piece, tensor in zip(pieces, tensors, strict=True):
+                piece.copy_(tensor, non_blocking=self._stream is not None)
+                if self._stream is not None:
+                    tensor.record_stream(self._stream)
+            parcel.copied = self._stream.record_event() if self._stream is not None else None
+        if tier == "ssd":
+            self._unwritten.append(parcel)
+            self._advance()
+        return parcel
+
+    def wait_written(self, parcel: Parcel) -> None:
+        """Return once the parcel is where it rests. Raises DiskError."""
+        if parcel.copied is not None:
+            parcel.copied.synchronize()
+        self._advance()
+        for write in parcel.writes:
+            write.wait()
+
+    def _grow_file(self, parcel: Parcel) -> None:
+        assert self._path is not None
+        parcel.offset = self._extents.take(parcel.num_bytes)
+        if self._extents.end > self._file_bytes:
+            size = _round_up(self._extents.end, _GROWTH_BYTES)
+            preallocate({self._path: size})
+            self._file_bytes = size
+
+    def _write(self, parcel: Parcel) -> None:
+        buffer, path = parcel.buffer, self._path
+        assert buffer is not None and path is not None
+        write = buffer.queue.write(buffer.data.data_ptr(), parcel.num_bytes, path, parcel.offset)
+        parcel.writes = buffer.writes = [write]
+        parcel.buffer = None
+        self._saves.put_back(buffer)
+
+    # ---- back
+
+    def fetch(self, parcel: Parcel, land: Land) -> None:
+        """Start bringing a parcel back. `land` gives 1-d uint8 tensors of the sizes that were put; it is called once, later."""
+        parcel.land, parcel.landed = land, None
+        if parcel.tier == "ssd":
+            self.wait_written(parcel)
+            assert self._path is not None
+            buffer = self._take(self._loads, parcel.num_bytes)
+            parcel.buffer = buffer
+            buffer.issue_read(str(self._path), 0, parcel.num_bytes, parcel.offset)
+        self._coming.append(parcel)
+        self._advance()
+
+    def arrive(self, parcel: Parcel) -> None:
+        """Return once the bytes are where they belong (on CUDA: for all later work of the current stream). Raises DiskError."""
+        self._advance()
+        if parcel.land is not None:
+            self._land(parcel)
+        if parcel.landed is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(parcel.landed)
+
+    def _land(self, parcel: Parcel) -> None:
+        self._coming.remove(parcel)
+        buffer, land = parcel.buffer, parcel.land
+        parcel.buffer = parcel.land = None
+        assert land is not None
+        try:
+            if buffer is not None:
+                buffer.wait_reads()
+            source = buffer.data if buffer is not None else parcel.host
+            assert source is not None
+            targets = land()
+            with self._copying():
+                for piece, target in zip(_pieces(source, targets), targets, strict=True):
+                    target.copy_(piece, non_blocking=self._stream is not None)
+                if self._stream is not None:
+                    parcel.landed = self._stream.record_event()
+                    if buffer is not None:
+                        buffer.wait_copies = parcel.landed.synchronize
+        finally:
+            if buffer is not None:
+                self._loads.put_back(buffer)
+
+    def _advance(self) -> None:
+        """Issue the writes whose copy is complete and, beside a device, the copies whose read is."""
+        while self._unwritten and (self._unwritten[0].copied is None or self._unwritten[0].copied.query()):
+            self._write(self._unwritten.pop(0))
+        if self._stream is not None:
+            for parcel in list(self._coming):
+                if parcel.buffer is None or all(read.done for read in parcel.buffer.reads):
+                    self._land(parcel)
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Copies on the stream of their own, after what the device has been given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    # ---- the end
+
+    def drop(self, parcel: Parcel) -> None:
+        """Forget a parcel, which must not be on its way back. Raises DiskError for a write of it that failed."""
+        self.wait_written(parcel)
+        self._forget(parcel)
+
+    def abandon(self) -> None:
+        """Forget everything, after an error, once nothing is in flight any more."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        for queue in self._queues:
+            queue.settle()
+        for buffer in (*self._load_buffers, *self._save_buffers):
+            for transfer in (*buffer.reads, *buffer.writes):
+                _complete(transfer)
+            buffer.reads, buffer.writes = [], []
+        for parcel in list(self._kept):
+            for write in parcel.writes:
+                _complete(write)
+            self._forget(parcel)
+        self._extents = Extents()
+        self._unwritten.clear()
+        self._coming.clear()
+        self._loads, self._saves = BufferPool(self._load_buffers), BufferPool(self._save_buffers)
+
+    def close(self) -> None:
+        """Give the host memory back. The parcels cannot be used afterwards; twice is harmless."""
+        self.abandon()
+        for queue in self._queues:
+            queue.close()
+        self._unlock_free()
+        for buffer in (*self._load_buffers, *self._save_buffers):
+            if buffer.data.numel():
+                self._memory.unlock(buffer.data)
+        self._load_buffers, self._save_buffers = [], []
+        self._loads, self._saves = BufferPool([]), BufferPool([])
+
+    def _forget(self, parcel: Parcel) -> None:
+        self._kept.discard(parcel)
+        if parcel.host is not None:
+            self._free_host.setdefault(parcel.num_bytes, []).append(parcel.host)
+            parcel.host = None
+        if parcel.offset >= 0:
+            self._extents.give_back(parcel.offset, parcel.num_bytes)
+            parcel.offset = -1
+
+    def _rest_bytes(self) -> int:
+        """Of what rests in the host tier, and of what has rested there."""
+        free = sum(data.numel() for sizes in self._free_host.values() for data in sizes)
+        return free + sum(parcel.host.numel() for parcel in self._kept if parcel.host is not None)
+
+    def _lock_to_rest(self, num_bytes: int) -> torch.Tensor:
+        """Raises MemoryBudgetError."""
+        if self._host_limit is not None and self._rest_bytes() + num_bytes > self._host_limit:
+            self._unlock_free()
+            held = self._rest_bytes()
+            if held + num_bytes > self._host_limit:
+                raise MemoryBudgetError(
+                    f"vertical_schedule.activations: {held} bytes of host memory hold what passes between layers, {num_bytes}"
+                    f" more are needed, and the memory budget (see the start) leaves {self._host_limit}; write fewer"
+                    ' gradient_accumulation_steps, a smaller "share" (or "host_share"), "device": "ssd", or, where it is set,'
+                    ' a larger "vertical_schedule.host_memory_bytes"'
+                )
+        return self._memory.lock(num_bytes)
+
+    def _unlock_free(self) -> None:
+        for free in self._free_host.values():
+            while free:
+                self._memory.unlock(free.pop())
+        self._free_host.clear()
+
+    def _take(self, pool: BufferPool, num_bytes: int) -> HostBuffer:
+        """A free buffer of at least that size, once its earlier transfers are complete."""
+        if pool is self._saves and not pool.num_free:
+            self._unwritten[0].copied.synchronize()
+            self._advance()
+        buffer = pool.take()
+        if buffer.data.numel() < num_bytes:
+            try:
+                data = self._memory.lock(num_bytes)
+            except BaseException:
+                pool.put_back(buffer)
+                raise
+            small, buffer.data = buffer.data, data  # never twice, wherever an interrupt comes
+            if small.numel():
+                self._memory.unlock(small)
+        return buffer
+
+
+def _buffers(queues: Sequence[DiskQueue], count: int) -> list[HostBuffer]:
+    """Buffers of no size yet: they take that of what goes through them."""
+    return [HostBuffer(torch.empty(0, dtype=torch.uint8), queue) for queue in queues for _ in range(count)]
+
+
+def _round_up(number: int, multiple: int = _PAGE_BYTES) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _pieces(data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Places for the tensors inside a parcel, one after another."""
+    pieces, start = [], 0
+    for tensor in tensors:
+        pieces.append(data.narrow(0, start, tensor.numel()))
+        start += _round_up(tensor.numel(), 64)
+    return pieces
+
+
+def _complete(transfer: Transfer) -> None:
+    """Wait for a transfer whose failure no longer matters: an earlier one has been reported."""
+    try:
+        transfer.wait()
+    except OSError:
+        return

@@ -1,0 +1,22 @@
+"""Which micro-batch's activations rest in which tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def spread(num_micro_batches: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """For each micro-batch the index of the share it belongs to, or -1: `shares` add up to at most 1.
+
+    Spread evenly: of the first k micro-batches, share s has within one of k s; of all, the nearest whole number.
+    """
+    taken = [0] * len(shares)
+    chosen: list[int] = []
+    for count in range(1, num_micro_batches + 1):
+        wanted = [share * count - have for share, have in zip(shares, taken, strict=True)]
+        rest = (1 - sum(shares)) * count - (count - 1 - sum(taken))
+        best = max(range(len(shares)), key=lambda i: wanted[i], default=-1)
+        chosen.append(best if best >= 0 and wanted[best] >= rest else -1)
+        if chosen[-1] >= 0:
+            taken[chosen[-1]] += 1
+    return tuple(chosen)

@@ -1,0 +1,245 @@
+"""Which bytes are in which tier at which moment of a simulated run, whose they are, and the peak of each tier.
+
+Counted is what the schedule moves and what rests between steps. Buffers count while they are in use. Where device and
+host are one memory, all of it is the host's. See `memory_budget` for what is allocated, by closed formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ds_vertical.planner.costs import Parts, PartSizes
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.simulate import Span, Timeline
+from ds_vertical.schedule.events import PRE, SUF, Event, Op, Unit
+
+Tier = Literal["device", "host", "ssd"]
+Owner = Literal["parameters", "activations", "activation gradients", "gradients", "state"]
+TIERS: Final[tuple[Tier, ...]] = ("device", "host", "ssd")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes a tier held, when, and whose they were. `owner`: who held the most of them."""
+
+    tier: Tier
+    num_bytes: float
+    at_s: float
+    owners: dict[str, float]
+
+    @property
+    def owner(self) -> str:
+        return max(self.owners, key=lambda name: self.owners[name], default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`num_bytes` more (or, below 0, fewer) in a tier from `at_s` on."""
+
+    at_s: float
+    tier: Tier
+    owner: Owner
+    num_bytes: float
+
+
+def peaks(timeline: Timeline, machine: Machine, shape: ModelShape, parts: Parts | None = None) -> dict[Tier, Peak]:
+    """The peak of each tier over the whole run."""
+    found: dict[Tier, Peak] = {tier: Peak(tier, 0.0, 0.0, {}) for tier in TIERS}
+    held: dict[Tier, dict[str, float]] = {tier: {} for tier in TIERS}
+    # What is given up at a moment makes room for what is taken at the same moment.
+    for change in sorted(changes(timeline, machine, shape, parts), key=lambda c: (c.at_s, c.num_bytes)):
+        tier = "host" if machine.one_memory and change.tier == "device" else change.tier
+        held[tier][change.owner] = held[tier].get(change.owner, 0.0) + change.num_bytes
+        total = sum(held[tier].values())
+        if total > found[tier].num_bytes:
+            found[tier] = Peak(tier, total, change.at_s, dict(held[tier]))
+    return found
+
+
+def changes(timeline: Timeline, machine: Machine, shape: ModelShape, parts: Parts | None = None) -> Iterator[Change]:
+    """All changes of a run, in no particular order."""
+    ledger = _Ledger(timeline, machine, shape, parts)
+    yield from ledger.resting()
+    yield from ledger.parameters()
+    yield from ledger.gradients()
+    yield from ledger.state()
+    yield from ledger.activations("activations", _input_role)
+    yield from ledger.activations("activation gradients", _gradient_role)
+
+
+class _Ledger:
+    def __init__(self, timeline: Timeline, machine: Machine, shape: ModelShape, parts: Parts | None) -> None:
+        self.timeline = timeline
+        self.machine = machine
+        self.shape = shape
+        self.count = len(timeline.events) // timeline.num_steps
+        self.sizes = PartSizes(timeline.events[: self.count], shape, parts)
+        self.present = {(event.op, event.layer, event.part) for event in timeline.events[: self.count]}
+        self.spans: dict[int, list[Span]] = {}
+        for span in timeline.spans:
+            self.spans.setdefault(span.index, []).append(span)
+        self.tiers = shape.placement.activation_tiers(1 + max((event.micro_batch or 0 for event in timeline.events), default=0))
+        self.trains = any(event.op is Op.B for event in timeline.events)
+
+    def start_s(self, index: int) -> float:
+        spans = self.spans.get(index)
+        return min(span.start_s for span in spans) if spans else self.timeline.end_s[index]
+
+    def end_s(self, index: int) -> float:
+        return self.timeline.end_s[index]
+
+    def resting(self) -> Iterator[Change]:
+        shape, placement = self.shape, self.shape.placement
+        elements = shape.num_elements / shape.num_shards
+        rests: tuple[tuple[Owner, int, float], ...] = (
+            ("parameters", shape.param_bytes, placement.parameters_on_ssd),
+            ("state", shape.state_bytes if self.trains else 0, placement.state_on_ssd),
+        )
+        for owner, each, on_ssd in rests:
+            yield Change(0.0, "ssd", owner, elements * each * on_ssd * shape.generations)
+            yield Change(0.0, "host", owner, elements * each * (1 - on_ssd))
+
+    def parameters(self) -> Iterator[Change]:
+        """The shard in its host buffer from the read to the end of the copy, the gathered unit from there to RELEASE. Read
+        ahead, from that read on. Where nothing is copied the buffer is the unit."""
+        fetched: dict[Unit | None, int] = {}
+        ahead: dict[Unit | None, int] = {}
+        copied = not (self.machine.one_memory or self.machine.copy_in_bytes_per_s is None)
+        for index, event in enumerate(self.timeline.events):
+            shard = self.shape.shard(event.layer) * self.shape.param_bytes * self.shape.placement.parameters_on_ssd
+            gathered = self.shape.elements(event.layer) * self.shape.param_bytes
+            if event.op is Op.FETCH and event.ahead:
+                ahead[event.layer] = index
+                buffered = ("host", shard) if copied else ("device", gathered)
+                yield Change(self.start_s(index), buffered[0], "parameters", buffered[1])
+            elif event.op is Op.FETCH:
+                fetched[event.layer] = index
+                early = ahead.pop(event.layer, None) is not None
+                copies = [s.start_s for s in self.spans.get(index, ()) if s.stage.lane == "copy_in"]
+                if copied or not early:
+                    yield Change(min(copies, default=self.start_s(index)), "device", "parameters", gathered)
+                if copied and not early:
+                    yield Change(self.start_s(index), "host", "parameters", shard)
+                if copied:
+                    yield Change(self.end_s(index), "host", "parameters", -shard)
+            elif event.op is Op.RELEASE and event.layer in fetched:
+                yield Change(self.end_s(index), "device", "parameters", -gathered)
+
+    def gradients(self) -> Iterator[Change]:
+        """The sum on the device from its first B to REDUCE, then this rank's share until the step that takes it: in host
+        memory, and from HOLD on (REDUCE, where there is none) its share of it on SSD."""
+        summing: set[Unit] = set()
+        for index, event in enumerate(self.timeline.events):
+            unit: Unit | None = PRE if event.op is Op.HEAD else event.layer
+            if unit is None:
+                continue
+            elements = self.shape.shard(unit) if event.op is Op.REDUCE else self.sizes.elements(event)
+            on_ssd = elements * self._share_on_ssd(event)
+            if event.op in (Op.HEAD, Op.B) and unit not in summing:
+                summing.add(unit)
+                yield self._gradient(self.start_s(index), "device", self.shape.elements(unit))
+            elif event.op is Op.REDUCE:
+                summing.discard(unit)
+                yield self._gradient(self.end_s(index), "device", -self.shape.elements(unit))
+                yield from self._gradients(self.start_s(index), elements - on_ssd, on_ssd)
+            elif event.op is Op.HOLD:
+                yield self._gradient(self.start_s(index), "ssd", on_ssd)
+                yield self._gradient(self.end_s(index), "host", -on_ssd)
+            elif event.op is Op.STEP:
+                if event.step_offset and index < self.count:  # left by the step before the first one
+                    yield from self._gradients(0.0, elements - on_ssd, on_ssd)
+                yield from self._gradients(self.end_s(index), on_ssd - elements, -on_ssd)
+
+    def _share_on_ssd(self, event: Event) -> float:
+        """Of the gradients that an event is about; a unit whose HOLD names a part keeps the others in memory."""
+        held = {part for op, unit, part in self.present if op is Op.HOLD and unit == event.layer}
+        if held and (event.op is Op.REDUCE or not {None, event.part} & held):
+            return 0.0
+        return self.shape.placement.gradients_on_ssd
+
+    def _gradients(self, at_s: float, in_host: float, on_ssd: float) -> Iterator[Change]:
+        yield self._gradient(at_s, "host", in_host)
+        yield self._gradient(at_s, "ssd", on_ssd)
+
+    def _gradient(self, at_s: float, tier: Tier, elements: float) -> Change:
+        return Change(at_s, tier, "gradients", elements * self.shape.gradient_bytes)
+
+    def state(self) -> Iterator[Change]:
+        """A slot of the optimizer's pipeline holds a piece's state from its read to the end of its write."""
+        spans = sorted((s for s in self.timeline.spans if s.stage.purpose == "state"), key=lambda s: (s.index, s.start_s))
+        reads = [span for span in spans if span.stage.lane == "ssd_read"]
+        writes = [span for span in spans if span.stage.lane == "ssd_write"]
+        for read, write in zip(reads, writes, strict=False):
+            num_bytes = max(read.stage.num_bytes, write.stage.num_bytes)
+            yield Change(read.start_s, "host", "state", num_bytes)
+            yield Change(write.end_s, "host", "state", -num_bytes)
+
+    def activations(self, owner: Owner, role: Callable[[Event, int], _Role]) -> Iterator[Change]:
+        uses: dict[tuple[Unit, int], list[tuple[str, int]]] = {}
+        for index, event in enumerate(self.timeline.events):
+            for verb, unit in role(event, self.shape.num_layers):
+                assert event.micro_batch is not None
+                key = (unit, event.micro_batch)
+                if verb == "make" and key in uses:
+                    yield from self._life(owner, self.tiers[key[1]], uses.pop(key))
+                if verb == "make" or key in uses:
+                    uses.setdefault(key, []).append((verb, index))
+        for (_, micro_batch), life in uses.items():
+            yield from self._life(owner, self.tiers[micro_batch], life)
+
+    def _life(self, owner: Owner, tier: Tier, life: Sequence[tuple[str, int]]) -> Iterator[Change]:
+        """One tensor from the event that makes it to its last use. Saved, it leaves the device between for its tier."""
+        num_bytes, verbs = self.shape.activation_bytes, [verb for verb, _ in life]
+        last = max(self.end_s(index) for verb, index in life if verb != "drop")
+        if tier == "device" or "save" not in verbs:
+            yield Change(self.start_s(life[0][1]), "device", owner, num_bytes)
+            yield Change(last, "device", owner, -num_bytes)
+            return
+        loads = [i for i, verb in enumerate(verbs) if verb == "load"]
+        for begin, end in zip([0, *loads], [*loads, len(life)], strict=True):
+            on_device = [index for verb, index in life[begin:end] if verb != "drop"]
+            yield Change(self.start_s(life[begin][1]), "device", owner, num_bytes)
+            yield Change(max(self.end_s(index) for index in on_device), "device", owner, -num_bytes)
+        saved = next(index for verb, index in life if verb == "save")
+        dropped = max([self.end_s(index) for verb, index in life if verb == "drop"], default=last)
+        yield Change(self.start_s(saved), tier, owner, num_bytes)
+        yield Change(dropped, tier, owner, -num_bytes)
+
+
+_Role = tuple[tuple[str, Unit], ...]
+
+
+def _after(unit: Unit | None, num_layers: int) -> Unit:
+    """The unit that takes what `unit` hands on in forward."""
+    following = 0 if unit == PRE else num_layers if not isinstance(unit, int) else unit + 1
+    return following if following < num_layers else SUF
+
+
+def _input_role(event: Event, num_layers: int) -> _Role:
+    """What an event does with the input of a unit: verb and unit."""
+    unit = event.layer
+    if unit is None:
+        return ()
+    if event.op is Op.F:
+        use: _Role = () if unit == PRE else (("use", unit),)
+        return use if unit == SUF else (*use, ("make", _after(unit, num_layers)))
+    if event.op in (Op.HEAD, Op.B):
+        return (("use", unit),)
+    verbs = {Op.SAVE: "save", Op.LOAD: "load", Op.DROP: "drop"}
+    return ((verbs[event.op], unit),) if event.op in verbs else ()
+
+
+def _gradient_role(event: Event, num_layers: int) -> _Role:
+    """What an event does with the gradient that a unit's backward takes: verb and unit."""
+    unit = event.layer
+    if unit is None:
+        return ()
+    if event.op in (Op.HEAD, Op.B):
+        last = num_layers - 1 if unit == SUF else PRE if unit == 0 else unit - 1 if isinstance(unit, int) else None
+        use: _Role = () if unit == SUF else (("use", unit),)
+        return use if last is None else (*use, ("make", last))
+    verbs = {Op.GSAVE: "save", Op.GLOAD: "load", Op.GDROP: "drop"}
+    return ((verbs[event.op], unit),) if event.op in verbs else ()

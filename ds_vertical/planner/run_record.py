@@ -1,0 +1,194 @@
+"""What a run of the vertical arm really ran, as data: the model's sizes, the settings, the schedule of each step.
+
+Written beside the step records of rank 0 (`account.jsonl`): the facts on the first line, then a line per step. From it and a
+machine's rates follow the bound, the simulated makespan and the bytes of the table of that very run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from ds_vertical.planner.closed_forms import Traffic, kept_layers, vertical_traffic
+from ds_vertical.planner.model_shape import ModelShape, Placement
+from ds_vertical.schedule.events import DELAYED, PRE, Op, Schedule, Unit
+
+FILE_NAME = "account.jsonl"
+Share = Literal["delayed", "all"]
+
+DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # torch's names, and those of `limits`
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Elements are whole units', early ones this rank's; a unit is "pre" or a layer's number.
+
+    `host_bytes`: of this rank's memory budget. `tokens` of a micro-batch of `sequences`; `threads` of the process that
+    trained; `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, ...: the
+    shares that rest there, as in `costs.Placement`.
+    """
+
+    elements: dict[Unit, int]
+    early_elements: dict[Unit, int]
+    delayed_elements: dict[Unit, int]
+    blocks_per_layer: int
+    param_bytes: int
+    gradient_bytes: int
+    dtype: str
+    num_shards: int
+    generations: int
+    slots: int
+    part_elements: int
+    parameters_on_ssd: float
+    state_on_ssd: float
+    one_memory: bool
+    host_bytes: int
+    sequences: int
+    tokens: int
+    threads: int
+    model: dict[str, Any] | None
+    overlap: bool = True
+    gradients_on_ssd: float = 0.0
+    activations_on_host: float = 0.0
+    activations_on_ssd: float = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.elements) - 1
+
+    @property
+    def early_share(self) -> float:
+        """Of the elements that are stepped, the share that may be stepped early."""
+        early, delayed = sum(self.early_elements.values()), sum(self.delayed_elements.values())
+        return early / (early + delayed) if early + delayed else 0.0
+
+    def shape(self, rates: Mapping[str, float]) -> ModelShape:
+        """The model for `costs`; `rates` are those of `ds-vertical limits`, whose seconds are those of one block."""
+        per_layer = self.blocks_per_layer
+        return ModelShape(
+            pre_elements=self.elements[PRE],
+            layer_elements=tuple(self.elements[layer] for layer in range(self.num_layers)),
+            forward_s=per_layer * rates.get("layer_forward_s", 0.0),
+            backward_s=per_layer * max(0.0, rates.get("layer_backward_s", 0.0)),
+            activation_bytes=round(rates.get("activation_bytes", 0)),
+            pre_forward_s=rates.get("pre_forward_s", 0.0),
+            pre_backward_s=rates.get("pre_backward_s", 0.0),
+            head_s=rates.get("head_s", 0.0),
+            param_bytes=self.param_bytes,
+            gradient_bytes=self.gradient_bytes,
+            num_shards=self.num_shards,
+            generations=self.generations,
+            part_elements=self.part_elements or None,
+            placement=Placement(
+                parameters_on_ssd=self.parameters_on_ssd,
+                state_on_ssd=self.state_on_ssd,
+                gradients_on_ssd=self.gradients_on_ssd,
+                activations_on_host=self.activations_on_host,
+                activations_on_ssd=self.activations_on_ssd,
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class RanStep:
+    """One step: its schedule, and which share of the step before was due in it. `gauge_s`: how fast the host was behind it, see
+    `metrics`; None where that was not measured."""
+
+    step: int
+    schedule: Schedule
+    due: Share
+    gauge_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Account:
+    facts: Facts
+    steps: tuple[RanStep, ...]
+
+    def shape(self, step: RanStep, rates: Mapping[str, float]) -> ModelShape:
+        """The shape in one step: whether its last layer is recomputed follows from its schedule."""
+        last = self.facts.num_layers - 1
+        fused = any(event.layer == last for event in step.schedule.fused)
+        return replace(self.facts.shape(rates), recompute_last=not fused)
+
+    def parts(self, step: RanStep) -> dict[tuple[Unit, str], float]:
+        """Elements of this rank that the early and the delayed steps of each unit are about."""
+        facts = self.facts
+        sizes: dict[tuple[Unit, str], float] = {}
+        for unit, early in facts.early_elements.items():
+            sizes[unit, "e0"] = early
+            sizes[unit, "d0"] = facts.delayed_elements[unit] + (early if step.due == "all" else 0)
+        return sizes
+
+    def shares(self, step: RanStep) -> tuple[float, float]:
+        """Of all elements that are stepped, the shares stepped early and stepped for the step before it."""
+        early = self.facts.early_share
+        delayed = any(event.op is Op.STEP and event.part == DELAYED for event in step.schedule.events)
+        due = delayed and step.step > 1
+        return early * step.schedule.early, (1.0 if step.due == "all" else 1 - early) * due
+
+    def table(self, step: RanStep, rates: Mapping[str, float]) -> Traffic | None:
+        """The closed table's bytes for this step; None where it took less than one whole step (the first, for one), or where
+        activations move in an order that the table does not know."""
+        early, due = self.shares(step)
+        schedule = step.schedule
+        after_norm = not (schedule.early or schedule.delayed)
+        taken = 1.0 if after_norm else early + due
+        if taken < 1 - 1e-9 or schedule.order != "vertical" or (schedule.moved and schedule.snake):
+            return None
+        kept, redone = kept_layers(schedule.window), max(0.0, taken - 1)
+        held = {event.part for event in schedule.events if event.op is Op.HOLD}
+        waiting = 0.0 if not held else 1.0 if None in held else 1 - self.facts.early_share
+        shape, count = self.shape(step, rates), schedule.num_micro_batches
+        return vertical_traffic(shape, count, kept=kept, handed_over=due, waiting=waiting, redone=redone)
+
+
+class AccountWriter:
+    """Writes `folder/account.jsonl`, a line per step; a schedule is written out where it is another than the step before's."""
+
+    def __init__(self, folder: Path, facts: Facts) -> None:
+        self._file = Path(folder, FILE_NAME).open("w", encoding="utf-8", buffering=1)
+        self._file.write(json.dumps({"facts": _named(asdict(facts))}) + "\n")
+        self._last: Schedule | None = None
+        self._num_steps = 0
+
+    def step(self, schedule: Schedule, due: Share, gauge_s: float | None = None) -> None:
+        self._num_steps += 1
+        text = None if schedule == self._last else schedule.to_text()
+        self._last = schedule
+        line = {"step": self._num_steps, "due": due, "schedule": text, "gauge_s": gauge_s}
+        self._file.write(json.dumps(line) + "\n")
+
+
+def read_account(folder: Path) -> Account | None:
+    """What the run with these metrics wrote, None where it wrote none (the stock arm). Raises ValueError for a broken file."""
+    path = Path(folder, FILE_NAME)
+    if not path.exists():
+        return None
+    try:
+        first, *lines = path.read_text(encoding="utf-8").splitlines()
+        fields = json.loads(first)["facts"]
+        for name in ("elements", "early_elements", "delayed_elements"):
+            fields[name] = {PRE if unit == PRE else int(unit): count for unit, count in fields[name].items()}
+        return Account(Facts(**fields), tuple(_steps(lines)))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: no account of a run: {error}") from error
+
+
+def _steps(lines: Sequence[str]) -> list[RanStep]:
+    steps: list[RanStep] = []
+    for line in lines:
+        fields = json.loads(line)
+        text = fields["schedule"]
+        schedule = steps[-1].schedule if text is None else Schedule.from_text(text)
+        steps.append(RanStep(fields["step"], schedule, fields["due"], fields.get("gauge_s")))
+    return steps
+
+
+def _named(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON's keys are strings."""
+    units = ("elements", "early_elements", "delayed_elements")
+    return fields | {name: {str(unit): count for unit, count in fields[name].items()} for name in units}

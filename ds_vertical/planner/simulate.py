@@ -1,0 +1,346 @@
+"""Run a schedule on costs instead of a machine: when each event is issued, starts and ends, and on which lane.
+
+[Note: lanes and queues] A lane (SSD read, CPU Adam, ...) has one queue per purpose, as the runtime has one handle per
+direction and purpose. A queue is first in, first out, in the schedule's order; a lane divides itself evenly among the
+queues that have work ready. SSD reads and writes slow each other down as measured together; where host and device are
+one memory, compute and CPU Adam share the host cores, less what transfers take of these. With fixed rates and one queue per
+lane no transfer that gets faster makes a step slower; where lanes share, it can happen, here as on a machine (an early CPU
+Adam takes cores from the computation that everybody waits for).
+
+[Note: issuing] One thread walks the events in order, as the executor does, and holds at an event until what it depends on
+is complete. Steps of the optimizer are only handed to their pipeline. Where host and device are one memory the
+thread computes itself. RELEASE holds the thread until its unit's uses are complete, so the window bounds memory.
+
+[Note: reading ahead] The state of a step is read from when the event starts that tells it (`events.coming_steps`), as far as
+slots are free; the rest of the step starts when its event does.
+
+[Note: boundary] dependencies() covers one schedule. Between consecutive ones: what an earlier step left (`@-1`) needs that
+step's NORM, and what it did to the same unit; the first FETCH of a unit needs its steps and its RELEASE, and of a step
+issued ahead of it (`STEP.d0`) the values only: what is written is needed by the FETCH after that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from ds_vertical.errors import CostsError
+from ds_vertical.planner.costs import Cost, Lane, Parts, Stage, event_costs
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.schedule.dependencies import dependencies
+from ds_vertical.schedule.events import Event, Op, Schedule, Unit, error_at
+
+Issue = Literal["in order", "ahead"]
+Needs = Sequence[Sequence[int]]
+
+OPTIMIZER: Final = frozenset((Op.HOLD, Op.RECALL, Op.READ, Op.STEP, Op.WRITE, Op.COMMIT, Op.DISCARD))
+COMPUTE: Final = frozenset((Op.F, Op.HEAD, Op.B))
+_HOLDING: Final = COMPUTE | {Op.NORM, Op.RELEASE, Op.DROP, Op.GDROP}
+_ROUNDING: Final = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stage of event `index` (counted over all steps) on its lane, from start to end in seconds."""
+
+    index: int
+    event: Event
+    stage: Stage
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a simulated run did. `issued_s` and `end_s`: per event, over all steps; `busy_s`: seconds in which a lane worked."""
+
+    events: tuple[Event, ...]
+    num_steps: int
+    spans: tuple[Span, ...]
+    issued_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+    busy_s: dict[Lane, float]
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first issue to the end of everything."""
+        return max(self.end_s, default=0.0)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the last step added: its makespan in the steady state, where steps overlap."""
+        count = len(self.events) // self.num_steps
+        return self.makespan_s - max(self.end_s[: len(self.events) - count], default=0.0)
+
+
+def simulate(
+    schedule: Schedule,
+    machine: Machine,
+    shape: ModelShape,
+    *,
+    steps: int = 1,
+    slots: int = 3,
+    issue: Issue = "in order",
+    overlap: bool = True,
+    drain: bool = False,
+    parts: Parts | None = None,
+    needs: Needs | None = None,
+) -> Timeline:
+    """Run `steps` consecutive steps of the schedule. See the notes above.
+
+    `slots`: pieces of optimizer state in memory at a time. `issue` "ahead": only computation and RELEASE hold the thread,
+    transfers wait for each other by themselves. `overlap=False`: wait for each event, so that seconds add up. `drain`:
+    let everything complete between two steps. `parts`: see `costs.PartSizes`. `needs`: dependencies of one step, when the
+    caller has them. Raises ScheduleError for a schedule that cannot be run, CostsError for one that does not fit the shape.
+    """
+    if schedule.num_layers != shape.num_layers:
+        raise CostsError(f"the schedule has {schedule.num_layers} layers, the model {shape.num_layers}; give both the same")
+    if steps < 1 or slots < 1:
+        raise CostsError(f"steps and slots must be 1 or more, got {steps} and {slots}")
+    costs = event_costs(schedule.events, machine, shape, parts)
+    if not overlap:
+        costs = tuple((tuple(stage for job in cost for stage in job),) if cost else () for cost in costs)
+    needs = dependencies(schedule.events) if needs is None else needs
+    engine = _Engine(schedule.events, costs, machine, steps)
+    engine.issue_ahead, engine.overlap, engine.drain = issue == "ahead", overlap, drain
+    for earlier, later in _edges(schedule.events, needs, steps):
+        engine.add_edge(earlier, later)
+    engine.limit_slots(slots)
+    if overlap:
+        engine.read_ahead(schedule)
+    return engine.run()
+
+
+def _edges(events: Sequence[Event], needs: Needs, steps: int) -> Iterator[tuple[int, int]]:
+    count = len(events)
+    boundary = list(_boundary(events)) + [(j, i + count) for j, i in _written_before_fetch(events)]
+    for step in range(steps):
+        for index, earlier in enumerate(needs):
+            yield from ((step * count + j, step * count + index) for j in earlier)
+        yield from ((step * count + j, step * count + i) for j, i in _written_before_fetch(events))
+        if step:
+            yield from (((step - 1) * count + j, step * count + i) for j, i in boundary if i < count)
+
+
+def _boundary(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
+    """[Note: boundary]: pairs (event of the step before, event of this step)."""
+    left: dict[Unit | None, list[int]] = {}
+    for index, event in enumerate(events):
+        if event.op in OPTIMIZER or event.op in (Op.RELEASE, Op.REDUCE) or event.ahead:
+            left.setdefault(event.layer, []).append(index)
+    norms = [index for index, event in enumerate(events) if event.op is Op.NORM]
+    fetched: set[Unit | None] = set()
+    for index, event in enumerate(events):
+        if event.step_offset < 0:
+            yield from ((j, index) for j in {*norms, *left.get(event.layer, ()), *left.get(None, ())})
+        elif event.op is Op.FETCH and event.layer not in fetched:
+            fetched.add(event.layer)
+            yield from ((j, index) for j in left.get(event.layer, ()))
+        elif event.op is Op.FETCH and not event.ahead:
+            yield from ((j, index) for j in left.get(event.layer, ()) if events[j].op is Op.STEP and events[j].ahead)
+
+
+def _written_before_fetch(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
+    """A delayed step hands its values to the next FETCH in memory; the FETCH after that one reads what it wrote."""
+    steps: dict[Unit | None, list[int]] = {}
+    fetches: dict[Unit | None, int] = {}
+    for index, event in enumerate(events):
+        if event.op in (Op.STEP, Op.WRITE) and event.step_offset:
+            steps.setdefault(event.layer, []).append(index)
+        elif event.op is Op.FETCH:
+            fetches[event.layer] = fetches.get(event.layer, 0) + 1
+            if fetches[event.layer] == 2:
+                yield from ((j, index) for j in steps.get(event.layer, ()))
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """A stage on its way. `waits`: what must be complete before it may run, besides its queue."""
+
+    index: int
+    stage: Stage
+    waits: int
+    left_s: float
+    followers: list[_Task] = field(default_factory=list)
+    start_s: float | None = None
+    hinted: bool = False  # it need not wait for its event to start
+
+
+class _Engine:
+    """The simulation's state: time, queues, and what each event still waits for."""
+
+    def __init__(self, events: Sequence[Event], costs: Sequence[Cost], machine: Machine, steps: int) -> None:
+        self.events = tuple(events) * steps
+        first: dict[Unit | None, int] = {}
+        for index, event in enumerate(events):
+            if event.op is Op.FETCH and not event.ahead:
+                first.setdefault(event.layer, index)
+        self.first_fetches = {step * len(events) + index for step in range(steps) for index in first.values()}
+        self.machine = machine
+        self.steps = steps
+        self.now = 0.0
+        self.next = 0
+        self.num_ended = 0
+        self.computing: int | None = None
+        count = len(self.events)
+        self.waits = [0] * count
+        self.on_end: list[list[int]] = [[] for _ in range(count)]
+        self.on_values: list[list[int]] = [[] for _ in range(count)]
+        self.issued_s: list[float | None] = [None] * count
+        self.end_s: list[float | None] = [None] * count
+        self.jobs: list[list[list[_Task]]] = []
+        self.queues: dict[tuple[str, str], deque[_Task]] = {}
+        for index, cost in enumerate(tuple(costs) * steps):
+            self.jobs.append([self._chain(index, job) for job in cost])
+        self.tasks_left = [sum(map(len, jobs)) for jobs in self.jobs]
+        self.values_left = [sum(t.stage.lane != "ssd_write" for job in jobs for t in job) for jobs in self.jobs]
+        self.hinted: list[list[_Task]] = [[] for _ in range(count)]
+        self.spans: list[Span] = []
+        self.busy_s: dict[Lane, float] = {}
+        self.issue_ahead, self.overlap, self.drain = False, True, False
+
+    def _chain(self, index: int, job: Sequence[Stage]) -> list[_Task]:
+        tasks = [_Task(index, stage, 1, stage.seconds) for stage in job]
+        for task, follower in zip(tasks, tasks[1:], strict=False):
+            task.followers.append(follower)
+        for task in tasks:
+            self.queues.setdefault((task.stage.lane, task.stage.purpose), deque()).append(task)
+        return tasks
+
+    def add_edge(self, earlier: int, later: int) -> None:
+        """`later` needs `earlier`: of a delayed step its values, for a FETCH its files."""
+        step = self.events[earlier]
+        hands_over = step.op is Op.STEP and (step.ahead or step.step_offset < 0)
+        reads = self.events[later].op is Op.FETCH and not (step.ahead and later in self.first_fetches)
+        by_values = hands_over and not reads and self.values_left[earlier] > 0
+        (self.on_values if by_values else self.on_end)[earlier].append(later)
+        self.waits[later] += 1
+
+    def limit_slots(self, slots: int) -> None:
+        """The k-th read of state waits for the (k - slots)-th write of state."""
+        tasks = [task for jobs in self.jobs for job in jobs for task in job if task.stage.purpose == "state"]
+        reads = [task for task in tasks if task.stage.lane == "ssd_read"]
+        writes = [task for task in tasks if task.stage.lane == "ssd_write"]
+        for write, read in zip(writes, reads[slots:], strict=False):
+            if write.index > read.index:
+                problem = f"reads state before {slots} earlier reads are written back; write more slots, or place it later"
+                raise error_at(self.events, read.index, problem)
+            write.followers.append(read)
+            read.waits += 1
+
+    def read_ahead(self, schedule: Schedule) -> None:
+        """See [Note: reading ahead]."""
+        positions = {event: index for index, event in enumerate(schedule.events) if event.op in (Op.STEP, Op.HEAD)}
+        for told, event in schedule.coming.items():
+            for first in range(0, len(self.events), len(schedule.events)):
+                for job in self.jobs[first + positions[event]]:
+                    if job[1:] and job[0].stage.reads_state:
+                        job[0].hinted = True
+                        self.hinted[first + positions[told]].append(job[0])
+                        job[1].waits += 1
+
+    # ---- the run
+
+    def run(self) -> Timeline:
+        while True:
+            self._issue()
+            active = [queue[0] for queue in self.queues.values() if queue and queue[0].waits == 0]
+            if not active:
+                break
+            self._advance(active)
+        if self.num_ended < len(self.events):
+            index = next(i for i, end in enumerate(self.end_s) if end is None)
+            raise error_at(self.events, index, "never ends: what it waits for comes after it")
+        issued, ended = ([s or 0.0 for s in times] for times in (self.issued_s, self.end_s))
+        spans = tuple(sorted(self.spans, key=lambda span: (span.start_s, span.index)))
+        return Timeline(self.events, self.steps, spans, tuple(issued), tuple(ended), self.busy_s)
+
+    def _issue(self) -> None:
+        while self.next < len(self.events) and self._may_issue(self.next):
+            index = self.next
+            self.next += 1
+            self.issued_s[index] = self.now
+            if self.events[index].op in COMPUTE:
+                self.computing = index
+            if self.waits[index] == 0:
+                self._start(index)
+
+    def _may_issue(self, index: int) -> bool:
+        """See [Note: issuing]."""
+        op = self.events[index].op
+        if not self.overlap and self.num_ended < index:
+            return False
+        if self.drain and index % (len(self.events) // self.steps) == 0 and self.num_ended < index:
+            return False
+        if self.machine.one_memory and self.computing is not None and self.end_s[self.computing] is None:
+            return False
+        holds = op in _HOLDING if self.issue_ahead else op not in OPTIMIZER
+        return self.waits[index] == 0 if holds else True
+
+    def _start(self, index: int) -> None:
+        """The event is issued and has what it needs: its first stages may run; without stages it is over."""
+        for task in self.hinted[index]:
+            task.waits -= 1
+        if not self.jobs[index]:
+            self._end(index)
+        for job in self.jobs[index]:
+            job[1 if job[0].hinted else 0].waits -= 1
+
+    def _end(self, index: int) -> None:
+        self.end_s[index] = self.now
+        self.num_ended += 1
+        self._satisfy(self.on_end[index])
+
+    def _satisfy(self, dependents: Sequence[int]) -> None:
+        for later in dependents:
+            self.waits[later] -= 1
+            if self.waits[later] == 0 and self.issued_s[later] is not None:
+                self._start(later)
+
+    def _advance(self, active: Sequence[_Task]) -> None:
+        """Let time pass until the first of the active stages is complete."""
+        rates = self._rates(active)
+        passed_s = min(task.left_s / rate for task, rate in zip(active, rates, strict=True))
+        lanes: set[Lane] = {task.stage.lane for task in active}
+        for lane in lanes:
+            self.busy_s[lane] = self.busy_s.get(lane, 0.0) + passed_s
+        for task in active:
+            task.start_s = self.now if task.start_s is None else task.start_s
+        self.now += passed_s
+        for task, rate in zip(active, rates, strict=True):
+            task.left_s -= rate * passed_s
+            if task.left_s <= _ROUNDING * task.stage.seconds:
+                self._complete(task)
+
+    def _rates(self, active: Sequence[_Task]) -> list[float]:
+        """Per stage, its speed against its lane alone. See [Note: lanes and queues]."""
+        machine, lanes = self.machine, [task.stage.lane for task in active]
+        factors: dict[str, float] = {}
+        for lane in lanes:
+            factors[lane] = 1 / lanes.count(lane)
+        if "ssd_read" in factors and "ssd_write" in factors:
+            factors["ssd_read"] *= machine.read_together
+            factors["ssd_write"] *= machine.write_together
+        if machine.one_memory and "compute" in factors and "adam" in factors:
+            factors["compute"] /= 1 + machine.adam_share
+            factors["adam"] /= 1 + machine.adam_share
+        transfers = (task.stage for task in active if task.stage.lane in ("ssd_read", "ssd_write"))
+        left = 1 - machine.ssd_load(sum(factors[stage.lane] * stage.num_bytes / stage.seconds for stage in transfers))
+        return [factors[lane] * (left if lane in ("compute", "adam") else 1.0) for lane in lanes]
+
+    def _complete(self, task: _Task) -> None:
+        index, stage = task.index, task.stage
+        self.queues[stage.lane, stage.purpose].popleft()
+        self.spans.append(Span(index, self.events[index], stage, task.start_s or 0.0, self.now))
+        for follower in task.followers:
+            follower.waits -= 1
+        if stage.lane != "ssd_write":
+            self.values_left[index] -= 1
+            if self.values_left[index] == 0:
+                self._satisfy(self.on_values[index])
+        self.tasks_left[index] -= 1
+        if self.tasks_left[index] == 0:
+            self._end(index)

@@ -1,0 +1,401 @@
+"""What each event of a schedule waits for, and the check of a whole schedule.
+
+[Note: issue and wait] Only issuing is an event. What has to be complete before an event may start is the answer of
+dependencies(), the one truth that validator, executor and simulator share.
+
+[Note: order and timing] `order` and `snake` in the header fix in which order gradients are summed, hence the bits of
+the result. Everything else (window, where a FETCH or a RELEASE stands, which forward comes first) is timing and never
+changes values. validate() refuses sums in another order and leaves timing free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ds_vertical.errors import ScheduleError
+from ds_vertical.schedule.activations import Moves, find_fault, is_work
+from ds_vertical.schedule.events import DELAYED, EARLY, MAX_STEPS, PRE, SUF, Event, Key, Op, Schedule, Unit, error_at
+
+_REPEATED: Final = frozenset((Op.FETCH, Op.RELEASE, Op.LOAD))
+_MOVES: Final = (Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP)
+
+
+class _Walk:
+    """What has happened while a list of events is read from left to right; refuses what could not be run."""
+
+    def __init__(self, num_layers: int, num_micro_batches: int) -> None:
+        self.num_layers = num_layers
+        self.micro_batches = range(num_micro_batches)
+        self.index = 0
+        self.done: dict[Key, int] = {}
+        self.fetched: dict[Unit | None, int] = {}
+        self.uses: dict[Unit | None, list[int]] = {}
+        self.last_sum: dict[Unit | None, int] = {}
+        self.steps: dict[Unit | None, list[int]] = {}
+        self.delayed: dict[Unit | None, list[int]] = {}
+        self.early: list[int] = []
+        self.ahead: dict[Unit | None, int] = {}
+        self.under_way: list[int] = []
+        self.holds: list[int] = []
+        self.moves = Moves()
+
+    def need(self, op: Op, layer: Unit | None = None, micro_batch: int | None = None) -> int:
+        """The latest such event's index."""
+        index = self.done.get((op, layer, micro_batch))
+        if index is None:
+            raise ScheduleError(f"needs {Event(op, layer, micro_batch)} before it")
+        return index
+
+    def use(self, unit: Unit | None) -> int:
+        """The index of the FETCH under which the event at hand reads the unit's parameters."""
+        if unit not in self.fetched:
+            raise ScheduleError(f"needs the parameters of {unit}, which are not fetched here")
+        self.uses[unit].append(self.index)
+        return self.fetched[unit]
+
+    def refuse_read(self, unit: Unit | None, what: str) -> None:
+        """Refuse what makes parameters that were read for the next step others, or not the next."""
+        if unit in self.ahead:
+            raise ScheduleError(f"event {self.ahead[unit]} has read {unit} for the next step; {what} before that")
+
+    def take_turn(self) -> list[int]:
+        """The step that must be over before another one may begin; see MAX_STEPS."""
+        before = self.under_way[-MAX_STEPS] if len(self.under_way) >= MAX_STEPS else None
+        self.under_way.append(self.index)
+        return [] if before is None else [before]
+
+    def concluded(self) -> list[int]:
+        """The COMMIT that must be over before anything uses what early steps made or left."""
+        return [self.need(Op.COMMIT)] if self.early else []
+
+    def values(self, unit: Unit | None) -> list[int]:
+        """FETCH of the unit, and the delayed step that made the values it brings."""
+        return [self.use(unit), *self.delayed.get(unit, ())]
+
+    def add_gradient(self, unit: Unit | None) -> list[int]:
+        """The event that last added to the unit's gradient sum, if any: a sum in another order has other bits."""
+        before = self.last_sum.get(unit)
+        self.last_sum[unit] = self.index
+        return [] if before is None else [before]
+
+    def take(self, index: int, event: Event) -> tuple[int, ...]:
+        """The indices that `event`, standing at `index`, depends on."""
+        rule = _RULES_BY_PART.get((event.part, event.step_offset), {}).get(event.op)
+        if rule is None:
+            raise ScheduleError("no rule says what it depends on; add one to _RULES in ds_vertical/schedule/dependencies.py")
+        self.index = index
+        if is_work(event):
+            self.moves.begin_work()
+        needs = tuple(sorted(set(rule(self, event))))
+        self.done[event.op, event.layer, event.micro_batch] = index
+        return needs
+
+
+def _fetch(walk: _Walk, event: Event) -> list[int]:
+    unit = event.layer
+    if unit in walk.fetched:
+        raise ScheduleError(f"{unit} is already fetched, by event {walk.fetched[unit]}")
+    walk.refuse_read(unit, "fetch it")
+    walk.fetched[unit] = walk.index
+    walk.uses[unit] = []
+    released = walk.done.get((Op.RELEASE, unit, None))
+    return [*([] if released is None else [released]), *walk.steps.pop(unit, [])]
+
+
+def _fetch_ahead(walk: _Walk, event: Event) -> list[int]:
+    """The read of what the next step fetches: once the step is known to count or not, and the unit's new values are there."""
+    unit = event.layer
+    if unit in walk.fetched:
+        raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before")
+    walk.refuse_read(unit, "read it once")
+    walk.ahead[unit] = walk.index
+    return [walk.need(Op.NORM), walk.need(Op.RELEASE, unit), *walk.concluded(), *walk.steps.get(unit, ())]
+
+
+def _release(walk: _Walk, event: Event) -> list[int]:
+    unit = event.layer
+    if unit not in walk.fetched:
+        raise ScheduleError(f"{unit} is not fetched here")
+    if not walk.uses[unit]:
+        raise ScheduleError(f"nothing used {unit} since event {walk.fetched[unit]} fetched it")
+    return [walk.fetched.pop(unit), *walk.uses[unit]]
+
+
+# `pre` stands for all parameters outside the layers: prefix, suffix and what the model uses between two layers. So
+# every compute event, on whatever layer, uses it.
+def _forward(walk: _Walk, event: Event) -> list[int]:
+    layer, micro_batch = event.layer, event.micro_batch
+    if layer == PRE:
+        return walk.values(PRE)
+    if layer == SUF:
+        return [walk.use(PRE), walk.need(Op.F, walk.num_layers - 1, micro_batch)]
+    assert isinstance(layer, int)
+    before = walk.need(Op.F, layer - 1 if layer else PRE, micro_batch)
+    return [*walk.values(layer), walk.use(PRE), before, *walk.moves.use(Op.SAVE, layer, micro_batch, walk.index)]
+
+
+def _head(walk: _Walk, event: Event) -> list[int]:
+    return [walk.use(PRE), walk.need(Op.F, walk.num_layers - 1, event.micro_batch), *walk.add_gradient(PRE)]
+
+
+def _backward(walk: _Walk, event: Event) -> list[int]:
+    layer, micro_batch = event.layer, event.micro_batch
+    moved = walk.moves.use(Op.GSAVE, layer, micro_batch, walk.index)
+    if layer == PRE:
+        return [walk.use(PRE), walk.need(Op.B, 0, micro_batch), *walk.add_gradient(PRE), *moved]
+    assert isinstance(layer, int)
+    last = layer == walk.num_layers - 1
+    after = walk.need(Op.HEAD, SUF, micro_batch) if last else walk.need(Op.B, layer + 1, micro_batch)
+    moved += walk.moves.use(Op.SAVE, layer, micro_batch, walk.index)
+    return [walk.need(Op.F, layer, micro_batch), after, walk.use(layer), walk.use(PRE), *walk.add_gradient(layer), *moved]
+
+
+def _save(walk: _Walk, event: Event) -> list[int]:
+    """The input of a layer, once it is there; where the layer's F has taken it by then, after that."""
+    layer, micro_batch = event.layer, event.micro_batch
+    if not isinstance(layer, int):
+        raise ScheduleError("only layers have an input that moves")
+    made = walk.need(Op.F, layer - 1 if layer else PRE, micro_batch)
+    taken = walk.done.get((Op.F, layer, micro_batch))
+    walk.moves.save(event, walk.index)
+    return [made] if taken is None else [made, taken]
+
+
+def _save_gradient(walk: _Walk, event: Event) -> list[int]:
+    unit = event.layer
+    made = walk.need(Op.B, unit + 1 if isinstance(unit, int) else 0, event.micro_batch)
+    walk.moves.save(event, walk.index)
+    return [made]
+
+
+def _drop(walk: _Walk, event: Event) -> list[int]:
+    used = walk.need(Op.B, event.layer, event.micro_batch)
+    return [used, *walk.moves.drop(Op.SAVE if event.op is Op.DROP else Op.GSAVE, event)]
+
+
+def _reduce(walk: _Walk, event: Event) -> list[int]:
+    unit = event.layer
+    sums = [walk.need(Op.B, unit, m) for m in walk.micro_batches]
+    if unit == PRE:
+        sums += [walk.need(Op.HEAD, SUF, m) for m in walk.micro_batches]
+    return [walk.use(unit), *sums]
+
+
+def _hold(walk: _Walk, event: Event) -> list[int]:
+    """As many at a time as steps (MAX_STEPS): each keeps the memory that it is written from."""
+    before = walk.holds[-MAX_STEPS:][:1] if len(walk.holds) >= MAX_STEPS else []
+    walk.holds.append(walk.index)
+    return [walk.need(Op.REDUCE, event.layer), *before]
+
+
+def _norm(walk: _Walk, event: Event) -> list[int]:
+    """A step is decided once what it has made is where it waits: a transfer that fails then fails the step as a whole."""
+    return [*(walk.need(Op.REDUCE, unit) for unit in (PRE, *range(walk.num_layers))), *walk.holds, *walk.early]
+
+
+def _step(walk: _Walk, event: Event) -> list[int]:
+    unit = event.layer
+    if unit in walk.fetched:
+        raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before its step")
+    walk.refuse_read(unit, "step it")
+    needs = [walk.need(Op.NORM), walk.need(Op.RELEASE, unit), *walk.take_turn()]
+    walk.steps.setdefault(unit, []).append(walk.index)
+    return needs
+
+
+def _early_step(walk: _Walk, event: Event) -> list[int]:
+    """Before the norm: the unit's gradient is complete and nobody uses its parameters until the next step."""
+    unit = event.layer
+    if (Op.NORM, None, None) in walk.done:
+        raise ScheduleError("NORM came before it, by which an early step must be over")
+    if unit in walk.fetched:
+        raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before its step")
+    needs = [walk.need(Op.REDUCE, unit), walk.need(Op.RELEASE, unit), *walk.take_turn()]
+    walk.early.append(walk.index)
+    return needs
+
+
+def _commit(walk: _Walk, event: Event) -> list[int]:
+    return [walk.need(Op.NORM)]  # which waits for the early steps
+
+
+def _delayed_step(walk: _Walk, event: Event) -> list[int]:
+    """A step that the last schedule left: its unit must not have been fetched yet. The FETCH need not wait for it, since
+    the values are handed over in memory; their first use does."""
+    unit = event.layer
+    if unit in walk.uses:
+        raise ScheduleError(f"{unit} was fetched before the step that makes its values")
+    if unit in walk.delayed:
+        raise ScheduleError(f"{unit} has taken this step already")
+    walk.delayed[unit] = [walk.index]
+    return []
+
+
+def _step_ahead(walk: _Walk, event: Event) -> list[int]:
+    """The delayed part of this very step, for the next forward; the next schedule's FETCH of the unit takes its values."""
+    unit = event.layer
+    if unit in walk.fetched:
+        raise ScheduleError(f"{unit} is still fetched, by event {walk.fetched[unit]}; release it before its step")
+    walk.refuse_read(unit, "step it")
+    return [walk.need(Op.NORM), walk.need(Op.RELEASE, unit), *walk.concluded()]
+
+
+_RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
+    Op.FETCH: _fetch,
+    Op.RELEASE: _release,
+    Op.F: _forward,
+    Op.HEAD: _head,
+    Op.B: _backward,
+    Op.REDUCE: _reduce,
+    Op.HOLD: _hold,
+    Op.NORM: _norm,
+    Op.STEP: _step,
+    Op.COMMIT: _commit,
+    Op.SAVE: _save,
+    Op.LOAD: lambda walk, event: walk.moves.load(Op.SAVE, event, walk.index),
+    Op.DROP: _drop,
+    Op.GSAVE: _save_gradient,
+    Op.GLOAD: lambda walk, event: walk.moves.load(Op.GSAVE, event, walk.index),
+    Op.GDROP: _drop,
+}
+
+
+_RULES_BY_PART: Final[dict[tuple[str | None, int], dict[Op, Callable[[_Walk, Event], list[int]]]]] = {
+    (None, 0): _RULES,
+    (EARLY, 0): {Op.STEP: _early_step},
+    (DELAYED, -1): {Op.STEP: _delayed_step},
+    (DELAYED, 0): {Op.HOLD: _hold, Op.STEP: _step_ahead},
+    (None, 1): {Op.FETCH: _fetch_ahead},
+}
+
+
+def dependencies(events: Sequence[Event]) -> tuple[tuple[int, ...], ...]:
+    """For each event the ascending indices of the earlier events that must be complete before it may start.
+
+    Raises ScheduleError, with the events around, at the first event that lacks something it depends on.
+    """
+    layers = (event.layer for event in events if isinstance(event.layer, int))
+    micro_batches = (event.micro_batch for event in events if event.micro_batch is not None)
+    return _dependencies(events, _Walk(1 + max(layers, default=-1), 1 + max(micro_batches, default=-1)))
+
+
+def _dependencies(events: Sequence[Event], walk: _Walk) -> tuple[tuple[int, ...], ...]:
+    found: list[tuple[int, ...]] = []
+    for index, event in enumerate(events):
+        try:
+            found.append(walk.take(index, event))
+        except ScheduleError as error:
+            raise error_at(events, index, str(error)) from None
+    return tuple(found)
+
+
+def validate(schedule: Schedule) -> None:
+    """Raises ScheduleError, naming the event and showing those around it, unless the schedule can be run as it stands.
+
+    Checked: what an event depends on comes before it; F, HEAD, B, REDUCE, NORM, STEP and the prefix's FETCH stand there once;
+    at most window + 1 layers are fetched at a time, those read for the next step included, and no other at the end; nothing
+    is read that is still to be stepped; gradients are summed in the order of the header; only its micro-batches move, at most
+    look_ahead + 1 inputs and as many gradients are loaded and not yet used, and what is saved is dropped.
+    """
+    _check_once(schedule)
+    _dependencies(schedule.events, _Walk(schedule.num_layers, schedule.num_micro_batches))
+    _check_complete(schedule)
+    _check_window(schedule)
+    _check_ahead(schedule)
+    _check_sums(schedule)
+    if (fault := find_fault(schedule.events, schedule.moved, schedule.look_ahead)) is not None:
+        raise error_at(schedule.events, *fault)
+
+
+def _once(schedule: Schedule) -> list[Event]:
+    """The events that stand exactly once in every schedule of this order and shape, in no particular order."""
+    layers, micro_batches = range(schedule.num_layers), range(schedule.num_micro_batches)
+    units: tuple[Unit, ...] = (PRE, *layers)
+    events = [Event(Op.FETCH, PRE), Event(Op.RELEASE, PRE)]
+    events += [Event(Op.F, unit, m) for unit in units for m in micro_batches]
+    if schedule.order == "forward":
+        return events + [Event(Op.F, SUF, m) for m in micro_batches]
+    events += [Event(Op.HEAD, SUF, m) for m in micro_batches]
+    events += [Event(Op.B, unit, m) for unit in units for m in micro_batches]
+    events += [Event(Op.NORM), *(Event(Op.REDUCE, unit) for unit in units)]
+    if schedule.early:
+        events += [Event(Op.COMMIT), *(Event(Op.STEP, unit, part=EARLY) for unit in units)]
+    return events if schedule.delayed else [*events, *(Event(Op.STEP, unit) for unit in units)]
+
+
+def _check_once(schedule: Schedule) -> None:
+    allowed = set(_once(schedule))
+    allowed |= {Event(op, layer) for op in (Op.FETCH, Op.RELEASE) for layer in range(schedule.num_layers)}
+    if schedule.order != "forward":
+        units: tuple[Unit, ...] = (PRE, *range(schedule.num_layers))
+        allowed |= {e for u in units for e in (Event(Op.STEP, u, None, DELAYED, -1), Event(Op.FETCH, u, step_offset=1))}
+        allowed |= {Event(Op.STEP, u, part=DELAYED) for u in units if schedule.delayed}
+        allowed |= {Event(Op.HOLD, u, part=part) for u in units for part in (None, DELAYED)}
+        allowed |= {Event(op, u, m) for op in _MOVES for u in units for m in range(schedule.num_micro_batches)}
+    seen: Counter[Event] = Counter()
+    for index, event in enumerate(schedule.events):
+        seen[event] += 1
+        if event not in allowed:
+            shape = f"{schedule.num_layers} layers, {schedule.num_micro_batches} micro-batches"
+            raise error_at(schedule.events, index, f"has no place in a schedule of order {schedule.order} with {shape}")
+        if seen[event] > 1 and (event.op not in _REPEATED or event.layer == PRE or event.ahead):
+            raise error_at(schedule.events, index, "stands here a second time; it must happen once")
+
+
+def _check_complete(schedule: Schedule) -> None:
+    present = set(schedule.events)
+    missing = [str(event) for event in _once(schedule) if event not in present]
+    if missing:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise error_at(schedule.events, len(schedule.events), f"never happened: {' '.join(missing[:8])}{more}")
+
+
+def _check_window(schedule: Schedule) -> None:
+    fetched: set[Unit | None] = set()
+    ahead = {event.layer for event in schedule.events if event.op is Op.FETCH and event.ahead}
+    for index, event in enumerate(schedule.events):
+        if event.op is Op.RELEASE:
+            fetched.discard(event.layer)
+        elif event.op is Op.FETCH and event.layer != PRE:
+            fetched.add(event.layer)
+        if len(fetched) > schedule.window + 1:
+            problem = f"is layer number {len(fetched)} fetched at once; window {schedule.window} allows"
+            raise error_at(schedule.events, index, f"{problem} {schedule.window + 1}: release one before")
+    fetched -= ahead
+    if fetched:
+        units = ", ".join(str(unit) for unit in fetched)
+        raise error_at(schedule.events, len(schedule.events), f"still fetched: {units}; every FETCH needs its RELEASE")
+
+
+def _check_ahead(schedule: Schedule) -> None:
+    """What is read for the next step while its step is due would be old then."""
+    stepped: set[Unit | None] = set()
+    for index, event in enumerate(schedule.events):
+        if event.op is Op.STEP and event.ahead:
+            stepped.add(event.layer)
+        elif event.op is Op.FETCH and event.ahead and schedule.delayed and event.layer not in stepped:
+            wanted = Event(Op.STEP, event.layer, part=DELAYED)
+            raise error_at(schedule.events, index, f"reads what a delayed step is to change; write {wanted} before it")
+
+
+def _check_sums(schedule: Schedule) -> None:
+    """[Note: order and timing]: per unit, the events that add to its gradient come in the header's order."""
+    if schedule.order == "forward":
+        return
+    micro_batches = range(schedule.num_micro_batches)
+    heads = [Event(Op.HEAD, SUF, m) for m in micro_batches]
+    prefix = [Event(Op.B, PRE, m) for m in micro_batches]
+    interleaved = [event for pair in zip(heads, prefix, strict=True) for event in pair]
+    expected: dict[Unit | None, list[Event]] = {PRE: interleaved if schedule.order == "horizontal" else heads + prefix}
+    for layer in range(schedule.num_layers):
+        turned = schedule.snake and (schedule.num_layers - 1 - layer) % 2 == 1
+        expected[layer] = [Event(Op.B, layer, m) for m in (reversed(micro_batches) if turned else micro_batches)]
+    left = {unit: iter(events) for unit, events in expected.items()}
+    for index, event in enumerate(schedule.events):
+        if event.op in (Op.B, Op.HEAD):
+            wanted = next(left[PRE if event.op is Op.HEAD else event.layer])
+            if event != wanted:
+                told = f"order {schedule.order}{' with snake' if schedule.snake else ''}"
+                raise error_at(schedule.events, index, f"adds to a gradient sum where {told} wants {wanted}")

@@ -1,0 +1,294 @@
+"""The schedule as a value: events and their text form. What each event waits for is in `dependencies`."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
+from typing import Final, Literal
+
+from ds_vertical.errors import ScheduleError
+
+PRE: Final = "pre"
+SUF: Final = "suf"
+ORDERS: Final = ("vertical", "horizontal", "forward")
+FORM: Final = "[LAYER|pre|suf]OP[MICRO_BATCH][.eN|.dN][@STEPS]: 3FETCH, preF0, sufHEAD0, NORM, 3STEP.d0@-1, 0FETCH@+1"
+
+EARLY: Final = "e0"  # the early parts of a unit, together
+DELAYED: Final = "d0"
+EVERYTHING: Final = "all"  # of a unit; events that are about it have no part
+MAX_STEPS: Final = 2  # units whose steps may be under way at a time: each holds a host buffer for its new parameters
+LEAD: Final = 2  # layers by which a delayed step is ahead of its use
+
+Unit = int | Literal["pre", "suf"]
+Key = tuple["Op", "Unit | None", "int | None"]
+
+
+class Op(StrEnum):
+    """What an event does; the value is its name in the text form."""
+
+    FETCH = "FETCH"
+    RELEASE = "RELEASE"
+    F = "F"
+    HEAD = "HEAD"
+    B = "B"
+    SAVE = "SAVE"
+    LOAD = "LOAD"
+    DROP = "DROP"
+    GSAVE = "GSAVE"
+    GLOAD = "GLOAD"
+    GDROP = "GDROP"
+    REDUCE = "REDUCE"
+    HOLD = "HOLD"
+    RECALL = "RECALL"
+    NORM = "NORM"
+    READ = "READ"
+    STEP = "STEP"
+    WRITE = "WRITE"
+    COMMIT = "COMMIT"
+    DISCARD = "DISCARD"
+
+
+# Op -> the units it may name ("layer" is any layer number, "none" is no unit at all).
+_UNITS: Final[dict[Op, str]] = {
+    **dict.fromkeys((Op.FETCH, Op.RELEASE, Op.B, Op.REDUCE), "layer pre"),
+    **dict.fromkeys((Op.F, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP), "layer pre suf"),
+    **dict.fromkeys((Op.HOLD, Op.RECALL, Op.READ, Op.STEP, Op.WRITE), "layer pre"),
+    **dict.fromkeys((Op.COMMIT, Op.DISCARD), "layer pre none"),
+    Op.HEAD: "suf",
+    Op.NORM: "none",
+}
+_PER_MICRO_BATCH: Final = frozenset((Op.F, Op.HEAD, Op.B, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP))
+_PER_PART: Final = frozenset((Op.HOLD, Op.RECALL, Op.READ, Op.STEP, Op.WRITE, Op.COMMIT, Op.DISCARD))
+_OPTIMIZER: Final = _PER_PART | {Op.NORM}
+# Op -> the sign of the step offsets it may have, and their name; the others take none.
+_OFFSETS: Final[dict[Op, tuple[int, str]]] = {
+    **dict.fromkeys(_PER_PART, (-1, "a step offset <= 0")),
+    Op.FETCH: (1, "a step offset >= 0"),
+}
+_ASIDE: Final = frozenset((Op.RELEASE, Op.HEAD, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP))
+_NUMBER = "(?:0|[1-9][0-9]*)"
+_PART = re.compile(f"[ed]{_NUMBER}")
+_EVENT = re.compile(
+    f"(?P<layer>{_NUMBER}|pre|suf)?(?P<op>{'|'.join(Op)})(?P<micro_batch>{_NUMBER})?"
+    f"(?:\\.(?P<part>{_PART.pattern}))?(?:@(?P<step_offset>[+-][1-9][0-9]*))?"
+)
+_HEADER = re.compile(
+    "# ds_vertical schedule v1 order=(?P<order>[a-z]+) layers=(?P<layers>[0-9]+)"
+    " micro_batches=(?P<micro_batches>[0-9]+) snake=(?P<snake>[01]) window=(?P<window>[0-9]+) delayed=(?P<delayed>[01])"
+    " early=(?P<early>[01])(?: moved=(?P<moved>[0-9,]+) ahead=(?P<ahead>[0-9]+))?"
+)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One entry of a schedule: an operation on a layer, on `pre` or `suf`, or (NORM) on none of them.
+
+    `part` is "e<chunk>" (early) or "d<chunk>" (delayed); `step_offset` is 0, -1 for what the step before left, or +1 for
+    what the next step fetches. Raises ScheduleError when the fields do not fit the operation.
+    """
+
+    op: Op
+    layer: Unit | None = None
+    micro_batch: int | None = None
+    part: str | None = None
+    step_offset: int = 0
+
+    def __post_init__(self) -> None:
+        problem = _misfit(self)
+        if problem:
+            raise ScheduleError(f"event {str(self)!r}: {problem}; write {FORM}")
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it is issued for the next step, whose schedule waits for it: what that step fetches, and a delayed part
+        that is stepped in its own step."""
+        delayed = self.op is Op.STEP and self.part is not None and self.part.startswith("d")
+        return self.step_offset > 0 or (delayed and self.step_offset == 0)
+
+    def __str__(self) -> str:
+        layer, micro_batch = ("" if x is None else x for x in (self.layer, self.micro_batch))
+        part = "" if self.part is None else f".{self.part}"
+        offset = f"@{self.step_offset:+d}" if self.step_offset else ""
+        return f"{layer}{self.op}{micro_batch}{part}{offset}"
+
+
+def _misfit(event: Event) -> str | None:
+    """Why the event's fields do not fit its operation; None when they do."""
+    op, layer = event.op, event.layer
+    if not isinstance(op, Op):
+        return f"op must be one of {', '.join(Op)}"
+    kind = "none" if layer is None else layer if layer in (PRE, SUF) else "layer"
+    if kind == "layer" and not _is_count(layer):
+        return f"layer must be a number >= 0, 'pre' or 'suf', got {layer!r}"
+    if kind not in _UNITS[op].split():
+        return f"{op} goes with {' or '.join(_UNITS[op].split())}, got {'none' if layer is None else layer}"
+    if op in _PER_MICRO_BATCH and not _is_count(event.micro_batch):
+        return f"{op} needs a micro-batch number >= 0, got {event.micro_batch!r}"
+    if op not in _PER_MICRO_BATCH and event.micro_batch is not None:
+        return f"{op} takes no micro-batch, got {event.micro_batch!r}"
+    if event.part is not None and (op not in _PER_PART or not _PART.fullmatch(event.part)):
+        return f"{op} takes {'e<chunk> or d<chunk> as part' if op in _PER_PART else 'no part'}, got {event.part!r}"
+    sign, offsets = _OFFSETS.get(op, (0, "no step offset"))
+    if event.step_offset and not (sign and _is_count(sign * event.step_offset)):
+        return f"{op} takes {offsets}, got {event.step_offset!r}"
+    return None
+
+
+def parse_event(text: str) -> Event:
+    """The event whose str() is `text`; raises ScheduleError naming the text and the expected form."""
+    match = _EVENT.fullmatch(text)
+    if match is None:
+        raise ScheduleError(f"not an event: {text!r}; write {FORM}; ops are {', '.join(Op)}")
+    layer, micro_batch = match["layer"], match["micro_batch"]
+    return Event(
+        Op(match["op"]),
+        layer if layer in (None, PRE, SUF) else int(layer),
+        None if micro_batch is None else int(micro_batch),
+        match["part"],
+        int(match["step_offset"] or 0),
+    )
+
+
+def parse_events(text: str) -> tuple[Event, ...]:
+    """Events separated by white space; raises ScheduleError at the first word that is none."""
+    return tuple(parse_event(word) for word in text.split())
+
+
+def format_window(events: Sequence[Event], index: int, radius: int = 4) -> str:
+    """The events around `index`, one per line, the one at `index` marked; index == len(events) marks the end."""
+    rows = [(i, str(event)) for i, event in enumerate(events)] + [(len(events), "(end)")]
+    shown = [row for row in rows if abs(row[0] - index) <= radius and (row[0] < len(events) or row[0] == index)]
+    return "\n".join(f"{i:>6}  {text}{'  <-- here' if i == index else ''}" for i, text in shown)
+
+
+def error_at(events: Sequence[Event], index: int, problem: str) -> ScheduleError:
+    """A ScheduleError that names an event and shows the events around it."""
+    where = f"event {index} ({events[index]})" if index < len(events) else "at the end of the schedule"
+    return ScheduleError(f"{where}: {problem}\n{format_window(events, index)}")
+
+
+def coming_steps(events: Sequence[Event]) -> dict[Event, Event]:
+    """Which STEP comes next: told by the STEP before it as that is issued; where there is none, by the first HEAD.
+
+    Across NORM nothing is told: it decides what is stepped.
+    """
+    coming: dict[Event, Event] = {}
+    before: Event | None = None
+    for event in events:
+        if event.op is Op.NORM:
+            before = None
+        elif event.op is Op.HEAD and before is None:
+            before = event
+        elif event.op is Op.STEP:
+            if before is not None:
+                coming[before] = event
+            before = event
+    return coming
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A step (or a forward-only pass) over `num_layers` layers and `num_micro_batches` micro-batches.
+
+    `window` is the number of layers fetched ahead of the one in use; `delayed` says that optimizer steps of this step are
+    left to the next schedule, `early` that some are taken during the backward. `moved`: the micro-batches whose layer
+    inputs and gradients leave memory between their uses, loaded again `look_ahead` uses ahead. Construction checks the header
+    only; validate() checks the events. Raises ScheduleError.
+    """
+
+    num_layers: int
+    num_micro_batches: int
+    events: tuple[Event, ...]
+    order: str = "vertical"
+    snake: bool = False
+    window: int = 1
+    delayed: bool = False
+    early: bool = False
+    moved: tuple[int, ...] = ()
+    look_ahead: int = 0
+
+    def __post_init__(self) -> None:
+        if any(not _is_count(m) or m >= self.num_micro_batches for m in self.moved) or not _is_count(self.look_ahead):
+            raise ScheduleError(f"moved must name micro-batches, look_ahead be >= 0, got {self.moved} and {self.look_ahead!r}")
+        if not _is_count(self.window):
+            raise ScheduleError(f"window must be a number of layers >= 0, got {self.window!r}")
+        for name in ("num_layers", "num_micro_batches"):
+            value = getattr(self, name)
+            if not _is_count(value) or value == 0:
+                raise ScheduleError(f"{name} must be at least 1, got {value!r}")
+        if self.order not in ORDERS:
+            raise ScheduleError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+        if self.snake and self.order != "vertical":
+            raise ScheduleError(f"snake turns the micro-batches at each layer: write order vertical, got {self.order}")
+
+    @cached_property
+    def coming(self) -> dict[Event, Event]:
+        """`coming_steps` of the events."""
+        return coming_steps(self.events)
+
+    @cached_property
+    def fused(self) -> frozenset[Event]:
+        """The layers' F whose own B is the next F or B of any layer, whatever stands between on `pre` and `suf`.
+
+        Such a forward keeps its autograd graph for that backward, one at a time; every other backward recomputes.
+        """
+        work = [event for event in self.events if event.op in (Op.F, Op.B) and isinstance(event.layer, int)]
+        return frozenset(
+            before
+            for before, event in pairwise(work)
+            if (before.op, event.op) == (Op.F, Op.B) and (before.layer, before.micro_batch) == (event.layer, event.micro_batch)
+        )
+
+    def to_text(self) -> str:
+        """A header line, then about one line per visit of a layer; Schedule.from_text() gives an equal schedule."""
+        header = (
+            f"# ds_vertical schedule v1 order={self.order} layers={self.num_layers} "
+            f"micro_batches={self.num_micro_batches} snake={int(self.snake)} window={self.window}"
+            f" delayed={int(self.delayed)} early={int(self.early)}"
+        )
+        if self.moved:
+            header += f" moved={','.join(map(str, self.moved))} ahead={self.look_ahead}"
+        # Long words and hyphens stay whole: "3STEP.d0@-1" is one event.
+        wrap = textwrap.TextWrapper(width=120, break_long_words=False, break_on_hyphens=False).wrap
+        return "\n".join([header, *(part for line in _visit_lines(self.events) for part in wrap(line))]) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        """Reads to_text(); further lines that start with # are comments. Raises ScheduleError; does not validate()."""
+        header, _, body = text.lstrip().partition("\n")
+        match = _HEADER.fullmatch(header.rstrip())
+        if match is None:
+            form = "# ds_vertical schedule v1 order=vertical layers=3 micro_batches=2 snake=0 window=1 delayed=0 early=0"
+            raise ScheduleError(f"not a schedule header: {header[:120]!r}; write {form!r}")
+        lines = (line for line in body.splitlines() if not line.lstrip().startswith("#"))
+        layers, micro_batches, window = (int(match[name]) for name in ("layers", "micro_batches", "window"))
+        snake, delayed, early = (match[name] == "1" for name in ("snake", "delayed", "early"))
+        moved = tuple(int(m) for m in (match["moved"] or "").split(",") if m)
+        given = (match["order"], snake, window, delayed, early, moved, int(match["ahead"] or 0))
+        return cls(layers, micro_batches, parse_events("\n".join(lines)), *given)
+
+
+def _visit_lines(events: Sequence[Event]) -> list[str]:
+    """A FETCH opens the line of the work that follows it; a RELEASE, a HEAD and moves stand on the line of the work before."""
+    lines: list[list[str]] = []
+    ahead: list[str] = []
+    current: Unit | str | None = None
+    for event in events:
+        unit = "optimizer" if event.op in _OPTIMIZER else event.layer
+        if event.op is Op.FETCH:
+            ahead.append(str(event))
+            continue
+        if ahead or not lines or (unit != current and event.op not in _ASIDE):
+            lines.append(ahead)
+            ahead, current = [], unit
+        lines[-1].append(str(event))
+    return [" ".join(line) for line in [*lines, ahead] if line]

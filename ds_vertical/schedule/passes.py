@@ -1,0 +1,248 @@
+"""Lowering: from a bare compute order to a whole schedule, by pure passes of one policy each.
+
+An order (vertical, horizontal, forward) lists F, HEAD and B. Then place_gradients adds REDUCE, place_parameters adds FETCH and
+RELEASE, place_optimizer adds NORM and STEP, place_activations (`activations`) what leaves memory. build_training() and
+build_evaluation() compose and validate; an evaluation keeps what passes between its layers in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ds_vertical.errors import ScheduleError
+from ds_vertical.schedule.activations import LOOK_AHEAD, place_activations
+from ds_vertical.schedule.dependencies import validate
+from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, PRE, SUF, Event, Op, Schedule, Unit
+
+Events = tuple[Event, ...]
+
+
+def _sweep(op: Op, unit: Unit, micro_batches: Sequence[int]) -> Iterator[Event]:
+    return (Event(op, unit, m) for m in micro_batches)
+
+
+def vertical_order(num_layers: int, num_micro_batches: int, snake: bool = False) -> Events:
+    """All micro-batches of a layer before the next layer; the last layer's F, HEAD and B per micro-batch (Schedule.fused).
+
+    With `snake`, every second layer, counted back from the last, runs the micro-batches in reverse, both ways: so the last
+    one ascends, as HEAD's gradient sums have to.
+    """
+    ascending = range(num_micro_batches)
+    last = num_layers - 1
+
+    def turn(layer: int) -> Sequence[int]:
+        return ascending[::-1] if snake and (last - layer) % 2 else ascending
+
+    events = [*_sweep(Op.F, PRE, ascending)]
+    for layer in range(last):
+        events += _sweep(Op.F, layer, turn(layer))
+    for m in turn(last):
+        events += (Event(Op.F, last, m), Event(Op.HEAD, SUF, m), Event(Op.B, last, m))
+    for layer in reversed(range(last)):
+        events += _sweep(Op.B, layer, turn(layer))
+    return (*events, *_sweep(Op.B, PRE, ascending))
+
+
+def horizontal_order(num_layers: int, num_micro_batches: int) -> Events:
+    """One micro-batch after another, each through forward, HEAD and backward: stock's order."""
+    events: list[Event] = []
+    for m in range(num_micro_batches):
+        events += (Event(Op.F, unit, m) for unit in (PRE, *range(num_layers)))
+        events.append(Event(Op.HEAD, SUF, m))
+        events += (Event(Op.B, unit, m) for unit in (*reversed(range(num_layers)), PRE))
+    return tuple(events)
+
+
+def forward_order(num_layers: int, num_micro_batches: int) -> Events:
+    """Evaluation: one sweep, layer-major, no gradients."""
+    units: tuple[Unit, ...] = (PRE, *range(num_layers), SUF)
+    return tuple(event for unit in units for event in _sweep(Op.F, unit, range(num_micro_batches)))
+
+
+def place_gradients(events: Sequence[Event]) -> Events:
+    """REDUCE of each unit right after its last B."""
+    last = {event.layer: index for index, event in enumerate(events) if event.op is Op.B}
+    placed: list[Event] = []
+    for index, event in enumerate(events):
+        placed.append(event)
+        if event.op is Op.B and last[event.layer] == index:
+            placed.append(Event(Op.REDUCE, event.layer))
+    return tuple(placed)
+
+
+def place_holding(events: Sequence[Event], hold: str) -> Events:
+    """HOLD what of a unit's gradient waits on SSD as soon as it is reduced; its step reads it there. `hold`: EVERYTHING, or
+    DELAYED where early parts do not wait."""
+    part = None if hold == EVERYTHING else hold
+    placed: list[Event] = []
+    for event in events:
+        placed += (event, Event(Op.HOLD, event.layer, part=part)) if event.op is Op.REDUCE else (event,)
+    return tuple(placed)
+
+
+@dataclass
+class _Visit:
+    """A run of events on one layer; `first` and `last` are indices. Events on `pre` and `suf` do not end a visit."""
+
+    layer: int
+    first: int
+    last: int
+
+
+def _visits(events: Sequence[Event]) -> list[_Visit]:
+    visits: list[_Visit] = []
+    for index, event in enumerate(events):
+        if not isinstance(event.layer, int):
+            continue
+        if not visits or visits[-1].layer != event.layer:
+            visits.append(_Visit(event.layer, index, index))
+        visits[-1].last = index
+    return visits
+
+
+def place_parameters(events: Sequence[Event], window: int, handed_over: Collection[Unit] = ()) -> Events:
+    """FETCH the layers of the next `window` visits before a visit, RELEASE after it; `pre` is there from end to end.
+
+    A layer that comes back within the next window + 1 visits is kept (at the turn from forward to backward, for one).
+    So whatever is fetched while visit i runs belongs to visits i .. i + window: at most window + 1 layers at a time.
+    A layer that is `handed_over` comes to its first visit from its optimizer step, in memory: there is nothing to read ahead.
+    """
+    if window < 0:
+        raise ScheduleError(f"window must be a number of layers >= 0, got {window}")
+    visits = _visits(events)
+    before: dict[int, list[Event]] = {}
+    after: dict[int, Event] = {}
+    fetched: set[int] = set()
+    in_memory = set(handed_over)
+    for i, visit in enumerate(visits):
+        in_memory.discard(visit.layer)
+        wanted = [coming.layer for coming in visits[i : i + 1 + window] if coming.layer not in in_memory]
+        missing = [layer for layer in dict.fromkeys(wanted) if layer not in fetched]
+        before[visit.first] = [Event(Op.FETCH, layer) for layer in missing]
+        fetched.update(missing)
+        if visit.layer not in (coming.layer for coming in visits[i + 1 : i + 2 + window]):
+            after[visit.last] = Event(Op.RELEASE, visit.layer)
+            fetched.remove(visit.layer)
+    placed = [Event(Op.FETCH, PRE)]
+    for index, event in enumerate(events):
+        placed += (*before.get(index, ()), event)
+        if index in after:
+            placed.append(after[index])
+    return (*placed, Event(Op.RELEASE, PRE))
+
+
+def place_optimizer(events: Sequence[Event], delayed: bool) -> Events:
+    """NORM at the end and, unless the steps are delayed into the next forward, all steps after it: `pre`, then the layers
+    in the order in which the next forward needs them.
+
+    Right whatever the clipping and the loss scale. Another regime (early part, speculation) is another pass beside this
+    one, with its rules in dependencies.py; it is not a branch in here.
+    """
+    layers = sorted(event.layer for event in events if event.op is Op.REDUCE and isinstance(event.layer, int))
+    steps = () if delayed else (Event(Op.STEP, unit) for unit in (PRE, *layers))
+    return (*events, Event(Op.NORM), *steps)
+
+
+def place_early(events: Sequence[Event]) -> Events:
+    """STEP the early parts of a unit as soon as its gradient is complete and its parameters are released; COMMIT once
+    the norm is known."""
+    reduced: set[Unit | None] = set()
+    placed: list[Event] = []
+    for event in events:
+        placed.append(event)
+        if event.op is Op.REDUCE:
+            reduced.add(event.layer)
+        elif event.op is Op.RELEASE and event.layer in reduced:
+            placed.append(Event(Op.STEP, event.layer, part=EARLY))
+        elif event.op is Op.NORM:
+            placed.append(Event(Op.COMMIT))
+    return tuple(placed)
+
+
+def place_delayed(events: Sequence[Event], due: Collection[Unit], lead: int) -> Events:
+    """STEP what the step before left, `lead` visits ahead of the visit that needs it; `pre` first of all.
+
+    At most `lead` layers besides the one about to be fetched are stepped and not yet fetched.
+    """
+    if lead < 1:
+        raise ScheduleError(f"lead must be a number of layers >= 1, got {lead}")
+    order = list(dict.fromkeys(visit.layer for visit in _visits(events)))
+    starts = {layer: min(i for i, e in enumerate(events) if e.layer == layer) for layer in order}
+    before: dict[int, list[Event]] = {0: [Event(Op.STEP, PRE, part=DELAYED, step_offset=-1)] if PRE in due else []}
+    for position, layer in enumerate(order):
+        if layer in due:
+            index = 0 if position < lead else starts[order[position - lead]]
+            before.setdefault(index, []).append(Event(Op.STEP, layer, part=DELAYED, step_offset=-1))
+    placed: list[Event] = []
+    for index, event in enumerate(events):
+        placed += (*before.get(index, ()), event)
+    return tuple(placed)
+
+
+def place_ahead(events: Sequence[Event], window: int, lead: int, delayed: bool) -> Events:
+    """At the end, issue what the next forward waits for first, so that it is under way while nobody trains: the delayed steps
+    of `pre` and `lead` layers, the reads of `pre` and `window` layers.
+
+    Of what is `delayed` only those stepped here are read: another's file is about to change.
+    """
+    layers = sorted(event.layer for event in events if event.op is Op.REDUCE and isinstance(event.layer, int))
+    stepped: tuple[Unit, ...] = (PRE, *layers[:lead]) if delayed else ()
+    read = (PRE, *layers[: min(window, lead) if delayed else window])
+    steps = (Event(Op.STEP, unit, part=DELAYED) for unit in stepped)
+    return (*events, *steps, *(Event(Op.FETCH, unit, step_offset=1) for unit in read))
+
+
+def _checked(schedule: Schedule) -> Schedule:
+    validate(schedule)
+    return schedule
+
+
+@lru_cache(maxsize=64)
+def build_training(
+    num_layers: int,
+    num_micro_batches: int,
+    *,
+    order: str = "vertical",
+    snake: bool = False,
+    window: int = 1,
+    delayed: bool = False,
+    due: Collection[Unit] = (),
+    lead: int = LEAD,
+    early: bool = False,
+    ahead: bool = False,
+    hold: str | None = None,
+    moved: tuple[int, ...] = (),
+) -> Schedule:
+    """The validated schedule of one training step; raises ScheduleError for settings that do not fit together.
+
+    `early`: early parts are stepped during the backward. `delayed`: what is left of this step goes to the next schedule.
+    `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a
+    delayed step is issued. `ahead`: what the next step needs first is issued at the end. `hold`: what of the gradients may
+    have to wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory.
+    """
+    if order == "forward":
+        raise ScheduleError("order 'forward' has no backward; write 'vertical' or 'horizontal' to train")
+    # An empty schedule first: its header check refuses bad settings before any pass sees them.
+    look_ahead = LOOK_AHEAD if moved else 0
+    Schedule(num_layers, num_micro_batches, (), order, snake, window, moved=moved)
+    if order == "vertical":
+        compute = vertical_order(num_layers, num_micro_batches, snake)
+    else:
+        compute = horizontal_order(num_layers, num_micro_batches)
+    events = place_optimizer(place_parameters(place_gradients(compute), window, due), delayed)
+    events = place_holding(events, hold) if hold else events
+    events = place_delayed(place_early(events) if early else events, due, lead)
+    events = place_ahead(events, window, lead, delayed) if ahead else events
+    events = place_activations(events, moved, look_ahead)
+    flags = (order, snake, window, delayed, early, moved, look_ahead)
+    return _checked(Schedule(num_layers, num_micro_batches, events, *flags))
+
+
+@lru_cache(maxsize=64)
+def build_evaluation(num_layers: int, num_micro_batches: int, *, window: int = 1) -> Schedule:
+    """The validated forward-only schedule; raises ScheduleError."""
+    Schedule(num_layers, num_micro_batches, (), "forward", False, window)
+    events = place_parameters(forward_order(num_layers, num_micro_batches), window)
+    return _checked(Schedule(num_layers, num_micro_batches, events, "forward", False, window))
