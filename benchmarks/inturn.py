@@ -139,9 +139,9 @@ def arms(options: argparse.Namespace, stock: Path | None = None) -> Any:
 @contextlib.contextmanager
 def scratch_folder(options: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Path]:
     """A folder on the SSD, for as long as the block runs."""
-    from ds_vertical.cli.bench.arms import nvme_paths
+    from ds_vertical.cli.bench.arms import ssd_folders
 
-    base = options.folder or Path(nvme_paths(config)[0])
+    base = options.folder or Path(ssd_folders(config)[0])
     base.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="inturn.", dir=base, ignore_cleanup_errors=True) as folder:
         yield Path(folder)

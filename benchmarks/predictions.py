@@ -25,13 +25,13 @@ import portable
 import report
 import run
 
-from ds_vertical.cli.bench.arms import nvme_paths
+from ds_vertical.cli.bench.arms import ssd_folders
 from ds_vertical.cli.plan.command import time_pieces
 from ds_vertical.cli.plan.deepspeed_json import write_config
 from ds_vertical.cli.plan.fake_run import read_outline
 from ds_vertical.model.hf import read_fields
 from ds_vertical.planner import memory_budget, search
-from ds_vertical.planner.linear_program import Case, Limits
+from ds_vertical.planner.linear_program import LpProblem, TierLimits
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import Outline, Placement, Seconds, shape_of
 from ds_vertical.planner.search import Candidate, Setting, Task
@@ -134,7 +134,7 @@ def candidate(row: Row, dtype: str, out: Path) -> tuple[Candidate, Outline]:
     held = delay if early else 1.0
     settings = memory_budget.Settings(row.micro_batches, row.window, held_share=held, one_memory=machine.one_memory)
     setting = Setting(row.size, row.micro_batches, row.blocks, row.window, delay, early, placement)
-    case = Case(shape, machine, settings, Limits(None, None, None), delay, early)
+    case = LpProblem(shape, machine, settings, TierLimits(None, None, None), delay, early)
     return Candidate(setting, shape, machine, case, 0.0, ()), outline
 
 
@@ -168,7 +168,7 @@ def train(row: Row, name: str, found: Candidate, outline: Outline, steps: int, o
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(config, indent=2))
     words = ["ds-vertical", "ab", "--config", str(folder / "plan.json"), "--vertical-only", "--no-bound"]
-    words += ["--ssd-limit", run.LIMIT] if row.limited and nvme_paths(config) else []
+    words += ["--ssd-limit", run.LIMIT] if row.limited and ssd_folders(config) else []
     words += ["--steps", str(steps), "--out", str(folder / "run"), "--", "scripts/train.py", "--model", row.model]
     words += ["--seq", str(row.tokens), *(word for dim in row.dims for word in ("--dims", dim))]
     subprocess.run(run.here(words), cwd=run.ROOT, check=True)
@@ -185,7 +185,7 @@ def choices(dtype: str, steps: int, out: Path, rows: list[dict[str, Any]]) -> li
     machine = profile_of(True, out)
     found: list[dict[str, Any]] = []
     for name, host_bytes in (("plan_little_host_memory", LITTLE), ("plan", machine.host_bytes)):
-        chosen = search.choose(task, machine.machine, Limits(None, host_bytes, machine.ssd_bytes)).chosen
+        chosen = search.choose(task, machine.machine, TierLimits(None, host_bytes, machine.ssd_bytes)).chosen
         step_s = train(SWEEP[0], name, chosen, outline, steps, out)
         told = {"choice": name, "host_bytes": host_bytes, "setting": asdict(chosen.setting), "predicted_s": chosen.step_s}
         found.append(told | {"step_s": step_s, "measured_s": median(step_s), "over_best": median(step_s) / best})

@@ -359,7 +359,7 @@ MUTATIONS = (
         "test_outfile.py::test_what_was_there_stays_where_the_disk_has_no_room",
     ),
     Mutation("linked-files-counted", "io/files.py", " if len(here) >= here[0].st_nlink", "", _FREED),
-    Mutation("deepspeeds-folders-as-the-umask-says", "engine/api.py", "make_private(folder)", "pass", _SHARED),
+    Mutation("deepspeeds-folders-as-the-umask-says", "engine/api.py", "make_run_private(folder)", "pass", _SHARED),
     # timelines and reports
     Mutation(
         "unchanged-counters-recorded",
@@ -788,7 +788,7 @@ MUTATIONS = (
     Mutation(
         "damage-not-looked-for",
         "engine/checkpoint/load.py",
-        "        manifest.check(folder, saved)\n",
+        "        manifest.check_manifest(folder, saved)\n",
         "",
         f"{_RESUME}what_is_damaged_or_does_not_fit_is_refused_by_name",
     ),
@@ -1349,8 +1349,8 @@ MUTATIONS = (
     Mutation(
         "a-unit-is-forgotten-before-it-is-given-up",
         "offload/param_store.py",
-        "            zero_params.rest(resident.partitioned)\n",
-        "            zero_params.rest(resident.gathered[:0])\n",
+        "            zero_params.leave_shards(resident.partitioned)\n",
+        "            zero_params.leave_shards(resident.gathered[:0])\n",
         "test_cut_anywhere.py::test_an_interrupt_while_something_is_given_up[release]",
     ),
     Mutation(
@@ -1775,7 +1775,7 @@ MUTATIONS = (
     Mutation(
         "files-of-a-rank-with-room-stay",
         "engine/disk_check.py",
-        "files.remove(path for path in wanted if path not in there)",
+        "files.remove_files(path for path in wanted if path not in there)",
         "pass",
         "test_ranks.py::test_room_that_one_rank_lacks_no_rank_uses",
     ),

@@ -14,7 +14,7 @@ import torch
 from ds_vertical.compat.ops import load
 from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.extents import Extent
-from ds_vertical.offload.step_pipeline import Job, StepPipeline
+from ds_vertical.offload.step_pipeline import StepJob, StepPipeline
 
 BLOCK = 4096
 LIMIT_S = 60  # a wait that takes longer hangs
@@ -32,7 +32,7 @@ class Rig:
         self.pipeline = StepPipeline(list(slots), self.reader, self.writer, begin=begin, overlap=overlap)
         self.computed: list[str] = []
 
-    def add_one(self, what: str, *extents: Extent, outputs: Sequence[Extent] | None = None, beside: bool = False) -> Job:
+    def add_one(self, what: str, *extents: Extent, outputs: Sequence[Extent] | None = None, beside: bool = False) -> StepJob:
         """A job that adds one to every byte of its state."""
 
         def compute(views: Sequence[torch.Tensor]) -> None:
@@ -40,15 +40,15 @@ class Rig:
             for view in views:
                 view.add_(1)
 
-        return Job(what, extents, compute, outputs, beside=beside)
+        return StepJob(what, extents, compute, outputs, beside=beside)
 
-    def failing(self, what: str, *extents: Extent) -> Job:
+    def failing(self, what: str, *extents: Extent) -> StepJob:
         def compute(views: Sequence[torch.Tensor]) -> None:
             raise ArithmeticError(what)
 
-        return Job(what, extents, compute)
+        return StepJob(what, extents, compute)
 
-    def submit(self, *jobs: Job, finish: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    def submit(self, *jobs: StepJob, finish: Callable[[], None] = lambda: None) -> Callable[[], None]:
         return self.pipeline.submit(jobs[0].what, jobs, finish).wait
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from small import VARIANTS, NotSmall, batch, loss_of, model_types, small_model, 
 from torch import nn
 from toy import MemoryOptimizer, MemoryParams
 
-from ds_vertical.engine.handlers import Body, Sweeps
+from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.engine.module_hooks import _joint_hook
 from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import check_trainable, map_layers
@@ -86,7 +86,7 @@ def run_vertical(model: nn.Module, bodies: Sequence[Callable[[], torch.Tensor]])
 
     def step() -> list[torch.Tensor]:
         sums = GradientStore(layers.units, torch.float32, numel, dtype, pairs=True)
-        sweeps = Sweeps(layers, params, overlap=True, state=state)
+        sweeps = ScheduleRunner(layers, params, overlap=True, state=state)
         return sweeps.train(schedule, runs, sums, optimizer, lambda loss: loss / len(runs))
 
     losses = until_known(step, state.forget)

@@ -26,10 +26,10 @@ from ds_vertical.cli.bench.comparison import (
     Run,
     check_runs,
     compare_losses,
+    comparison_table,
     contract_of,
     describe_losses,
-    summarize,
-    table,
+    summarize_arm,
 )
 from ds_vertical.config.deepspeed_keys import TOP_LEVEL_KEYS
 from ds_vertical.engine.metrics import Agreement, StepRecord
@@ -417,7 +417,7 @@ def test_runs_that_cannot_be_compared_are_refused(wrong: Run, words: str) -> Non
 
 def test_summary_leaves_out_first_steps_sums_bytes_and_takes_the_slowest_rank() -> None:
     runs = [make_run("stock", repeat, LOSSES, step_s=1.0 + repeat, num_ranks=2) for repeat in range(2)]
-    summary = summarize(runs)
+    summary = summarize_arm(runs)
     assert summary.step_s_by_repeat == ((1.5, 1.5), (2.5, 2.5))
     assert summary.step_s == 2.0
     assert summary.tokens_per_s == 16 / 2.0
@@ -427,11 +427,11 @@ def test_summary_leaves_out_first_steps_sums_bytes_and_takes_the_slowest_rank() 
 
 
 def test_table_shows_both_arms_and_their_ratio() -> None:
-    stock, vertical = (summarize([make_run(arm, 0, LOSSES, step_s)]) for arm, step_s in (("stock", 3.0), ("vertical", 1.5)))
-    text = table({"stock": stock, "vertical": vertical})
+    stock, vertical = (summarize_arm([make_run(arm, 0, LOSSES, step_s)]) for arm, step_s in (("stock", 3.0), ("vertical", 1.5)))
+    text = comparison_table({"stock": stock, "vertical": vertical})
     assert re.search(r"^step +3 s +1\.5 s +2\.00$", text, re.M)
     assert "DeepSpeedEngine" in text and "VerticalEngine" in text
-    assert re.search(r"^step +1\.5 s$", table({"vertical": vertical}), re.M)
+    assert re.search(r"^step +1\.5 s$", comparison_table({"vertical": vertical}), re.M)
 
 
 # --- real launches -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_vertical.offload.chunking import ALIGNMENT, LANE, Cut, Part, Piece, adam_cuts, split_chunk
+from ds_vertical.offload.chunking import ALIGNMENT, LANE, ChunkPiece, Cut, Part, adam_cuts, split_chunk
 from ds_vertical.offload.cpu_adam import AdamSettings, CpuAdam
 
 
@@ -34,14 +34,14 @@ class Regrouping:
             first, start = first + count, start + numel
         return ranges
 
-    def pieces(self) -> list[list[Piece]]:
+    def pieces(self) -> list[list[ChunkPiece]]:
         """Each chunk's pieces."""
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes) + 1)]
         groups = self.stock_ranges()
 
-        def piece(param: int) -> Piece:
+        def piece(param: int) -> ChunkPiece:
             group = next(g for g in groups if starts[param] in g)
-            return Piece(self.sizes[param], starts[param] - group.start, len(group))
+            return ChunkPiece(self.sizes[param], starts[param] - group.start, len(group))
 
         return [[piece(param) for param in chunk] for chunk in self.chunks]
 
@@ -81,7 +81,7 @@ def test_cuts_cover_a_chunk_once_in_order(regrouping: Regrouping) -> None:
 
 def test_a_piece_outside_its_sub_group_is_refused() -> None:
     with pytest.raises(ValueError, match="does not lie inside its sub-group"):
-        adam_cuts([Piece(numel=4, stock_offset=14, stock_numel=17)])
+        adam_cuts([ChunkPiece(numel=4, stock_offset=14, stock_numel=17)])
 
 
 @pytest.fixture(scope="module")

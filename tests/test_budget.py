@@ -280,13 +280,13 @@ def test_resting_gives_whole_pages_back_and_leaves_the_rest() -> None:
     with mmap.mmap(-1, 4 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         data = torch.frombuffer(pages, dtype=torch.uint8)
         data.fill_(7)
-        host.rest(data.data_ptr() + 100, 3 * mmap.PAGESIZE)
+        host.rest_pages(data.data_ptr() + 100, 3 * mmap.PAGESIZE)
         assert data.view(4, -1).sum(1).tolist() == [7 * mmap.PAGESIZE, 0, 0, 7 * mmap.PAGESIZE]
         data.fill_(3)
-        host.rest(data.data_ptr() + 100, 100)
+        host.rest_pages(data.data_ptr() + 100, 100)
         assert data.sum() == 3 * data.numel()
         with pytest.raises(OSError, match="giving"):
-            host.rest(1 << 46, mmap.PAGESIZE)
+            host.rest_pages(1 << 46, mmap.PAGESIZE)
         del data
 
 

@@ -15,7 +15,7 @@ import pytest
 from test_ab import BASE, SCRIPT, wait_for_pid, write
 
 from ds_vertical.cli.bench import ab, disk_limit
-from ds_vertical.cli.bench.disk_limit import Controller, Disk, Limit, controllers, disk_of, limited, parse_limit
+from ds_vertical.cli.bench.disk_limit import BlockDevice, Controller, Limit, controllers, disk_of, limited, parse_limit
 from ds_vertical.errors import ConfigError
 
 READ_BYTES = 8 << 20
@@ -184,7 +184,7 @@ def test_ab_refuses_before_anything_is_made(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_machine_without_the_controller_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(disk_limit, "controllers", lambda *_: [])
-    monkeypatch.setattr(disk_limit, "disk_of", lambda _: Disk("vda", "254:0"))
+    monkeypatch.setattr(disk_limit, "disk_of", lambda _: BlockDevice("vda", "254:0"))
     with pytest.raises(ConfigError, match="no cgroup file system with such a controller is mounted"), limited(SLOW, [tmp_path]):
         pass
 
@@ -196,7 +196,7 @@ def test_a_group_that_cannot_be_made_is_refused_with_the_kernels_reason(
     (tmp_path / "v2" / "cgroup.controllers").write_text("cpu memory")
     places = [Controller(tmp_path / "v2", 2), Controller(tmp_path / "absent", 1), Controller(tmp_path, 1)]
     monkeypatch.setattr(disk_limit, "controllers", lambda *_: places)
-    monkeypatch.setattr(disk_limit, "disk_of", lambda _: Disk("vda", "254:0"))
+    monkeypatch.setattr(disk_limit, "disk_of", lambda _: BlockDevice("vda", "254:0"))
     monkeypatch.setattr(disk_limit, "_remove", lambda folder: folder.exists() and folder.rmdir())
     with pytest.raises(ConfigError) as refusal, limited(SLOW, [tmp_path]):
         pass
@@ -234,7 +234,7 @@ def test_the_limit_of_a_partition_goes_to_its_disk(tmp_path: Path) -> None:
     (disk / "sda1" / "dev").write_text(f"{number}\n")
     block.mkdir()
     (block / number).symlink_to(disk / "sda1")
-    assert disk_of(tmp_path / "not" / "there" / "yet", block) == Disk("sda", "8:0")
+    assert disk_of(tmp_path / "not" / "there" / "yet", block) == BlockDevice("sda", "8:0")
 
 
 MOUNTS_V1 = "38 31 0:35 / {top} rw,relatime - cgroup cgroup rw,blkio\n39 31 0:36 / /x rw - cgroup cgroup rw,pids\n"
@@ -256,7 +256,7 @@ def test_v2_groups_are_tried_upward(tmp_path: Path) -> None:
 
 
 def test_texts_of_both_interfaces() -> None:
-    limit, disk = Limit(3, 5), Disk("vda", "254:0")
+    limit, disk = Limit(3, 5), BlockDevice("vda", "254:0")
     assert Controller(Path("/"), 2).settings(limit, disk) == [("io.max", "254:0 rbps=3 wbps=5")]
     assert Controller(Path("/"), 1).settings(limit, disk) == [
         ("blkio.throttle.read_bps_device", "254:0 3"),

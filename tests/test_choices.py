@@ -236,9 +236,9 @@ def test_what_host_memory_does_not_hold_waits_on_ssd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The room is made small; how much a process takes beside it differs from run to run by more than these gradients."""
-    import ds_vertical.engine.engine
+    import ds_vertical.engine.api
 
-    monkeypatch.setattr(ds_vertical.engine.engine, "host_room", lambda *_: (1, 7))
+    monkeypatch.setattr(ds_vertical.engine.api, "host_room", lambda *_: (1, 7))
     with running(config(tmp_path, clip=1.0), long_model, vertical=True) as (engine, _):
         assert engine.vertical.gradient_host_share < 1
         engine.train_batch(iter(token_batches(1, 4, rows=1, shortest=4)[0]))

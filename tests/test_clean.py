@@ -20,7 +20,7 @@ import pytest
 from test_storage import Job, jobs, write_lock
 
 from ds_vertical.cli import clean
-from ds_vertical.io.files import disk_bytes, make_private
+from ds_vertical.io.files import disk_bytes, make_run_private
 from ds_vertical.io.runs import run_dir, run_dirs, run_lock
 from ds_vertical.io.runs.run_dirs import Tenant
 
@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_deleted_is_named_and_the_rest_goes(tmp_path: Path
     assert re.search(r"-> \S+/run1/swap\d+: delete: Input/output error \(errno EIO\); delete it by hand", done.stdout)
     (tenant,) = run_dirs.tenants(tmp_path)
     assert tenant.state == "stale" and len(list(tenant.folder.iterdir())) == 2
-    assert run_dirs.remove(tenant.folder, named=False) == "removed"
+    assert run_dirs.remove_run(tenant.folder, named=False) == "removed"
 
 
 # ---- runs that start and end meanwhile
@@ -268,8 +268,8 @@ def test_a_run_that_starts_after_the_list_keeps_its_folder(
     (listed,) = run_dirs.tenants(tmp_path)
     assert listed.state == "stale"
     started = job(tmp_path, "run1", 0)
-    assert run_dirs.remove(folder, named=False) == "kept"
-    assert run_dirs.remove(folder, named=True) == "kept"
+    assert run_dirs.remove_run(folder, named=False) == "kept"
+    assert run_dirs.remove_run(folder, named=True) == "kept"
     monkeypatch.setattr(clean, "tenants", lambda root: [listed])
     assert clean.main(["--path", str(tmp_path), "--remove"]) == 0
     assert clean.main(["--path", str(tmp_path), "--remove", "run1"]) == 1
@@ -278,9 +278,9 @@ def test_a_run_that_starts_after_the_list_keeps_its_folder(
 
 def test_a_run_that_is_unknown_by_now_is_kept_unless_named(tmp_path: Path) -> None:
     folder = write_lock(tmp_path / "run1", host="node7")
-    assert run_dirs.remove(folder, named=False) == "kept"
-    assert run_dirs.remove(folder, named=True) == "removed"
-    assert run_dirs.remove(folder, named=True) == "gone"
+    assert run_dirs.remove_run(folder, named=False) == "kept"
+    assert run_dirs.remove_run(folder, named=True) == "removed"
+    assert run_dirs.remove_run(folder, named=True) == "gone"
     assert run_dirs.examine(folder) is None
 
 
@@ -317,7 +317,7 @@ def behind_the_guard(folder: Path, act: Callable[[], Any], meanwhile: Callable[[
 def test_a_removal_waits_for_a_claim_that_is_under_way(tmp_path: Path, dead: Callable[..., Path]) -> None:
     folder, held = dead("run1"), []
     outcome = behind_the_guard(
-        folder, lambda: run_dirs.remove(folder, named=True), lambda guard: held.append(run_dir._take_lock(guard, 1))
+        folder, lambda: run_dirs.remove_run(folder, named=True), lambda guard: held.append(run_dir._take_lock(guard, 1))
     )
     assert outcome == "kept" and swapped(folder)
     os.close(held[0])
@@ -416,6 +416,6 @@ def test_folders_that_others_make_below_a_runs_become_private(tmp_path: Path) ->
     (tmp_path / "run" / "inner" / "leaf").mkdir(parents=True, mode=0o755)
     (tmp_path / "beside").mkdir(mode=0o755)
     (tmp_path / "run" / "link").symlink_to(tmp_path / "beside")
-    make_private(tmp_path / "run")
+    make_run_private(tmp_path / "run")
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("run/inner", "run/inner/leaf", "beside")]
     assert modes == [0o700, 0o700, 0o755]

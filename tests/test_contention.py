@@ -22,7 +22,7 @@ from test_engine_api import host_config, initialize
 from test_ranks import start_ranks
 
 from ds_vertical.cli.doctor import hardware
-from ds_vertical.cli.doctor.check import Case
+from ds_vertical.cli.doctor.check import Target
 from ds_vertical.io import contention
 
 TESTS = Path(__file__).resolve().parent
@@ -178,7 +178,7 @@ def test_the_progress_line_names_who_has_the_cores(monkeypatch: pytest.MonkeyPat
 
 def test_the_doctor_names_who_has_the_cores_and_what_to_do() -> None:
     with one_core(), busy() as pid:
-        (found,) = hardware.other_work(Case())
+        (found,) = hardware.other_work(Target())
         others, takers = contention.look()
     assert found.severity == "warning"
     assert re.match(r"other work: other processes work on [01]\.\d of 1 cores \(.+ \(pid \d+\): \d\.\d", found.found)
@@ -191,12 +191,12 @@ def test_a_team_that_leaves_room_for_others_is_well(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(contention, "cores", lambda: frozenset(range(8)))
     monkeypatch.setattr(contention, "quota", lambda: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert [finding.severity for finding in hardware.other_work(Case())] == ["ok"]
+    assert [finding.severity for finding in hardware.other_work(Target())] == ["ok"]
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    (found,) = hardware.other_work(Case())
+    (found,) = hardware.other_work(Target())
     assert found.found == "other work: other processes work on 1.0 of 8 cores (python (pid 7): 1.0), and a step wants 8"
     monkeypatch.setattr(contention, "look", lambda: (1.0, []))  # those of another container
-    assert [finding.remedy for finding in hardware.other_work(Case())] == ["end what runs on this host beside this container"]
+    assert [finding.remedy for finding in hardware.other_work(Target())] == ["end what runs on this host beside this container"]
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -218,6 +218,6 @@ def test_a_control_groups_quota_counts(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(contention, "look", lambda: (0.0, []))
     monkeypatch.setattr(contention, "cores", lambda: frozenset(range(4)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    well, limited = hardware.other_work(Case())
+    well, limited = hardware.other_work(Target())
     assert well.severity == "ok" and limited.severity == "warning"
     assert "leaves 2.5 cores' worth of time" in limited.found and limited.remedy.startswith("export OMP_NUM_THREADS=2")

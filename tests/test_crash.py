@@ -118,7 +118,7 @@ class Story:
             tags = manifest.complete_tags(self.saved)
             assert (self.saved / "latest").read_text() in tags
             for tag in tags:
-                manifest.check(self.saved / tag, manifest.read_rank(self.saved / tag, 0))
+                manifest.check_manifest(self.saved / tag, manifest.read_rank(self.saved / tag, 0))
         assert clean.main(["--path", str(self.ssd), "--remove"]) == 0
         for nameless in self.ssd.iterdir():  # killed before it had written its name
             clean.main(["--path", str(self.ssd), "--remove", nameless.name])

@@ -17,8 +17,8 @@ import pytest
 
 from ds_vertical.cli.doctor import command as doctor
 from ds_vertical.cli.doctor import hardware, installation, ssd_path
-from ds_vertical.cli.doctor.check import Case, Finding
-from ds_vertical.cli.doctor.worker import Check, examine
+from ds_vertical.cli.doctor.check import CheckResult, Target
+from ds_vertical.cli.doctor.worker import Check, run_checks
 from ds_vertical.cli.report import summary
 from ds_vertical.compat.ops import build_lock, cache, load
 from ds_vertical.io import files
@@ -63,7 +63,7 @@ def checks_of(*names: str) -> list[Check]:
     return [Check(f"{index} {name}", f"broken_checks.{name}", "what mends it") for index, name in enumerate(names)]
 
 
-def bad(found: Iterator[Finding]) -> list[Finding]:
+def bad(found: Iterator[CheckResult]) -> list[CheckResult]:
     return [finding for finding in found if finding.severity != "ok"]
 
 
@@ -72,7 +72,7 @@ def bad(found: Iterator[Finding]) -> list[Finding]:
 
 def test_a_check_that_raises_dies_or_leaves_takes_no_other_along(broken: Path) -> None:
     names = ("fine", "raising", "fine", "dying", "leaving", "no_such", "fine")
-    found = list(examine(checks_of(*names), Case(nvme_path=broken)))
+    found = list(run_checks(checks_of(*names), Target(nvme_path=broken)))
     told = {finding.check: finding for finding in found if finding.severity == "error"}
     assert [finding.check for finding in found if finding.found == f"fine: {broken}"] == ["0 fine", "2 fine", "6 fine"]
     assert "what came before is told" in [finding.found for finding in found]
@@ -85,7 +85,7 @@ def test_a_check_that_raises_dies_or_leaves_takes_no_other_along(broken: Path) -
 
 
 def test_a_check_that_hangs_is_given_up_and_ended(broken: Path) -> None:
-    still, given_up, after = examine(checks_of("hanging", "fine"), Case(), limit_s=4.0)
+    still, given_up, after = run_checks(checks_of("hanging", "fine"), Target(), limit_s=4.0)
     assert still.severity == "ok" and after.check == "1 fine"
     assert given_up.severity == "error" and "said nothing for 4 s" in given_up.found and given_up.check == "0 hanging"
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(broken).encode() in _bytes(path)]
@@ -100,7 +100,7 @@ def _bytes(path: Path) -> bytes:
 
 def test_workers_that_cannot_start_are_told_once(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", str(broken / "nowhere"))
-    found = list(examine(checks_of("fine", "fine"), Case()))
+    found = list(run_checks(checks_of("fine", "fine"), Target()))
     assert len(found) == 1 and found[0].severity == "error" and "the checks cannot be run" in found[0].found
 
 
@@ -192,15 +192,15 @@ MODULES += [__import__(f"ds_vertical.cli.doctor.{name}", fromlist=[name]) for na
 
 
 def test_versions_are_held_to_what_the_package_declares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bad(installation.versions(Case())) == []
-    (fine,) = installation.versions(Case())
+    assert bad(installation.supported_versions(Target())) == []
+    (fine,) = installation.supported_versions(Target())
     assert "deepspeed 0.19.8" in fine.found and "transformers " in fine.found
     for name, version in (("deepspeed", "0.18.1"), ("transformers", "4.1.0")):
         metadata = tmp_path / f"{name}-{version}.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(tmp_path)  # found first
-    wrong, optional = bad(installation.versions(Case()))
+    wrong, optional = bad(installation.supported_versions(Target()))
     assert wrong.severity == "error" and wrong.remedy == "pip install 'deepspeed==0.19.8'" and "0.18.1" in wrong.found
     assert optional.severity == "warning" and optional.remedy == "pip install 'transformers>=5'"
 
@@ -212,7 +212,7 @@ def test_a_required_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.
     lines += ["Requires-Dist: ds-no-such-package>=2", 'Requires-Dist: ds-not-asked-for; extra == "dev"']
     (metadata / "METADATA").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(tmp_path)
-    python, missing = bad(installation.versions(Case()))
+    python, missing = bad(installation.supported_versions(Target()))
     assert "needs >=3.99" in python.found
     assert missing.severity == "error" and missing.remedy == "pip install 'ds-no-such-package>=2'"
 
@@ -224,9 +224,9 @@ def test_ninjas_of_two_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (tmp_path / name / "ninja").chmod(0o755)
     (tmp_path / "again").symlink_to(tmp_path / "b")
 
-    def said(*names: str) -> Finding:
+    def said(*names: str) -> CheckResult:
         monkeypatch.setenv("PATH", os.pathsep.join(str(tmp_path / name) for name in names))
-        (finding,) = installation.ninja(Case())
+        (finding,) = installation.ninja(Target())
         return finding
 
     mixed = said("a", "b")
@@ -236,7 +236,7 @@ def test_ninjas_of_two_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert said("empty").severity == "warning" and "not on PATH" in said("empty").found
     own = opcache_ninja()
     monkeypatch.setenv("PATH", os.pathsep.join([str(own.parent), str(tmp_path / "a")]))
-    (first,) = installation.ninja(Case())
+    (first,) = installation.ninja(Target())
     assert first.severity == "ok" and f"stands before {tmp_path}/a/ninja" in first.found
 
 
@@ -250,12 +250,12 @@ def opcache_ninja() -> Path:
 def test_variables_that_send_a_run_somewhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCH_EXTENSIONS_DIR", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    assert list(installation.environment(Case())) == []
+    assert list(installation.environment(Target())) == []
     wrong = {"TORCH_EXTENSIONS_DIR": "/elsewhere", "WORLD_SIZE": "2"}
     wrong |= {"OMP_NUM_THREADS": "1"} if len(os.sched_getaffinity(0)) > 1 else {}
     for name, value in wrong.items():
         monkeypatch.setenv(name, value)
-    said = bad(installation.environment(Case()))
+    said = bad(installation.environment(Target()))
     assert [finding.found.split()[0] for finding in said] == list(wrong)
     assert all(finding.severity == "warning" and finding.remedy.startswith("unset ") for finding in said)
 
@@ -291,7 +291,7 @@ def test_live_locks_are_told_from_stale_ones(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
-    (nothing,) = installation.compile_locks(Case())
+    (nothing,) = installation.compile_locks(Target())
     assert nothing.severity == "ok"
     key = cache.cache_root() / "ds-key"
     live, stale = key / "jit-1234" / "cpu_adam" / "lock", key / "jit-1234" / "async_io" / "lock"
@@ -301,7 +301,7 @@ def test_live_locks_are_told_from_stale_ones(tmp_path: Path, monkeypatch: pytest
         lock.touch()
     compiler = hold(HOLD, live)
     builder = hold(BUILD, key)
-    said = {finding.found.split(":")[0]: finding for finding in installation.compile_locks(Case())}
+    said = {finding.found.split(":")[0]: finding for finding in installation.compile_locks(Target())}
     assert f"process {compiler.pid} compiles cpu_adam" in said[str(live)].found
     assert said[str(live)].remedy.startswith("wait for it")
     for lock in (stale, stock, users):
@@ -328,7 +328,7 @@ def test_ops_that_are_missing_or_damaged_are_told_and_not_compiled(tmp_path: Pat
     library.write_bytes(b"no library")
     library.with_suffix(".json").write_text(json.dumps({"size_bytes": 10}))
     before = sorted(tmp_path.rglob("*"))
-    found = list(examine(OPS, Case(nvme_path=tmp_path)))
+    found = list(run_checks(OPS, Target(nvme_path=tmp_path)))
     missing, damaged, *others = bad(iter(found))
     total = len(load.needed_ops())
     assert missing.severity == "warning" and missing.found.startswith(f"{total - 1} of {total} ops are not compiled")
@@ -344,7 +344,7 @@ def test_ops_that_are_missing_or_damaged_are_told_and_not_compiled(tmp_path: Pat
 @pytest.mark.parametrize("value", ["gpu", ""])
 def test_an_accelerator_that_deepspeed_does_not_know(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", value)
-    (error,) = examine([Check("device", "ds_vertical.cli.doctor.hardware.device")], Case())
+    (error,) = run_checks([Check("device", "ds_vertical.cli.doctor.hardware.device")], Target())
     assert error.severity == "error" and f"DS_ACCELERATOR is {value!r}" in error.found
     assert error.remedy == "unset DS_ACCELERATOR"
 
@@ -381,20 +381,20 @@ def test_a_memlock_limit_is_held_against_the_buffers_of_the_json(tmp_path: Path)
     assert "warning memlock limit: 7.0 MiB" in said(7, tmp_path / "ds_config.json")
     assert "warning memlock limit: 4.0 MiB" in said(4)
     if os.geteuid() == 0:
-        assert "memlock limit: none" in [finding.found for finding in hardware.memory(Case())]
+        assert "memlock limit: none" in [finding.found for finding in hardware.host_memory(Target())]
 
 
 def test_buffers_that_do_not_fit_into_memory(tmp_path: Path) -> None:
     config = harness.base_config(tmp_path)
     config["zero_optimization"]["offload_param"] |= {"buffer_count": 1000, "buffer_size": 10**10}
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
-    error = bad(hardware.memory(Case(tmp_path / "ds_config.json")))[0]
+    error = bad(hardware.host_memory(Target(tmp_path / "ds_config.json")))[0]
     assert error.severity == "error" and "1000 x 10000000000 elements of 2 bytes) need 18626.5 GiB" in error.found
     assert '"buffer_count"' in error.remedy
 
 
 def test_the_kernels_limit_of_asynchronous_operations() -> None:
-    (fine,) = hardware.aio_events(Case())
+    (fine,) = hardware.aio_events(Target())
     most = Path("/proc/sys/fs/aio-max-nr").read_text().strip()
     assert fine.severity == "ok" and f"of {most} events are taken" in fine.found
 
@@ -402,8 +402,8 @@ def test_the_kernels_limit_of_asynchronous_operations() -> None:
 # ---- the folder on the SSD
 
 
-def at(path: Path | str) -> Case:
-    return Case(nvme_path=Path(path))
+def at(path: Path | str) -> Target:
+    return Target(nvme_path=Path(path))
 
 
 def test_folders_that_are_not_there_or_are_none(tmp_path: Path) -> None:
@@ -487,7 +487,7 @@ def test_a_folder_that_takes_no_files_is_a_sentence(path: str) -> None:
 @pytest.mark.parametrize("aio", [{"single_submit": "false"}, {"block_size": 1_000_000}])
 def test_an_aio_section_that_no_queue_takes_is_a_sentence(tmp_path: Path, aio: dict[str, Any]) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(harness.base_config(tmp_path) | {"aio": aio}))
-    (said,) = ssd_path.round_trip(Case(tmp_path / "ds_config.json", tmp_path))
+    (said,) = ssd_path.round_trip(Target(tmp_path / "ds_config.json", tmp_path))
     assert said.severity == "error" and said.found.startswith("aio: no queue") and said.remedy.startswith('"aio": {')
     assert list(tmp_path.iterdir()) == [tmp_path / "ds_config.json"]
 
@@ -596,13 +596,13 @@ def test_paths_are_the_jsons_unless_one_is_named(tmp_path: Path) -> None:
     config["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/ssd/b"
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     file = tmp_path / "ds_config.json"
-    assert Case(file).nvme_paths == (Path("/ssd/a"), Path("/ssd/b"))
-    assert Case(file, tmp_path).nvme_paths == (tmp_path,)
+    assert Target(file).nvme_paths == (Path("/ssd/a"), Path("/ssd/b"))
+    assert Target(file, tmp_path).nvme_paths == (tmp_path,)
     config["zero_optimization"]["offload_param"]["device"] = "cpu"
     file.write_text(json.dumps(config))
-    assert Case(file).nvme_paths == (Path("/ssd/b"),)
+    assert Target(file).nvme_paths == (Path("/ssd/b"),)
     file.write_text(json.dumps({"zero_optimization": {"offload_param": "nvme"}}))
-    assert Case(file).nvme_paths == ()
+    assert Target(file).nvme_paths == ()
 
 
 @pytest.mark.parametrize(
@@ -621,7 +621,7 @@ def test_huge_pages_that_the_kernel_does_not_grant_are_a_warning(
     if mode is not None:
         file.write_text(mode + "\n")
     monkeypatch.setattr(hardware, "_HUGE_PAGES", file)
-    (found,) = hardware.huge_pages(Case())
+    (found,) = hardware.huge_pages(Target())
     assert found.severity == level and (mode or "absent") in found.found
     usual = f"echo madvise > {file}  # as root"
     assert found.remedy == ("" if level == "ok" else usual if mode else "a kernel with transparent huge pages")

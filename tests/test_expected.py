@@ -17,15 +17,15 @@ from models import MixerModel, token_batches
 from pipeline_rig import BLOCK, LIMIT_S, Rig, assert_dead, blocks, values, within_limit, zeros
 
 from ds_vertical.io.aio import DiskError
-from ds_vertical.offload.state_prefetch import Coming
-from ds_vertical.offload.step_pipeline import Job
+from ds_vertical.offload.state_prefetch import PrefetchJob
+from ds_vertical.offload.step_pipeline import StepJob
 
 make_rig, rig = pipeline_rig.make_rig, pipeline_rig.rig  # fixtures
 
 
-def expect(rig: Rig, *jobs: Job, begun: int) -> None:
+def expect(rig: Rig, *jobs: StepJob, begun: int) -> None:
     """Announce jobs; returns when the state of the first `begun` of them is being read, and of no other."""
-    rig.pipeline.expect([Coming(job.what, job.extents) for job in jobs])
+    rig.pipeline.expect([PrefetchJob(job.what, job.extents) for job in jobs])
     wanted = [job.what for job in jobs[:begun]]
 
     def wait() -> None:
@@ -90,12 +90,12 @@ def test_state_that_another_job_writes_meanwhile_is_read_again(rig: Rig, tmp_pat
 def test_hints_right_and_wrong_change_no_value(make_rig: Callable[..., Rig], tmp_path: Path, num_slots: int) -> None:
     rig, draw = make_rig(num_slots), random.Random(num_slots)
     file = zeros(tmp_path / "file", 12)
-    counts, before = [0] * 12, list[Job]()
+    counts, before = [0] * 12, list[StepJob]()
     for number in range(300):
         first = draw.randrange(12)
         job = rig.add_one(str(number), blocks(file, first, count := draw.randint(1, min(8, 12 - first))))
         hints = draw.choice([[], [job], before[-2:], [job, *before[-1:]]])
-        rig.pipeline.expect([Coming(hint.what, hint.extents) for hint in hints])
+        rig.pipeline.expect([PrefetchJob(hint.what, hint.extents) for hint in hints])
         if draw.random() < 0.2:
             time.sleep(0.002)
         rig.submit(job)
@@ -121,7 +121,7 @@ def test_nothing_expected_is_in_flight_when_the_pipeline_is_idle(rig: Rig, tmp_p
     expect(rig, job, begun=1)
     assert within_limit(getattr(rig.pipeline, end)) is None
     assert expected(rig) == [] and (end == "close" or not rig.reader.native.pending())
-    rig.pipeline.expect([Coming("late", job.extents)])
+    rig.pipeline.expect([PrefetchJob("late", job.extents)])
     assert end == "wait_idle" or expected(rig) == []
 
 
@@ -156,7 +156,7 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_behind(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
-        for give in (partial(rig.submit, job), partial(rig.pipeline.expect, [Coming(job.what, job.extents)])):
+        for give in (partial(rig.submit, job), partial(rig.pipeline.expect, [PrefetchJob(job.what, job.extents)])):
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 give()
     assert within_limit(rig.pipeline.wait_idle) is None and rig.computed == []

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_vertical.engine.checkpoint import manifest, save, zero_to_fp32
-from ds_vertical.engine.checkpoint.manifest import Range, RankManifest, SavedFile, SavedTensor
+from ds_vertical.engine.checkpoint.manifest import FileRange, RankManifest, SavedFile, TensorEntry
 from ds_vertical.engine.checkpoint.zero_to_fp32 import ExportError, get_fp32_state_dict_from_zero_checkpoint
 from ds_vertical.io import checksums
 
@@ -273,13 +273,13 @@ def written_by(folder: Path, shares: list[torch.Tensor], shape: tuple[int, ...],
         data, half = share.numpy().tobytes(), share.numel() // 2 * 4
         (rank / "state.bin").write_bytes(data[half:] + data[:half])
         torch.save({"buffers": {}}, rank / "loose.pt")
-        places = {"master": (Range(file, len(data) - half, half), Range(file, 0, len(data) - half))}
+        places = {"master": (FileRange(file, len(data) - half, half), FileRange(file, 0, len(data) - half))}
         files = {
             path.name: SavedFile(path.stat().st_size, tuple(checksums.read_pieces(path, 0, path.stat().st_size)))
             for path in rank.iterdir()
         }
         files[file] = files["state.bin"]
-        tensor = SavedTensor(shape, "bfloat16", share.numel(), 0, 1, places)
+        tensor = TensorEntry(shape, "bfloat16", share.numel(), 0, 1, places)
         made = RankManifest(number, len(shares), files, {"w": tensor}).to_json()
         (rank / manifest.NAME).write_bytes(made)
         told.append((len(made), checksums.checksum(made)))

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed
 
 from ds_vertical.distributed import failure_watch
-from ds_vertical.distributed.failure_watch import Process, Watch
+from ds_vertical.distributed.failure_watch import FailureWatch, Process
 from ds_vertical.errors import OtherRankError, StepLeft
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3021"
@@ -28,7 +28,7 @@ class Pair:
         store = torch.distributed.HashStore()
         self.ended: list[list[str]] = [[], []]
         self.done = [threading.Event(), threading.Event()]
-        self.ranks = [Watch(store, rank, 2, partial(self._end, rank)) for rank in range(2)]
+        self.ranks = [FailureWatch(store, rank, 2, partial(self._end, rank)) for rank in range(2)]
         deadline = time.monotonic() + 60
         while any(len(watch._fellows) < 2 for watch in self.ranks) and time.monotonic() < deadline:
             time.sleep(0.01)

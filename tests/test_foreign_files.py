@@ -52,7 +52,7 @@ def test_a_folder_with_another_programs_lock_is_never_removed(
         clean.main(["--path", str(tmp_path), *words])
         assert digest(folder) == before, "something of theirs is gone"
     assert (f"rm -r {folder}" in capsys.readouterr().out) == named
-    assert run_dirs.remove(folder, named=True) == "kept"
+    assert run_dirs.remove_run(folder, named=True) == "kept"
     with pytest.raises(StorageError, match=r"claim: holds .*no lock in it says that a run made it"):
         RunFolder.claim(tmp_path, folder.name, 0)
     assert digest(folder) == before
@@ -117,7 +117,7 @@ class Place:
             made.rename(self.run)
         finally:
             shutil.rmtree(made, ignore_errors=True)
-        return lambda: run_dirs.remove(self.run, named=True)
+        return lambda: run_dirs.remove_run(self.run, named=True)
 
     def own(self) -> Callable[[], Any]:
         folder = RunFolder.claim(self.root, RUN, 0)
@@ -127,7 +127,7 @@ class Place:
     def files(self) -> Callable[[], Any]:
         RunFolder.claim(self.root, RUN, 0)
         self.fill(self.run)
-        return lambda: (io_files.make_private(self.run), io_files.remove([self.run / "zero" / "rank0" / "state.swp"]))
+        return lambda: (io_files.make_run_private(self.run), io_files.remove_files([self.run / "zero" / "rank0" / "state.swp"]))
 
     def harmed(self) -> bool:
         kept = [folder for folder in (self.outside, self.root / "theirs", self.run) if (folder / "thesis.tex").exists()]

@@ -127,7 +127,7 @@ def test_a_file_that_comes_in_while_the_save_writes_is_not_deleted(tmp_path: Pat
     assert ".tag.00000002: holds rank0, which no save writes: left; move that away" in caplog.text
     saved_again(tmp_path, "00000003").switch()
     assert digest(tmp_path / ".tag.00000002")["rank0/notes.txt"] == b"mine"
-    manifest.check(tmp_path / "tag", manifest.read_rank(tmp_path / "tag", 0))
+    manifest.check_manifest(tmp_path / "tag", manifest.read_rank(tmp_path / "tag", 0))
     assert not (tmp_path / "tag" / "ds_vertical.beside").exists()
 
 
@@ -154,7 +154,7 @@ def test_a_tag_whose_checkpoint_is_damaged_can_be_saved_again(tmp_path: Path) ->
     (rank / "chunk.bin").rename(rank / "chunk0.master.0.bin")
     saved_again(tmp_path, "00000002").switch()
     assert [path.name for path in tmp_path.iterdir()] == ["tag"]
-    manifest.check(tmp_path / "tag", manifest.read_rank(tmp_path / "tag", 0))
+    manifest.check_manifest(tmp_path / "tag", manifest.read_rank(tmp_path / "tag", 0))
     (rank / manifest.NAME).unlink()
     with pytest.raises(CheckpointError, match="holds rank0/chunk.bin, which is no part"):
         TagFolder(tmp_path, "tag", "00000003").make()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ds_vertical.cli.bench import host_speed_server
-from ds_vertical.cli.bench.block_timer import Batch, BlockTimer
+from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
 from ds_vertical.engine import metrics
 
 MODEL = Path(__file__).parent.parent / "configs" / "models" / "gpt_13m.json"
@@ -51,7 +51,7 @@ def test_the_process_that_asks_stands_still_meanwhile() -> None:
 
 def test_nobody_is_asked_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(metrics.VARIABLE, raising=False)
-    assert metrics.measure_between_steps(json.loads(MODEL.read_text()), asdict(Batch(8, 1, "fp32")), 1) is None
+    assert metrics.measure_between_steps(json.loads(MODEL.read_text()), asdict(BlockBatch(8, 1, "fp32")), 1) is None
 
 
 def test_a_model_without_a_configuration_is_not_gauged() -> None:
@@ -61,9 +61,9 @@ def test_a_model_without_a_configuration_is_not_gauged() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(metrics.VARIABLE, "/nobody")
         patch.setattr(metrics.socket, "socket", asks)
-        assert metrics.measure_between_steps(None, asdict(Batch(8, 1, "fp32")), 1) is None
+        assert metrics.measure_between_steps(None, asdict(BlockBatch(8, 1, "fp32")), 1) is None
         with pytest.raises(AssertionError, match="asked"):
-            metrics.measure_between_steps({}, asdict(Batch(8, 1, "fp32")), 1)
+            metrics.measure_between_steps({}, asdict(BlockBatch(8, 1, "fp32")), 1)
 
 
 def test_a_stopped_process_goes_on_when_the_one_that_measures_is_killed() -> None:
@@ -85,7 +85,7 @@ def test_a_stopped_process_goes_on_when_the_one_that_measures_is_killed() -> Non
 
 
 def test_more_work_takes_longer() -> None:
-    few, many = (BlockTimer(MODEL, Batch(tokens, 1, "fp32"), "cpu").block_s(0.2) for tokens in (1, 256))
+    few, many = (BlockTimer(MODEL, BlockBatch(tokens, 1, "fp32"), "cpu").block_s(0.2) for tokens in (1, 256))
     assert many > 2 * few
 
 

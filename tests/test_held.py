@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ds_vertical.errors import GradientGoneError
 from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.buffers import Reserve
-from ds_vertical.offload.chunking import ALIGNMENT, Part, spread
+from ds_vertical.offload.chunking import ALIGNMENT, Part, spread_parts
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, aligned, beyond_host
 from ds_vertical.offload.state_files import Chunk
 
@@ -145,7 +145,7 @@ def test_memory_for_the_disk_starts_where_it_can_be_read() -> None:
 @given(st.integers(0, 4), st.lists(st.integers(1, 100), min_size=1, max_size=30), st.floats(0, 1))
 def test_the_hosts_share_is_kept_as_far_as_whole_parts_allow(num_first: int, sizes: list[int], share: float) -> None:
     parts = [Part(index, 0, size) for index, size in enumerate(sizes)]
-    kept = spread(parts[:num_first], parts[num_first:], share)
+    kept = spread_parts(parts[:num_first], parts[num_first:], share)
     total = sum(part.numel for part in kept)
     largest_first = max((part.numel for part in parts[:num_first] if part not in kept), default=0)
     assert abs(total - share * sum(sizes)) <= max(sizes) / 2 + largest_first + 1e-6

@@ -281,6 +281,29 @@ def test_functions_fit_on_one_screen() -> None:
     assert {name: num for name, num in functions if num > MAX_FUNCTION_LINES} == {}
 
 
+# ------------------------------------------------------------------------------------------------------------------ names
+
+SEVERAL = frozenset({"main", "logger"})  # of each command; of each module
+
+
+def top_level_names(tree: ast.Module) -> Iterator[str]:
+    """Public names that a module defines."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def test_a_name_is_defined_in_one_module() -> None:
+    """One name, one meaning. A type variable is nobody's name."""
+    homes: dict[str, list[str]] = {}
+    for module, tree in trees().items():
+        for name in set(top_level_names(tree)) - SEVERAL:
+            homes.setdefault(name, []).append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1 and len(name) > 1} == {}
+
+
 # ---------------------------------------------------------------------------------------------- the checks can themselves fail
 
 

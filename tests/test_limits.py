@@ -86,7 +86,7 @@ def test_aio_settings_that_make_no_queue_are_refused(tmp_path: Path, capsys: pyt
 
 
 def test_gradients_of_a_models_pieces_are_summed_where_the_model_is() -> None:
-    timer = block_timer.BlockTimer(MODEL, block_timer.Batch(16, 1, "fp32"), "meta")  # any device but the host
+    timer = block_timer.BlockTimer(MODEL, block_timer.BlockBatch(16, 1, "fp32"), "meta")  # any device but the host
     timer.sums.add("pre")
     assert {total.device.type for total in timer.sums.take("pre")} == {"meta"}
 
@@ -112,7 +112,7 @@ def test_fio_has_its_memory_in_huge_pages_as_we_have(tmp_path: Path, monkeypatch
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.perturb=7")
-    fio.rates(tmp_path, 1 << 20, 1, {"block_size": 65536, "queue_depth": 2, "intra_op_parallelism": 1})
+    fio.fio_rates(tmp_path, 1 << 20, 1, {"block_size": 65536, "queue_depth": 2, "intra_op_parallelism": 1})
     asked = (tmp_path / "asked").read_text().splitlines()
     assert len(asked) == 3
     for line in asked:
@@ -121,7 +121,7 @@ def test_fio_has_its_memory_in_huge_pages_as_we_have(tmp_path: Path, monkeypatch
 
 @pytest.mark.skipif(not fio.installed(), reason="fio is not installed")
 def test_fio_measures(tmp_path: Path) -> None:
-    rates = fio.rates(tmp_path, 1 << 20, 1, {"block_size": 65536, "queue_depth": 2, "intra_op_parallelism": 1})
+    rates = fio.fio_rates(tmp_path, 1 << 20, 1, {"block_size": 65536, "queue_depth": 2, "intra_op_parallelism": 1})
     assert len(rates) == 4 and min(rates.values()) > 0
 
 

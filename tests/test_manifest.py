@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ds_vertical.engine.checkpoint import leftovers, manifest, tag_dir
-from ds_vertical.engine.checkpoint.manifest import Range, RankManifest, SavedFile, SavedTensor
+from ds_vertical.engine.checkpoint.manifest import FileRange, RankManifest, SavedFile, TensorEntry
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import remove_tree
@@ -154,8 +154,8 @@ def write_checkpoint(folder: Path, tag: str, rank_count: int = 1) -> RankManifes
         place.mkdir(parents=True)
         (place / "chunk.bin").write_bytes(CONTENT)
         saved = SavedFile(len(CONTENT), tuple(read_pieces(place / "chunk.bin", 2, 8)))
-        places = {"weight": (Range("chunk.bin", 2, 4), Range("chunk.bin", 6, 2))}
-        tensors = {"w": SavedTensor((3, 1), "bfloat16", 3, None, 0, places)}
+        places = {"weight": (FileRange("chunk.bin", 2, 4), FileRange("chunk.bin", 6, 2))}
+        tensors = {"w": TensorEntry((3, 1), "bfloat16", 3, None, 0, places)}
         made = RankManifest(rank, rank_count, {"chunk.bin": saved}, tensors, {"a.b": 0.1}, numbers())
         data = made.to_json()
         (place / manifest.NAME).write_bytes(data)
@@ -171,7 +171,7 @@ def test_manifests_round_trip(tmp_path: Path) -> None:
     assert manifest.read_rank(tmp_path / "one", 0) == written
     assert manifest.read_rank(tmp_path / "one", 1).rank == 1
     assert written.num_bytes == 6
-    manifest.check(tmp_path / "one", written)
+    manifest.check_manifest(tmp_path / "one", written)
     with pytest.raises(CheckpointError, match=r"saved by 2 rank\(s\); rank 2 was none of them"):
         manifest.read_rank(tmp_path / "one", 2)
 
@@ -179,7 +179,7 @@ def test_manifests_round_trip(tmp_path: Path) -> None:
 def test_bytes_that_belong_to_nobody_may_change(tmp_path: Path) -> None:
     written = write_checkpoint(tmp_path, "one")
     (tmp_path / "one" / "rank0" / "chunk.bin").write_bytes(b"##" + CONTENT[2:8] + b"##")
-    manifest.check(tmp_path / "one", written)
+    manifest.check_manifest(tmp_path / "one", written)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_damage_is_named_with_the_last_good_tag(tmp_path: Path, damage: object, 
     (tmp_path / "worse" / "rank0" / "chunk.bin").unlink()
     damage(tmp_path / "bad" / "rank0" / "chunk.bin")  # type: ignore[operator]
     with pytest.raises(CheckpointError, match=f'the last good tag is "good" in {tmp_path}(.|\n)*chunk.bin: .*{said}'):
-        manifest.check(tmp_path / "bad", written)
+        manifest.check_manifest(tmp_path / "bad", written)
 
 
 def test_damaged_manifests_are_refused(tmp_path: Path) -> None:
@@ -410,9 +410,9 @@ def test_the_only_copies_of_a_checkpoint_are_no_leftovers(tmp_path: Path) -> Non
         (tmp_path / name).mkdir()
         with remove_tree.opened(tmp_path / name) as fd:
             leftovers.mark(fd, "run", "tag", name.split(".")[2])
-    assert [path.name for path, _, _ in leftovers.find(tmp_path)] == [".tag.00000002"]
+    assert [path.name for path, _, _ in leftovers.find_leftovers(tmp_path)] == [".tag.00000002"]
     (tmp_path / "tag").mkdir()
-    assert len(leftovers.find(tmp_path)) == 3
+    assert len(leftovers.find_leftovers(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", ".hidden", "a/b", "latest"])

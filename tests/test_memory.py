@@ -9,7 +9,7 @@ import pytest
 
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.memory_budget import SLOTS, Item, Settings, budget, budget_lines, check_budget, total_bytes
+from ds_vertical.planner.memory_budget import SLOTS, BudgetItem, Settings, budget, budget_lines, check_budget, total_bytes
 from ds_vertical.planner.memory_timeline import changes, peaks
 from ds_vertical.planner.model_shape import ModelShape, Placement
 from ds_vertical.planner.simulate import simulate
@@ -73,7 +73,7 @@ def test_what_is_measured_replaces_what_the_elements_say() -> None:
 
 
 def test_further_items_count_and_are_not_what_to_change() -> None:
-    further = (Item("host", "interpreter", 10**9, "(measured)"),)
+    further = (BudgetItem("host", "interpreter", 10**9, "(measured)"),)
     assert total_bytes(budget(SHAPE, Settings(3), further), "host") == 10**9 + total_bytes(budget(SHAPE, Settings(3)), "host")
     with pytest.raises(MemoryBudgetError, match="most is gradients"):
         check_budget(SHAPE, Settings(3), further, host_bytes=10**6)

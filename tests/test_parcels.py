@@ -18,7 +18,7 @@ import ds_vertical.engine.engine
 from ds_vertical.compat import pinned_memory
 from ds_vertical.compat.ops import load
 from ds_vertical.errors import MemoryBudgetError
-from ds_vertical.offload.tensor_swapper import AwayTier, HostMemory, Parcel, Parcels
+from ds_vertical.offload.tensor_swapper import AwayTier, HostMemory, SwappedTensor, TensorSwapper
 
 PAGE = 4096
 NEW_QUEUE = partial(load.new_disk_queue, get_aio_config({}))
@@ -42,12 +42,12 @@ class Counting(HostMemory):
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., tuple[Parcels, Counting]]]:
-    every: list[tuple[Parcels, Counting]] = []
+def opened(tmp_path: Path) -> Iterator[Callable[..., tuple[TensorSwapper, Counting]]]:
+    every: list[tuple[TensorSwapper, Counting]] = []
 
-    def open_parcels(host_limit: int | None = None) -> tuple[Parcels, Counting]:
+    def open_parcels(host_limit: int | None = None) -> tuple[TensorSwapper, Counting]:
         memory = Counting()
-        every.append((Parcels(tmp_path / "away.bin", NEW_QUEUE, memory, torch.device("cpu"), 3, host_limit), memory))
+        every.append((TensorSwapper(tmp_path / "away.bin", NEW_QUEUE, memory, torch.device("cpu"), 3, host_limit), memory))
         return every[-1]
 
     yield open_parcels
@@ -61,7 +61,7 @@ def some_bytes(*sizes: int) -> list[torch.Tensor]:
     return [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
 
 
-def bring_back(parcels: Parcels, parcel: Parcel, sizes: list[int]) -> list[torch.Tensor]:
+def bring_back(parcels: TensorSwapper, parcel: SwappedTensor, sizes: list[int]) -> list[torch.Tensor]:
     landed = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     parcels.fetch(parcel, lambda: landed)
     parcels.arrive(parcel)
@@ -144,15 +144,15 @@ def test_the_same_bits_from_host_memory(tmp_path: Path, monkeypatch: pytest.Monk
     expected = run_arm(config_in(tmp_path), MIXER, batches, vertical=True)
     monkeypatch.setattr(ds_vertical.engine.engine, "accelerator", TwoMemories())
     most = 0
-    put = Parcels.put
+    put = TensorSwapper.put
 
-    def watched(self: Parcels, tensors: Any, tier: AwayTier) -> Parcel:
+    def watched(self: TensorSwapper, tensors: Any, tier: AwayTier) -> SwappedTensor:
         nonlocal most
         parcel = put(self, tensors, tier)
         most = max(most, sum(parcel.tier == "host" for parcel in self._kept))
         return parcel
 
-    monkeypatch.setattr(Parcels, "put", watched)
+    monkeypatch.setattr(TensorSwapper, "put", watched)
     assert_identical(expected, run_arm(config_in(tmp_path, activations=given), MIXER, batches, vertical=True))
     assert most >= 4  # at least two layers' inputs of two micro-batches
 

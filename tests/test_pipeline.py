@@ -18,7 +18,7 @@ from pipeline_rig import BLOCK, Rig, assert_dead, blocks, pipeline_threads, valu
 
 from ds_vertical.io.aio import DiskError
 from ds_vertical.io.extents import Extent
-from ds_vertical.offload.step_pipeline import Job
+from ds_vertical.offload.step_pipeline import StepJob
 
 make_rig, rig = pipeline_rig.make_rig, pipeline_rig.rig  # fixtures
 
@@ -106,7 +106,7 @@ def test_without_overlap_a_job_starts_when_the_one_before_it_is_complete(
         queue._native = Unfinished(queue.native, left)
     files, seen = [zeros(tmp_path / str(i), 2) for i in range(3)], []
 
-    def job(name: str, *extents: Extent) -> Job:
+    def job(name: str, *extents: Extent) -> StepJob:
         made = rig.add_one(name, *extents)
 
         def compute(views: Sequence[torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program, search
-from ds_vertical.planner.linear_program import Limits
+from ds_vertical.planner.linear_program import TierLimits
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import Outline, Placement, Seconds, estimated, shape_of
 from ds_vertical.planner.search import Candidate, PlanError, Setting, Task, choose
@@ -19,7 +19,7 @@ MODEL = Outline(
     "eight", 512, "bf16", 20_000_000, (50_000_000,) * 8, 10_000_000, 5.2e10, 0.0, 1e10, 4_194_304, 90_000_000, 60_000_000
 )
 GPU = Machine(3e9, 2e9, 1e9, 16, False, 2e10, 2e10, 2e9, 1.4e9, ssd_latency_s=1e-4, copy_latency_s=1e-5)
-ROOM = Limits(8e9, 4.5e9, 100e9)  # state has to be on SSD
+ROOM = TierLimits(8e9, 4.5e9, 100e9)  # state has to be on SSD
 
 
 def task(tokens: int = 8192, **changes: Any) -> Task:
@@ -45,7 +45,7 @@ def test_no_other_setting_is_faster_in_the_simulator(clip: float) -> None:
 def test_the_best_of_every_hand_made_setting_is_not_better() -> None:
     """Not placed by the program: a grid over what can be written into the JSON."""
     given = task(clip=0.0, micro_batch_size=1)
-    plan = choose(given, GPU, Limits(1.2e9, 4.5e9, 100e9))
+    plan = choose(given, GPU, TierLimits(1.2e9, 4.5e9, 100e9))
     assert plan.chosen.setting.placement.activations_off_device > 0
     chosen = plan.chosen
     shares = (0.0, 0.5, 1.0)
@@ -73,7 +73,7 @@ def test_the_program_the_bound_and_the_simulation_agree_in_order() -> None:
 def test_large_models_are_ranked_by_fewer_layers_and_come_out_the_same() -> None:
     large = replace(MODEL, block_elements=(50_000_000,) * 30)
     given = Task(large, 2048, lambda size: estimated(large, size, 2e13), clip=0.0, micro_batch_size=1)
-    chosen = choose(given, GPU, Limits(8e9, 12e9, 400e9)).chosen
+    chosen = choose(given, GPU, TierLimits(8e9, 12e9, 400e9)).chosen
     assert chosen.estimate_s == pytest.approx(chosen.step_s, rel=0.03)
 
 
@@ -101,12 +101,12 @@ def test_a_second_generation_needs_room_on_the_ssd() -> None:
 @pytest.mark.parametrize(
     ("limits", "names"),
     [
-        (Limits(1e8, 24e9, 100e9), "device memory"),
-        (Limits(8e9, 1e8, 100e9), "host memory"),
-        (Limits(8e9, 2e9, 1e9), "ssd memory|host memory"),
+        (TierLimits(1e8, 24e9, 100e9), "device memory"),
+        (TierLimits(8e9, 1e8, 100e9), "host memory"),
+        (TierLimits(8e9, 2e9, 1e9), "ssd memory|host memory"),
     ],
 )
-def test_a_machine_that_is_too_small_is_told_which_tier_and_how_much(limits: Limits, names: str) -> None:
+def test_a_machine_that_is_too_small_is_told_which_tier_and_how_much(limits: TierLimits, names: str) -> None:
     with pytest.raises(PlanError, match=rf"({names}): \d+ MiB short"):
         choose(task(), GPU, limits)
 
@@ -123,12 +123,12 @@ def test_timing_alone_is_tuned_within_memory_and_only_for_a_gain() -> None:
     setting, case = plan.chosen.setting, plan.chosen.case
     late = replace(setting, delay=0.9, window=1)
     slow = replace(case, delay=0.9, settings=replace(case.settings, held_share=0.9, window=1))
-    best, own = search.tune(slow, late, (1, 2), (0.0, 0.25, 0.5))
+    best, own = search.tune_timing(slow, late, (1, 2), (0.0, 0.25, 0.5))
     assert own.setting == late and best.estimate_s < own.estimate_s
-    again, same = search.tune(best.case, best.setting, (1, 2), (0.0, 0.25, 0.5))
+    again, same = search.tune_timing(best.case, best.setting, (1, 2), (0.0, 0.25, 0.5))
     assert again is same
-    nothing = replace(slow, limits=Limits(None, 1e6, None))
-    best, own = search.tune(nothing, late, (1, 2), (0.0, 0.25))
+    nothing = replace(slow, limits=TierLimits(None, 1e6, None))
+    best, own = search.tune_timing(nothing, late, (1, 2), (0.0, 0.25))
     assert best is own
 
 

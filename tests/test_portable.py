@@ -228,7 +228,7 @@ def test_it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone(
             engine.save_checkpoint(str(folder), tag="two", client_state={"f": lambda: None}, portable=True)
         assert gathered(model) == there
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "one", "zero_to_fp32.py"]
-        manifest.check(folder / "one", manifest.read_rank(folder / "one", 0))
+        manifest.check_manifest(folder / "one", manifest.read_rank(folder / "one", 0))
         engine.save_checkpoint(str(folder), tag="two", portable=True, save_latest=False)
         assert (folder / "latest").read_text() == "one" and manifest.complete_tags(folder) == ["one"]
         assert (folder / "zero_to_fp32.py").read_bytes() == save.SCRIPT.read_bytes(), "the script of the others is gone"

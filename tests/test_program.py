@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.closed_forms import traffic_of
 from ds_vertical.planner.costs import event_costs, split_steps
-from ds_vertical.planner.linear_program import Case, Limits
+from ds_vertical.planner.linear_program import LpProblem, TierLimits
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape, Placement
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD
@@ -25,19 +25,21 @@ CPU = Machine(1e9, 2e9, 3e8, 2, True, norm_elements_per_s=1e9)
 LAYERS = 6
 
 
-def case(machine: Machine = GPU, limits: Limits | None = None, delay: float = 0.25, early: bool = True, **shape: Any) -> Case:
+def case(
+    machine: Machine = GPU, limits: TierLimits | None = None, delay: float = 0.25, early: bool = True, **shape: Any
+) -> LpProblem:
     """Six equal layers of a hundred million elements, four micro-batches, everything that can on SSD."""
     fields: dict[str, Any] = {"activation_bytes": 200_000_000, "recompute_last": False, "generations": 1 + early} | shape
     model = ModelShape(50_000_000, (100_000_000,) * LAYERS, 0.05, 0.1, head_s=0.02, part_elements=1 << 24, **fields)
     held = delay if early else 1.0
     own = memory_budget.Settings(4, 1, held_share=held, one_memory=machine.one_memory)
-    return Case(model, machine, own, limits or Limits(None, None, None), delay, early)
+    return LpProblem(model, machine, own, limits or TierLimits(None, None, None), delay, early)
 
 
 NAMES = ("activations_on_host", "activations_on_ssd", "parameters_in_host", "gradients_on_ssd")
 
 
-def seconds_at(given: Case, points: np.ndarray) -> np.ndarray:
+def seconds_at(given: LpProblem, points: np.ndarray) -> np.ndarray:
     """Seconds of both sweeps at points of shares (N x 4), by evaluating every row; infinite where memory forbids them."""
     sweeps = {name: np.zeros(len(points)) for name in ("forward_s", "backward_s")}
     forbidden = np.zeros(len(points), dtype=bool)
@@ -72,7 +74,7 @@ def test_no_point_of_a_grid_is_better_and_the_best_is_near(
     device: float, host: float, read: float, copy: float, delay: float
 ) -> None:
     machine = Machine(read, read / 2, 1e9, 16, False, copy, copy, 0.7 * read, 0.3 * read)
-    given = case(machine, Limits(device, host, 1e12), delay)
+    given = case(machine, TierLimits(device, host, 1e12), delay)
     least = seconds_at(given, POINTS).min()
     found = linear_program.solve(given)
     if found is None:
@@ -128,19 +130,19 @@ def test_the_rows_compute_the_seconds_of_the_very_schedule(machine: Machine) -> 
 
 
 def test_what_is_scarce_decides_where_things_rest() -> None:
-    roomy = linear_program.solve(case(limits=Limits(1e12, 1e12, 1e13)))
+    roomy = linear_program.solve(case(limits=TierLimits(1e12, 1e12, 1e13)))
     assert roomy is not None and roomy.values["parameters_in_host"] == pytest.approx(1)
     assert roomy.values["activations_on_host"] == roomy.values["activations_on_ssd"] == 0
-    small = case(limits=Limits(4 * GIB, 1e12, 1e13))
+    small = case(limits=TierLimits(4 * GIB, 1e12, 1e13))
     tight = linear_program.solve(small)
     assert tight is not None and tight.values["activations_on_host"] > 0.5 and tight.values["activations_on_ssd"] == 0
-    poor = linear_program.solve(case(limits=Limits(4 * GIB, 4 * GIB, 1e13), delay=0.0))
+    poor = linear_program.solve(case(limits=TierLimits(4 * GIB, 4 * GIB, 1e13), delay=0.0))
     assert poor is not None and poor.values["activations_on_ssd"] > 0.2
     assert tight.seconds >= roomy.seconds and poor.seconds >= tight.seconds
 
 
 def test_a_tier_that_is_too_small_at_any_share_is_named_with_its_bytes() -> None:
-    given = case(limits=Limits(1 * GIB, 1e12, 1e13))
+    given = case(limits=TierLimits(1 * GIB, 1e12, 1e13))
     assert linear_program.solve(given) is None
     lacking = linear_program.shortage(given)
     least = min(linear_program.tier_bytes(given, Placement(1, 1, 0, a, 0), "device") for a in (0.0, 1.0))

@@ -31,7 +31,7 @@ from ds_vertical.engine.run_log import facts_of
 from ds_vertical.io import contention
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.run_record import RanStep
+from ds_vertical.planner.run_record import ExecutedStep
 from ds_vertical.schedule.trace import RecordingTracer, read_trace, summarize
 
 REPORT: dict[str, Any] = {
@@ -227,7 +227,7 @@ def test_the_bound_is_that_of_the_schedule_that_ran(tmp_path: Path) -> None:
             engine.module.config = model
             made.append(Goals(engine, REPORT | {"settings": settings}, 22))
         found.append(made[0].of_step(22 * 2))
-        assert not made[0].of(RanStep(step + 1, engine.ran, "delayed"), 22 + 24).whole  # ragged micro-batches
+        assert not made[0].of(ExecutedStep(step + 1, engine.ran, "delayed"), 22 + 24).whole  # ragged micro-batches
         facts = facts_of(engine, 22)
         early, delayed = facts.early_elements, facts.delayed_elements
         parts = {(unit, "e0"): early[unit] for unit in early} | {(unit, "d0"): delayed[unit] for unit in delayed}

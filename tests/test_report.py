@@ -18,9 +18,9 @@ from browser import Browser
 from ds_vertical.cli.report import command
 from ds_vertical.cli.report import summary as findings
 from ds_vertical.cli.report.charts import clusters, merged
-from ds_vertical.cli.report.colors import ARMS, FAINT, INK, OTHER, RESOURCES, STALL, colour
+from ds_vertical.cli.report.colors import ARM_COLORS, FAINT, INK, OTHER, RESOURCE_COLORS, STALL, colour
 from ds_vertical.cli.report.run_folder import names, open_folder
-from ds_vertical.cli.report.summary import find
+from ds_vertical.cli.report.summary import summarize_run
 from ds_vertical.schedule.trace import RESOURCES as TRACED
 from ds_vertical.schedule.trace import optimizer_overlap, summarize, union
 
@@ -119,17 +119,17 @@ def test_figures_are_those_of_the_files(written: tuple[Path, dict[str, Any]]) ->
     assert shown["step_over_bound"] == pytest.approx(ab["yardstick"]["step_over_bound"])
     assert sections["losses"] == {arm: ab["arms"][arm]["losses"] for arm in ("stock", "vertical")}
     assert sections["arms"]["speedup"] == ab["speedup"]
-    found = find(open_folder(RECORDED), "x")
+    found = summarize_run(open_folder(RECORDED), "x")
     step = found.measured
     assert step is not None
     summary = summarize(step)
     idle = sum(reason["seconds"] for reason in sections["timeline"]["measured"])
     assert idle == pytest.approx(summary.step_s - summary.busy_s["compute"])
-    rate = findings.rates(step, found)["ssd_read"]
+    rate = findings.measured_rates(step, found)["ssd_read"]
     assert rate.busy_s == pytest.approx(summary.busy_s["ssd_read"])
     assert sum(rate.over_time) * rate.step_s / len(rate.over_time) == pytest.approx(rate.num_bytes)
     assert rate.alone == ab["yardstick"]["limits"]["machine"]["ssd_read_bytes_per_s"]
-    taken = findings.overlap(step)
+    taken = findings.overlap_of(step)
     assert taken is not None and taken.share == pytest.approx(optimizer_overlap(step), abs=0.02)
     assert shown["peak_host_bytes"] == ab["arms"]["vertical"]["peak_host_bytes"]
 
@@ -137,11 +137,11 @@ def test_figures_are_those_of_the_files(written: tuple[Path, dict[str, Any]]) ->
 def test_the_step_shown_is_the_middle_one_or_the_one_asked_for() -> None:
     folder = open_folder(RECORDED)
     lengths = {step.step: step.end - step.start for step in folder.timelines()[0].steps}
-    middle = find(folder, "x").measured
+    middle = summarize_run(folder, "x").measured
     assert middle is not None and middle.step != 1
     later = sorted(length for number, length in lengths.items() if number > 1)
     assert lengths[middle.step] == later[(len(later) - 1) // 2]
-    first = find(folder, "x", 1).measured
+    first = summarize_run(folder, "x", 1).measured
     assert first is not None and first.step == 1
 
 
@@ -308,9 +308,9 @@ def test_without_matplotlib_the_command_says_what_to_install(
 
 
 def test_no_two_resources_look_alike() -> None:
-    assert set(TRACED) <= set(RESOURCES) and colour("unheard of") == OTHER
-    colours = [*RESOURCES.values(), *ARMS.values(), OTHER, STALL, FAINT]
-    assert len(set(colours)) == len(colours) and INK not in RESOURCES.values()
+    assert set(TRACED) <= set(RESOURCE_COLORS) and colour("unheard of") == OTHER
+    colours = [*RESOURCE_COLORS.values(), *ARM_COLORS.values(), OTHER, STALL, FAINT]
+    assert len(set(colours)) == len(colours) and INK not in RESOURCE_COLORS.values()
     assert all(re.fullmatch("#[0-9A-F]{6}", value) for value in colours)
 
 

@@ -213,7 +213,7 @@ def test_loading_into_the_run_that_saved_goes_back(tmp_path: Path) -> None:
 def assert_whole(folder: Path, *tags: str) -> None:
     assert sorted(manifest.complete_tags(folder)) == sorted(tags)
     for tag in tags:
-        manifest.check(folder / tag, manifest.read_rank(folder / tag, 0))
+        manifest.check_manifest(folder / tag, manifest.read_rank(folder / tag, 0))
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 

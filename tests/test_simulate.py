@@ -15,7 +15,7 @@ from ds_vertical.planner.costs import event_costs
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_timeline import changes
 from ds_vertical.planner.model_shape import ModelShape, Placement
-from ds_vertical.planner.simulate import Span, Timeline, simulate
+from ds_vertical.planner.simulate import SimulatedRun, SimulatedSpan, simulate
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import PRE, Event, Op, Schedule, coming_steps, parse_event, parse_events
 from ds_vertical.schedule.passes import build_evaluation, build_training
@@ -40,7 +40,7 @@ def free(text: str, layers: int = 1) -> tuple[Schedule, list[tuple[int, ...]]]:
     return Schedule(layers, 1, events), [()] * len(events)
 
 
-def ends(timeline: Timeline) -> dict[str, float]:
+def ends(timeline: SimulatedRun) -> dict[str, float]:
     return {str(event): end for event, end in zip(timeline.events, timeline.end_s, strict=True)}
 
 
@@ -328,7 +328,7 @@ def test_every_event_waits_for_what_it_needs_and_queues_keep_their_order(seed: i
         assert all(a.end_s <= b.start_s + 1e-9 for a, b in pairwise(ordered))
 
 
-def reads_ahead(span: Span) -> bool:
+def reads_ahead(span: SimulatedSpan) -> bool:
     return span.event.op is Op.STEP and (span.stage.lane, span.stage.purpose) == ("ssd_read", "state")
 
 

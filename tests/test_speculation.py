@@ -10,7 +10,7 @@ import pytest
 from harness import Run, assert_identical, base_config, run_arm
 from models import tiny_neox, token_batches
 
-from ds_vertical.offload.speculation import Regime
+from ds_vertical.offload.speculation import StepTiming
 
 BUILD = partial(tiny_neox, num_layers=3)
 
@@ -18,14 +18,14 @@ BUILD = partial(tiny_neox, num_layers=3)
 def arm(folder: Path, clip: float, vertical: bool, **section: Any) -> tuple[Run, list[tuple[bool, bool]]]:
     """A run of three steps, and for each whether it was tried early and whether that came true."""
     seen: list[tuple[bool, bool]] = []
-    note = Regime.note
+    note = StepTiming.note
 
-    def noted(self: Regime, tried: bool, hit: bool) -> None:
+    def noted(self: StepTiming, tried: bool, hit: bool) -> None:
         seen.append((tried, hit))
         note(self, tried, hit)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Regime, "note", noted)
+        patch.setattr(StepTiming, "note", noted)
         config = base_config(folder, clip=clip, section=section)
         return run_arm(config, BUILD, token_batches(3, 3, rows=1, shortest=4), vertical=vertical), seen
 
@@ -72,7 +72,7 @@ def test_history_decides_when_nobody_does(tmp_path: Path) -> None:
 
 
 def test_the_rate_follows_the_last_steps() -> None:
-    regime = Regime(None, None, certain=False, on_ssd=True)
+    regime = StepTiming(None, None, certain=False, on_ssd=True)
     assert not regime.early and regime.hit_rate is None
     for _ in range(20):
         regime.note(tried=regime.early, hit=True)
@@ -98,7 +98,7 @@ def test_the_rate_follows_the_last_steps() -> None:
     ],
 )
 def test_what_settings_allow(arguments: tuple[Any, ...], possible: bool, delay: float, leaves: bool) -> None:
-    regime = Regime(*arguments)
+    regime = StepTiming(*arguments)
     assert (regime.possible, regime.delay, regime.leaves_steps) == (possible, delay, leaves)
     regime.give_up()
     assert not regime.early

@@ -26,7 +26,7 @@ from test_resume import BATCHES, config_in, contents, loaded, model_of, train
 from ds_vertical.engine import signals
 from ds_vertical.engine.checkpoint import manifest
 from ds_vertical.engine.signals import FINISHED, Stopping
-from ds_vertical.offload.speculation import Regime
+from ds_vertical.offload.speculation import StepTiming
 
 NUM_STEPS = 4
 slow = pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_signal_before_the_batches_end_is_obeyed_at_their_end(tmp_path: Path) 
 
 def stopping_in(folder: str) -> Stopping:
     start_process_group()
-    return Stopping({"save_dir": folder, "tag": None}, Regime(None, None, certain=True, on_ssd=True))
+    return Stopping({"save_dir": folder, "tag": None}, StepTiming(None, None, certain=True, on_ssd=True))
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_of_two_that_hear_the_first_may_be_closed_first(own: bool) -> None:
 
 def test_who_asks_again_is_obeyed_at_once(asked: Stopping, monkeypatch: pytest.MonkeyPatch) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    monkeypatch.setattr(signals, "AGAIN_S", 0.0)
+    monkeypatch.setattr(signals, "SECOND_SIGNAL_S", 0.0)
     with pytest.raises(SystemExit) as ended:
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 143

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_vertical.io.streams import Lane
+from ds_vertical.io.streams import CopyStream
 
 
 def test_where_host_and_device_are_one_memory_a_copy_is_complete_at_once() -> None:
@@ -15,7 +15,7 @@ def test_where_host_and_device_are_one_memory_a_copy_is_complete_at_once() -> No
         made.append(torch.ones(3))
         return made
 
-    wait_copies = Lane(torch.device("cpu")).run(copy)
+    wait_copies = CopyStream(torch.device("cpu")).run(copy)
     assert len(made) == 1
     wait_copies()
     assert len(made) == 1
@@ -25,7 +25,7 @@ def test_where_host_and_device_are_one_memory_a_copy_is_complete_at_once() -> No
 def test_copies_overlap_with_computation_and_come_before_their_use() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source = torch.arange(1 << 22, dtype=torch.float32).pin_memory()
-    lane = Lane(device)
+    lane = CopyStream(device)
     lane.run(lambda: [source.to(device, non_blocking=True)])()  # allocations and first launches out of the way
     torch.cuda.synchronize()
 
@@ -50,7 +50,7 @@ def test_copies_overlap_with_computation_and_come_before_their_use() -> None:
 def test_the_device_waits_for_a_copy_still_under_way() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source = torch.ones(1 << 26).pin_memory()
-    lane = Lane(device)
+    lane = CopyStream(device)
     copies: list[torch.Tensor] = []
 
     def copy() -> list[torch.Tensor]:

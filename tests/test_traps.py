@@ -16,13 +16,13 @@ import harness
 import pytest
 
 from ds_vertical.cli.doctor import config_checks, stock_traps
-from ds_vertical.cli.doctor.check import Arm, Case, Finding
+from ds_vertical.cli.doctor.check import Arm, CheckResult, Target
 from ds_vertical.cli.doctor.stock_traps import TRAPS
 from ds_vertical.compat.ops import load
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
-Check = Callable[[Case], Iterator[Finding]]
+Check = Callable[[Target], Iterator[CheckResult]]
 ZERO = "zero_optimization"
 PARAM = f"{ZERO}.offload_param"
 STATE = f"{ZERO}.offload_optimizer"
@@ -35,7 +35,7 @@ def clean(folder: Path) -> dict[str, Any]:
     return config
 
 
-def case_of(folder: Path, edits: dict[str, Any] | None = None, arm: Any = None) -> Case:
+def case_of(folder: Path, edits: dict[str, Any] | None = None, arm: Any = None) -> Target:
     """A file with the clean JSON, values set at dotted paths; `...` takes a key out."""
     config = clean(folder)
     for path, value in (edits or {}).items():
@@ -49,14 +49,14 @@ def case_of(folder: Path, edits: dict[str, Any] | None = None, arm: Any = None) 
             holder[key] = copy.deepcopy(value)
     file = folder / "ds_config.json"
     file.write_text(json.dumps(config))
-    return Case(file, None, arm)
+    return Target(file, None, arm)
 
 
-def bad(check: Check, case: Case) -> list[Finding]:
+def bad(check: Check, case: Target) -> list[CheckResult]:
     return [finding for finding in check(case) if finding.severity != "ok"]
 
 
-def only(check: Check, case: Case) -> Finding:
+def only(check: Check, case: Target) -> CheckResult:
     found = bad(check, case)
     assert len(found) == 1, found
     return found[0]
@@ -71,7 +71,7 @@ def test_nothing_is_said_of_a_clean_json(tmp_path: Path, arm: str | None) -> Non
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_of_our_own_files_only_what_is_true_is_said(path: Path) -> None:
-    case = Case(path)
+    case = Target(path)
     checks = (config_checks.refusals, config_checks.near_misses, config_checks.autos, stock_traps.find_traps)
     said = [finding for check in checks for finding in bad(check, case)]
     assert all(finding.severity == "warning" for finding in said)
@@ -84,7 +84,7 @@ def test_of_our_own_files_only_what_is_true_is_said(path: Path) -> None:
 def test_of_readmes_json_nothing_is_said(tmp_path: Path) -> None:
     text = next(text for text in re.findall(r"```json\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
     (tmp_path / "ds_config.json").write_text(text)
-    case = Case(tmp_path / "ds_config.json")
+    case = Target(tmp_path / "ds_config.json")
     checks = (config_checks.refusals, config_checks.near_misses, config_checks.autos, stock_traps.find_traps)
     assert [finding for check in checks for finding in bad(check, case)] == []
 
@@ -102,7 +102,7 @@ def test_of_readmes_json_nothing_is_said(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_no_json_is_one_finding(tmp_path: Path, text: str, found: str, remedy: str) -> None:
     (tmp_path / "ds_config.json").write_text(text)
-    case = Case(tmp_path / "ds_config.json")
+    case = Target(tmp_path / "ds_config.json")
     error = only(config_checks.refusals, case)
     assert error.severity == "error" and found in error.found and remedy in error.remedy
     others = [config_checks.near_misses, config_checks.autos, config_checks.deepspeed_reader, config_checks.precision]

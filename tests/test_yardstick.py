@@ -15,7 +15,7 @@ from models import MixerModel, token_batches
 from test_ab import make_run
 
 from ds_vertical.cli.bench import efficiency
-from ds_vertical.cli.bench.comparison import Run, summarize
+from ds_vertical.cli.bench.comparison import Run, summarize_arm
 from ds_vertical.cli.bench.host_speed import Conditions
 from ds_vertical.engine.metrics import METRICS_VARIABLE, read_records
 from ds_vertical.errors import ConfigError
@@ -23,13 +23,13 @@ from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.closed_forms import traffic_of
 from ds_vertical.planner.costs import event_costs
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.run_record import FILE_NAME, Account, AccountWriter, Facts, RanStep, read_account
+from ds_vertical.planner.run_record import FILE_NAME, Account, AccountWriter, ExecutedStep, RunInfo, read_account
 from ds_vertical.schedule.events import PRE
 from ds_vertical.schedule.passes import build_training
 from ds_vertical.schedule.trace import RecordingTracer, now
 
 UNITS = (PRE, 0, 1, 2)
-FACTS = Facts(
+FACTS = RunInfo(
     elements={PRE: 100, 0: 1000, 1: 1000, 2: 1000},
     early_elements={PRE: 60, 0: 750, 1: 750, 2: 750},
     delayed_elements={PRE: 40, 0: 250, 1: 250, 2: 250},
@@ -67,7 +67,7 @@ REPORT: dict[str, Any] = {
 }
 
 
-def ran(*steps: RanStep, **facts: Any) -> efficiency.Ran:
+def ran(*steps: ExecutedStep, **facts: Any) -> efficiency.Ran:
     """A vertical run whose steps take 8 s (the first 80 s), read 100 bytes and write 10."""
     run = make_run("vertical", 0, [(3.0, 2.0)] * len(steps), step_s=8.0)
     return efficiency.Ran(run, Account(replace(FACTS, **facts), steps))
@@ -139,7 +139,7 @@ def test_an_account_is_read_back_as_written(tmp_path: Path) -> None:
     for schedule, due in ((FIRST, "delayed"), (STEADY, "delayed"), (STEADY, "all")):
         writer.step(schedule, due)  # pyright: ignore
     account = read_account(tmp_path)
-    steps = (RanStep(1, FIRST, "delayed"), RanStep(2, STEADY, "delayed"), RanStep(3, STEADY, "all"))
+    steps = (ExecutedStep(1, FIRST, "delayed"), ExecutedStep(2, STEADY, "delayed"), ExecutedStep(3, STEADY, "all"))
     assert account == Account(FACTS, steps)
     Path(tmp_path, FILE_NAME).write_text('{"facts": {}}\n')
     with pytest.raises(ValueError, match="no account of a run"):
@@ -149,14 +149,14 @@ def test_an_account_is_read_back_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "step",
     [
-        RanStep(2, STEADY, "delayed"),
-        RanStep(2, STEADY, "all"),
-        RanStep(1, AFTER_NORM, "delayed"),
-        RanStep(2, ALL_DELAYED, "all"),
+        ExecutedStep(2, STEADY, "delayed"),
+        ExecutedStep(2, STEADY, "all"),
+        ExecutedStep(1, AFTER_NORM, "delayed"),
+        ExecutedStep(2, ALL_DELAYED, "all"),
     ],
     ids=["early", "redone", "after the norm", "delayed"],
 )
-def test_the_closed_table_is_what_the_schedule_moves(step: RanStep) -> None:
+def test_the_closed_table_is_what_the_schedule_moves(step: ExecutedStep) -> None:
     facts = replace(FACTS, early_elements={PRE: 75, 0: 750, 1: 750, 2: 750}, delayed_elements={PRE: 25, 0: 250, 1: 250, 2: 250})
     account = Account(facts, (step,))
     shape = account.shape(step, RATES)
@@ -167,16 +167,16 @@ def test_the_closed_table_is_what_the_schedule_moves(step: RanStep) -> None:
 
 
 def test_a_first_step_that_leaves_work_has_no_table() -> None:
-    assert Account(FACTS, ()).table(RanStep(1, FIRST, "delayed"), {}) is None
+    assert Account(FACTS, ()).table(ExecutedStep(1, FIRST, "delayed"), {}) is None
 
 
 # ---- the figures
 
 
 def test_figures_of_a_run() -> None:
-    steps = (RanStep(1, FIRST, "delayed"), RanStep(2, STEADY, "delayed"), RanStep(3, STEADY, "delayed"))
+    steps = (ExecutedStep(1, FIRST, "delayed"), ExecutedStep(2, STEADY, "delayed"), ExecutedStep(3, STEADY, "delayed"))
     each = ran(*steps)
-    stock = summarize([make_run("stock", 0, [(3.0, 2.0)] * 3, step_s=20.0)])
+    stock = summarize_arm([make_run("stock", 0, [(3.0, 2.0)] * 3, step_s=20.0)])
     found = efficiency.figures([each], {0: [REPORT]}, stock, Path("unused"))
     account = each.account
     shape = account.shape(steps[-1], RATES)
@@ -193,13 +193,13 @@ def test_figures_of_a_run() -> None:
     memory = found["host_memory"]
     assert (memory["peak_bytes"], memory["stock_peak_bytes"]) == (1002, 1002)
     assert memory["peak_over_formula"] == 0.5
-    text = "\n".join(efficiency.lines(found))
+    text = "\n".join(efficiency.efficiency_lines(found))
     assert f"bound of the vertical step: {bound.seconds:.3f} s (host_cores); step / bound {8 / bound.seconds:.2f}" in text
     assert text.index("bound of the") < text.index("simulated makespan, beside the bound") and "outside" not in text
 
 
 def test_each_run_has_the_machine_that_was_measured_beside_it() -> None:
-    steps = [RanStep(1, AFTER_NORM, "delayed")] * 3
+    steps = [ExecutedStep(1, AFTER_NORM, "delayed")] * 3
     fast = ran(*steps)
     slow = efficiency.Ran(make_run("vertical", 1, [(3.0, 2.0)] * 3, step_s=16.0), fast.account)
     half = {"rates": RATES, "machine": {**REPORT["machine"]}}
@@ -211,7 +211,7 @@ def test_each_run_has_the_machine_that_was_measured_beside_it() -> None:
     assert first == pytest.approx(second) == pytest.approx(found["step_over_bound"])
     alone = efficiency.figures([fast], {0: [REPORT]}, None, Path("unused"))
     assert first == alone["step_over_bound"] and found["simulated_s"] == pytest.approx(1.5 * alone["simulated_s"])
-    assert f"({first:.2f}, {first:.2f})" in "\n".join(efficiency.lines(found))
+    assert f"({first:.2f}, {first:.2f})" in "\n".join(efficiency.efficiency_lines(found))
 
 
 def _at_speed(share: float) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _at_speed(share: float) -> dict[str, Any]:
 
 
 def test_a_run_has_the_machine_halfway_between_ahead_of_it_and_after() -> None:
-    each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
+    each = ran(*[ExecutedStep(1, AFTER_NORM, "delayed")] * 3)
     alone = efficiency.figures([each], {0: [REPORT]}, None, Path("unused"))
     found = efficiency.figures([each], {0: [REPORT, _at_speed(1 / 1.1)]}, None, Path("unused"))
     assert found["bound_s"] == pytest.approx(1.05 * alone["bound_s"]) and found["steady"]
@@ -229,7 +229,7 @@ def test_a_run_has_the_machine_halfway_between_ahead_of_it_and_after() -> None:
 
 
 def test_a_run_during_which_the_machine_changed_counts_only_where_there_is_no_other() -> None:
-    each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
+    each = ran(*[ExecutedStep(1, AFTER_NORM, "delayed")] * 3)
     other = efficiency.Ran(make_run("vertical", 1, [(3.0, 2.0)] * 3, step_s=8.0), each.account)
     changed = [REPORT, _at_speed(0.5)]
     both = efficiency.figures([each, other], {0: changed, 1: [REPORT]}, None, Path("unused"))
@@ -238,12 +238,12 @@ def test_a_run_during_which_the_machine_changed_counts_only_where_there_is_no_ot
     assert both["steady"] is None  # of the other run there is one report: nothing was compared
     alone = efficiency.figures([each], {0: changed}, None, Path("unused"))
     assert alone["step_over_bound"] == first and alone["steady"] is False
-    assert "the machine's speed changed meanwhile, by 100%" in "\n".join(efficiency.lines(alone))
+    assert "the machine's speed changed meanwhile, by 100%" in "\n".join(efficiency.efficiency_lines(alone))
 
 
 def test_a_step_has_the_speed_that_the_host_had_around_it() -> None:
     """A gauge twice as slow behind the second step: the third begins there, and ends where it is three times as slow."""
-    schedule = [RanStep(n, AFTER_NORM, "delayed", gauge_s=g) for n, g in ((1, 0.5), (2, 1.0), (3, 1.5))]
+    schedule = [ExecutedStep(n, AFTER_NORM, "delayed", gauge_s=g) for n, g in ((1, 0.5), (2, 1.0), (3, 1.5))]
     report = {"machine": REPORT["machine"], "rates": RATES | {"gauge_s": 0.5}}
     found = Conditions([report])
     assert [found.slowdown(schedule, index) for index in range(3)] == pytest.approx([1.0, 1.5, 2.5])
@@ -252,14 +252,14 @@ def test_a_step_has_the_speed_that_the_host_had_around_it() -> None:
     loaded = replace(machine, ssd_core_s_per_byte=1e-6).slowed(2.0)
     assert loaded.ssd_core_s_per_byte == 2e-6 and loaded.adam_elements_per_s == pytest.approx(2e3)
     assert rates["layer_forward_s"] == 1.25 and rates["activation_bytes"] == 64.0
-    each, usual = ran(*schedule), ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
+    each, usual = ran(*schedule), ran(*[ExecutedStep(1, AFTER_NORM, "delayed")] * 3)
     first, second = (efficiency.figures([one], {0: [report]}, None, Path("unused")) for one in (each, usual))
     assert first["host_slowdown_by_repeat"] == [pytest.approx([1.5, 2.5])] and first["bound_s"] > second["bound_s"]
     assert first["step_over_bound"] < second["step_over_bound"]
 
 
 def test_rates_may_be_the_inner_object_alone() -> None:
-    each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 2)
+    each = ran(*[ExecutedStep(1, AFTER_NORM, "delayed")] * 2)
     whole, inner = ({0: [report]} for report in ({"machine": REPORT["machine"]}, REPORT["machine"]))
     assert efficiency.figures([each], whole, None, Path("x")) == efficiency.figures([each], inner, None, Path("x"))
 
@@ -269,7 +269,7 @@ def test_a_host_that_was_slower_ahead_of_the_run_than_after_it_is_no_drift_where
     reports = [{"machine": REPORT["machine"], "rates": rates} for rates in (RATES, slow)]
     assert Conditions(reports).drift == 1.0
     for gauge_s, told in ((None, [1.0]), (0.5, [None])):
-        each = ran(*[RanStep(1, AFTER_NORM, "delayed", gauge_s=gauge_s)] * 2)
+        each = ran(*[ExecutedStep(1, AFTER_NORM, "delayed", gauge_s=gauge_s)] * 2)
         assert efficiency.figures([each], {0: reports}, None, Path("unused"))["machine_drift_by_repeat"] == told
 
 
@@ -282,14 +282,14 @@ def test_the_account_keeps_what_the_gauge_said(tmp_path: Path) -> None:
 
 
 def test_without_layer_seconds_the_bound_says_so() -> None:
-    each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 2)
+    each = ran(*[ExecutedStep(1, AFTER_NORM, "delayed")] * 2)
     found = efficiency.figures([each], {0: [{"machine": REPORT["machine"]}]}, None, Path("x"))
-    assert found["without_compute"] and "computation not measured" in "\n".join(efficiency.lines(found))
-    assert efficiency.lines({"missing": "why"}) == ["no bound: why"] and efficiency.lines({}) == []
+    assert found["without_compute"] and "computation not measured" in "\n".join(efficiency.efficiency_lines(found))
+    assert efficiency.efficiency_lines({"missing": "why"}) == ["no bound: why"] and efficiency.efficiency_lines({}) == []
 
 
 def test_a_trace_gives_time_outside_and_its_own_cost(tmp_path: Path) -> None:
-    each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 3)
+    each = ran(*[ExecutedStep(1, AFTER_NORM, "delayed")] * 3)
     traced = efficiency.Ran(Run("vertical", 0, each.run.ranks, traced=True), each.account)
     tracer = RecordingTracer(tmp_path / "traced.0.trace", 0)
     for _ in range(3):
@@ -305,12 +305,12 @@ def test_a_trace_gives_time_outside_and_its_own_cost(tmp_path: Path) -> None:
     # pre's apart; two layers forward and the last one, two micro-batches, 2 blocks of 0.5 s each
     assert taken == pytest.approx(0.005) and priced == pytest.approx(6.0) and set(found["operations_s"]) == {"F", "STEP"}
     assert found["traced_over_untraced"] == 1.0 and found["trace_cost_share"] > 0
-    assert any(line.startswith("tracing: ") for line in efficiency.lines(found))
+    assert any(line.startswith("tracing: ") for line in efficiency.efficiency_lines(found))
     assert [path.name for path in (tmp_path / "trace.cost").iterdir()] == []
 
 
 def test_traced_runs_do_not_count_as_steps(tmp_path: Path) -> None:
-    each = ran(*[RanStep(1, AFTER_NORM, "delayed")] * 2)
+    each = ran(*[ExecutedStep(1, AFTER_NORM, "delayed")] * 2)
     slow = make_run("vertical", 0, [(3.0, 2.0)] * 2, step_s=80.0)
     traced = efficiency.Ran(Run("vertical", 0, slow.ranks, traced=True), each.account)
     tracer = RecordingTracer(tmp_path / "traced.0.trace", 0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vertical.engine.handlers import Body, Sweeps
+from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap, map_layers
 from ds_vertical.model.thread_state import ThreadState, applied
@@ -182,7 +182,7 @@ class ToyTraining:
         self.gradients = GradientStore(
             self.layers.units, torch.float32, lambda p: self.params.home[id(p)].numel(), lambda p: p.dtype, pairs=True
         )
-        self.sweeps = Sweeps(self.layers, self.params, overlap=overlap)
+        self.sweeps = ScheduleRunner(self.layers, self.params, overlap=overlap)
 
     def step(self, schedule: Schedule, bodies: Sequence[Callable[[], Any]], seed: int) -> tuple[list[float], Grads]:
         runs = [Body(run, seed + index) for index, run in enumerate(bodies)]

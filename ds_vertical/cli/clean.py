@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from ds_vertical import errors
 from ds_vertical.cli.common import gib
-from ds_vertical.cli.doctor.check import Case
+from ds_vertical.cli.doctor.check import Target
 from ds_vertical.io.files import disk_bytes
 from ds_vertical.io.runs import run_lock
-from ds_vertical.io.runs.run_dirs import Tenant, examine, remove, tenants
+from ds_vertical.io.runs.run_dirs import Tenant, examine, remove_run, tenants
 
 _NOT_REMOVED: Final = 1
 _EPILOG: Final = """examples:
@@ -32,7 +32,7 @@ Exit status: 0; 1 where something that was to be removed could not be; 2 for bad
 
 
 @dataclass
-class Entry:
+class ListedRun:
     """A run's folder as listed. `num_bytes`: what deleting it frees; `result`: what came of that, empty where not asked."""
 
     tenant: Tenant
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     roots = _roots(options, parser)
-    entries: list[Entry] = []
+    entries: list[ListedRun] = []
     for root in roots:
         if not options.json:
             print(f"{root}:" if root.is_dir() else f"{root}: no such folder: no run has been there", flush=True)
@@ -104,14 +104,14 @@ def _roots(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tupl
             parser.error(f"--config {options.config}: {error}")
     if options.path is not None and not options.path.is_dir():
         parser.error(f"--path {options.path}: no such folder; write the nvme_path of the runs")
-    roots = tuple(path.resolve() for path in Case(options.config, options.path).nvme_paths)
+    roots = tuple(path.resolve() for path in Target(options.config, options.path).nvme_paths)
     for root in roots:
         if (above := run_lock.owner_above(root)) is not None and above[0] == root:
             parser.error(f"{root}: the folder of a run; name the one above it: --path {root.parent}")
     return tuple(dict.fromkeys(roots))
 
 
-def _walk(root: Path, names: Sequence[str] | None, parser: argparse.ArgumentParser) -> Iterator[Entry]:
+def _walk(root: Path, names: Sequence[str] | None, parser: argparse.ArgumentParser) -> Iterator[ListedRun]:
     """The runs below one folder, each after what was to be done with it. `names`: None: nothing, empty: all that are stale."""
     if not root.is_dir():
         return
@@ -120,19 +120,19 @@ def _walk(root: Path, names: Sequence[str] | None, parser: argparse.ArgumentPars
     except OSError as error:
         parser.error(f"{root}: {error.strerror}; name a folder that can be read")
     for tenant in found:
-        entry = Entry(tenant, disk_bytes(tenant.folder))
+        entry = ListedRun(tenant, disk_bytes(tenant.folder))
         named = tenant.folder.name in (names or ())
         if named or (names == [] and tenant.state == "stale"):
             _remove(entry, named)
         yield entry
 
 
-def _remove(entry: Entry, named: bool) -> None:
+def _remove(entry: ListedRun, named: bool) -> None:
     if entry.tenant.fault:
         entry.result = "failed"  # the line about the folder says why
         return
     try:
-        entry.result = remove(entry.tenant.folder, named)
+        entry.result = remove_run(entry.tenant.folder, named)
     except (OSError, errors.StorageError) as error:
         entry.result, entry.error = "failed", str(error)
     if entry.result == "kept":
@@ -152,7 +152,7 @@ def _owner(tenant: Tenant) -> str:
     return f"{first}{others}; " + ("gone" if tenant.state == "stale" else "on another host, so nothing can be told of it here")
 
 
-def _lines(entry: Entry) -> Iterator[str]:
+def _lines(entry: ListedRun) -> Iterator[str]:
     yield f"  {entry.word:8}{gib(entry.num_bytes):>10}  {entry.name}  {_owner(entry.tenant)}"
     folder = entry.tenant.folder
     if not entry.tenant.is_ours:
@@ -165,7 +165,7 @@ def _lines(entry: Entry) -> Iterator[str]:
         yield f"{'':22}-> ds-vertical clean --path {folder.parent} --remove {folder.name}  # once you know that it is over"
 
 
-def _summary(entries: list[Entry], counts: Counter[str], freed: int, missing: list[str], asked: bool) -> Iterator[str]:
+def _summary(entries: list[ListedRun], counts: Counter[str], freed: int, missing: list[str], asked: bool) -> Iterator[str]:
     stale = sum(entry.num_bytes for entry in entries if entry.word == "stale")
     notes = {"stale": f" ({gib(stale)})", "removed": f" ({gib(freed)})"}
     told = [f"{counts[word]} {word}{notes.get(word, '')}" for word in sorted(counts)]
@@ -176,7 +176,7 @@ def _summary(entries: list[Entry], counts: Counter[str], freed: int, missing: li
         yield f"{name}: no folder of a run has that name"
 
 
-def _described(entry: Entry) -> dict[str, Any]:
+def _described(entry: ListedRun) -> dict[str, Any]:
     """JSON form; `since`: when the first of its owners took its lock."""
     tenant = entry.tenant
     owners = [

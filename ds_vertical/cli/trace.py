@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vertical.cli.report.chrome_trace import events, to_json
-from ds_vertical.cli.report.run_folder import LIMITS, TO_TRACE, RunFolder, open_folder, read_limits
+from ds_vertical.cli.report.run_folder import LIMITS, TO_TRACE, RecordedRun, open_folder, read_limits
 from ds_vertical.cli.report.timeline import Timeline, simulated
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.atomic_file import write_out
@@ -74,7 +74,7 @@ def timelines(options: argparse.Namespace) -> list[Timeline]:
     return chosen
 
 
-def _simulated(folder: RunFolder, machine: Path | None, steps: int) -> Timeline:
+def _simulated(folder: RecordedRun, machine: Path | None, steps: int) -> Timeline:
     if folder.account is None:
         raise ConfigError(f"{folder.path}: no account of a schedule in it; --simulate needs a folder of `ds-vertical ab`")
     if machine is not None and not machine.is_file():

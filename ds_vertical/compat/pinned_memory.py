@@ -48,4 +48,4 @@ def unlock_host_bytes(buffer: torch.Tensor) -> None:
         _pin_handle().free_cpu_locked_tensor(buffer)
     else:
         whole_pages = -(-buffer.numel() // mmap.PAGESIZE) * mmap.PAGESIZE  # the mapping goes on behind the last byte
-        host.rest(buffer.data_ptr(), whole_pages)
+        host.rest_pages(buffer.data_ptr(), whole_pages)

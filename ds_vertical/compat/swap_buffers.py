@@ -43,7 +43,7 @@ def rest_stock_buffers(params: Iterable[ZeroParam], optimizer: Any = None) -> in
             " unset DS_PIN_MEMORY_BACKEND, and use an unmodified deepspeed"
         )
     for buffer in free:
-        host.rest(buffer.data_ptr(), _num_bytes(buffer))
+        host.rest_pages(buffer.data_ptr(), _num_bytes(buffer))
     return sum(map(_num_bytes, free))
 
 

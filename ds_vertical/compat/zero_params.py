@@ -210,7 +210,7 @@ def partition(params: Iterable[ZeroParam]) -> None:
         param.partition()
 
 
-def rest(params: Iterable[ZeroParam]) -> None:
+def leave_shards(params: Iterable[ZeroParam]) -> None:
     """Leave of each parameter its shard only, where that rests, whatever state an interrupt has left it in. One that is
     persistent, and whole, stays so."""
     for param in params:

@@ -55,7 +55,7 @@ class _Reached(Exception):
     """The event at which the ranks decide."""
 
 
-class Company:
+class CollectiveReplay:
     """Of one pass. `decided`: the ranks have decided, or are about to. `only_gathers`: nothing is reduced or voted on."""
 
     def __init__(self, others: Others, only_gathers: bool = False) -> None:

@@ -80,7 +80,7 @@ def _status(pid: int) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RankReport:
     """What became of a rank. `section`: the number of the one that it was in last; `what`: its name; `text`: the error."""
 
     rank: int
@@ -97,7 +97,7 @@ class Entry:
         return f"rank {self.rank} is gone without a word ({self.text}): killed, perhaps for want of memory, or ended in C"
 
 
-class Watch:
+class FailureWatch:
     """This rank's end of the log. `section` encloses what all ranks do together; see the notes above.
 
     `end` is called on the watch's thread, with the cause, where this rank waits for ever; it must not return.
@@ -109,9 +109,9 @@ class Watch:
         self._world_size = world_size
         self._end = end
         self._changed = threading.Condition()
-        self._entries: list[Entry] = []  # in the order in which they were heard
+        self._entries: list[RankReport] = []  # in the order in which they were heard
         self._numbers: set[int] = set()  # theirs in the log
-        self._outbox: list[Entry] = []
+        self._outbox: list[RankReport] = []
         self._sent: set[int] = set()  # own ones that not everybody has heard yet
         self._home = ""  # this process's, once it has introduced itself; stays empty where /proc does not say
         self._fellows: dict[int, Process] = {}  # ranks with the same home
@@ -128,14 +128,14 @@ class Watch:
 
     # ---- for the rank's own thread
 
-    def section(self, what: str) -> Section:
+    def section(self, what: str) -> CollectiveSection:
         """Within the block all ranks do the same. An error in it is told to the others; one that comes from another rank's
         becomes OtherRankError, which says so. Blocks inside are this one's. Raises OtherRankError at the start where this
         rank has failed before, and others have not."""
-        return Section(self, what)
+        return CollectiveSection(self, what)
 
     def enter(self, what: str) -> None:
-        """Only for `Section`, as `leave`."""
+        """Only for `CollectiveSection`, as `leave`."""
         if not self._inside and self._failed:
             self._go_on(what)
         with self._changed:
@@ -161,19 +161,19 @@ class Watch:
 
     def tell(self, what: str, error: BaseException, waits: bool = True) -> None:
         """Let the others know; returns once they do, or after a while."""
-        self._send(Entry(self._rank, "failed", self._section, what, _text(error)), HEARD_S if waits else POLL_S)
+        self._send(RankReport(self._rank, "failed", self._section, what, _text(error)), HEARD_S if waits else POLL_S)
 
     def close(self, error: BaseException | None) -> None:
         """This rank ends, by itself or by an error that nobody has caught. Raises nothing."""
         kind, text = ("left", "") if error is None else ("failed", _text(error))
         if not (error is not None and self._failed):
-            self._send(Entry(self._rank, kind, self._section, "", text), HEARD_S)
+            self._send(RankReport(self._rank, kind, self._section, "", text), HEARD_S)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(HEARD_S)
 
-    def _send(self, entry: Entry, patience_s: float) -> None:
+    def _send(self, entry: RankReport, patience_s: float) -> None:
         with self._changed:
             self._outbox.append(entry)
             self._changed.notify_all()
@@ -194,7 +194,7 @@ class Watch:
                 )
             self._settled, self._failed = self._section, False
 
-    def _cause_of(self, error: BaseException) -> Entry | None:
+    def _cause_of(self, error: BaseException) -> RankReport | None:
         """What happened elsewhere, if an error, or one that it was raised in the handling of, speaks of nothing else."""
         if isinstance(error, OtherRankError) or not any(map(_is_of_the_group, _chain(error))):
             return None
@@ -202,7 +202,7 @@ class Watch:
             self._changed.wait_for(lambda: self._cause("failed", "gone") is not None, PATIENCE_S)
             return self._cause("failed", "gone") or self._cause("left")
 
-    def _cause(self, *kinds: str) -> Entry | None:
+    def _cause(self, *kinds: str) -> RankReport | None:
         """The first that was heard of another rank's end, and not of all ranks'."""
         found = (entry for entry in self._entries if entry.rank != self._rank and entry.section > self._settled)
         return next((entry for entry in found if entry.kind in kinds), None)
@@ -236,7 +236,7 @@ class Watch:
                 self._sent.add(number)
         for number in range(1, self.store.add("count", 0) + 1):
             if number not in self._numbers and self.store.check([f"entry/{number}"]):
-                entry = Entry(**json.loads(self.store.get(f"entry/{number}")))
+                entry = RankReport(**json.loads(self.store.get(f"entry/{number}")))
                 with self._changed:
                     self._numbers.add(number)
                     self._entries.append(entry)
@@ -276,7 +276,7 @@ class Watch:
             ended = {entry.rank for entry in self._entries if entry.kind != "failed" or entry.section > self._settled}
             for rank, process in self._fellows.items():
                 if rank not in ended and rank != self._rank and not process.is_alive():
-                    self._entries.append(Entry(rank, "gone", _ALWAYS, "", f"pid {process.pid}"))
+                    self._entries.append(RankReport(rank, "gone", _ALWAYS, "", f"pid {process.pid}"))
             cause = self._cause("failed", "gone") if self._inside else None
             what = self._inside[0] if self._inside else ""
             if cause is None:
@@ -288,10 +288,10 @@ class Watch:
         self._end(f"{what}: {cause.describe()} (this rank has been waiting for it, and ends {GRACE_S:.0f} s later)")
 
 
-class Section:
-    """See `Watch.section`. No generator: StopIteration has to pass."""
+class CollectiveSection:
+    """See `FailureWatch.section`. No generator: StopIteration has to pass."""
 
-    def __init__(self, watch: Watch, what: str) -> None:
+    def __init__(self, watch: FailureWatch, what: str) -> None:
         self._watch = watch
         self._what = what
 

@@ -16,14 +16,14 @@ import torch
 
 from ds_vertical.compat import accelerator
 from ds_vertical.compat.accelerator import dist, init_distributed
-from ds_vertical.distributed.failure_watch import Watch, end_process
+from ds_vertical.distributed.failure_watch import FailureWatch, end_process
 from ds_vertical.errors import OtherRankError
 from ds_vertical.io.runs import run_dir
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_watch: Watch | None = None
+_watch: FailureWatch | None = None
 _watched: Any = None  # the process group's store
 
 
@@ -44,7 +44,7 @@ def all_gathered(value: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def agreed(what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
+def all_or_none(what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
     """All ranks leave the block, or all of them raise: those without an error of their own OtherRankError. Collective; the
     block itself must have no collective that another rank's error would leave alone. `then`, which may be collective, follows
     on all ranks either way; not after an interrupt, or where the ranks do not hear each other any more. Where all errors have a
@@ -80,7 +80,7 @@ def raise_after(error: Exception, then: Callable[[], None]) -> NoReturn:
 # ---- failures
 
 
-def shared(what: str) -> contextlib.AbstractContextManager[None]:
+def collective_section(what: str) -> contextlib.AbstractContextManager[None]:
     """Within the block all ranks do the same, `what`: one's failure ends all. See `failures.Watch.section`; with one rank
     nothing happens."""
     global _watch, _watched
@@ -92,16 +92,16 @@ def shared(what: str) -> contextlib.AbstractContextManager[None]:
     if _watch is None or _watched is not store:
         number, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
         own_keys = torch.distributed.distributed_c10d.PrefixStore("ds_vertical", store)
-        _watch, _watched = Watch(own_keys, number, count, lambda cause: end_process(cause, [run_dir.release_all])), store
+        _watch, _watched = FailureWatch(own_keys, number, count, lambda cause: end_process(cause, [run_dir.release_all])), store
     return _watch.section(what)
 
 
-def together(method: Callable[P, R]) -> Callable[P, R]:
+def collective(method: Callable[P, R]) -> Callable[P, R]:
     """All ranks call the method: its calls are `shared`."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with shared(method.__name__):
+        with collective_section(method.__name__):
             return method(*args, **kwargs)
 
     return call

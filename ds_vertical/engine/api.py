@@ -29,7 +29,7 @@ from ds_vertical.engine.train_loop import Loop, StockLoop
 from ds_vertical.engine.zero3.chunks import check_optimizer
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import preflight
-from ds_vertical.io.files import check_length, make_private
+from ds_vertical.io.files import check_length, make_run_private
 from ds_vertical.io.host import keep_cores_for_this_thread
 from ds_vertical.io.runs import run_dir
 from ds_vertical.model.compiled_blocks import refuse_compiled_around
@@ -113,7 +113,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     Raises ConfigError (the JSON path, the value, what to write) and StorageError (the folder is in use).
     """
     raw = read_config(config)
-    preflight.check(nvme_paths(raw))
+    preflight.check_process(nvme_paths(raw))
     section = load_section(raw)
     if section is not None:
         check(raw, section)
@@ -154,16 +154,16 @@ def initialize(
     kwargs |= dict(training_data=training_data, lr_scheduler=lr_scheduler)
     args, given = _single_config(args, kwargs.pop("config"), kwargs.pop("config_params"))
     raw = read_config(given)
-    preflight.check(nvme_paths(raw))
+    preflight.check_process(nvme_paths(raw))
     section = load_section(raw)
     resolved = resolve(section, torch.initial_seed()) if section is not None else None
     if resolved is None or not resolved.enabled:
         returned = _initialize_stock(raw, resolved, args=args, **kwargs)
     else:
-        with ranks.shared("initialize"):
+        with ranks.collective_section("initialize"):
             returned = _initialize_vertical(raw, resolved, args=args, **kwargs)
     for folder in run_dir.claimed():
-        make_private(folder)
+        make_run_private(folder)
     return returned
 
 
@@ -207,7 +207,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     resolved = choose_timing(section, resolved, forecast_of(resolved), model, report, room)
     forecast = forecast_of(resolved)
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
-    needs += disk_check.check(forecast, config, resolved)
+    needs += disk_check.check_disk(forecast, config, resolved)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")

@@ -20,19 +20,18 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.linear_program import Case, Limits
+from ds_vertical.planner.linear_program import LpProblem, TierLimits
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import ModelShape, Seconds, shaped
-from ds_vertical.planner.search import DELAYS, WINDOWS, Candidate, Setting, tune
+from ds_vertical.planner.search import DELAYS, WINDOWS, Candidate, Setting, tune_timing
 
 _MOST_TOKENS: Final = 2048  # of a sequence, where the model's configuration allows more
 _DTYPES: Final = {2: "bf16", 4: "fp32"}
 _DELAYS: Final = DELAYS[::2]
 _SHARES: Final = 16  # of the waiting gradients, tried from all to none
 
-Room = tuple[
-    int, int
-]  # bytes of host memory that this rank may take in all, and beside its parameters: `memory_check.host_room`
+# bytes of host memory that this rank may take in all, and beside its parameters: `memory_check.host_room`
+Room = tuple[int, int]
 
 
 def choose_gradient_tier(
@@ -106,11 +105,11 @@ def _chosen(
     shape = shaped(forecast.shape, seconds, resolved.blocks_per_layer)
     setting = Setting(1, settings.num_micro_batches, 1, settings.window, regime.delay, early, shape.placement)
     allowed, baseline = room
-    limits, further = Limits(None, allowed, None), forecast.further(baseline)
-    case = Case(shape, machine, settings, limits, regime.delay, early, further)
+    limits, further = TierLimits(None, allowed, None), forecast.further(baseline)
+    case = LpProblem(shape, machine, settings, limits, regime.delay, early, further)
     windows = WINDOWS[:2] if section.prefetch_layers is None else (resolved.prefetch_layers,)
     delays = _DELAYS if section.optimizer_delay is None and early else (regime.delay,)
-    best, rule = tune(case, setting, windows, [delay for delay in delays if delay < 1])
+    best, rule = tune_timing(case, setting, windows, [delay for delay in delays if delay < 1])
     delay = best.setting.delay if section.optimizer_delay is None and early else resolved.optimizer_delay
     return best.setting.window, delay, _reason(best, rule, profile)
 

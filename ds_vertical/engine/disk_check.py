@@ -22,7 +22,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io import files, host
-from ds_vertical.offload.speculation import Regime
+from ds_vertical.offload.speculation import StepTiming
 
 _SPARE: Final = 64  # open files of everybody else in this process: sockets of the process group, a monitor, data
 _STOCK_FILES: Final = 8  # that DeepSpeed's optimizer swapper has open at a time
@@ -32,7 +32,7 @@ _AIO: Final = Path("/proc/sys/fs")
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskNeed:
     """Bytes of this rank's files in one folder's file system, beside those of its parameters, which are there.
 
     `free`: for this rank; `sharing` ranks of this host have as much each, beside one another. `second`: a second generation of
@@ -67,7 +67,7 @@ class Disk:
         return ", ".join(f"{what} {_mib(count)}" for what, count in sizes.items() if count)
 
 
-def check(forecast: Forecast, config: dict[str, Any], resolved: Resolved) -> list[str]:
+def check_disk(forecast: Forecast, config: dict[str, Any], resolved: Resolved) -> list[str]:
     """Lines for the log. Raises StorageError, on every rank, with the numbers of all that does not fit on this one, or on
     another one."""
     disk = _disk(forecast, config)
@@ -99,7 +99,7 @@ def check_before_the_model(config: dict[str, Any]) -> None:
 # ---- disk
 
 
-def _disk(forecast: Forecast, config: dict[str, Any]) -> Disk | None:
+def _disk(forecast: Forecast, config: dict[str, Any]) -> DiskNeed | None:
     """None where no state of the optimizer goes there. Collective."""
     wanted = forecast.files
     zero = config["zero_optimization"]
@@ -115,10 +115,10 @@ def _disk(forecast: Forecast, config: dict[str, Any]) -> Disk | None:
     takes_second = forecast.regime.generations == 2 and (forecast.regime.demanded or wanted.state + second <= free)
     held = wanted.gradients if takes_second or forecast.regime.generations == 1 else wanted.all_gradients
     frozen = wanted.state * (2 if takes_second else 1) + beside
-    return Disk(folder, sharing, free, wanted.state, second if takes_second else 0, held, frozen)
+    return DiskNeed(folder, sharing, free, wanted.state, second if takes_second else 0, held, frozen)
 
 
-def _disk_faults(disk: Disk, forecast: Forecast, resolved: Resolved) -> Iterator[str]:
+def _disk_faults(disk: DiskNeed, forecast: Forecast, resolved: Resolved) -> Iterator[str]:
     if disk.left < 0:
         savings = {"optimizer_delay": disk.second, "gradient_host_share": disk.gradients}  # of a 1 in each
         settings = [f'"{SECTION}.{key}": 1' for key, saved in savings.items() if saved and disk.left + saved >= 0]
@@ -135,7 +135,7 @@ def _disk_faults(disk: Disk, forecast: Forecast, resolved: Resolved) -> Iterator
         )
 
 
-def _frozen(disk: Disk) -> str:
+def _frozen(disk: DiskNeed) -> str:
     told = f"a checkpoint on that file system takes up to {_mib(disk.frozen)} more, {_mib(max(0, disk.left))} are left"
     return told if disk.left >= disk.frozen else f"warning: {told}: save to another one"
 
@@ -196,11 +196,11 @@ def _event_faults(forecast: Forecast, config: dict[str, Any], resolved: Resolved
         )
 
 
-def make_files(regime: Regime, one: Mapping[Path, int], both: Mapping[Path, int]) -> None:
+def make_files(regime: StepTiming, one: Mapping[Path, int], both: Mapping[Path, int]) -> None:
     """Preallocate one generation of this rank's files; both where the regime needs them, as long as every rank has room. If
     not the regime is told, or StorageError raised where early steps were asked for. Collective."""
     if regime.generations == 2:
-        problem = preallocate(both)
+        problem = preallocate_on_all_ranks(both)
         if problem is None:
             return
         if regime.demanded:
@@ -215,12 +215,12 @@ def make_files(regime: Regime, one: Mapping[Path, int], both: Mapping[Path, int]
 
 def require(wanted: Mapping[Path, int]) -> None:
     """Preallocate this rank's files, or raise StorageError on every rank. Collective."""
-    problem = preallocate(wanted)
+    problem = preallocate_on_all_ranks(wanted)
     if problem is not None:
         raise problem
 
 
-def preallocate(wanted: Mapping[Path, int]) -> StorageError | None:
+def preallocate_on_all_ranks(wanted: Mapping[Path, int]) -> StorageError | None:
     """`files.preallocate` of this rank's files on every rank, or on none. Collective.
 
     Returns None, or why not: this rank's own error, or that another rank has one.
@@ -234,6 +234,6 @@ def preallocate(wanted: Mapping[Path, int]) -> StorageError | None:
     if ranks.is_true_on_all_ranks(problem is None):
         return None
     if problem is None:
-        files.remove(path for path in wanted if path not in there)
+        files.remove_files(path for path in wanted if path not in there)
         problem = StorageError("another rank could not preallocate its files; its own output says why")
     return problem

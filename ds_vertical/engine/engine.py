@@ -23,7 +23,7 @@ from ds_vertical.config.resolve import Resolved
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.call_guard import RUNNING
 from ds_vertical.engine.checkpoint.mixin import SavingEngine
-from ds_vertical.engine.handlers import Body, Sweeps
+from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.engine.module_hooks import load_joint, suspended_hooks
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.self_check.check import NUM_MICRO_BATCHES as NUM_CHECKED
@@ -45,7 +45,7 @@ from ds_vertical.model.state.restart import until_known
 from ds_vertical.offload.activation_store import ActivationStore
 from ds_vertical.offload.grad_accumulator import GradientStore
 from ds_vertical.offload.param_store import ParamStore
-from ds_vertical.offload.tensor_swapper import AwayTier, HostMemory, Parcels
+from ds_vertical.offload.tensor_swapper import AwayTier, HostMemory, TensorSwapper
 from ds_vertical.planner.activation_policy import spread
 from ds_vertical.planner.memory_budget import layer_buffers
 from ds_vertical.schedule.activations import LOOK_AHEAD
@@ -93,7 +93,7 @@ class VerticalEngine(SavingEngine):
         self._stopping = Stopping(vertical.on_signal, self.optimizer.regime)
         in_turn = vertical.order == "horizontal"
         self._state = ForwardState(self.module, layers, lambda: self.optimizer.num_decided, in_turn, vertical.snake)
-        self._sweeps = Sweeps(
+        self._sweeps = ScheduleRunner(
             layers,
             self._params,
             overlap=vertical.overlap,
@@ -137,13 +137,13 @@ class VerticalEngine(SavingEngine):
     # ---- training
 
     def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
-        with self._stopping.obeyed(self), self.optimizer.calls.call("train_batch"), ranks.shared("train_batch"):
+        with self._stopping.obeyed(self), self.optimizer.calls.call("train_batch"), ranks.collective_section("train_batch"):
             return self._loop.train_batch(data_iter, loss_fn)
 
     train_batch.__doc__ = Loop.train_batch.__doc__
 
     def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
-        with self._stopping.obeyed(self), self.optimizer.calls.call("eval_batch"), ranks.shared("eval_batch"):
+        with self._stopping.obeyed(self), self.optimizer.calls.call("eval_batch"), ranks.collective_section("eval_batch"):
             return self._loop.eval_batch(data_iter, loss_fn)
 
     eval_batch.__doc__ = Loop.eval_batch.__doc__
@@ -183,7 +183,7 @@ class VerticalEngine(SavingEngine):
         with engine.autocast_if_enabled(self):
             return self.module(*inputs, **kwargs)
 
-    @ranks.together
+    @ranks.collective
     def evaluate(self, bodies: list[Body]) -> list[Any]:
         """Run forwards without training, layer-major or, with "horizontal", one after the other; returns what each returned."""
         in_turn = self.vertical.order == "horizontal"
@@ -377,7 +377,7 @@ def open_activations(
     path = folder / "activations" / f"rank{ranks.rank()}.bin" if on_ssd and folder is not None else None
     memory = HostMemory(pinned_memory.lock_host_bytes, pinned_memory.unlock_host_bytes)
     most_loads = (LOOK_AHEAD + 1) * (2 if max(map(len, layers.layers)) == 1 else 3)  # inputs, blocks' inputs, gradients
-    return ActivationStore(Parcels(path, new_queue, memory, device, most_loads, host_limit))
+    return ActivationStore(TensorSwapper(path, new_queue, memory, device, most_loads, host_limit))
 
 
 def moved_tiers(vertical: Resolved, num_micro_batches: int) -> dict[int, AwayTier]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ds_vertical.distributed.collective_replay import Company, Others
+from ds_vertical.distributed.collective_replay import CollectiveReplay, Others
 from ds_vertical.errors import StepLeft
 from ds_vertical.io.host import memory_bytes
 from ds_vertical.io.ticket import Ticket
@@ -94,7 +94,7 @@ class Body:
     functions: tuple[Any, ...] = ()
 
 
-class Sweeps:
+class ScheduleRunner:
     """Runs schedules over one model: holds what every pass shares. `others`: the ranks of the run, None where there is one.
     `leave` is asked behind each layer, ahead of the norm: where it says yes (on all ranks) the pass ends there, in StepLeft.
     `state`: what the modules hold that belongs to one forward; None: nothing is."""
@@ -170,8 +170,8 @@ class Sweeps:
             micro_batches[0].leave_random_numbers()  # the caller's go on where this forward has left them, as in stock
         return evaluation.results
 
-    def _company(self, only_gathers: bool = False) -> Company | None:
-        return None if self.others is None else Company(self.others, only_gathers)
+    def _company(self, only_gathers: bool = False) -> CollectiveReplay | None:
+        return None if self.others is None else CollectiveReplay(self.others, only_gathers)
 
     def _state_of(self, bodies: Sequence[Body], training: bool = True) -> contextlib.AbstractContextManager[StepState | None]:
         if self.state is None:
@@ -202,7 +202,7 @@ class Sweeps:
         self,
         schedule: Schedule,
         handlers: Mapping[Op, Handler],
-        company: Company | None,
+        company: CollectiveReplay | None,
         gradients: GradientStore | None = None,
         optimizer: Optimizer | None = None,
         tracer: Tracer | None = None,
@@ -256,7 +256,7 @@ class _Pass:
         micro_batches: Sequence[MicroBatch],
         params: Params,
         leave: Callable[[], bool],
-        company: Company | None,
+        company: CollectiveReplay | None,
     ) -> None:
         self.fused = schedule.fused
         self.micro_batches = micro_batches
@@ -311,7 +311,7 @@ class _WithBackward(_Pass):
         micro_batches: Sequence[MicroBatch],
         params: Params,
         leave: Callable[[], bool],
-        company: Company | None,
+        company: CollectiveReplay | None,
         gradients: GradientStore,
         scale: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
@@ -338,7 +338,7 @@ class _Training(_WithBackward):
         micro_batches: Sequence[MicroBatch],
         params: Params,
         leave: Callable[[], bool],
-        company: Company | None,
+        company: CollectiveReplay | None,
         gradients: GradientStore,
         optimizer: Optimizer,
         scale: Callable[[torch.Tensor], torch.Tensor],
@@ -437,7 +437,7 @@ class _Checking(_WithBackward):
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         params: Params,
-        company: Company | None,
+        company: CollectiveReplay | None,
         gradients: GradientStore,
         scale: Callable[[torch.Tensor], torch.Tensor],
         layers: LayerMap,

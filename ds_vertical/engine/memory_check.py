@@ -20,14 +20,13 @@ from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.chunking import boundary, split_chunk
-from ds_vertical.offload.speculation import Regime
+from ds_vertical.offload.chunking import FP32_BYTES, boundary, split_chunk
+from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.memory_budget import Item, Settings
+from ds_vertical.planner.memory_budget import BudgetItem, Settings
 from ds_vertical.planner.model_shape import ModelShape, Placement
 from ds_vertical.schedule.events import Unit
 
-FP32_BYTES: Final = 4
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
 _LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
 _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes somewhat more in one start than in another
@@ -36,7 +35,7 @@ _LIMIT: Final = f"{SECTION}.host_memory_bytes"
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PlannedChunk:
     """A sub-group of one unit's parameters: elements of each one's shard, whether its state and parameters are in files."""
 
     unit: Unit
@@ -52,7 +51,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Files:
+class FileBytes:
     """Bytes of this rank's files: `parameters` (which the optimizer steps), one generation of optimizer state, the gradients
     that wait on SSD, and those that would without early steps, to within half a piece. `on_ssd`: files of parameters, and of
     chunks of state."""
@@ -83,7 +82,7 @@ class Forecast:
         dynamic = stock_config.has_dynamic_scale(config)
         self._certain = clip == 0.0 and not dynamic
         delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
-        self.regime = Regime(delay, speculation, self._certain, self._json.state_on_ssd, resolved.on_nonfinite == "stop")
+        self.regime = StepTiming(delay, speculation, self._certain, self._json.state_on_ssd, resolved.on_nonfinite == "stop")
         self._num_micro_batches = int(config.get("gradient_accumulation_steps") or 1)
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
 
@@ -93,14 +92,14 @@ class Forecast:
         return self._json.state_on_ssd
 
     @property
-    def files(self) -> Files:
+    def files(self) -> FileBytes:
         stepped = {id(param) for chunk in self.chunks for param in chunk.params}
         in_files, chunks = self._in_files, [chunk for chunk in self.chunks if chunk.state_on_ssd]
         parameters = sum(self._file_bytes(param) for param in in_files if id(param) in stepped)
         state = sum(_MOMENTS * self._aligned(chunk.numel * FP32_BYTES) for chunk in chunks)
         waiting = (1 - self._resolved.gradient_host_share) * sum(chunk.numel for chunk in self.chunks) * FP32_BYTES
         on_ssd = len(in_files) + _MOMENTS * len(chunks)
-        return Files(parameters, state, round(self._held_share * waiting), round(waiting), on_ssd)
+        return FileBytes(parameters, state, round(self._held_share * waiting), round(waiting), on_ssd)
 
     # ---- in the terms of `memory_budget`
 
@@ -149,7 +148,7 @@ class Forecast:
         """Of the gradients, the share that waits for its step: all that may be redone, or that users may read later."""
         return self.regime.delay if self.regime.final and not self._resolved.keep_gradients else 1.0
 
-    def further(self, baseline_bytes: int) -> tuple[Item, ...]:
+    def further(self, baseline_bytes: int) -> tuple[BudgetItem, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
         largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
         tier = "host" if self._one_memory else "device"
@@ -160,10 +159,10 @@ class Forecast:
             else FP32_BYTES * min(memory_budget.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
         )
         return (
-            Item("host", "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
-            Item(tier, "fp64 copy for a norm", stock_config.norm_bytes() * largest, "(largest parameter)"),
-            Item("host", "scaled gradient", scaled, "gradient_clipping"),
-            Item("host", "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
+            BudgetItem("host", "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
+            BudgetItem(tier, "fp64 copy for a norm", stock_config.norm_bytes() * largest, "(largest parameter)"),
+            BudgetItem("host", "scaled gradient", scaled, "gradient_clipping"),
+            BudgetItem("host", "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
         )
 
     @property
@@ -237,7 +236,7 @@ class Forecast:
         stays = self._json.persistent(map(zero_params.full_numel, params))
         return {id(p) for p, persistent in zip(params, stays, strict=True) if persistent and not self._goes_to_ssd(p)}
 
-    def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[Chunk]:
+    def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[PlannedChunk]:
         """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
         passed = 0
         for unit in self._layers.in_chunk_order(self._json.params_on_ssd):
@@ -246,7 +245,7 @@ class Forecast:
                 passed += sum(sizes)
                 in_files = self._json.state_on_ssd and sum(sizes) * FP32_BYTES >= self._json.least_bytes
                 params_on_ssd = self._json.params_on_ssd and passed > self._json.max_in_cpu
-                yield Chunk(unit, tuple(params), sizes, in_files, params_on_ssd, persistent)
+                yield PlannedChunk(unit, tuple(params), sizes, in_files, params_on_ssd, persistent)
 
     def _split(self, members: Sequence[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], bool]]:
         for stays in (False, True):
@@ -302,7 +301,7 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     items = memory_budget.budget(shape, settings, further)
     setup = baseline + forecast.setup_bytes - memory_budget.total_bytes(items, "host")
     if setup > 0:
-        further = (*further, Item("host", "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
+        further = (*further, BudgetItem("host", "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
     fault = _fault(shape, settings, further, allowed, limit, ranks_here)
     faults = [found for found in distributed_ranks.all_gathered(fault) if found is not None]
     if faults:
@@ -316,7 +315,7 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
 
 
 def _fault(
-    shape: ModelShape, settings: Settings, further: tuple[Item, ...], allowed: int, limit: int | None, ranks: int
+    shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...], allowed: int, limit: int | None, ranks: int
 ) -> str | None:
     try:
         items = memory_budget.check_budget(shape, settings, further, host_bytes=allowed)

@@ -41,7 +41,7 @@ from ds_vertical.io.contention import Neighbours
 from ds_vertical.model import batch as micro
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.run_record import Account, Facts, RanStep, Share
+from ds_vertical.planner.run_record import Account, ExecutedStep, RunInfo, Share
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.schedule.trace import Tracer, now, union
 
@@ -159,7 +159,7 @@ class Goals:
         """Of the step that has just ended, over so many tokens of this rank. To be asked after every step."""
         return self.of(self._follower.step(), tokens)
 
-    def of(self, ran: RanStep, tokens: int) -> Goal:
+    def of(self, ran: ExecutedStep, tokens: int) -> Goal:
         """Of a step with that schedule. Its computation counts where each micro-batch has the tokens that were measured."""
         whole = bool(self._rates) and tokens == self._facts.tokens * ran.schedule.num_micro_batches
         key = (ran.schedule, ran.due, whole)
@@ -170,7 +170,7 @@ class Goals:
         return self._known[key]
 
 
-def layer_rates(report: Mapping[str, Any], facts: Facts, config: Any) -> Mapping[str, float]:
+def layer_rates(report: Mapping[str, Any], facts: RunInfo, config: Any) -> Mapping[str, float]:
     """The report's rates where its layer is that of this run: the same model, micro-batch, dtype and threads. Otherwise none:
     the seconds of this run's computation were not measured. `config`: the model's Hugging Face configuration, if it has one."""
     settings, rates = report.get("settings") or {}, report.get("rates") or {}

@@ -10,7 +10,7 @@ import torch
 
 from ds_vertical.compat import accelerator, zero_params
 from ds_vertical.distributed import ranks
-from ds_vertical.planner.run_record import AccountWriter, Facts, RanStep, Share
+from ds_vertical.planner.run_record import AccountWriter, ExecutedStep, RunInfo, Share
 
 
 class Follower:
@@ -21,10 +21,10 @@ class Follower:
         self._num_steps = 0
         self._due: Share = "delayed"
 
-    def step(self) -> RanStep:
+    def step(self) -> ExecutedStep:
         """The step that has just ended."""
         self._num_steps += 1
-        ran = RanStep(self._num_steps, self._engine.ran, self._due)
+        ran = ExecutedStep(self._num_steps, self._engine.ran, self._due)
         self._due = self._engine.optimizer._share  # of what this step has left to the next one
         return ran
 
@@ -42,7 +42,7 @@ class Surveyor:
         self._writer.step(ran.schedule, ran.due, gauge_s)
 
 
-def facts_of(engine: Any, tokens: int) -> Facts:
+def facts_of(engine: Any, tokens: int) -> RunInfo:
     """`tokens` of one micro-batch."""
     optimizer, units = engine.optimizer, engine.layers.units
     chunks = {unit: [optimizer._stepper.chunks[index] for index in optimizer.scheduled_chunks_of(unit)] for unit in units}
@@ -51,7 +51,7 @@ def facts_of(engine: Any, tokens: int) -> Facts:
     on_ssd = sum(chunk.numel for chunk in optimizer._stepper.chunks if chunk.files)
     parts = [part for members in chunks.values() for chunk in members for part in (*chunk.early, *chunk.delayed)]
     world, num_bytes = ranks.world_size(), sum(map(zero_params.shard_bytes, params))
-    return Facts(
+    return RunInfo(
         elements=elements,
         early_elements={unit: sum(chunk.boundary for chunk in members) for unit, members in chunks.items()},
         delayed_elements={unit: sum(c.numel - c.boundary for c in members) for unit, members in chunks.items()},

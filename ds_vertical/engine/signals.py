@@ -24,10 +24,10 @@ import torch
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.errors import StepLeft
-from ds_vertical.offload.speculation import Regime
+from ds_vertical.offload.speculation import StepTiming
 
 FINISHED: Final = 75  # exit status: the step under way was finished (EX_TEMPFAIL: try again); 128 + signal where it was left
-AGAIN_S: Final = 2.0  # launchers send a signal several times at once; one that comes later means it
+SECOND_SIGNAL_S: Final = 2.0  # launchers send a signal several times at once; one that comes later means it
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -54,7 +54,7 @@ class Stopping:
     Handlers that somebody has set before are called as well, and put back by `close`; one that is set later replaces these.
     """
 
-    def __init__(self, on_signal: Mapping[str, Any] | None, regime: Regime) -> None:
+    def __init__(self, on_signal: Mapping[str, Any] | None, regime: StepTiming) -> None:
         self._wanted = on_signal
         self._regime = regime
         self._alone, self._tells = ranks.world_size() == 1, ranks.rank() == 0
@@ -86,7 +86,7 @@ class Stopping:
             self._hand_on(number, frame)
             return
         now = time.monotonic()
-        if os.getpid() != self._pid or (self._number is not None and now - self._asked_at >= AGAIN_S):
+        if os.getpid() != self._pid or (self._number is not None and now - self._asked_at >= SECOND_SIGNAL_S):
             _leave_at_once(number, frame)
         if self._number is None:
             self._number, self._asked_at = number, now
@@ -130,7 +130,7 @@ class Stopping:
             if self._number is not None and self._alone:
                 self._stop(engine, finished=False)
             raise
-        with ranks.shared("on_signal"):
+        with ranks.collective_section("on_signal"):
             asked = self._is_asked()
         if asked:
             self._stop(engine, finished=True)

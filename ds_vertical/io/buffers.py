@@ -20,7 +20,7 @@ import torch
 
 from ds_vertical.io.aio import DiskQueue, Transfer
 
-Check = Callable[[str, int, Any], None]
+ReadCheck = Callable[[str, int, Any], None]
 
 
 def _nothing() -> None:
@@ -34,7 +34,7 @@ class HostBuffer:
     are complete. `writes`: its contents on their way to SSD. `check`: takes file, offset and bytes of what has been read.
     """
 
-    def __init__(self, data: torch.Tensor, queue: DiskQueue, check: Check | None = None) -> None:
+    def __init__(self, data: torch.Tensor, queue: DiskQueue, check: ReadCheck | None = None) -> None:
         self.data = data
         self.queue = queue
         self._check = check

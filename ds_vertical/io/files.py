@@ -19,7 +19,7 @@ from ds_vertical.errors import StorageError
 from ds_vertical.io import remove_tree
 from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.regular_file import open_regular
-from ds_vertical.io.runs.run_dir import NUM_SHOWN, claimed_at, fail
+from ds_vertical.io.runs.run_dir import MOST_SHOWN, claimed_at, fail
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ def check_files(expected: Mapping[Path, int]) -> None:
         elif (hole := _first_hole(path, size_bytes, mounts)) < size_bytes:
             faults.append(f"{path}: nothing has been written at byte {hole} (expected {size_bytes} bytes)")
     if faults:
-        more = [f"... and {len(faults) - NUM_SHOWN} more"] if len(faults) > NUM_SHOWN else []
+        more = [f"... and {len(faults) - MOST_SHOWN} more"] if len(faults) > MOST_SHOWN else []
         raise StorageError(
             f"{len(faults)} of {len(expected)} files are missing, of the wrong size or not whole; reading them would give "
             "wrong parameters. Short: zero.Init's write did not complete (disk full?). Missing: removed, or written under "
-            "another path. Free space and start again with a new run.\n" + "\n".join(faults[:NUM_SHOWN] + more)
+            "another path. Free space and start again with a new run.\n" + "\n".join(faults[:MOST_SHOWN] + more)
         )
 
 
@@ -129,7 +129,7 @@ def set_aside(pairs: Mapping[Path, Path], vacated: Collection[Path] = ()) -> Non
             _unlink(path) if path in vacated else os.replace(fresh[path], path)
     except BaseException as error:
         _put_back(made)
-        remove(fresh.values())
+        remove_files(fresh.values())
         if isinstance(error, OSError):
             raise fail(path, f"give it the name {pairs[path].name} as well", error, "save again; the run can go on") from error
         raise
@@ -155,7 +155,7 @@ def disk_bytes(folder: Path) -> int:
     return sum(here[0].st_blocks * 512 for here in found.values() if len(here) >= here[0].st_nlink)
 
 
-def make_private(folder: Path) -> None:
+def make_run_private(folder: Path) -> None:
     """Give every folder below a run's mode 0700: DeepSpeed makes its own as the umask says. Its files it makes 0600."""
     try:
         with _inside(folder) as fd:
@@ -176,7 +176,7 @@ def _inside(folder: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def remove(paths: Iterable[Path]) -> None:
+def remove_files(paths: Iterable[Path]) -> None:
     """Delete files that are there. Raises StorageError for one that cannot be."""
     for path in paths:
         try:

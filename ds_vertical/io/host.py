@@ -71,7 +71,7 @@ def lock_huge(num_bytes: int) -> tuple[mmap.mmap, int]:
     return region, start
 
 
-def rest(address: int, num_bytes: int) -> None:
+def rest_pages(address: int, num_bytes: int) -> None:
     """Unlock the whole pages inside [address, address + num_bytes) and give them back. See [Note: resting].
 
     The contents are lost: private memory reads as zeros from then on. Raises OSError where the range is not mapped.

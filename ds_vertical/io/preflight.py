@@ -12,7 +12,7 @@ from ds_vertical.errors import ConfigError
 _PATH = "zero_optimization.offload_*.nvme_path"
 
 
-def check(nvme_paths: Iterable[str]) -> None:
+def check_process(nvme_paths: Iterable[str]) -> None:
     """Raise ConfigError where files below these paths could not be made or used by this process."""
     for path in nvme_paths:
         if sys.flags.optimize:

@@ -11,7 +11,7 @@ import torch
 from ds_vertical.io.buffers import _nothing
 
 
-class Lane:
+class CopyStream:
     """Copies from host to device, beside the device's computation. On CUDA a stream of its own; see [Note: host buffers].
 
     One lane serves all buffers of a store, so that copies run in the order in which they were issued.
@@ -39,7 +39,7 @@ class Lane:
         return copied.synchronize
 
 
-class Backlog:
+class EventWindow:
     """What the device has been given to do and has not done: the memory that this uses is free only then.
 
     `record`: gives the event behind what the device has been given so far; None where it does everything at once. `most`:
@@ -67,7 +67,7 @@ class Backlog:
 
 
 def recorder(device: torch.device) -> Callable[[], Any] | None:
-    """For a `Backlog` of the device's current stream. Whoever waits for its events leaves its core to others."""
+    """For a `EventWindow` of the device's current stream. Whoever waits for its events leaves its core to others."""
     if device.type != "cuda":
         return None
 

@@ -30,7 +30,7 @@ import torch
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.micro_batch import MicroBatch
 from ds_vertical.model.tensor_refs import Privacy, has_others, is_known, key_of, over
-from ds_vertical.offload.tensor_swapper import AwayTier, Parcel, Parcels
+from ds_vertical.offload.tensor_swapper import AwayTier, SwappedTensor, TensorSwapper
 from ds_vertical.schedule.events import Unit
 
 SMALLEST_BYTES = 4096
@@ -42,7 +42,7 @@ class Kept:
 
     storage: torch.UntypedStorage
     num_bytes: int
-    parcel: Parcel
+    parcel: SwappedTensor
     in_memory: bool = False
     used: bool = False
     stays: bool = False
@@ -62,13 +62,13 @@ class KeptGradient:
 class ActivationStore:
     """What moves and where it is. One micro-batch's methods are called by the schedule's events, in any order it allows."""
 
-    def __init__(self, parcels: Parcels) -> None:
+    def __init__(self, parcels: TensorSwapper) -> None:
         self._parcels = parcels
         self._privacy = Privacy()
         self._tiers: dict[int, AwayTier] = {}
         self._kept: dict[tuple[int, int], list[Kept]] = {}  # by layer and micro-batch
         self._by_storage: dict[int, Kept] = {}
-        self._gradients: dict[tuple[Unit, int], tuple[Parcel, list[KeptGradient]]] = {}
+        self._gradients: dict[tuple[Unit, int], tuple[SwappedTensor, list[KeptGradient]]] = {}
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -83,7 +83,7 @@ class ActivationStore:
 
     def save(self, layer: int, index: int, micro_batch: MicroBatch) -> Ticket | None:
         """Save what micro-batch `index` hands to the layer, and what only we still hold of layers that it has been through."""
-        parcels: list[Parcel] = []
+        parcels: list[SwappedTensor] = []
         for used in range(max(0, layer - 1), layer + 1):
             storages = self._movable(micro_batch.inputs(used), micro_batch)
             ours = [storage for storage in storages if _is_ours(storage, micro_batch.lists(used))]
@@ -122,7 +122,7 @@ class ActivationStore:
                 handed.append(storage)
         return handed
 
-    def _put(self, layer: int, index: int, storages: Sequence[torch.UntypedStorage], used: bool) -> Parcel:
+    def _put(self, layer: int, index: int, storages: Sequence[torch.UntypedStorage], used: bool) -> SwappedTensor:
         parcel = self._parcels.put([_storage_bytes(storage) for storage in storages], self._tiers[index])
         for storage in storages:
             kept = Kept(storage, storage.nbytes(), parcel, used=used)
@@ -131,7 +131,7 @@ class ActivationStore:
             storage.resize_(0)
         return parcel
 
-    def _saved(self, what: str, parcels: Sequence[Parcel]) -> Ticket | None:
+    def _saved(self, what: str, parcels: Sequence[SwappedTensor]) -> Ticket | None:
         if not parcels:
             return None
 
@@ -143,7 +143,7 @@ class ActivationStore:
 
     def load(self, layer: int, index: int) -> Ticket | None:
         """Bring what was saved of the layer's inputs back; the ticket's wait completes it."""
-        away: dict[Parcel, list[Kept]] = {}
+        away: dict[SwappedTensor, list[Kept]] = {}
         for kept in self._kept.get((layer, index), ()):
             if not kept.in_memory:
                 away.setdefault(kept.parcel, []).append(kept)

@@ -19,7 +19,7 @@ LANE = 16  # elements of the widest vector unit (AVX-512, fp32); narrower units 
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkPiece:
     """One parameter's partition inside a chunk, with its place in stock's sub-group. All counts are elements."""
 
     numel: int
@@ -42,7 +42,7 @@ class Cut:
         return self.span == self.numel
 
 
-def adam_cuts(pieces: Sequence[Piece]) -> tuple[Cut, ...]:
+def adam_cuts(pieces: Sequence[ChunkPiece]) -> tuple[Cut, ...]:
     """Cut a chunk, given its pieces in order, into calls with stock's rounding. See [Note: lanes].
 
     The cuts cover the chunk's elements exactly once, in order. Raises ValueError for a piece outside its sub-group.
@@ -90,6 +90,7 @@ def _append_remainder(cuts: list[Cut], cut: Cut) -> None:
 
 
 ALIGNMENT = 1024  # elements: a part starts at a multiple, so that its fp32 bytes start at one of 4096 in their files
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ def cuts_within(cuts: Sequence[Cut], start: int, numel: int) -> Iterator[Cut]:
             yield Cut(first + whole, last - first - whole, LANE, 0)
 
 
-def spread(first: Sequence[Part], rest: Sequence[Part], share: float) -> frozenset[Part]:
+def spread_parts(first: Sequence[Part], rest: Sequence[Part], share: float) -> frozenset[Part]:
     """About `share` of all elements in whole parts: those of `first` that there is room for, then evenly among `rest`."""
     chosen: set[Part] = set()
     room = share * sum(part.numel for part in (*first, *rest))

@@ -29,10 +29,10 @@ class Interrupted(RuntimeError):
 
 
 class _Section:
-    """See `Condition.torn_if_interrupted`. It is open before the first change and after the last: an interrupt may come ahead
+    """See `StateGuard.torn_if_interrupted`. It is open before the first change and after the last: an interrupt may come ahead
     of any `except`."""
 
-    def __init__(self, condition: Condition, opened: list[_Section]) -> None:
+    def __init__(self, condition: StateGuard, opened: list[_Section]) -> None:
         self._condition = condition
         self._opened = opened
         self._deferred = deferred(firmly=True)
@@ -49,7 +49,7 @@ class _Section:
         self._deferred.__exit__()
 
 
-class Condition:
+class StateGuard:
     """Whether the live state is whole, as far as transfers do not know it themselves, and which checkpoint is the last good
     one."""
 

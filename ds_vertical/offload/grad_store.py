@@ -19,7 +19,7 @@ from ds_vertical.io.buffers import Reserve
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.extents import Extent
 from ds_vertical.io.ticket import Ticket
-from ds_vertical.offload.chunking import ALIGNMENT, Part, spread
+from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, Part, spread_parts
 from ds_vertical.schedule.events import Unit
 
 Use = Literal["write", "early step", "step", "reader"]
@@ -309,15 +309,12 @@ def _lie_in(flat: torch.Tensor, shares: Sequence[torch.Tensor], sizes: Sequence[
     return True
 
 
-FP32_BYTES = 4
-
-
 def beyond_host(waiting: Mapping[Any, Sequence[Part]], host_share: float) -> list[Part]:
     """Of the parts whose gradients wait for their step, by unit, those beyond the share that waits in host memory. `pre`, the
     last to be reduced and the first to be stepped, waits in memory first."""
     first = waiting.get("pre", ())
     rest = [part for unit, parts in waiting.items() if unit != "pre" for part in parts]
-    kept = spread(first, rest, host_share)
+    kept = spread_parts(first, rest, host_share)
     return [part for part in (*first, *rest) if part not in kept]
 
 

@@ -19,7 +19,7 @@ from ds_vertical.io.buffers import HostBuffer
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.ticket import Ticket
 
-Range = tuple[int, int]  # first element in a shard, and how many
+ElementRange = tuple[int, int]  # first element in a shard, and how many
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """Bytes [start, end) of a shard's file that an update fills."""
 
     shard: Shard
@@ -83,7 +83,7 @@ class Piece:
     end: int
 
     @classmethod
-    def of(cls, shard: Shard, changed: Range) -> Piece:
+    def of(cls, shard: Shard, changed: ElementRange) -> ShardPiece:
         first, count = changed
         size = shard.param.element_size()
         end = shard.num_bytes if first + count == shard.numel else (first + count) * size
@@ -131,7 +131,7 @@ class Update:
     """New values of a unit in a host buffer, on their way to SSD and, unless `early`, to the unit's next fetch."""
 
     buffer: HostBuffer
-    pieces: Sequence[Piece]
+    pieces: Sequence[ShardPiece]
     early: bool
     finished: bool = False  # all values are there and their writes issued
     returned: bool = False  # the buffer is in its pool again

@@ -18,9 +18,9 @@ from ds_vertical.io import files
 from ds_vertical.io.aio import DiskQueue, Transfer, complete
 from ds_vertical.io.buffers import BufferPool, HostBuffer
 from ds_vertical.io.checksums import Checksums
-from ds_vertical.io.streams import Backlog, Lane, recorder
+from ds_vertical.io.streams import CopyStream, EventWindow, recorder
 from ds_vertical.io.ticket import Ticket
-from ds_vertical.offload.param_shards import Copy, Piece, Range, Resident, Shard, Update, lay_out
+from ds_vertical.offload.param_shards import Copy, ElementRange, Resident, Shard, ShardPiece, Update, lay_out
 from ds_vertical.schedule.events import Unit
 
 
@@ -52,14 +52,14 @@ class ParamStore:
         self._resident: dict[Unit, Resident] = {}
         self._ahead: dict[Unit, Copy] = {}
         self._versions: Counter[Unit] = Counter()
-        self._lane = Lane(device)
-        self._backlog = Backlog(recorder(device), most_behind)
+        self._lane = CopyStream(device)
+        self._backlog = EventWindow(recorder(device), most_behind)
         self._writer = writer
         self._updates: dict[Unit, Update] = {}  # new shards that no fetch has taken over yet
         self._unwritten: dict[Unit, Update] = {}  # new shards that are not all there yet
         self._writes: dict[Unit, list[Transfer]] = {}
         self._drained: dict[Unit, list[Update]] = {}  # early updates, until commit or discard
-        self._copies: list[tuple[nn.Parameter, torch.Tensor, Range]] = []  # early values of parameters in memory
+        self._copies: list[tuple[nn.Parameter, torch.Tensor, ElementRange]] = []  # early values of parameters in memory
 
         sizes = {unit: sum(shard.num_bytes for shard in shards) for unit, shards in self._shards.items()}
         largest = max((size for unit, size in sizes.items() if unit != "pre"), default=0)
@@ -147,7 +147,7 @@ class ParamStore:
     def set_aside(self, shared: Collection[Path]) -> None:
         """Files of `shared` that hold current values are read only from now on. No write may be in flight. Raises
         StorageError, with nothing changed, where there is no room for those that take their place."""
-        files.remove(self._unused)
+        files.remove_files(self._unused)
         self._unused.clear()
         self._num_moves += 1
         found = [shard for shard in self.shards() if shard.aside is None and Path(shard.path) in shared]
@@ -231,7 +231,7 @@ class ParamStore:
 
     # ---- new values from the optimizer
 
-    def open_update(self, unit: Unit, ranges: Mapping[nn.Parameter, Range], early: bool) -> dict[int, torch.Tensor]:
+    def open_update(self, unit: Unit, ranges: Mapping[nn.Parameter, ElementRange], early: bool) -> dict[int, torch.Tensor]:
         """Memory for the unit's new values, by id(param): each time the whole shard, of which `ranges` will be filled.
 
         `early`: the values go to the other generation's files, or into copies, until `commit`. Otherwise they go where
@@ -244,7 +244,7 @@ class ParamStore:
         targets = {id(param): target for param, target in in_memory.items()}
         changed = [shard for shard in self._shards[unit] if shard.param in ranges]
         if changed:
-            update = Update(self._take(unit), [Piece.of(shard, ranges[shard.param]) for shard in changed], early)
+            update = Update(self._take(unit), [ShardPiece.of(shard, ranges[shard.param]) for shard in changed], early)
             targets |= {id(shard.param): shard.view(update.buffer.data) for shard in changed}
             self._unwritten[unit] = update
             self._versions[unit] += not early
@@ -363,7 +363,7 @@ class ParamStore:
         for write in [write for writes in list(self._writes.values()) for write in writes]:
             complete(write)  # a failure is `error`
         for resident in self._resident.values():
-            zero_params.rest(resident.partitioned)
+            zero_params.leave_shards(resident.partitioned)
         self._resident.clear()
         self._ahead.clear()
         self._backlog.clear()

@@ -13,7 +13,7 @@ _WORTH = 0.5  # a miss costs about what a hit saves
 _EARLY_DELAY = 0.25  # share left to the next forward, which takes about a quarter of a step's compute
 
 
-class Regime:
+class StepTiming:
     """`delay`, `speculation`: the JSON's `optimizer_delay` and `optimizer_speculation` (None: chosen). `certain`: nothing of
     the norm but whether the step counts can change a step (no clipping, static loss scale). `on_ssd`: the state is in files,
     of which there can be a second generation. `stops`: a non-finite norm ends the run instead of being skipped, so that a

@@ -24,11 +24,10 @@ from torch import nn
 from ds_vertical.io import files as io_files
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.extents import Extent
-from ds_vertical.offload.chunking import Cut, Part, boundary, split_chunk
+from ds_vertical.offload.chunking import FP32_BYTES, Cut, Part, boundary, split_chunk
 
-FP32_BYTES = 4
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-Share = Literal["early", "delayed", "all"]
+StepShare = Literal["early", "delayed", "all"]
 Files = tuple[Path, Path, Path]  # of KINDS
 
 
@@ -56,7 +55,7 @@ class Chunk:
         middle = boundary(sizes, early_share)
         return split_chunk(index, 0, middle, largest), split_chunk(index, middle, sum(sizes), largest)
 
-    def parts(self, share: Share) -> Sequence[Part]:
+    def parts(self, share: StepShare) -> Sequence[Part]:
         """The parts of a share, in order."""
         return {"early": self.early, "delayed": self.delayed, "all": (*self.early, *self.delayed)}[share]
 
@@ -178,7 +177,7 @@ class Generations:
     def _remove_unused(self) -> None:
         used = set(self._aside.values())
         unused = self._moved - used
-        io_files.remove(path for paths in unused for path in paths)
+        io_files.remove_files(path for paths in unused for path in paths)
         for path in (path for paths in unused for path in paths):
             self._checksums.forget(path)
         self._moved &= used

@@ -40,7 +40,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Coming:
+class PrefetchJob:
     """A job to come: its name, and where its state is."""
 
     what: str
@@ -48,10 +48,10 @@ class Coming:
 
 
 @dataclass(eq=False)
-class Expected:
+class Prefetch:
     """`slot`: where the state of the job to come is being read to, by `reads`; None: not begun."""
 
-    coming: Coming
+    coming: PrefetchJob
     slot: Slot | None = None
     reads: list[Transfer] = field(default_factory=list)
 
@@ -60,24 +60,24 @@ class Expected:
         return self.coming.extents
 
 
-class Expectations:
+class PrefetchQueue:
     """The jobs to come, in order. Slots that it no longer needs go to `free`. Not thread-safe: the pipeline's lock is held."""
 
     def __init__(self, free: deque[Slot]) -> None:
         self._free = free
-        self._entries: deque[Expected] = deque()
+        self._entries: deque[Prefetch] = deque()
 
-    def add(self, jobs: Iterable[Coming]) -> None:
-        self._entries.extend(Expected(job) for job in jobs if job.extents)
+    def add(self, jobs: Iterable[PrefetchJob]) -> None:
+        self._entries.extend(Prefetch(job) for job in jobs if job.extents)
 
-    def begun(self) -> Iterator[Expected]:
+    def begun(self) -> Iterator[Prefetch]:
         return (entry for entry in self._entries if entry.slot is not None)
 
-    def next(self) -> Expected | None:
+    def next(self) -> Prefetch | None:
         """The first that nothing has been read of."""
         return next((entry for entry in self._entries if entry.slot is None), None)
 
-    def claim(self, job: Coming) -> Expected | None:
+    def claim(self, job: PrefetchJob) -> Prefetch | None:
         """What was expected of this job, which is no longer to come; what was to come ahead of it is forgotten."""
         found = next((entry for entry in self._entries if entry.coming == job), None)
         if found is not None:
@@ -103,7 +103,7 @@ class Expectations:
             self._give_up(self._entries[0])
             self._entries.popleft()  # not before: an interrupted wait must not forget a slot
 
-    def _give_up(self, entry: Expected) -> None:
+    def _give_up(self, entry: Prefetch) -> None:
         for read in entry.reads:  # into memory of ours: complete, whatever came of it
             complete(read)
         slot, entry.slot, entry.reads = entry.slot, None, []

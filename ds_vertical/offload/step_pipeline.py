@@ -32,14 +32,14 @@ from ds_vertical.io.aio import DiskQueue, Transfer, complete
 from ds_vertical.io.checksums import ChecksumError, Checksums
 from ds_vertical.io.extents import Extent
 from ds_vertical.io.ticket import Ticket
-from ds_vertical.offload.state_prefetch import Coming, Expectations, Slot
+from ds_vertical.offload.state_prefetch import PrefetchJob, PrefetchQueue, Slot
 from ds_vertical.schedule.trace import Tracer, now
 
 _TURN_S: Final = 1.0
 
 
 @dataclass
-class Job:
+class StepJob:
     """One part's step. `extents`: its state on SSD (master, moments), none where the state is in memory. `inputs`: what else
     it reads (its gradient). `beside`: it writes beside what is current; see [Note: failures].
 
@@ -63,10 +63,10 @@ class Job:
         return self.extents if self.outputs is None else self.outputs
 
 
-class Batch:
+class JobGroup:
     """Jobs submitted together; complete when all have been computed (their writes may be under way)."""
 
-    def __init__(self, jobs: Sequence[Job], finish: Callable[[], None]) -> None:
+    def __init__(self, jobs: Sequence[StepJob], finish: Callable[[], None]) -> None:
         self.left = len(jobs)
         self.finish = finish
         self.error: BaseException | None = None
@@ -96,11 +96,11 @@ class StepPipeline:
         self._checksums = checksums or Checksums()
         self._slots = tuple(Slot(data) for data in slots)
         self._free = deque(self._slots)
-        self._expected = Expectations(self._free)
+        self._expected = PrefetchQueue(self._free)
         self._reader = reader
         self._writer = writer
-        self._submitted: deque[tuple[Job, Batch]] = deque()
-        self._reading: deque[tuple[Job, Batch, Slot | None]] = deque()
+        self._submitted: deque[tuple[StepJob, JobGroup]] = deque()
+        self._reading: deque[tuple[StepJob, JobGroup, Slot | None]] = deque()
         self._writes: dict[Path, list[tuple[Extent, Transfer]]] = {}
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # for the pipeline's thread; see [Note: the lock]
@@ -113,9 +113,9 @@ class StepPipeline:
         self._thread: threading.Thread | None = None
         _OPEN.add(self)
 
-    def submit(self, what: str, jobs: Sequence[Job], finish: Callable[[], None]) -> Ticket:
+    def submit(self, what: str, jobs: Sequence[StepJob], finish: Callable[[], None]) -> Ticket:
         """Queue jobs; `finish` runs on the pipeline's thread after the last. The ticket waits for all of it."""
-        batch = Batch(jobs, finish)
+        batch = JobGroup(jobs, finish)
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"{what}: the optimizer pipeline is closed; build a new engine")
@@ -125,7 +125,7 @@ class StepPipeline:
         num_bytes = sum(extent.num_bytes for job in jobs for extent in job.sources)
         return Ticket(what, lambda: self._wait(batch), num_bytes)
 
-    def expect(self, jobs: Sequence[Coming]) -> None:
+    def expect(self, jobs: Sequence[PrefetchJob]) -> None:
         """Read the state of jobs that will be submitted soon, in this order, as far as slots are free. A hint: whether
         they come does not matter."""
         with self._lock:
@@ -201,7 +201,7 @@ class StepPipeline:
         self._reader.close()
         self._writer.close()
 
-    def _wait(self, batch: Batch) -> None:
+    def _wait(self, batch: JobGroup) -> None:
         self._await(lambda: batch.left == 0 or batch.error is not None)
         if batch.error is not None:
             raise batch.error
@@ -264,7 +264,7 @@ class StepPipeline:
         if self._is_due(job.sources):
             return False  # what it is to read has not been computed yet
         with self._lock:
-            expected = self._expected.claim(Coming(job.what, job.extents))
+            expected = self._expected.claim(PrefetchJob(job.what, job.extents))
             self._expected.forget(job.targets)
         slot = None if expected is None else expected.slot
         if expected is not None:
@@ -323,7 +323,7 @@ class StepPipeline:
                 left.append((written, write))
         self._writes[extent.path] = left
 
-    def _compute(self, job: Job, batch: Batch, slot: Slot | None) -> None:
+    def _compute(self, job: StepJob, batch: JobGroup, slot: Slot | None) -> None:
         try:
             for transfer in job.started:
                 transfer.wait()

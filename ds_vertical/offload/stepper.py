@@ -15,9 +15,9 @@ from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.chunking import Part
 from ds_vertical.offload.cpu_adam import AdamSettings, CpuAdam
 from ds_vertical.offload.grad_store import HeldGradients
-from ds_vertical.offload.state_files import Chunk, Generations, Share
-from ds_vertical.offload.state_prefetch import Coming
-from ds_vertical.offload.step_pipeline import Job, StepPipeline
+from ds_vertical.offload.state_files import Chunk, Generations, StepShare
+from ds_vertical.offload.state_prefetch import PrefetchJob
+from ds_vertical.offload.step_pipeline import StepJob, StepPipeline
 from ds_vertical.schedule.events import Unit
 
 
@@ -53,7 +53,7 @@ class Updates(Protocol):
 
 
 @dataclass(frozen=True)
-class Due:
+class PendingStep:
     """A step that is to be taken: `settings` per chunk, its gradients, and what these are multiplied by (None: by one)."""
 
     settings: Sequence[AdamSettings]
@@ -82,7 +82,7 @@ class Stepper:
         self._overlap = overlap
         self._scratch: torch.Tensor | None = None
 
-    def step(self, unit: Unit, indices: Sequence[int], due: Due, share: Share) -> Ticket | None:
+    def step(self, unit: Unit, indices: Sequence[int], due: PendingStep, share: StepShare) -> Ticket | None:
         """Issue a share of a unit's parts; the ticket's wait returns when the new values are in memory.
 
         "early" parts go to the other generation until `commit` or `discard`; "delayed" and "all" change state in place.
@@ -106,10 +106,10 @@ class Stepper:
         self._pipeline.drain()
         self._updates.complete_update(unit)
 
-    def expect(self, unit: Unit, indices: Sequence[int], share: Share) -> None:
+    def expect(self, unit: Unit, indices: Sequence[int], share: StepShare) -> None:
         """The unit's `step` is the next one: start reading its state where there is room."""
         parts = [part for index in indices for part in self.chunks[index].parts(share)]
-        self._pipeline.expect([Coming(_what(unit, part), self.generations.source(part)) for part in parts])
+        self._pipeline.expect([PrefetchJob(_what(unit, part), self.generations.source(part)) for part in parts])
 
     @property
     def torn(self) -> bool:
@@ -129,7 +129,8 @@ class Stepper:
         """Bring all state into generation 0, where DeepSpeed looks for it. Nothing may be in flight."""
         parts = self.generations.away()
         jobs = [
-            Job("copy state", self.generations.source(p), _leave, self.chunks[p.chunk].extents(p), beside=True) for p in parts
+            StepJob("copy state", self.generations.source(p), _leave, self.chunks[p.chunk].extents(p), beside=True)
+            for p in parts
         ]
         if jobs:
             try:
@@ -149,7 +150,7 @@ class Stepper:
                 ranges[param] = (start, before + count)
         return ranges
 
-    def _job(self, unit: Unit, part: Part, due: Due, targets: Mapping[int, torch.Tensor], early: bool) -> Job:
+    def _job(self, unit: Unit, part: Part, due: PendingStep, targets: Mapping[int, torch.Tensor], early: bool) -> StepJob:
         inputs = [] if early else due.gradients.extents(part)
 
         def compute(read: Sequence[torch.Tensor]) -> None:
@@ -160,12 +161,12 @@ class Stepper:
             due.gradients.finish(part, "early step" if early else "step")
 
         source, beside = self.generations.source(part), early and self.chunks[part.chunk].num_generations > 1
-        return Job(_what(unit, part), source, compute, self.generations.target(part, early), inputs, beside)
+        return StepJob(_what(unit, part), source, compute, self.generations.target(part, early), inputs, beside)
 
     def _compute(
         self,
         part: Part,
-        due: Due,
+        due: PendingStep,
         state: Sequence[torch.Tensor],
         gradient: torch.Tensor,
         targets: Mapping[int, torch.Tensor],

@@ -44,7 +44,7 @@ class HostMemory:
 
 
 @dataclass(eq=False)
-class Parcel:
+class SwappedTensor:
     """Some tensors' bytes, one after another. `offset`: its place in the file; `host`: its memory in the host tier."""
 
     tier: AwayTier
@@ -58,7 +58,7 @@ class Parcel:
     landed: Any = None  # the event after which the copy back is complete
 
 
-class Parcels:
+class TensorSwapper:
     """`most_loads`: parcels that may be on their way back at a time. `path`: the file of the SSD tier, None without one.
     `host_limit`: bytes that may rest in the host tier; None: any number.
 
@@ -81,9 +81,9 @@ class Parcels:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._extents = Extents()
         self._file_bytes = 0
-        self._unwritten: list[Parcel] = []
-        self._coming: list[Parcel] = []
-        self._kept: set[Parcel] = set()
+        self._unwritten: list[SwappedTensor] = []
+        self._coming: list[SwappedTensor] = []
+        self._kept: set[SwappedTensor] = set()
         self._free_host: dict[int, list[torch.Tensor]] = {}
         self._queues = [new_queue(), new_queue()] if path is not None else []
         self._load_buffers = _buffers(self._queues[:1], most_loads)
@@ -101,10 +101,10 @@ class Parcels:
 
     # ---- out
 
-    def put(self, tensors: Sequence[torch.Tensor], tier: AwayTier) -> Parcel:
+    def put(self, tensors: Sequence[torch.Tensor], tier: AwayTier) -> SwappedTensor:
         """Take the bytes of 1-d uint8 tensors, whose memory may be given up afterwards."""
         self._advance()
-        parcel = Parcel(tier, _round_up(sum(_round_up(tensor.numel(), 64) for tensor in tensors)))
+        parcel = SwappedTensor(tier, _round_up(sum(_round_up(tensor.numel(), 64) for tensor in tensors)))
         if tier == "host":
             sizes = self._free_host.get(parcel.num_bytes)
             target = parcel.host = sizes.pop() if sizes else self._lock_to_rest(parcel.num_bytes)
@@ -126,7 +126,7 @@ class Parcels:
             self._advance()
         return parcel
 
-    def wait_written(self, parcel: Parcel) -> None:
+    def wait_written(self, parcel: SwappedTensor) -> None:
         """Return once the parcel is where it rests. Raises DiskError."""
         if parcel.copied is not None:
             parcel.copied.synchronize()
@@ -134,7 +134,7 @@ class Parcels:
         for write in parcel.writes:
             write.wait()
 
-    def _grow_file(self, parcel: Parcel) -> None:
+    def _grow_file(self, parcel: SwappedTensor) -> None:
         assert self._path is not None
         parcel.offset = self._extents.take(parcel.num_bytes)
         if self._extents.end > self._file_bytes:
@@ -142,7 +142,7 @@ class Parcels:
             preallocate({self._path: size})
             self._file_bytes = size
 
-    def _write(self, parcel: Parcel) -> None:
+    def _write(self, parcel: SwappedTensor) -> None:
         buffer, path = parcel.buffer, self._path
         assert buffer is not None and path is not None
         write = buffer.queue.write(buffer.data.data_ptr(), parcel.num_bytes, path, parcel.offset)
@@ -152,7 +152,7 @@ class Parcels:
 
     # ---- back
 
-    def fetch(self, parcel: Parcel, land: Land) -> None:
+    def fetch(self, parcel: SwappedTensor, land: Land) -> None:
         """Start bringing a parcel back. `land` gives 1-d uint8 tensors of the sizes that were put; it is called once, later."""
         parcel.land, parcel.landed = land, None
         if parcel.tier == "ssd":
@@ -164,7 +164,7 @@ class Parcels:
         self._coming.append(parcel)
         self._advance()
 
-    def arrive(self, parcel: Parcel) -> None:
+    def arrive(self, parcel: SwappedTensor) -> None:
         """Return once the bytes are where they belong (on CUDA: for all later work of the current stream). Raises DiskError."""
         self._advance()
         if parcel.land is not None:
@@ -172,7 +172,7 @@ class Parcels:
         if parcel.landed is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(parcel.landed)
 
-    def _land(self, parcel: Parcel) -> None:
+    def _land(self, parcel: SwappedTensor) -> None:
         self._coming.remove(parcel)
         buffer, land = parcel.buffer, parcel.land
         parcel.buffer = parcel.land = None
@@ -215,7 +215,7 @@ class Parcels:
 
     # ---- the end
 
-    def drop(self, parcel: Parcel) -> None:
+    def drop(self, parcel: SwappedTensor) -> None:
         """Forget a parcel, which must not be on its way back. Raises DiskError for a write of it that failed."""
         self.wait_written(parcel)
         self._forget(parcel)
@@ -251,7 +251,7 @@ class Parcels:
         self._load_buffers, self._save_buffers = [], []
         self._loads, self._saves = BufferPool([]), BufferPool([])
 
-    def _forget(self, parcel: Parcel) -> None:
+    def _forget(self, parcel: SwappedTensor) -> None:
         self._kept.discard(parcel)
         if parcel.host is not None:
             self._free_host.setdefault(parcel.num_bytes, []).append(parcel.host)

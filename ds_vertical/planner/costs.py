@@ -26,6 +26,7 @@ from ds_vertical.schedule.events import PRE, SUF, Event, Op, Unit
 
 Lane = Literal["compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam"]
 Parts = Mapping[tuple[Unit, str], float]
+Needs = Sequence[Sequence[int]]  # per event the events that it waits for
 _STEPPING: Final = frozenset((Op.READ, Op.STEP, Op.WRITE))
 
 

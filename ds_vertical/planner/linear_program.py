@@ -43,7 +43,7 @@ Row = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Limits:
+class TierLimits:
     """Bytes that a plan may take in each tier on this rank's part of the machine; None: not limited."""
 
     device_bytes: float | None
@@ -77,17 +77,17 @@ class Solution:
 
 
 @dataclass(frozen=True)
-class Case:
+class LpProblem:
     """What is fixed while the program is solved. `early`: the rest beside the delayed share is stepped in the backward;
     otherwise every gradient waits for the norm, and all steps come in the next forward."""
 
     shape: ModelShape
     machine: Machine
     settings: memory_budget.Settings
-    limits: Limits
+    limits: TierLimits
     delay: float
     early: bool
-    further: tuple[memory_budget.Item, ...] = ()
+    further: tuple[memory_budget.BudgetItem, ...] = ()
 
     @property
     def forward_share(self) -> float:
@@ -95,14 +95,14 @@ class Case:
         return self.delay if self.early else 1.0
 
 
-def constraints(case: Case) -> tuple[Constraint, ...]:
+def constraints(case: LpProblem) -> tuple[Constraint, ...]:
     """All rows: time of both sweeps on every resource, memory of every tier, shares that cannot exceed one."""
     rows = [*_sweep_rows(case, "forward_s"), *_sweep_rows(case, "backward_s"), *_memory_rows(case, _SPARE)]
     together: Row = {"activations_on_host": 1.0, "activations_on_ssd": 1.0}
     return (*rows, Constraint("activations", together, 1.0))
 
 
-def solve(case: Case) -> Solution | None:
+def solve(case: LpProblem) -> Solution | None:
     """The best shares, or None where no shares fit into memory (`shortage` says by how much)."""
     from scipy.optimize import linprog
 
@@ -125,7 +125,7 @@ def solve(case: Case) -> Solution | None:
     return Solution(values, values["forward_s"] + values["backward_s"], binding)
 
 
-def shortage(case: Case) -> dict[str, float]:
+def shortage(case: LpProblem) -> dict[str, float]:
     """Bytes that each tier lacks at the very least, with whatever shares suit it best; tiers that suffice are left out."""
     from scipy.optimize import linprog
 
@@ -143,7 +143,7 @@ def shortage(case: Case) -> dict[str, float]:
 # ---- rows
 
 
-def _sweep_rows(case: Case, sweep: str) -> Iterator[Constraint]:
+def _sweep_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
     machine = case.machine
     compute, adam = _compute_s(case, sweep), _adam_s(case, sweep)
     if machine.one_memory:
@@ -172,7 +172,7 @@ def _time(what: str, sweep: str, row: Mapping[str, float], fixed: float) -> Cons
     return Constraint(f"{what} in {sweep.removesuffix('_s')}", {**row, sweep: -1.0}, -fixed, max(fixed, 1e-6))
 
 
-def _compute_s(case: Case, sweep: str) -> float:
+def _compute_s(case: LpProblem, sweep: str) -> float:
     shape, count = case.shape, case.settings.num_micro_batches
     layers = sum(shape.layer_elements) / (max(shape.layer_elements) or 1)  # smaller layers cost in proportion
     last = shape.layer_elements[-1] / (max(shape.layer_elements) or 1)
@@ -183,17 +183,17 @@ def _compute_s(case: Case, sweep: str) -> float:
     return count * (layers * (shape.forward_s + shape.backward_s) + shape.head_s + shape.pre_backward_s) + norm
 
 
-def _adam_s(case: Case, sweep: str) -> float:
+def _adam_s(case: LpProblem, sweep: str) -> float:
     elements = _share(case, sweep) * case.shape.num_elements / case.shape.num_shards
     return case.machine.adam_s(elements, elements * case.shape.written_bytes)
 
 
-def _share(case: Case, sweep: str) -> float:
+def _share(case: LpProblem, sweep: str) -> float:
     """Of all steps, those taken in this sweep."""
     return case.forward_share if sweep == "forward_s" else 1 - case.forward_share
 
 
-def _copy_rows(case: Case, sweep: str) -> Iterator[Constraint]:
+def _copy_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
     shape, machine = case.shape, case.machine
     forward = sweep == "forward_s"
     rank = shape.num_elements / shape.num_shards
@@ -208,11 +208,11 @@ def _copy_rows(case: Case, sweep: str) -> Iterator[Constraint]:
         yield _time(what, sweep, {"activations_on_host": each, "activations_on_ssd": each}, fixed / rate)
 
 
-def _activation_bytes(case: Case) -> float:
+def _activation_bytes(case: LpProblem) -> float:
     return float(case.settings.num_micro_batches * case.shape.num_layers * case.shape.activation_bytes)
 
 
-def _read_write(case: Case, sweep: str) -> tuple[Row, Row]:
+def _read_write(case: LpProblem, sweep: str) -> tuple[Row, Row]:
     """Bytes from and to SSD in a sweep, per variable; those that no variable changes under ""."""
     shape, placement = case.shape, case.shape.placement
     rank = shape.num_elements / shape.num_shards
@@ -236,14 +236,14 @@ def _read_write(case: Case, sweep: str) -> tuple[Row, Row]:
     return read, write
 
 
-def _kept(case: Case) -> float:
+def _kept(case: LpProblem) -> float:
     """The share of the parameters that stays at the turn: the last layers in the window, and what is outside the layers."""
     shape = case.shape
     count = 1 + (case.settings.window + 1) // 2
     return (shape.pre_elements + sum(shape.layer_elements[-count:])) / shape.num_elements
 
 
-def _memory_rows(case: Case, spare: float = 0.0) -> Iterator[Constraint]:
+def _memory_rows(case: LpProblem, spare: float = 0.0) -> Iterator[Constraint]:
     """Bytes per tier as `memory_budget.budget` has them: at no share, and what each share adds. `spare`: share of a tier left
     free."""
     nothing = Placement(
@@ -264,7 +264,7 @@ def _memory_rows(case: Case, spare: float = 0.0) -> Iterator[Constraint]:
         yield Constraint(f"{tier} memory", row, limit * (1 - spare) - base, max(1.0, abs(limit)))
 
 
-def tier_bytes(case: Case, placement: Placement, tier: str) -> float:
+def tier_bytes(case: LpProblem, placement: Placement, tier: str) -> float:
     """Bytes in a tier with things resting as `placement` says."""
     shape = replace(case.shape, placement=placement)
     if tier != "ssd":
@@ -275,7 +275,7 @@ def tier_bytes(case: Case, placement: Placement, tier: str) -> float:
     return rank * (files * shape.generations + gradients) + _ssd_activations(case) * placement.activations_on_ssd
 
 
-def _ssd_activations(case: Case) -> float:
+def _ssd_activations(case: LpProblem) -> float:
     """Inputs of all layers, and the gradients between two."""
     shape, count = case.shape, case.settings.num_micro_batches
     return float(count * (shape.num_layers + 2) * shape.activation_bytes)

@@ -65,7 +65,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Item:
+class BudgetItem:
     """Bytes of one purpose in one tier; `key`: the JSON path that changes them most directly, in brackets what else does."""
 
     tier: str
@@ -79,7 +79,7 @@ def layer_buffers(window: int, num_layers: int) -> int:
     return min(max(window + MAX_STEPS, LEAD) + 1, num_layers)
 
 
-def budget(shape: ModelShape, settings: Settings, further: tuple[Item, ...] = ()) -> tuple[Item, ...]:
+def budget(shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...] = ()) -> tuple[BudgetItem, ...]:
     """What is needed, largest first in each tier; tiers "device" and "host", or "host" alone with one memory."""
     items = [*_host(shape, settings), *_device(shape, settings), *further]
     if settings.one_memory:
@@ -87,11 +87,11 @@ def budget(shape: ModelShape, settings: Settings, further: tuple[Item, ...] = ()
     return tuple(sorted((item for item in items if item.num_bytes), key=lambda item: (item.tier, -item.num_bytes)))
 
 
-def total_bytes(items: tuple[Item, ...], tier: str) -> int:
+def total_bytes(items: tuple[BudgetItem, ...], tier: str) -> int:
     return sum(item.num_bytes for item in items if item.tier == tier)
 
 
-def _host(shape: ModelShape, settings: Settings) -> Iterator[Item]:
+def _host(shape: ModelShape, settings: Settings) -> Iterator[BudgetItem]:
     placement, rank = shape.placement, shape.num_elements / shape.num_shards
     pre_files, *layer_files = shape.unit_files
     buffers = layer_buffers(settings.window, sum(map(bool, layer_files))) * max(layer_files) + pre_files
@@ -131,7 +131,7 @@ def _gradients(shape: ModelShape, settings: Settings) -> float:
     return waits * (rank * (1 - on_ssd) + passing * on_ssd) + sums
 
 
-def _device(shape: ModelShape, settings: Settings) -> Iterator[Item]:
+def _device(shape: ModelShape, settings: Settings) -> Iterator[BudgetItem]:
     count, (pre, *layers) = settings.num_micro_batches, shape.unit_gradients
     parameters = 0 if _aliased(shape, settings) else _fetched(shape, settings) * shape.param_bytes
     yield _item("device", "parameters", parameters, "vertical_schedule.prefetch_layers")
@@ -171,11 +171,11 @@ def _fetched(shape: ModelShape, settings: Settings) -> int:
     return sum(largest) + shape.pre_elements
 
 
-def _item(tier: str, what: str, num_bytes: float, key: str) -> Item:
-    return Item(tier, what, round(num_bytes), key)
+def _item(tier: str, what: str, num_bytes: float, key: str) -> BudgetItem:
+    return BudgetItem(tier, what, round(num_bytes), key)
 
 
-def budget_lines(items: tuple[Item, ...]) -> list[str]:
+def budget_lines(items: tuple[BudgetItem, ...]) -> list[str]:
     """A table with one line per item and one per tier."""
     lines = [f"{'tier':<8}{'what':<28}{'MiB':>12}  decided by"]
     for tier in dict.fromkeys(item.tier for item in items):
@@ -188,11 +188,11 @@ def budget_lines(items: tuple[Item, ...]) -> list[str]:
 def check_budget(
     shape: ModelShape,
     settings: Settings,
-    further: tuple[Item, ...] = (),
+    further: tuple[BudgetItem, ...] = (),
     *,
     host_bytes: int | None = None,
     device_bytes: int | None = None,
-) -> tuple[Item, ...]:
+) -> tuple[BudgetItem, ...]:
     """The budget, if it fits into the bytes given (None: not checked). Raises MemoryBudgetError for all tiers at once."""
     items = budget(shape, settings, further)
     limits = {"host": host_bytes, "device": device_bytes}
@@ -203,7 +203,7 @@ def check_budget(
     return items
 
 
-def _fault(shape: ModelShape, settings: Settings, further: tuple[Item, ...], tier: str, limit: int) -> str:
+def _fault(shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...], tier: str, limit: int) -> str:
     items = budget(shape, settings, further)
     needed = total_bytes(items, tier)
     remedies = [
@@ -223,7 +223,7 @@ def _fault(shape: ModelShape, settings: Settings, further: tuple[Item, ...], tie
 
 
 def _fitting(
-    shape: ModelShape, settings: Settings, further: tuple[Item, ...], tier: str, limit: int, name: str, least: int
+    shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...], tier: str, limit: int, name: str, least: int
 ) -> int | None:
     """The largest value of one setting, below the present one, with which the tier fits."""
     for value in range(getattr(settings, name) - 1, least - 1, -1):

@@ -13,11 +13,11 @@ from typing import Final, Literal
 from ds_vertical.planner.costs import Parts, PartSizes
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape
-from ds_vertical.planner.simulate import Span, Timeline
+from ds_vertical.planner.simulate import SimulatedRun, SimulatedSpan
 from ds_vertical.schedule.events import PRE, SUF, Event, Op, Unit
 
 Tier = Literal["device", "host", "ssd"]
-Owner = Literal["parameters", "activations", "activation gradients", "gradients", "state"]
+MemoryOwner = Literal["parameters", "activations", "activation gradients", "gradients", "state"]
 TIERS: Final[tuple[Tier, ...]] = ("device", "host", "ssd")
 
 
@@ -36,16 +36,16 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MemoryChange:
     """`num_bytes` more (or, below 0, fewer) in a tier from `at_s` on."""
 
     at_s: float
     tier: Tier
-    owner: Owner
+    owner: MemoryOwner
     num_bytes: float
 
 
-def peaks(timeline: Timeline, machine: Machine, shape: ModelShape, parts: Parts | None = None) -> dict[Tier, Peak]:
+def peaks(timeline: SimulatedRun, machine: Machine, shape: ModelShape, parts: Parts | None = None) -> dict[Tier, Peak]:
     """The peak of each tier over the whole run."""
     found: dict[Tier, Peak] = {tier: Peak(tier, 0.0, 0.0, {}) for tier in TIERS}
     held: dict[Tier, dict[str, float]] = {tier: {} for tier in TIERS}
@@ -59,7 +59,7 @@ def peaks(timeline: Timeline, machine: Machine, shape: ModelShape, parts: Parts 
     return found
 
 
-def changes(timeline: Timeline, machine: Machine, shape: ModelShape, parts: Parts | None = None) -> Iterator[Change]:
+def changes(timeline: SimulatedRun, machine: Machine, shape: ModelShape, parts: Parts | None = None) -> Iterator[MemoryChange]:
     """All changes of a run, in no particular order."""
     ledger = _Ledger(timeline, machine, shape, parts)
     yield from ledger.resting()
@@ -71,14 +71,14 @@ def changes(timeline: Timeline, machine: Machine, shape: ModelShape, parts: Part
 
 
 class _Ledger:
-    def __init__(self, timeline: Timeline, machine: Machine, shape: ModelShape, parts: Parts | None) -> None:
+    def __init__(self, timeline: SimulatedRun, machine: Machine, shape: ModelShape, parts: Parts | None) -> None:
         self.timeline = timeline
         self.machine = machine
         self.shape = shape
         self.count = len(timeline.events) // timeline.num_steps
         self.sizes = PartSizes(timeline.events[: self.count], shape, parts)
         self.present = {(event.op, event.layer, event.part) for event in timeline.events[: self.count]}
-        self.spans: dict[int, list[Span]] = {}
+        self.spans: dict[int, list[SimulatedSpan]] = {}
         for span in timeline.spans:
             self.spans.setdefault(span.index, []).append(span)
         self.tiers = shape.placement.activation_tiers(1 + max((event.micro_batch or 0 for event in timeline.events), default=0))
@@ -91,18 +91,18 @@ class _Ledger:
     def end_s(self, index: int) -> float:
         return self.timeline.end_s[index]
 
-    def resting(self) -> Iterator[Change]:
+    def resting(self) -> Iterator[MemoryChange]:
         shape, placement = self.shape, self.shape.placement
         elements = shape.num_elements / shape.num_shards
-        rests: tuple[tuple[Owner, int, float], ...] = (
+        rests: tuple[tuple[MemoryOwner, int, float], ...] = (
             ("parameters", shape.param_bytes, placement.parameters_on_ssd),
             ("state", shape.state_bytes if self.trains else 0, placement.state_on_ssd),
         )
         for owner, each, on_ssd in rests:
-            yield Change(0.0, "ssd", owner, elements * each * on_ssd * shape.generations)
-            yield Change(0.0, "host", owner, elements * each * (1 - on_ssd))
+            yield MemoryChange(0.0, "ssd", owner, elements * each * on_ssd * shape.generations)
+            yield MemoryChange(0.0, "host", owner, elements * each * (1 - on_ssd))
 
-    def parameters(self) -> Iterator[Change]:
+    def parameters(self) -> Iterator[MemoryChange]:
         """The shard in its host buffer from the read to the end of the copy, the gathered unit from there to RELEASE. Read
         ahead, from that read on. Where nothing is copied the buffer is the unit."""
         fetched: dict[Unit | None, int] = {}
@@ -114,21 +114,21 @@ class _Ledger:
             if event.op is Op.FETCH and event.ahead:
                 ahead[event.layer] = index
                 buffered = ("host", shard) if copied else ("device", gathered)
-                yield Change(self.start_s(index), buffered[0], "parameters", buffered[1])
+                yield MemoryChange(self.start_s(index), buffered[0], "parameters", buffered[1])
             elif event.op is Op.FETCH:
                 fetched[event.layer] = index
                 early = ahead.pop(event.layer, None) is not None
                 copies = [s.start_s for s in self.spans.get(index, ()) if s.stage.lane == "copy_in"]
                 if copied or not early:
-                    yield Change(min(copies, default=self.start_s(index)), "device", "parameters", gathered)
+                    yield MemoryChange(min(copies, default=self.start_s(index)), "device", "parameters", gathered)
                 if copied and not early:
-                    yield Change(self.start_s(index), "host", "parameters", shard)
+                    yield MemoryChange(self.start_s(index), "host", "parameters", shard)
                 if copied:
-                    yield Change(self.end_s(index), "host", "parameters", -shard)
+                    yield MemoryChange(self.end_s(index), "host", "parameters", -shard)
             elif event.op is Op.RELEASE and event.layer in fetched:
-                yield Change(self.end_s(index), "device", "parameters", -gathered)
+                yield MemoryChange(self.end_s(index), "device", "parameters", -gathered)
 
-    def gradients(self) -> Iterator[Change]:
+    def gradients(self) -> Iterator[MemoryChange]:
         """The sum on the device from its first B to REDUCE, then this rank's share until the step that takes it: in host
         memory, and from HOLD on (REDUCE, where there is none) its share of it on SSD."""
         summing: set[Unit] = set()
@@ -160,24 +160,24 @@ class _Ledger:
             return 0.0
         return self.shape.placement.gradients_on_ssd
 
-    def _gradients(self, at_s: float, in_host: float, on_ssd: float) -> Iterator[Change]:
+    def _gradients(self, at_s: float, in_host: float, on_ssd: float) -> Iterator[MemoryChange]:
         yield self._gradient(at_s, "host", in_host)
         yield self._gradient(at_s, "ssd", on_ssd)
 
-    def _gradient(self, at_s: float, tier: Tier, elements: float) -> Change:
-        return Change(at_s, tier, "gradients", elements * self.shape.gradient_bytes)
+    def _gradient(self, at_s: float, tier: Tier, elements: float) -> MemoryChange:
+        return MemoryChange(at_s, tier, "gradients", elements * self.shape.gradient_bytes)
 
-    def state(self) -> Iterator[Change]:
+    def state(self) -> Iterator[MemoryChange]:
         """A slot of the optimizer's pipeline holds a piece's state from its read to the end of its write."""
         spans = sorted((s for s in self.timeline.spans if s.stage.purpose == "state"), key=lambda s: (s.index, s.start_s))
         reads = [span for span in spans if span.stage.lane == "ssd_read"]
         writes = [span for span in spans if span.stage.lane == "ssd_write"]
         for read, write in zip(reads, writes, strict=False):
             num_bytes = max(read.stage.num_bytes, write.stage.num_bytes)
-            yield Change(read.start_s, "host", "state", num_bytes)
-            yield Change(write.end_s, "host", "state", -num_bytes)
+            yield MemoryChange(read.start_s, "host", "state", num_bytes)
+            yield MemoryChange(write.end_s, "host", "state", -num_bytes)
 
-    def activations(self, owner: Owner, role: Callable[[Event, int], _Role]) -> Iterator[Change]:
+    def activations(self, owner: MemoryOwner, role: Callable[[Event, int], _Role]) -> Iterator[MemoryChange]:
         uses: dict[tuple[Unit, int], list[tuple[str, int]]] = {}
         for index, event in enumerate(self.timeline.events):
             for verb, unit in role(event, self.shape.num_layers):
@@ -190,23 +190,23 @@ class _Ledger:
         for (_, micro_batch), life in uses.items():
             yield from self._life(owner, self.tiers[micro_batch], life)
 
-    def _life(self, owner: Owner, tier: Tier, life: Sequence[tuple[str, int]]) -> Iterator[Change]:
+    def _life(self, owner: MemoryOwner, tier: Tier, life: Sequence[tuple[str, int]]) -> Iterator[MemoryChange]:
         """One tensor from the event that makes it to its last use. Saved, it leaves the device between for its tier."""
         num_bytes, verbs = self.shape.activation_bytes, [verb for verb, _ in life]
         last = max(self.end_s(index) for verb, index in life if verb != "drop")
         if tier == "device" or "save" not in verbs:
-            yield Change(self.start_s(life[0][1]), "device", owner, num_bytes)
-            yield Change(last, "device", owner, -num_bytes)
+            yield MemoryChange(self.start_s(life[0][1]), "device", owner, num_bytes)
+            yield MemoryChange(last, "device", owner, -num_bytes)
             return
         loads = [i for i, verb in enumerate(verbs) if verb == "load"]
         for begin, end in zip([0, *loads], [*loads, len(life)], strict=True):
             on_device = [index for verb, index in life[begin:end] if verb != "drop"]
-            yield Change(self.start_s(life[begin][1]), "device", owner, num_bytes)
-            yield Change(max(self.end_s(index) for index in on_device), "device", owner, -num_bytes)
+            yield MemoryChange(self.start_s(life[begin][1]), "device", owner, num_bytes)
+            yield MemoryChange(max(self.end_s(index) for index in on_device), "device", owner, -num_bytes)
         saved = next(index for verb, index in life if verb == "save")
         dropped = max([self.end_s(index) for verb, index in life if verb == "drop"], default=last)
-        yield Change(self.start_s(saved), tier, owner, num_bytes)
-        yield Change(dropped, tier, owner, -num_bytes)
+        yield MemoryChange(self.start_s(saved), tier, owner, num_bytes)
+        yield MemoryChange(dropped, tier, owner, -num_bytes)
 
 
 _Role = tuple[tuple[str, Unit], ...]

@@ -23,7 +23,7 @@ DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # to
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunInfo:
     """Elements are whole units', early ones this rank's; a unit is "pre" or a layer's number.
 
     `host_bytes`: of this rank's memory budget. `tokens` of a micro-batch of `sequences`; `threads` of the process that
@@ -93,7 +93,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class RanStep:
+class ExecutedStep:
     """One step: its schedule, and which share of the step before was due in it. `gauge_s`: how fast the host was behind it, see
     `metrics`; None where that was not measured."""
 
@@ -105,16 +105,16 @@ class RanStep:
 
 @dataclass(frozen=True)
 class Account:
-    facts: Facts
-    steps: tuple[RanStep, ...]
+    facts: RunInfo
+    steps: tuple[ExecutedStep, ...]
 
-    def shape(self, step: RanStep, rates: Mapping[str, float]) -> ModelShape:
+    def shape(self, step: ExecutedStep, rates: Mapping[str, float]) -> ModelShape:
         """The shape in one step: whether its last layer is recomputed follows from its schedule."""
         last = self.facts.num_layers - 1
         fused = any(event.layer == last for event in step.schedule.fused)
         return replace(self.facts.shape(rates), recompute_last=not fused)
 
-    def parts(self, step: RanStep) -> dict[tuple[Unit, str], float]:
+    def parts(self, step: ExecutedStep) -> dict[tuple[Unit, str], float]:
         """Elements of this rank that the early and the delayed steps of each unit are about."""
         facts = self.facts
         sizes: dict[tuple[Unit, str], float] = {}
@@ -123,14 +123,14 @@ class Account:
             sizes[unit, "d0"] = facts.delayed_elements[unit] + (early if step.due == "all" else 0)
         return sizes
 
-    def shares(self, step: RanStep) -> tuple[float, float]:
+    def shares(self, step: ExecutedStep) -> tuple[float, float]:
         """Of all elements that are stepped, the shares stepped early and stepped for the step before it."""
         early = self.facts.early_share
         delayed = any(event.op is Op.STEP and event.part == DELAYED for event in step.schedule.events)
         due = delayed and step.step > 1
         return early * step.schedule.early, (1.0 if step.due == "all" else 1 - early) * due
 
-    def table(self, step: RanStep, rates: Mapping[str, float]) -> Traffic | None:
+    def table(self, step: ExecutedStep, rates: Mapping[str, float]) -> Traffic | None:
         """The closed table's bytes for this step; None where it took less than one whole step (the first, for one), or where
         activations move in an order that the table does not know."""
         early, due = self.shares(step)
@@ -149,7 +149,7 @@ class Account:
 class AccountWriter:
     """Writes `folder/account.jsonl`, a line per step; a schedule is written out where it is another than the step before's."""
 
-    def __init__(self, folder: Path, facts: Facts) -> None:
+    def __init__(self, folder: Path, facts: RunInfo) -> None:
         self._file = Path(folder, FILE_NAME).open("w", encoding="utf-8", buffering=1)
         self._file.write(json.dumps({"facts": _named(asdict(facts))}) + "\n")
         self._last: Schedule | None = None
@@ -173,18 +173,18 @@ def read_account(folder: Path) -> Account | None:
         fields = json.loads(first)["facts"]
         for name in ("elements", "early_elements", "delayed_elements"):
             fields[name] = {PRE if unit == PRE else int(unit): count for unit, count in fields[name].items()}
-        return Account(Facts(**fields), tuple(_steps(lines)))
+        return Account(RunInfo(**fields), tuple(_steps(lines)))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: no account of a run: {error}") from error
 
 
-def _steps(lines: Sequence[str]) -> list[RanStep]:
-    steps: list[RanStep] = []
+def _steps(lines: Sequence[str]) -> list[ExecutedStep]:
+    steps: list[ExecutedStep] = []
     for line in lines:
         fields = json.loads(line)
         text = fields["schedule"]
         schedule = steps[-1].schedule if text is None else Schedule.from_text(text)
-        steps.append(RanStep(fields["step"], schedule, fields["due"], fields.get("gauge_s")))
+        steps.append(ExecutedStep(fields["step"], schedule, fields["due"], fields.get("gauge_s")))
     return steps
 
 

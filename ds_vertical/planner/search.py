@@ -19,10 +19,10 @@ from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.closed_forms import Traffic, traffic_of
 from ds_vertical.planner.costs import Parts, event_costs, split_steps
-from ds_vertical.planner.linear_program import Case, Limits, Solution
+from ds_vertical.planner.linear_program import LpProblem, Solution, TierLimits
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape, Outline, Placement, Seconds, shape_of
-from ds_vertical.planner.simulate import Timeline, simulate
+from ds_vertical.planner.simulate import SimulatedRun, simulate
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, PRE, Schedule
 from ds_vertical.schedule.passes import build_training
 
@@ -38,7 +38,7 @@ _STEADY_STEPS: Final = 3
 _RUNNERS_UP: Final = 3
 _EQUAL: Final = 1.01  # plans nearer than this are one as good as the other
 _NO_SECONDS: Final = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
-_LIBRARIES: Final = memory_budget.Item("host", "interpreter and libraries", 800 << 20, "(measured)")
+_LIBRARIES: Final = memory_budget.BudgetItem("host", "interpreter and libraries", 800 << 20, "(measured)")
 
 
 class PlanError(ValueError):
@@ -96,7 +96,7 @@ class Candidate:
     setting: Setting
     shape: ModelShape
     machine: Machine
-    case: Case
+    case: LpProblem
     program_s: float
     binding: tuple[str, ...]
 
@@ -128,13 +128,13 @@ class Candidate:
         size = max(memory_budget.PART_ELEMENTS, max(elements) // self.shape.num_shards // _PIECES)
         return replace(self.shape, layer_elements=elements, part_elements=size)
 
-    def simulated(self, num_layers: int) -> Timeline:
+    def simulated(self, num_layers: int) -> SimulatedRun:
         """Steps of the model's first layers."""
         shape, schedule = self.coarse(num_layers), self.schedule(num_layers)
         return simulate(schedule, self.machine, shape, steps=_STEADY_STEPS, slots=memory_budget.SLOTS, parts=self.parts(shape))
 
     @cached_property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> SimulatedRun:
         return self.simulated(self.shape.num_layers)
 
     @property
@@ -164,7 +164,7 @@ class Candidate:
         return traffic_of(event_costs(events, self.machine, shape, self.parts(shape)), shape)
 
     @property
-    def items(self) -> tuple[memory_budget.Item, ...]:
+    def items(self) -> tuple[memory_budget.BudgetItem, ...]:
         return memory_budget.budget(self.shape, self.case.settings, self.case.further)
 
     @property
@@ -185,7 +185,9 @@ class Plan:
             yield _difference(self.chosen.setting, other.setting), other.estimate_s / self.chosen.estimate_s
 
 
-def choose(task: Task, machine: Machine, limits: Limits, further: tuple[memory_budget.Item, ...] = (_LIBRARIES,)) -> Plan:
+def choose(
+    task: Task, machine: Machine, limits: TierLimits, further: tuple[memory_budget.BudgetItem, ...] = (_LIBRARIES,)
+) -> Plan:
     """See [Note: choosing]. `limits`: bytes per tier for one rank. Raises PlanError where no setting fits."""
     cases = list(_cases(task, machine, limits, further))
     solved = [
@@ -202,7 +204,9 @@ def choose(task: Task, machine: Machine, limits: Limits, further: tuple[memory_b
     return _decide(sorted(fitting, key=lambda c: c.estimate_s))
 
 
-def tune(case: Case, setting: Setting, windows: Sequence[int], delays: Sequence[float]) -> tuple[Candidate, Candidate]:
+def tune_timing(
+    case: LpProblem, setting: Setting, windows: Sequence[int], delays: Sequence[float]
+) -> tuple[Candidate, Candidate]:
     """The best timing for a model whose sizes and tiers are settled, and `setting` itself, which is taken where nothing is
     better by more than a hundredth or nothing fits. `delays`: of early steps; those that are not early keep theirs."""
     own = Candidate(setting, case.shape, case.machine, case, 0.0, ())
@@ -222,8 +226,8 @@ def tune(case: Case, setting: Setting, windows: Sequence[int], delays: Sequence[
 
 
 def _cases(
-    task: Task, machine: Machine, limits: Limits, further: tuple[memory_budget.Item, ...]
-) -> Iterator[tuple[Case, int, int]]:
+    task: Task, machine: Machine, limits: TierLimits, further: tuple[memory_budget.BudgetItem, ...]
+) -> Iterator[tuple[LpProblem, int, int]]:
     """(case, sequences per micro-batch, blocks per layer)"""
     all_blocks = [b for b in _BLOCKS if b == 1 or 2 * b <= len(task.outline.block_elements)]
     regimes = [(on_ssd, *regime) for on_ssd in (1.0, 0.0) for regime in _regimes(task, on_ssd)]
@@ -248,12 +252,12 @@ def _regimes(task: Task, state_on_ssd: float) -> Iterator[tuple[float, bool]]:
 def _case(
     task: Task,
     machine: Machine,
-    limits: Limits,
-    further: tuple[memory_budget.Item, ...],
+    limits: TierLimits,
+    further: tuple[memory_budget.BudgetItem, ...],
     sizes: tuple[int, int, int],
     seconds: Seconds,
     regime: tuple[float, float, bool],
-) -> Case:
+) -> LpProblem:
     (size, count, blocks), (state_on_ssd, delay, early) = sizes, regime
     shape = shape_of(
         task.outline,
@@ -267,12 +271,12 @@ def _case(
     )
     held = delay if early and task.clip == 0 else 1.0  # what may be redone is kept
     settings = memory_budget.Settings(count, 1, held_share=held, one_memory=machine.one_memory)
-    return Case(shape, machine, settings, limits, delay, early, further)
+    return LpProblem(shape, machine, settings, limits, delay, early, further)
 
 
-def _spread(solved: Sequence[tuple[Case, int, int, Solution]]) -> list[tuple[Case, int, int, Solution]]:
+def _spread(solved: Sequence[tuple[LpProblem, int, int, Solution]]) -> list[tuple[LpProblem, int, int, Solution]]:
     """The best cases, and of every micro-batch size and number of blocks the best one, if it is near them."""
-    best: dict[tuple[int, int], tuple[Case, int, int, Solution]] = {}
+    best: dict[tuple[int, int], tuple[LpProblem, int, int, Solution]] = {}
     for entry in solved:
         best.setdefault((entry[1], entry[2]), entry)
     near = [entry for entry in best.values() if entry[3].seconds <= 1.25 * solved[0][3].seconds]
@@ -280,7 +284,7 @@ def _spread(solved: Sequence[tuple[Case, int, int, Solution]]) -> list[tuple[Cas
     return list(chosen.values())[:_SIMULATED]
 
 
-def _candidate(case: Case, size: int, blocks: int, solution: Solution, *, window: int) -> Candidate:
+def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, window: int) -> Candidate:
     count = case.settings.num_micro_batches
     placement = _rounded(solution.placement(case.shape.placement.state_on_ssd), count)
     shape, settings = replace(case.shape, placement=placement), replace(case.settings, window=window)
@@ -351,7 +355,7 @@ def _difference(chosen: Setting, other: Setting) -> str:
     return ", ".join(found)
 
 
-def _shortage(cases: Sequence[tuple[Case, int, int]]) -> str:
+def _shortage(cases: Sequence[tuple[LpProblem, int, int]]) -> str:
     """Which tier is too small at any setting, and by how much at the setting that needs least."""
     lacking = [(linear_program.shortage(case), case, size) for case, size, _ in cases]
     least, case, size = min(lacking, key=lambda entry: sum(entry[0].values()))

@@ -27,23 +27,22 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ds_vertical.errors import CostsError
-from ds_vertical.planner.costs import Cost, Lane, Parts, Stage, event_costs
+from ds_vertical.planner.costs import Cost, Lane, Needs, Parts, Stage, event_costs
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Op, Schedule, Unit, error_at
 
 Issue = Literal["in order", "ahead"]
-Needs = Sequence[Sequence[int]]
 
-OPTIMIZER: Final = frozenset((Op.HOLD, Op.RECALL, Op.READ, Op.STEP, Op.WRITE, Op.COMMIT, Op.DISCARD))
-COMPUTE: Final = frozenset((Op.F, Op.HEAD, Op.B))
-_HOLDING: Final = COMPUTE | {Op.NORM, Op.RELEASE, Op.DROP, Op.GDROP}
+OPTIMIZER_OPS: Final = frozenset((Op.HOLD, Op.RECALL, Op.READ, Op.STEP, Op.WRITE, Op.COMMIT, Op.DISCARD))
+COMPUTE_OPS: Final = frozenset((Op.F, Op.HEAD, Op.B))
+_HOLDING: Final = COMPUTE_OPS | {Op.NORM, Op.RELEASE, Op.DROP, Op.GDROP}
 _ROUNDING: Final = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SimulatedSpan:
     """A stage of event `index` (counted over all steps) on its lane, from start to end in seconds."""
 
     index: int
@@ -54,12 +53,12 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class SimulatedRun:
     """What a simulated run did. `issued_s` and `end_s`: per event, over all steps; `busy_s`: seconds in which a lane worked."""
 
     events: tuple[Event, ...]
     num_steps: int
-    spans: tuple[Span, ...]
+    spans: tuple[SimulatedSpan, ...]
     issued_s: tuple[float, ...]
     end_s: tuple[float, ...]
     busy_s: dict[Lane, float]
@@ -88,7 +87,7 @@ def simulate(
     drain: bool = False,
     parts: Parts | None = None,
     needs: Needs | None = None,
-) -> Timeline:
+) -> SimulatedRun:
     """Run `steps` consecutive steps of the schedule. See the notes above.
 
     `slots`: pieces of optimizer state in memory at a time. `issue` "ahead": only computation and RELEASE hold the thread,
@@ -129,7 +128,7 @@ def _boundary(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
     """[Note: boundary]: pairs (event of the step before, event of this step)."""
     left: dict[Unit | None, list[int]] = {}
     for index, event in enumerate(events):
-        if event.op in OPTIMIZER or event.op in (Op.RELEASE, Op.REDUCE) or event.ahead:
+        if event.op in OPTIMIZER_OPS or event.op in (Op.RELEASE, Op.REDUCE) or event.ahead:
             left.setdefault(event.layer, []).append(index)
     norms = [index for index, event in enumerate(events) if event.op is Op.NORM]
     fetched: set[Unit | None] = set()
@@ -198,7 +197,7 @@ class _Engine:
         self.tasks_left = [sum(map(len, jobs)) for jobs in self.jobs]
         self.values_left = [sum(t.stage.lane != "ssd_write" for job in jobs for t in job) for jobs in self.jobs]
         self.hinted: list[list[_Task]] = [[] for _ in range(count)]
-        self.spans: list[Span] = []
+        self.spans: list[SimulatedSpan] = []
         self.busy_s: dict[Lane, float] = {}
         self.issue_ahead, self.overlap, self.drain = False, True, False
 
@@ -244,7 +243,7 @@ class _Engine:
 
     # ---- the run
 
-    def run(self) -> Timeline:
+    def run(self) -> SimulatedRun:
         while True:
             self._issue()
             active = [queue[0] for queue in self.queues.values() if queue and queue[0].waits == 0]
@@ -256,14 +255,14 @@ class _Engine:
             raise error_at(self.events, index, "never ends: what it waits for comes after it")
         issued, ended = ([s or 0.0 for s in times] for times in (self.issued_s, self.end_s))
         spans = tuple(sorted(self.spans, key=lambda span: (span.start_s, span.index)))
-        return Timeline(self.events, self.steps, spans, tuple(issued), tuple(ended), self.busy_s)
+        return SimulatedRun(self.events, self.steps, spans, tuple(issued), tuple(ended), self.busy_s)
 
     def _issue(self) -> None:
         while self.next < len(self.events) and self._may_issue(self.next):
             index = self.next
             self.next += 1
             self.issued_s[index] = self.now
-            if self.events[index].op in COMPUTE:
+            if self.events[index].op in COMPUTE_OPS:
                 self.computing = index
             if self.waits[index] == 0:
                 self._start(index)
@@ -277,7 +276,7 @@ class _Engine:
             return False
         if self.machine.one_memory and self.computing is not None and self.end_s[self.computing] is None:
             return False
-        holds = op in _HOLDING if self.issue_ahead else op not in OPTIMIZER
+        holds = op in _HOLDING if self.issue_ahead else op not in OPTIMIZER_OPS
         return self.waits[index] == 0 if holds else True
 
     def _start(self, index: int) -> None:
@@ -334,7 +333,7 @@ class _Engine:
     def _complete(self, task: _Task) -> None:
         index, stage = task.index, task.stage
         self.queues[stage.lane, stage.purpose].popleft()
-        self.spans.append(Span(index, self.events[index], stage, task.start_s or 0.0, self.now))
+        self.spans.append(SimulatedSpan(index, self.events[index], stage, task.start_s or 0.0, self.now))
         for follower in task.followers:
             follower.waits -= 1
         if stage.lane != "ssd_write":

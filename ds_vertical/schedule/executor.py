@@ -13,7 +13,7 @@ from ds_vertical.schedule.events import Event, Op, Schedule, format_window
 from ds_vertical.schedule.trace import Tracer, now
 
 
-class Completion(Protocol):
+class InFlight(Protocol):
     """Something that was started and is to be waited for. `what` and `num_bytes`: for traces and messages."""
 
     what: str
@@ -25,7 +25,7 @@ class Completion(Protocol):
     def wait(self) -> None: ...
 
 
-Handler = Callable[[Event], Completion | None]
+Handler = Callable[[Event], InFlight | None]
 
 # What a handler keeps busy while it runs; the others only issue, or trace their own work.
 _RESOURCE: dict[Op, str] = dict.fromkeys((Op.F, Op.HEAD, Op.B, Op.REDUCE, Op.NORM), "compute")
@@ -39,7 +39,7 @@ def _dependencies(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 class Executor:
     """Runs schedules with one handler per operation.
 
-    A handler that starts something asynchronous returns a ticket, a `Completion`; the executor waits for it just before the
+    A handler that starts something asynchronous returns a ticket, a `InFlight`; the executor waits for it just before the
     first event that depends on it (`dependencies` of the schedule), or at once with `overlap=False`, the debugging oracle. What
     is issued for the next schedule is waited for there, by whoever gave the ticket. `before`: what an operation waits for
     besides.
@@ -52,7 +52,7 @@ class Executor:
         self,
         handlers: Mapping[Op, Handler],
         *,
-        before: Mapping[Op, Callable[[], Completion | None]] = MappingProxyType({}),
+        before: Mapping[Op, Callable[[], InFlight | None]] = MappingProxyType({}),
         overlap: bool = True,
         held_bytes: Callable[[], Mapping[str, int]] = dict,
         counters: Callable[[], Mapping[str, int]] = dict,
@@ -69,7 +69,7 @@ class Executor:
     def run(self, schedule: Schedule) -> None:
         """Run every event once, in order. An exception of a handler carries the events around it as a note."""
         needs = _dependencies(schedule)
-        flying: dict[int, Completion] = {}
+        flying: dict[int, InFlight] = {}
         index = 0
         try:
             for index, event in enumerate(schedule.events):
@@ -96,7 +96,7 @@ class Executor:
             error.add_note(self._describe_failure(schedule, index, flying))
             raise
 
-    def _wait(self, ticket: Completion, by: object) -> None:
+    def _wait(self, ticket: InFlight, by: object) -> None:
         start = now()
         ticket.wait()
         self.tracer.wait(ticket.what, by, start, now())
@@ -107,7 +107,7 @@ class Executor:
                 self._counted[name] = value
                 self.tracer.count(name, value)
 
-    def _describe_failure(self, schedule: Schedule, index: int, flying: Mapping[int, Completion]) -> str:
+    def _describe_failure(self, schedule: Schedule, index: int, flying: Mapping[int, InFlight]) -> str:
         in_flight = ", ".join(f"{ticket.what} ({ticket.num_bytes} bytes)" for ticket in flying.values())
         held = ", ".join(f"{tier} {count} bytes" for tier, count in self.held_bytes().items())
         return (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vertical.cli.bench import disk_limit, efficiency, host_speed_server
-from ds_vertical.cli.bench.arms import Arms, build_arms, nvme_paths
+from ds_vertical.cli.bench.arms import Arms, build_arms, ssd_folders
 from ds_vertical.cli.bench.comparison import (
     ArmSummary,
     ComparisonError,
@@ -22,10 +22,10 @@ from ds_vertical.cli.bench.comparison import (
     Run,
     check_runs,
     compare_losses,
+    comparison_table,
     contract_of,
     describe_losses,
-    summarize,
-    table,
+    summarize_arm,
 )
 from ds_vertical.cli.bench.launch import RunError, Script, terminations_raised
 from ds_vertical.cli.bench.machine_info import describe_machine, versions
@@ -38,7 +38,7 @@ _FAILED, _BAD_INPUT = 1, 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class AbPlan:
     """Everything the command line asks for, checked."""
 
     arms: Arms
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(arguments: Sequence[str]) -> Plan:
+def parse(arguments: Sequence[str]) -> AbPlan:
     """The checked plan. Raises ConfigError for bad input, SystemExit (2) where argparse finds the fault."""
     own, separator, script = _split_at_separator(arguments)
     options = _parser().parse_args(own)
@@ -130,11 +130,11 @@ def parse(arguments: Sequence[str]) -> Plan:
         raise ConfigError(f"--machine {options.machine}: it is for the bound; leave it out, or --no-bound")
     limit = disk_limit.parse_limit(options.ssd_limit) if options.ssd_limit is not None else None
     arms = build_arms(options.config, options.stock_config, options.set, options.num_ranks)
-    if limit is not None and not nvme_paths(arms.vertical):
+    if limit is not None and not ssd_folders(arms.vertical):
         raise ConfigError(f"{disk_limit.OPTION}: {options.config} keeps nothing on SSD (no nvme_path); leave the option out")
-    for nvme_path in nvme_paths(arms.vertical) if limit else []:
+    for nvme_path in ssd_folders(arms.vertical) if limit else []:
         disk_limit.disk_of(nvme_path)  # refused before --out is made
-    return Plan(
+    return AbPlan(
         arms=arms,
         config=options.config,
         stock_config=options.stock_config,
@@ -178,13 +178,13 @@ def _make_out(out: Path) -> Path:
 # --- running -------------------------------------------------------------------------------------------------------
 
 
-def _disk_limit(plan: Plan) -> contextlib.AbstractContextManager[disk_limit.LimitedGroup | None]:
+def _disk_limit(plan: AbPlan) -> contextlib.AbstractContextManager[disk_limit.LimitedGroup | None]:
     if plan.ssd_limit is None:
         return contextlib.nullcontext()
-    return disk_limit.limited(plan.ssd_limit, nvme_paths(plan.arms.vertical))
+    return disk_limit.limited(plan.ssd_limit, ssd_folders(plan.arms.vertical))
 
 
-def _gauge(plan: Plan) -> contextlib.AbstractContextManager[dict[str, str]]:
+def _gauge(plan: AbPlan) -> contextlib.AbstractContextManager[dict[str, str]]:
     """Variables for the runs."""
 
     @contextlib.contextmanager
@@ -196,7 +196,7 @@ def _gauge(plan: Plan) -> contextlib.AbstractContextManager[dict[str, str]]:
     return serving() if wanted else contextlib.nullcontext({})
 
 
-def _execute(plan: Plan, group: disk_limit.LimitedGroup | None, command: Sequence[str]) -> int:
+def _execute(plan: AbPlan, group: disk_limit.LimitedGroup | None, command: Sequence[str]) -> int:
     started = datetime.datetime.now().astimezone()
     for warning in plan.arms.warnings:
         print(f"warning: {warning}")
@@ -205,7 +205,7 @@ def _execute(plan: Plan, group: disk_limit.LimitedGroup | None, command: Sequenc
     check_runs(runs, plan.num_steps, plan.num_ranks)
     verdict = compare_losses(runs, contract_of(plan.arms.vertical, plan.num_ranks, _tied(runs)))
     arms = ARMS if plan.with_stock else ARMS[1:]
-    summaries = {arm: summarize([run for run in runs if run.arm == arm and not run.traced]) for arm in arms}
+    summaries = {arm: summarize_arm([run for run in runs if run.arm == arm and not run.traced]) for arm in arms}
     report = _report(plan, command, started, verdict, summaries)
     report["ssd_limit"] = group.to_json() if group else None
     if plan.with_bound and verdict.agreement is not Agreement.DIFFERENT:
@@ -215,14 +215,14 @@ def _execute(plan: Plan, group: disk_limit.LimitedGroup | None, command: Sequenc
     if verdict.agreement is Agreement.DIFFERENT:
         print(f"ds-vertical ab: the arms do not compute the same thing; logs in {plan.out}", file=sys.stderr)
         return _FAILED
-    print(table(summaries, group.describe() if group else ""))
-    print("\n".join(efficiency.lines(report.get("yardstick", {}))))
+    print(comparison_table(summaries, group.describe() if group else ""))
+    print("\n".join(efficiency.efficiency_lines(report.get("yardstick", {}))))
     print(f"written: {plan.out / 'ab.json'}")
     return 0
 
 
 def _runs(
-    plan: Plan, group: disk_limit.LimitedGroup | None, environment: Mapping[str, str]
+    plan: AbPlan, group: disk_limit.LimitedGroup | None, environment: Mapping[str, str]
 ) -> tuple[list[Run], dict[int, list[_Measured]]]:
     """All runs, the arms in turn; alternating the order spreads a drift of the machine (heat, other load) over them. Beside
     them the machine as it was ahead of and after each run of the vertical arm, by repeat: ahead of it once there is an account
@@ -253,11 +253,11 @@ def _runs(
 _Measured = dict[str, Any] | str  # a report of `ds-vertical limits`, or why there is none
 
 
-def _machine_now(plan: Plan, group: disk_limit.LimitedGroup | None, run: Run) -> _Measured:
+def _machine_now(plan: AbPlan, group: disk_limit.LimitedGroup | None, run: Run) -> _Measured:
     """The machine's rates for a run's model and settings; those that were given, where they were."""
     if plan.machine is not None:
         return plan.machine
-    folder = Path(next(iter(nvme_paths(plan.arms.vertical)), plan.out))
+    folder = Path(next(iter(ssd_folders(plan.arms.vertical)), plan.out))
     try:
         ran = efficiency.accounts([run], plan.out)
         return efficiency.measure_machine(ran[0].account, plan.out, folder, group) if ran else _NO_ACCOUNT
@@ -269,7 +269,7 @@ _NO_ACCOUNT = "the vertical arm kept no account of its steps"
 
 
 def _yardstick(
-    plan: Plan, measured: Mapping[int, Sequence[_Measured]], runs: Sequence[Run], stock: ArmSummary | None
+    plan: AbPlan, measured: Mapping[int, Sequence[_Measured]], runs: Sequence[Run], stock: ArmSummary | None
 ) -> dict[str, Any]:
     """The bound and what else the vertical step is measured against; {"missing": why} where it cannot be had."""
     faults = [found for reports in measured.values() for found in reports if isinstance(found, str)]
@@ -295,7 +295,7 @@ def _tied(runs: Sequence[Run]) -> bool | None:
 
 
 def _report(
-    plan: Plan,
+    plan: AbPlan,
     command: Sequence[str],
     started: datetime.datetime,
     verdict: LossVerdict,

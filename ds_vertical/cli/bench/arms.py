@@ -84,7 +84,7 @@ def build_arms(
     return Arms(stock=arms[0], vertical=arms[1], warnings=tuple(check(arms[1], section)))
 
 
-def nvme_paths(config: Mapping[str, Any]) -> list[str]:
+def ssd_folders(config: Mapping[str, Any]) -> list[str]:
     """Where a configuration keeps parameters and optimizer state on SSD; empty where it keeps neither there."""
     sections = [config[_ZERO].get(name) or {} for name in ("offload_param", "offload_optimizer")]
     found = [section.get("nvme_path") for section in sections if section.get("device") == "nvme"]

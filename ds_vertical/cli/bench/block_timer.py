@@ -32,7 +32,7 @@ _KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Batch:
+class BlockBatch:
     """A micro-batch of `tokens` in `sequences`, for a model in `dtype` (bf16, fp16, fp32)."""
 
     tokens: int
@@ -60,7 +60,7 @@ class BlockTimer:
     """Times the pieces of `model` (a Hugging Face configuration) on `device`. `zero_linear`: with ZeRO-3's linear for torch's.
     This process has that, and what it frees, from now on."""
 
-    def __init__(self, model: Path, batch: Batch, device: str, zero_linear: bool = False) -> None:
+    def __init__(self, model: Path, batch: BlockBatch, device: str, zero_linear: bool = False) -> None:
         keep_freed_memory(_KEPT_BYTES)
         if zero_linear:
             from ds_vertical.compat.zero_params import zero3_linear_wrap

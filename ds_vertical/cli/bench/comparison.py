@@ -55,7 +55,7 @@ class Contract:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LossDifference:
     """One loss that two runs do not share; step counts from 1."""
 
     step: int
@@ -86,7 +86,7 @@ class LossVerdict:
 
     agreement: Agreement
     contract: Contract
-    first: Difference | None
+    first: LossDifference | None
     max_relative: float
 
 
@@ -178,15 +178,15 @@ def compare_losses(runs: Sequence[Run], contract: Contract) -> LossVerdict:
     return LossVerdict(agreement, contract, decisive, max(difference.relative for difference in found))
 
 
-def _differences(left_run: Run, right_run: Run) -> Iterator[Difference]:
+def _differences(left_run: Run, right_run: Run) -> Iterator[LossDifference]:
     for rank, left_records in sorted(left_run.ranks.items()):
         for left, right in zip(left_records, right_run.ranks[rank], strict=True):
             for micro_batch, (a, b) in enumerate(zip(left.losses, right.losses, strict=True)):
                 if a != b and not (math.isnan(a) and math.isnan(b)):
-                    yield Difference(left.step, rank, micro_batch, left_run.name, a, right_run.name, b)
+                    yield LossDifference(left.step, rank, micro_batch, left_run.name, a, right_run.name, b)
 
 
-def summarize(runs: Sequence[Run]) -> ArmSummary:
+def summarize_arm(runs: Sequence[Run]) -> ArmSummary:
     """The summary of one arm's runs, which all have two steps or more."""
     steps = [[run.step(index) for index in range(1, run.num_steps)] for run in runs]
     pooled = [step for repeat in steps for step in repeat]
@@ -221,7 +221,7 @@ def describe_losses(verdict: LossVerdict, num_steps: int) -> str:
     return f"losses: DIFFERENT; the contract asks for equality {rule}\n        first: {verdict.first}"
 
 
-def table(summaries: Mapping[str, ArmSummary], ssd_limit: str = "") -> str:
+def comparison_table(summaries: Mapping[str, ArmSummary], ssd_limit: str = "") -> str:
     """The arms side by side, one quantity a line, for the terminal; `ssd_limit` says what their disk was limited to."""
     arms = list(summaries.values())
     rows = [

@@ -37,7 +37,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Disk:
+class BlockDevice:
     """A whole block device, e.g. ("vda", "254:0"): limits are refused on partitions."""
 
     name: str
@@ -54,7 +54,7 @@ class Controller:
     parent: Path
     version: int
 
-    def settings(self, limit: Limit, disk: Disk) -> list[tuple[str, str]]:
+    def settings(self, limit: Limit, disk: BlockDevice) -> list[tuple[str, str]]:
         """(file, text) that limit one disk for a group."""
         if self.version == 2:
             return [("io.max", f"{disk.number} rbps={limit.read_bps} wbps={limit.write_bps}")]
@@ -74,7 +74,7 @@ def parse_limit(text: str) -> Limit:
     return Limit(read_bps, write_bps)
 
 
-def disk_of(path: str | os.PathLike[str], block: Path = Path("/sys/dev/block")) -> Disk:
+def disk_of(path: str | os.PathLike[str], block: Path = Path("/sys/dev/block")) -> BlockDevice:
     """The whole disk below `path`, which need not exist yet. Raises ConfigError where no block device lies below it."""
     found = Path(path).resolve()
     while not found.exists():
@@ -88,7 +88,7 @@ def disk_of(path: str | os.PathLike[str], block: Path = Path("/sys/dev/block")) 
             "name a path on a disk's own file system, e.g. ext4 or xfs"
         )
     whole = device.parent if (device / "partition").exists() else device
-    return Disk(whole.name, (whole / "dev").read_text().strip())
+    return BlockDevice(whole.name, (whole / "dev").read_text().strip())
 
 
 def _filesystem(number: str) -> str:
@@ -129,7 +129,7 @@ class LimitedGroup:
     folder: Path
     version: int
     limit: Limit
-    disks: tuple[Disk, ...]
+    disks: tuple[BlockDevice, ...]
 
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command that runs `command`, all its processes, inside the group; it fails where it cannot enter."""
@@ -175,7 +175,7 @@ def limited(limit: Limit, paths: Sequence[str | os.PathLike[str]]) -> Iterator[L
     )
 
 
-def _make(folder: Path, place: Controller, limit: Limit, disks: Sequence[Disk]) -> None:
+def _make(folder: Path, place: Controller, limit: Limit, disks: Sequence[BlockDevice]) -> None:
     """Raises OSError or CalledProcessError unless the kernel took the limits and a process can enter the group."""
     _remove_stale(folder.parent)
     if place.version == 2:

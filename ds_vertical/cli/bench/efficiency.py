@@ -28,7 +28,7 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.costs import event_costs
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.run_record import DTYPES, Account, RanStep, read_account
+from ds_vertical.planner.run_record import DTYPES, Account, ExecutedStep, read_account
 from ds_vertical.planner.simulate import simulate
 from ds_vertical.schedule.events import PRE, Event, Op, parse_event
 from ds_vertical.schedule.trace import StepTrace, cost_share, optimizer_overlap, read_trace, record_s, summarize
@@ -44,7 +44,7 @@ class Ran:
     run: Run
     account: Account
 
-    def counted(self) -> list[tuple[RanStep, int, int, float]]:
+    def counted(self) -> list[tuple[ExecutedStep, int, int, float]]:
         """(step, bytes read, bytes written, seconds) of all ranks, without the first step."""
         counted = []
         for index in range(1, self.run.num_steps):
@@ -256,7 +256,7 @@ def _kind(event: Event) -> str:
 # ---- lines
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def efficiency_lines(found: Mapping[str, Any]) -> list[str]:
     """For the terminal, below the table of the arms."""
     if "bound_s" not in found:
         return [f"no bound: {found['missing']}"] if "missing" in found else []

@@ -23,7 +23,7 @@ def installed() -> bool:
     return shutil.which("fio") is not None
 
 
-def rates(folder: Path, num_bytes: int, rounds: int, aio: Mapping[str, Any]) -> dict[str, float]:
+def fio_rates(folder: Path, num_bytes: int, rounds: int, aio: Mapping[str, Any]) -> dict[str, float]:
     """Bytes/s of each direction alone and of both together, `fio_*`. `aio`: DeepSpeed's settings. Raises OSError."""
     found = {}
     for name, directions in (("write", ["write"]), ("read", ["read"]), ("together", ["read", "write"])):

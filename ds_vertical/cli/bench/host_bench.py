@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from ds_vertical.cli.bench.ssd_bench import median_s
-from ds_vertical.engine.handlers import Body, Sweeps
+from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import map_layers
 from ds_vertical.offload.grad_accumulator import GradientStore
@@ -194,7 +194,7 @@ def event_s(rounds: int) -> float:
     model, memory = _Model(), _Memory()
     layers = map_layers(model, ["blocks"])
     sums = GradientStore(layers.units, torch.float32, nn.Parameter.numel, lambda param: param.dtype, pairs=True)
-    sweeps = Sweeps(layers, memory, overlap=True)
+    sweeps = ScheduleRunner(layers, memory, overlap=True)
     schedule = build_training(_LAYERS, _MICRO_BATCHES)
     runs: list[Callable[[], Any]] = [partial(model, torch.ones(1)) for _ in range(_MICRO_BATCHES)]
 

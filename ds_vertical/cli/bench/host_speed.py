@@ -9,7 +9,7 @@ from statistics import harmonic_mean, mean
 from typing import Any
 
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.run_record import RanStep
+from ds_vertical.planner.run_record import ExecutedStep
 
 Report = Mapping[str, Any]  # of `ds-vertical limits`
 _GAUGE = "gauge_s"
@@ -30,14 +30,14 @@ class Conditions:
         seconds = [rates.get("layer_forward_s", 0.0) + rates.get("layer_backward_s", 0.0) for rates in self._every]
         return max(seconds) / min(seconds) - 1 if len(seconds) > 1 and min(seconds) > 0 else None
 
-    def slowdown(self, steps: Sequence[RanStep], index: int) -> float:
+    def slowdown(self, steps: Sequence[ExecutedStep], index: int) -> float:
         """Over the reports' seconds of a block those around a step, from what was measured ahead of it and behind it; 1 where
         nothing was."""
         known = [step.gauge_s for step in steps[max(0, index - 1) : index + 1] if step.gauge_s is not None]
         usual = self.rates.get(_GAUGE)
         return mean(known) / usual if known and usual else 1.0
 
-    def during(self, steps: Sequence[RanStep], index: int) -> tuple[Machine, dict[str, float]]:
+    def during(self, steps: Sequence[ExecutedStep], index: int) -> tuple[Machine, dict[str, float]]:
         """The machine and the rates in a step of the run."""
         factor = self.slowdown(steps, index)
         slowed = {key: value * factor if key in _HOST_SECONDS else value for key, value in self.rates.items()}

@@ -78,14 +78,14 @@ def _stopped(pid: int) -> Iterator[None]:
 
 
 def _timer(timers: dict[str, BlockTimer], asked: Mapping[str, Any], folder: Path) -> BlockTimer:
-    from ds_vertical.cli.bench.block_timer import Batch, BlockTimer
+    from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
 
     key = json.dumps([asked["model"], asked["batch"], asked["zero_linear"]])
     if key not in timers:
         model = folder / "model.json"
         model.write_text(json.dumps(asked["model"]))
         timers.clear()  # a model's layer each
-        timers[key] = BlockTimer(model, Batch(**asked["batch"]), "cpu", asked["zero_linear"])
+        timers[key] = BlockTimer(model, BlockBatch(**asked["batch"]), "cpu", asked["zero_linear"])
     return timers[key]
 
 

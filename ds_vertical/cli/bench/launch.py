@@ -54,7 +54,7 @@ class Script:
             *("--hostfile", os.devnull, *_devices(self.num_ranks), "--master_port", str(_free_port())),
             *(str(self.path), *self.arguments, "--deepspeed_config", str(config)),
         ]
-        progress = Progress(title, self.num_steps, metrics, log)
+        progress = LaunchProgress(title, self.num_steps, metrics, log)
         status = _run_process(self.group.wrap(command) if self.group else command, environment, log, progress)
         if status != 0:
             raise RunError(_failure(name, f"ended with status {status}", log))
@@ -64,7 +64,7 @@ class Script:
             raise RunError(_failure(name, f"trained nothing through engine.train_batch ({error})", log)) from error
 
 
-def _run_process(command: Sequence[str], environment: dict[str, str], log: Path, progress: Progress) -> int:
+def _run_process(command: Sequence[str], environment: dict[str, str], log: Path, progress: LaunchProgress) -> int:
     """Runs the command in a process group of its own with its output in `log`; ends the group if interrupted."""
     with log.open("wb") as sink:
         process = subprocess.Popen(
@@ -134,7 +134,7 @@ def _failure(name: str, what: str, log: Path) -> str:
     return f"{name} {what}; the end of its log:\n" + "".join(f"    {line}\n" for line in lines) + f"whole log: {log}"
 
 
-class Progress:
+class LaunchProgress:
     """One line about the run under way: redrawn on a terminal, repeated now and then without one."""
 
     def __init__(self, name: str, num_steps: int, metrics: Path, log: Path) -> None:

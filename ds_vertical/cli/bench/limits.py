@@ -20,7 +20,7 @@ from typing import Any
 from ds_vertical.cli.bench import disk_limit, fio
 from ds_vertical.cli.bench.host_bench import core_s_per_byte, core_share
 from ds_vertical.cli.bench.machine_info import accelerator, describe_machine, versions
-from ds_vertical.cli.bench.ssd_bench import median_s, transfer_s, tune
+from ds_vertical.cli.bench.ssd_bench import median_s, transfer_s, tune_aio
 from ds_vertical.cli.common import first_line
 from ds_vertical.config.file import read_config
 from ds_vertical.engine.machine_cache import check_keeping, keep_report
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _lines(report: dict[str, Any], kept: Path | None, out: Path | None) -> list[str]:
     """For the terminal."""
-    lines = [table(report["rates"]), fio_line(report["rates"])]
+    lines = [rates_table(report["rates"]), fio_line(report["rates"])]
     lines += [f"fastest aio: {json.dumps(report['aio'])}"] if report["aio"] else []
     lines += [f"kept for plans and training: {kept}"] if kept else []
     return lines + ([f"written: {out}"] if out else [])
@@ -125,7 +125,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(options.threads)
     num_bytes = options.size_mb << 20
     config = read_config(options.config) if options.config else {}
-    tuned, tried = tune(options.path, num_bytes, options.rounds) if options.tune_aio else (None, None)
+    tuned, tried = tune_aio(options.path, num_bytes, options.rounds) if options.tune_aio else (None, None)
     config = config if tuned is None else config | {"aio": tuned}
     rates = ssd_rates(options.path, num_bytes, options.rounds, config, not options.no_fio)
     rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
@@ -171,7 +171,7 @@ def _as_machine(rates: dict[str, float]) -> dict[str, Any]:
     return own | {"host_cores": len(os.sched_getaffinity(0)), "one_memory": one_memory, "adam_cores": 1 if one_memory else None}
 
 
-def table(rates: dict[str, float]) -> str:
+def rates_table(rates: dict[str, float]) -> str:
     """One rate a line, in GB/s, million elements/s or milliseconds."""
     units = {
         "_bytes_per_s": ("GB/s", 1e-9),
@@ -229,7 +229,7 @@ def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any],
                 rates[f"ssd_{way}_together_bytes_per_s"] = min(alone, piece.numel() / together)
             if accelerator() == "cpu":
                 rates["ssd_core_s_per_byte"] = _load(queues, pieces, files, rounds)
-            return rates | (fio.rates(Path(scratch), num_bytes, rounds, aio) if with_fio and fio.installed() else {})
+            return rates | (fio.fio_rates(Path(scratch), num_bytes, rounds, aio) if with_fio and fio.installed() else {})
     finally:
         for queue, buffer in zip(queues, buffers, strict=True):
             queue.close()
@@ -378,11 +378,11 @@ def capacity(folder: Path) -> dict[str, int | None]:
 def layer_seconds(options: argparse.Namespace, config: dict[str, Any]) -> dict[str, float]:
     """Seconds of a model's pieces for one micro-batch, see `block_timer`; with DeepSpeed's linear where the JSON's stage 3 puts
     it in torch's place."""
-    from ds_vertical.cli.bench.block_timer import Batch, BlockTimer
+    from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
 
     zero = config.get("zero_optimization") or {}
     zero_linear = zero.get("stage") == 3 and zero.get("memory_efficient_linear", True)
-    batch = Batch(options.tokens, options.sequences, options.dtype)
+    batch = BlockBatch(options.tokens, options.sequences, options.dtype)
     return BlockTimer(options.model, batch, accelerator(), zero_linear).rates(options.rounds)
 
 

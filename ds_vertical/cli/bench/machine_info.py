@@ -40,7 +40,7 @@ def versions() -> dict[str, str | None]:
     """Of what decides a measurement; None for a package that is not installed. `commit`: ours, where this is a checkout."""
     packages = ("torch", "deepspeed", "transformers", "ds-vertical")
     found = {name: _version(name) for name in packages}
-    return found | {"commit": _commit(Path(__file__).parents[1]), "python": platform.python_version()}
+    return found | {"commit": _commit(Path(__file__).parents[3]), "python": platform.python_version()}
 
 
 def _commit(checkout: Path) -> str | None:

@@ -62,7 +62,7 @@ def choose_fastest(seconds: list[tuple[dict[str, Any], float]]) -> dict[str, Any
     return best if best_s * _WORTH < own_s else default
 
 
-def tune(folder: Path, num_bytes: int, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def tune_aio(folder: Path, num_bytes: int, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(the JSON's "aio" section, what was measured). Raises DiskError, OSError."""
     from ds_vertical.compat import pinned_memory
     from ds_vertical.compat.ops import load

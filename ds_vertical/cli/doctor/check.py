@@ -15,7 +15,7 @@ _OFFLOADS = ("offload_param", "offload_optimizer")
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """`found`: one sentence. `remedy`: the command or the JSON line that mends it, empty where nothing is wrong."""
 
     severity: Severity
@@ -24,16 +24,16 @@ class Finding:
     check: str = ""
 
 
-def ok(found: str) -> Finding:
-    return Finding("ok", found)
+def ok(found: str) -> CheckResult:
+    return CheckResult("ok", found)
 
 
-def warning(found: str, remedy: str) -> Finding:
-    return Finding("warning", found, remedy)
+def warning(found: str, remedy: str) -> CheckResult:
+    return CheckResult("warning", found, remedy)
 
 
-def error(found: str, remedy: str) -> Finding:
-    return Finding("error", found, remedy)
+def error(found: str, remedy: str) -> CheckResult:
+    return CheckResult("error", found, remedy)
 
 
 def split_fault(line: str) -> tuple[str, str]:
@@ -43,7 +43,7 @@ def split_fault(line: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Case:
+class Target:
     """What is examined besides the machine. `config_path`: a DeepSpeed JSON; `nvme_path`: a folder on the SSD, in place of
     those that the JSON names; `arm`: which arms the JSON is to run in, null: the one that it says."""
 

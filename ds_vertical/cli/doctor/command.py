@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from ds_vertical.cli.doctor.check import Case, Finding
-from ds_vertical.cli.doctor.worker import LIMIT_S, Check, examine
+from ds_vertical.cli.doctor.check import CheckResult, Target
+from ds_vertical.cli.doctor.worker import LIMIT_S, Check, run_checks
 
 _ERRORS_FOUND: Final = 1
 _EPILOG: Final = """example:
@@ -24,11 +24,11 @@ Nothing is compiled, and nothing is left on the disk."""
 # A further check is a further row: a function of a Case that yields Findings. In order: those before `internals` import no
 # DeepSpeed through `compat`, which clears stale compile locks.
 CHECKS: Final = (
-    Check("versions", "ds_vertical.cli.doctor.installation.versions"),
+    Check("versions", "ds_vertical.cli.doctor.installation.supported_versions"),
     Check("environment", "ds_vertical.cli.doctor.installation.environment"),
     Check("ninja", "ds_vertical.cli.doctor.installation.ninja"),
     Check("compile locks", "ds_vertical.cli.doctor.installation.compile_locks"),
-    Check("memory", "ds_vertical.cli.doctor.hardware.memory"),
+    Check("memory", "ds_vertical.cli.doctor.hardware.host_memory"),
     Check("aio events", "ds_vertical.cli.doctor.hardware.aio_events"),
     Check("other work", "ds_vertical.cli.doctor.hardware.other_work"),
     Check("config", "ds_vertical.cli.doctor.config_checks.refusals"),
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.limit <= 0:
         parser.error(f"--limit {options.limit:g}: write a number of seconds above 0")
     found = []
-    for finding in examine(CHECKS, Case(options.config, options.nvme_path, options.arm), options.limit):
+    for finding in run_checks(CHECKS, Target(options.config, options.nvme_path, options.arm), options.limit):
         found.append(finding)
         if not options.json:
             print("\n".join(_lines(finding)), flush=True)
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _lines(finding: Finding) -> Iterator[str]:
+def _lines(finding: CheckResult) -> Iterator[str]:
     yield f"{finding.severity:8}{finding.check:14}{finding.found}"
     if finding.remedy:
         yield f"{'':22}-> {finding.remedy}"

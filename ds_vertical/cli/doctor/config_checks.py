@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ds_vertical.cli.common import first_line
-from ds_vertical.cli.doctor.check import Case, Finding, error, ok, split_fault, warning
+from ds_vertical.cli.doctor.check import CheckResult, Target, error, ok, split_fault, warning
 from ds_vertical.compat.stock_config import check_zero
 from ds_vertical.config.cross_check import check, find_unfilled
 from ds_vertical.config.deepspeed_keys import TOP_LEVEL_KEYS
@@ -19,7 +19,7 @@ from ds_vertical.errors import ConfigError
 _ZERO: Final = "zero_optimization"
 
 
-def refusals(case: Case) -> Iterator[Finding]:
+def refusals(case: Target) -> Iterator[CheckResult]:
     """What `initialize` would refuse, in its own words, and what it would warn of."""
     if case.config_path is None:
         return
@@ -43,7 +43,7 @@ def refusals(case: Case) -> Iterator[Finding]:
     yield ok(f"{case.config_path}: layer-major order, nothing that is refused")
 
 
-def deepspeed_reader(case: Case) -> Iterator[Finding]:
+def deepspeed_reader(case: Target) -> Iterator[CheckResult]:
     """What DeepSpeed's own reader would refuse."""
     if case.config is None:
         return
@@ -83,7 +83,7 @@ def _without_auto(value: Any) -> Any:
     return kept | {key: 1 for key in ones if value.get(key) == "auto"}
 
 
-def near_misses(case: Case) -> Iterator[Finding]:
+def near_misses(case: Target) -> Iterator[CheckResult]:
     """Top-level keys that DeepSpeed would ignore in silence. Those inside sections it refuses itself; see `stock_traps` for
     aio."""
     for key in case.config or {}:
@@ -99,13 +99,13 @@ def near_misses(case: Case) -> Iterator[Finding]:
         yield severity(f"{key}: DeepSpeed knows no such key at the top level and ignores it{guess}", remedy)
 
 
-def autos(case: Case) -> Iterator[Finding]:
+def autos(case: Target) -> Iterator[CheckResult]:
     """Values left to "auto"."""
     for each in find_unfilled(case.config or {}):
         yield (warning if each.harmless else error)(each.found, each.line)
 
 
-def optimizer(case: Case) -> Iterator[Finding]:
+def optimizer(case: Target) -> Iterator[CheckResult]:
     """Arguments that CPU Adam does not take: DeepSpeed hands all of them on."""
     given = case.at("optimizer.params")
     kind = case.at("optimizer.type")
@@ -125,7 +125,7 @@ def optimizer(case: Case) -> Iterator[Finding]:
         yield error(f"optimizer.params.{key}: DeepSpeed's CPU Adam takes no such argument", remedy)
 
 
-def precision(case: Case) -> Iterator[Finding]:
+def precision(case: Target) -> Iterator[CheckResult]:
     """Whether the device has the JSON's precision."""
     if case.config is None:
         return

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ds_vertical.cli.common import gib
-from ds_vertical.cli.doctor.check import Case, Finding, error, ok, warning
+from ds_vertical.cli.doctor.check import CheckResult, Target, error, ok, warning
 from ds_vertical.compat.ops import cache
 from ds_vertical.io import contention, host
 
@@ -29,7 +29,7 @@ _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _BUILD: Final = "ds-vertical build-ops"
 
 
-def memory(case: Case) -> Iterator[Finding]:
+def host_memory(case: Target) -> Iterator[CheckResult]:
     """What this process may allocate and lock, against what DeepSpeed takes for the JSON before the first step."""
     available, lockable = host.available_bytes(), host.lockable_bytes()
     needed, why = _parameter_buffers(case)
@@ -54,7 +54,7 @@ def memory(case: Case) -> Iterator[Finding]:
         yield ok(f"memlock limit: {'none' if lockable is None else gib(lockable)}")
 
 
-def _parameter_buffers(case: Case) -> tuple[int, str]:
+def _parameter_buffers(case: Target) -> tuple[int, str]:
     """Bytes of the buffers that zero.Init locks in both arms for parameters on SSD, and what they are called; 0 without."""
     section = "zero_optimization.offload_param"
     if case.at(f"{section}.device") != "nvme":
@@ -68,7 +68,7 @@ def _parameter_buffers(case: Case) -> tuple[int, str]:
     return int(count * size * width), f"the parameter buffers ({count:.0f} x {size:.0f} elements of {width} bytes)"
 
 
-def aio_events(case: Case) -> Iterator[Finding]:
+def aio_events(case: Target) -> Iterator[CheckResult]:
     """The kernel's limit of asynchronous I/O, which all processes of the machine share."""
     folder = Path("/proc/sys/fs")
     taken, most = (int((folder / name).read_text()) for name in ("aio-nr", "aio-max-nr"))
@@ -79,7 +79,7 @@ def aio_events(case: Case) -> Iterator[Finding]:
         yield ok(f"asynchronous I/O: {taken} of {most} events are taken")
 
 
-def other_work(case: Case) -> Iterator[Finding]:
+def other_work(case: Target) -> Iterator[CheckResult]:
     """Cores that this process's threads would have to share: with other processes, or with a control group's quota."""
     num_cores, wanted = len(contention.cores()), _num_threads()
     others, takers = contention.look()
@@ -102,7 +102,7 @@ def _num_threads() -> int:
     return int(given) if given.isdigit() and int(given) > 0 else len(contention.cores())
 
 
-def page_locked(case: Case) -> Iterator[Finding]:
+def page_locked(case: Target) -> Iterator[CheckResult]:
     """Page-locked memory can really be had, by the call that runs make."""
     from ds_vertical.compat import accelerator as compat
     from ds_vertical.compat import pinned_memory
@@ -122,7 +122,7 @@ def page_locked(case: Case) -> Iterator[Finding]:
         yield error("page-locked memory: the device does not call it pinned; copies would block", "ulimit -l unlimited")
 
 
-def huge_pages(case: Case) -> Iterator[Finding]:
+def huge_pages(case: Target) -> Iterator[CheckResult]:
     """Buffers of direct I/O are in huge pages where the kernel grants them on request; see `host`."""
     from ds_vertical.compat import accelerator as compat
 
@@ -137,7 +137,7 @@ def huge_pages(case: Case) -> Iterator[Finding]:
         yield ok(f"huge pages: {mode}; memory that a device locks is its driver's")
 
 
-def processor(case: Case) -> Iterator[Finding]:
+def processor(case: Target) -> Iterator[CheckResult]:
     """What CPU Adam is compiled for, and whether bf16 is arithmetic or a loop where the device is the CPU."""
     from cpuinfo import get_cpu_info
 
@@ -162,7 +162,7 @@ def processor(case: Case) -> Iterator[Finding]:
         yield ok("bf16 arithmetic: none in this processor; the JSON does not use bf16")
 
 
-def device(case: Case) -> Iterator[Finding]:
+def device(case: Target) -> Iterator[CheckResult]:
     """The accelerator that DeepSpeed takes, and whether that is what the machine has."""
     named = os.environ.get("DS_ACCELERATOR")
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from ds_vertical.cli.common import first_line
-from ds_vertical.cli.doctor.check import Case, Finding, error, ok, split_fault, warning
+from ds_vertical.cli.doctor.check import CheckResult, Target, error, ok, split_fault, warning
 from ds_vertical.compat.ops import build_lock, cache
 
 _DISTRIBUTION: Final = "ds-vertical"
@@ -29,7 +29,7 @@ _BUILD: Final = "ds-vertical build-ops"
 # ---- versions
 
 
-def versions(case: Case) -> Iterator[Finding]:
+def supported_versions(case: Target) -> Iterator[CheckResult]:
     """Python and the packages against what this package declares."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
@@ -68,7 +68,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def internals(case: Case) -> Iterator[Finding]:
+def internals(case: Target) -> Iterator[CheckResult]:
     """DeepSpeed's internals against those that `compat` overrides: importing it compares them."""
     try:
         from ds_vertical.compat import version
@@ -84,7 +84,7 @@ def internals(case: Case) -> Iterator[Finding]:
 # ---- environment
 
 
-def ninja(case: Case) -> Iterator[Finding]:
+def ninja(case: Target) -> Iterator[CheckResult]:
     """The ninjas on PATH: two of different versions rebuild each other's ops in torch's cache."""
     found = _programs("ninja")
     own = Path(sys.prefix) / "bin" / "ninja"
@@ -122,7 +122,7 @@ def _told(path: Path, option: str) -> str:
         return first_line(failure)
 
 
-def environment(case: Case) -> Iterator[Finding]:
+def environment(case: Target) -> Iterator[CheckResult]:
     """Variables that send a run somewhere else without a word."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
     if extensions and not Path(extensions).is_relative_to(cache.cache_root()):
@@ -146,7 +146,7 @@ def environment(case: Case) -> Iterator[Finding]:
         yield warning(f"{there} cannot be written: no op can be compiled into {root}", "export DS_VERTICAL_CACHE=FOLDER")
 
 
-def compile_locks(case: Case) -> Iterator[Finding]:
+def compile_locks(case: Target) -> Iterator[CheckResult]:
     """Locks of compiles, in this cache and in torch's own: those of the living, and those that all others wait for in vain."""
     # before anything imports DeepSpeed through `compat`, which clears stale ones in the folder that it uses
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -172,7 +172,7 @@ def compile_locks(case: Case) -> Iterator[Finding]:
 # ---- ops
 
 
-def ops(case: Case) -> Iterator[Finding]:
+def ops(case: Target) -> Iterator[CheckResult]:
     """Every op that runs use is in the cache and loads; CPU Adam steps a tensor right. Nothing is compiled here."""
     from ds_vertical.compat.ops import load
 
@@ -199,7 +199,7 @@ def ops(case: Case) -> Iterator[Finding]:
         yield ok(f"loaded from {cache.cache_folder()}: {', '.join(loaded)}")
 
 
-def _toolchain() -> Iterator[Finding]:
+def _toolchain() -> Iterator[CheckResult]:
     """What a compile would miss."""
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
@@ -215,7 +215,7 @@ def _toolchain() -> Iterator[Finding]:
         yield error("there is no nvcc: ops for CUDA cannot be compiled", "export CUDA_HOME=/usr/local/cuda")
 
 
-def _adam_step() -> Iterator[Finding]:
+def _adam_step() -> Iterator[CheckResult]:
     """One step on ones: whatever the vector width, Adam's first step moves by lr against the gradient's sign."""
     import torch
 

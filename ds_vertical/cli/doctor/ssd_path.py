@@ -14,7 +14,7 @@ from typing import Final
 from ds_vertical import errors
 from ds_vertical.cli.bench import disk_limit
 from ds_vertical.cli.common import first_line, gib
-from ds_vertical.cli.doctor.check import Case, Finding, error, ok, split_fault, warning
+from ds_vertical.cli.doctor.check import CheckResult, Target, error, ok, split_fault, warning
 from ds_vertical.compat.ops import cache
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import files
@@ -67,7 +67,7 @@ def _standing(path: Path) -> Path:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
-def existence(case: Case) -> Iterator[Finding]:
+def existence(case: Target) -> Iterator[CheckResult]:
     """There is a folder, and it is one."""
     if not case.nvme_paths and case.config is not None:
         yield ok("the JSON keeps nothing on SSD, so no disk was examined")
@@ -88,7 +88,7 @@ def existence(case: Case) -> Iterator[Finding]:
             )
 
 
-def _folders(case: Case) -> Iterator[tuple[Path, Path]]:
+def _folders(case: Target) -> Iterator[tuple[Path, Path]]:
     """Each path with the folder that stands for it; those that `existence` finds fault with are left out."""
     for path in case.nvme_paths:
         with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ def _folders(case: Case) -> Iterator[tuple[Path, Path]]:
                 yield path, there
 
 
-def file_system(case: Case) -> Iterator[Finding]:
+def file_system(case: Target) -> Iterator[CheckResult]:
     """What the folder lies on: kinds that are no SSD, read-only mounts, rotating disks."""
     for path, there in _folders(case):
         mount = mount_of(there, read_mounts())
@@ -126,13 +126,13 @@ def _rotates(folder: Path) -> bool:
     return disk.startswith(("sd", "hd")) and flag.exists() and flag.read_text().strip() == "1"
 
 
-def space(case: Case) -> Iterator[Finding]:
+def space(case: Target) -> Iterator[CheckResult]:
     """Free bytes and inodes, and how large a model they hold."""
     for path, there in _folders(case):
         yield judge_space(path, os.statvfs(there))
 
 
-def judge_space(path: Path, status: os.statvfs_result) -> Finding:
+def judge_space(path: Path, status: os.statvfs_result) -> CheckResult:
     """The finding for a file system of which `status` is told."""
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     millions = free / _GENERATION_BYTES / 1e6
@@ -149,7 +149,7 @@ def judge_space(path: Path, status: os.statvfs_result) -> Finding:
 # ---- the round trip
 
 
-def round_trip(case: Case) -> Iterator[Finding]:
+def round_trip(case: Target) -> Iterator[CheckResult]:
     """Claim a folder as a run does, reserve a file, write it past the page cache, read it back both ways, compare."""
     for path, there in _folders(case):
         try:
@@ -165,7 +165,7 @@ def round_trip(case: Case) -> Iterator[Finding]:
             yield error(f"{path}: {failure}", _remedy(failure, there) or _ANOTHER)
 
 
-def _transfer(path: Path, file: Path, case: Case) -> Finding:
+def _transfer(path: Path, file: Path, case: Target) -> CheckResult:
     from ds_vertical.compat.ops import load
     from ds_vertical.compat.stock_config import aio_settings
 
@@ -219,7 +219,7 @@ def _remedy(failure: BaseException | None, folder: Path) -> str:
 # ---- who else is there
 
 
-def runs(case: Case) -> Iterator[Finding]:
+def runs(case: Target) -> Iterator[CheckResult]:
     """Other runs on the disk: live ones share its rate, those of dead processes keep its space."""
     for path, there in _folders(case):
         if there != path.absolute():
@@ -239,7 +239,7 @@ def runs(case: Case) -> Iterator[Finding]:
             yield ok(f"{path}: no other run's files")
 
 
-def _told(tenant: Tenant) -> Finding:
+def _told(tenant: Tenant) -> CheckResult:
     folder, who = tenant.folder, str(next(iter(tenant.owners), None) or "a process that did not write its name")
     clean = f"ds-vertical clean --path {folder.parent} --remove"
     if tenant.fault:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from ds_vertical.cli.doctor.check import Arm, Case, Finding, error, split_fault, warning
+from ds_vertical.cli.doctor.check import Arm, CheckResult, Target, error, split_fault, warning
 from ds_vertical.config.cross_check import max_in_cpu_warning
 from ds_vertical.config.deepspeed_keys import AIO_KEYS
 from ds_vertical.config.section import show
@@ -25,10 +25,10 @@ _OLD_AIO_KEYS: Final = {"num_threads": "intra_op_parallelism", "thread_count": "
 
 class Trap(NamedTuple):
     arms: frozenset[Arm]
-    find: Callable[[Case], Iterator[Finding]]
+    find: Callable[[Target], Iterator[CheckResult]]
 
 
-def find_traps(case: Case) -> Iterator[Finding]:
+def find_traps(case: Target) -> Iterator[CheckResult]:
     """The findings of every trap for the arms that the JSON is to run in."""
     for trap in TRAPS if case.config is not None else ():
         if trap.arms & case.arms:
@@ -36,11 +36,11 @@ def find_traps(case: Case) -> Iterator[Finding]:
             yield from (replace(finding, found=only + finding.found) for finding in trap.find(case))
 
 
-def _params_on_ssd(case: Case) -> bool:
+def _params_on_ssd(case: Target) -> bool:
     return case.at(f"{_PARAM}.device") == "nvme"
 
 
-def _state_on_ssd(case: Case) -> bool:
+def _state_on_ssd(case: Target) -> bool:
     return case.at(f"{_STATE}.device") == "nvme"
 
 
@@ -50,7 +50,7 @@ def _number(value: Any, default: float) -> tuple[float, str]:
     return (value, "as written") if written else (default, "DeepSpeed's default")
 
 
-def _stage3(case: Case, name: str, default: float) -> tuple[float, str]:
+def _stage3(case: Target, name: str, default: float) -> tuple[float, str]:
     """A setting that may be written with or without its prefix."""
     with_prefix = case.at(f"{_ZERO}.stage3_{name}")
     return _number(case.at(f"{_ZERO}.{name}") if with_prefix is None else with_prefix, default)
@@ -59,12 +59,12 @@ def _stage3(case: Case, name: str, default: float) -> tuple[float, str]:
 # ---- parameters
 
 
-def _max_in_cpu(case: Case) -> Iterator[Finding]:
+def _max_in_cpu(case: Target) -> Iterator[CheckResult]:
     for line in max_in_cpu_warning(case.config or {}):
         yield warning(split_fault(line)[0], '"max_in_cpu": 0  # in offload_param')
 
 
-def _buffer_size(case: Case) -> Iterator[Finding]:
+def _buffer_size(case: Target) -> Iterator[CheckResult]:
     if _params_on_ssd(case) and case.at(f"{_PARAM}.buffer_size") is None:
         yield warning(
             f'{_PARAM}.buffer_size: not written, 100000000 elements: zero.Init dies in "More elements ... than buffer size"'
@@ -73,7 +73,7 @@ def _buffer_size(case: Case) -> Iterator[Finding]:
         )
 
 
-def _not_enough_buffers(case: Case) -> Iterator[Finding]:
+def _not_enough_buffers(case: Target) -> Iterator[CheckResult]:
     if not _params_on_ssd(case):
         return
     count, count_origin = _number(case.at(f"{_PARAM}.buffer_count"), 5)
@@ -94,7 +94,7 @@ def _not_enough_buffers(case: Case) -> Iterator[Finding]:
         )
 
 
-def _prefetch(case: Case) -> Iterator[Finding]:
+def _prefetch(case: Target) -> Iterator[CheckResult]:
     bucket, origin = _stage3(case, "prefetch_bucket_size", 5e7)
     if _params_on_ssd(case) and bucket > 0:
         yield warning(
@@ -104,7 +104,7 @@ def _prefetch(case: Case) -> Iterator[Finding]:
         )
 
 
-def _saves_nothing(case: Case) -> Iterator[Finding]:
+def _saves_nothing(case: Target) -> Iterator[CheckResult]:
     names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
     if case.at(f"{_ZERO}.stage") == 3 and not any(case.at(f"{_ZERO}.{name}") for name in names):
         yield warning(
@@ -115,7 +115,7 @@ def _saves_nothing(case: Case) -> Iterator[Finding]:
 # ---- optimizer
 
 
-def _pipeline_buffers(case: Case) -> Iterator[Finding]:
+def _pipeline_buffers(case: Target) -> Iterator[CheckResult]:
     """Adam has four tensors per sub-group: those being stepped, with `pipeline_read` the next ones, with `pipeline_write` the
     last ones, of which the gradient's buffer is given back with those that are still being written."""
     if not _state_on_ssd(case):
@@ -132,7 +132,7 @@ def _pipeline_buffers(case: Case) -> Iterator[Finding]:
         )
 
 
-def _sub_group_size(case: Case) -> Iterator[Finding]:
+def _sub_group_size(case: Target) -> Iterator[CheckResult]:
     if not _state_on_ssd(case):
         return
     size, origin = _number(case.at(f"{_ZERO}.sub_group_size"), 1e9)
@@ -145,7 +145,7 @@ def _sub_group_size(case: Case) -> Iterator[Finding]:
         )
 
 
-def _clipping(case: Case) -> Iterator[Finding]:
+def _clipping(case: Target) -> Iterator[CheckResult]:
     if case.at("gradient_clipping") is None:
         yield warning(
             "gradient_clipping: not written: DeepSpeed 0.19.8 clips at 1.0 then, versions before did not clip",
@@ -153,7 +153,7 @@ def _clipping(case: Case) -> Iterator[Finding]:
         )
 
 
-def _accumulation(case: Case) -> Iterator[Finding]:
+def _accumulation(case: Target) -> Iterator[CheckResult]:
     halves = [name for name in ("bf16", "bfloat16", "fp16") if case.at(f"{name}.enabled") is True]
     if halves and case.at("data_types.grad_accum_dtype") is None and case.at("gradient_accumulation_steps") != 1:
         yield warning(
@@ -163,7 +163,7 @@ def _accumulation(case: Case) -> Iterator[Finding]:
         )
 
 
-def _one_micro_batch(case: Case) -> Iterator[Finding]:
+def _one_micro_batch(case: Target) -> Iterator[CheckResult]:
     accumulation, micro, train = (
         case.at(key) for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
     )
@@ -178,7 +178,7 @@ def _one_micro_batch(case: Case) -> Iterator[Finding]:
 # ---- aio
 
 
-def _aio_keys(case: Case) -> Iterator[Finding]:
+def _aio_keys(case: Target) -> Iterator[CheckResult]:
     aio = (case.config or {}).get("aio")
     for key, value in aio.items() if isinstance(aio, Mapping) else ():
         if key in AIO_KEYS:
@@ -190,7 +190,7 @@ def _aio_keys(case: Case) -> Iterator[Finding]:
         yield warning(f"aio.{key}: DeepSpeed reads no such key{origin} and ignores it", remedy)
 
 
-def _aio_values(case: Case) -> Iterator[Finding]:
+def _aio_values(case: Target) -> Iterator[CheckResult]:
     aio = (case.config or {}).get("aio")
     for key, value in aio.items() if isinstance(aio, Mapping) else ():
         if key in ("single_submit", "overlap_events", "use_gds"):

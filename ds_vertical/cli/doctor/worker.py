@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_vertical.cli.common import first_line
-from ds_vertical.cli.doctor.check import Case, Finding, error
+from ds_vertical.cli.doctor.check import CheckResult, Target, error
 
 LIMIT_S = 180.0  # of silence: a first import of torch from a slow disk takes a minute
 _GOODBYE_S = 5.0
@@ -42,7 +42,7 @@ class Check(NamedTuple):
     remedy: str = _REPORT
 
 
-def examine(checks: Sequence[Check], case: Case, limit_s: float = LIMIT_S) -> Iterator[Finding]:
+def run_checks(checks: Sequence[Check], case: Target, limit_s: float = LIMIT_S) -> Iterator[CheckResult]:
     """The findings of all checks, in order, as they come. `limit_s`: seconds without a word after which one is given up."""
     rest = list(checks)
     while rest:
@@ -50,7 +50,7 @@ def examine(checks: Sequence[Check], case: Case, limit_s: float = LIMIT_S) -> It
         rest = rest[num_over:]
 
 
-def _one_worker(checks: Sequence[Check], case: Case, limit_s: float) -> Generator[Finding, None, int]:
+def _one_worker(checks: Sequence[Check], case: Target, limit_s: float) -> Generator[CheckResult, None, int]:
     """Findings until the worker ends; returns how many checks are over, at least one."""
     under_way, num_ended = -1, 0
     with tempfile.TemporaryFile() as words, _worker(checks, case, words) as worker:
@@ -58,7 +58,7 @@ def _one_worker(checks: Sequence[Check], case: Case, limit_s: float) -> Generato
         try:
             for report in _reports(worker, limit_s):
                 if "finding" in report:
-                    yield Finding(**report["finding"])
+                    yield CheckResult(**report["finding"])
                 under_way = report.get("begin", under_way)
                 num_ended = report.get("end", num_ended - 1) + 1
         except TimeoutError:
@@ -78,7 +78,7 @@ def _one_worker(checks: Sequence[Check], case: Case, limit_s: float) -> Generato
 
 
 @contextlib.contextmanager
-def _worker(checks: Sequence[Check], case: Case, words: Any) -> Iterator[subprocess.Popen[bytes]]:
+def _worker(checks: Sequence[Check], case: Target, words: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A worker that has its orders; it and its children are ended with the block, whatever happens in it."""
     orders = {"checks": [check[:2] for check in checks], "case": asdict(case)}
     command = [sys.executable, "-P", "-c", _WORKER, *sys.path]
@@ -132,7 +132,7 @@ def _quoted(words: Any) -> str:
 # ---- the worker
 
 
-def _findings(name: str, function: str, case: Case) -> Iterator[Finding]:
+def _findings(name: str, function: str, case: Target) -> Iterator[CheckResult]:
     try:
         module, _, attribute = function.rpartition(".")
         for finding in getattr(importlib.import_module(module), attribute)(case):
@@ -153,7 +153,7 @@ def main() -> int:
         print(json.dumps(words), file=reports, flush=True)
 
     paths = {key: None if value is None else Path(value) for key, value in orders["case"].items() if key != "arm"}
-    case = Case(**paths, arm=orders["case"]["arm"])
+    case = Target(**paths, arm=orders["case"]["arm"])
     for index, (name, function) in enumerate(orders["checks"]):
         report(begin=index)
         for finding in _findings(name, function, case):

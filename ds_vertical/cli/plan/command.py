@@ -23,7 +23,7 @@ from ds_vertical.model.hf import named_shape, read_fields, shape_names
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
-from ds_vertical.planner.linear_program import Limits
+from ds_vertical.planner.linear_program import TierLimits
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import Outline, Seconds, estimated, shape_of
 from ds_vertical.planner.search import Candidate, Plan, PlanError, Task, choose
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, CostsError, OSError) as error:
         print(f"ds-vertical plan: {error}", file=sys.stderr)
         return _BAD_INPUT
-    print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
+    print(json.dumps(found, indent=2) if options.json else "\n".join(plan_lines(found)))
     if options.out and not options.json:
         print(f"written: {options.out}")
     return 0
@@ -156,11 +156,11 @@ def _positions(fields: dict[str, Any]) -> int:
     return next((positions for positions in found if positions > 0), 2048)  # -1 means that there is no limit
 
 
-def _limits(machine: Profile, options: argparse.Namespace) -> Limits:
+def _limits(machine: Profile, options: argparse.Namespace) -> TierLimits:
     """Of one rank: tiers that ranks share are divided."""
     host = _host_bytes(options) or machine.host_bytes
     share = [None if value is None else value / options.num_ranks for value in (host, machine.ssd_bytes)]
-    return Limits(machine.device_bytes, *share)
+    return TierLimits(machine.device_bytes, *share)
 
 
 def _seconds(
@@ -193,13 +193,13 @@ def _timed(outline: Outline, fields: dict[str, Any]) -> Callable[[int], Seconds]
 
 def time_pieces(outline: Outline, fields: dict[str, Any], size: int) -> Seconds:
     """Of a micro-batch of `size` sequences, measured on this machine."""
-    from ds_vertical.cli.bench.block_timer import Batch, BlockTimer
+    from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
     from ds_vertical.cli.bench.machine_info import accelerator
 
     with tempfile.TemporaryDirectory(prefix="ds_vertical.plan.") as folder:
         model = Path(folder, "config.json")
         model.write_text(json.dumps(fields))
-        batch = Batch(size * outline.sequence_length, size, outline.dtype)
+        batch = BlockBatch(size * outline.sequence_length, size, outline.dtype)
         try:
             rates = BlockTimer(model, batch, accelerator(), zero_linear=True).rates(3)
         except RuntimeError as error:  # of torch: out of memory, as a rule
@@ -236,7 +236,7 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
     }
 
 
-def _stock(task: Task, machine: Profile, limits: Limits) -> dict[str, Any]:
+def _stock(task: Task, machine: Profile, limits: TierLimits) -> dict[str, Any]:
     """The least that a step of stock ZeRO-Infinity takes on as many tokens, with the micro-batches that suit it best of those
     whose layers fit into the device; its activations rest in host memory, those of one micro-batch at a time."""
     steps: list[tuple[float, int]] = []
@@ -258,7 +258,7 @@ def _drive_writes(chosen: Candidate, machine: Profile, ranks: int) -> float | No
     return written / machine.ssd_bytes if machine.ssd_bytes else None
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def plan_lines(found: dict[str, Any]) -> list[str]:
     """For the terminal."""
     setting, model, traffic = found["setting"], found["model"], found["traffic"]
     machine, place = found["machine"], setting["placement"]
@@ -292,7 +292,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     shown.append(f"on SSD: {found['ssd_bytes'] / 1e9:.1f} GB")
     tuned = "the fastest tried here" if machine["tuned_aio"] else "the default; `ds-vertical limits --tune-aio` tries others"
     shown.append("aio: " + ", ".join(f"{key} {value}" for key, value in found["config"]["aio"].items()) + f" ({tuned})")
-    items = tuple(memory_budget.Item(**item) for item in found["memory"])
+    items = tuple(memory_budget.BudgetItem(**item) for item in found["memory"])
     return [*shown, *memory_budget.budget_lines(items), *(f"assumed: {text}" for text in machine["assumed"])]
 
 

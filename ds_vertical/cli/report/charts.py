@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_vertical.cli.report.colors import ARMS, FAINT, INK, STALL, colour
+from ds_vertical.cli.report.colors import ARM_COLORS, FAINT, INK, STALL, colour
 from ds_vertical.cli.report.stalls import Stall
 from ds_vertical.cli.report.summary import Overlap, Rate
 from ds_vertical.cli.report.timeline import Work, cut
@@ -87,7 +87,7 @@ def title(resource: str) -> str:
 
 
 @_chart
-def timeline(panels: Sequence[tuple[str, StepTrace, Sequence[tuple[int, Stall]]]]) -> Figure:
+def draw_timeline(panels: Sequence[tuple[str, StepTrace, Sequence[tuple[int, Stall]]]]) -> Figure:
     """Rows of busy time per resource. Each panel: its title, the step, and the stalls to number in it."""
     used = {span.resource for _, step, _ in panels for span in step.spans}
     rows = [name for name in RESOURCES if name in used]
@@ -222,7 +222,7 @@ def throughput(found: Mapping[str, Rate]) -> Figure:
 
 
 @_chart
-def bound(limit: Bound, marks: Mapping[str, float], seconds: Mapping[str, Sequence[float]]) -> Figure:
+def draw_bound(limit: Bound, marks: Mapping[str, float], seconds: Mapping[str, Sequence[float]]) -> Figure:
     """What each resource needs at least, with the step's seconds as lines; beside it the arms' steps."""
     order = sorted(limit.busy_s, key=limit.of, reverse=True)
     figure = _figure(max(2.6, 0.5 * len(order) + 1.6))
@@ -252,7 +252,9 @@ def bound(limit: Bound, marks: Mapping[str, float], seconds: Mapping[str, Sequen
 
 def _steps(axes: Axes, seconds: Mapping[str, Sequence[float]], limit_s: float) -> None:
     for arm, values in seconds.items():
-        axes.plot(range(1, len(values) + 1), values, marker="o", markersize=3.5, color=ARMS[arm], label=arm, linewidth=1.4)
+        axes.plot(
+            range(1, len(values) + 1), values, marker="o", markersize=3.5, color=ARM_COLORS[arm], label=arm, linewidth=1.4
+        )
     axes.axhline(limit_s, color=STALL, linewidth=1.2, label="bound")
     axes.set_ylim(0, max([limit_s, *(value for values in seconds.values() for value in values)]) * 1.1)
     _whole_steps(axes)
@@ -269,7 +271,7 @@ def _whole_steps(axes: Axes) -> None:
 
 
 @_chart
-def memory(tiers: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], step_s: Mapping[str, float]) -> Figure:
+def draw_memory(tiers: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], step_s: Mapping[str, float]) -> Figure:
     """MB per tier over the step: {tier: {"measured" or "simulated": (seconds, bytes) ...}}, each to the end of its own step."""
     figure = _figure(1.9 * len(tiers) + 0.3)
     panels = figure.subplots(len(tiers), 1, sharex=True, squeeze=False)[:, 0]
@@ -293,14 +295,14 @@ def memory(tiers: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], ste
 
 
 @_chart
-def losses(curves: Mapping[str, Sequence[float]]) -> Figure:
+def draw_losses(curves: Mapping[str, Sequence[float]]) -> Figure:
     """The arms' losses on one axis; the vertical arm's thin on top, so that both are seen where they are equal."""
     figure = _figure(3.0)
     axes = figure.subplots()
     widths = {"stock": 5.0, "vertical": 1.4}
     for arm, values in curves.items():
         marker = {"marker": "o", "markersize": 2 + widths[arm]}
-        axes.plot(range(1, len(values) + 1), values, color=ARMS[arm], linewidth=widths[arm], label=arm, **marker)
+        axes.plot(range(1, len(values) + 1), values, color=ARM_COLORS[arm], linewidth=widths[arm], label=arm, **marker)
     _whole_steps(axes)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
@@ -310,7 +312,7 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Figure:
 
 
 @_chart
-def overlap(found: Mapping[str, Overlap]) -> Figure:
+def draw_overlap(found: Mapping[str, Overlap]) -> Figure:
     """The optimizer's seconds, beside computation and not."""
     figure = _figure(0.5 * len(found) + 1.0)
     axes = figure.subplots()

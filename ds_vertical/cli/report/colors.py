@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 # Okabe and Ito's colours, which people with any colour vision tell apart; the machine's sums are darker than their parts.
-RESOURCES: Final[dict[str, str]] = {
+RESOURCE_COLORS: Final[dict[str, str]] = {
     "compute": "#0072B2",
     "copy_in": "#56B4E9",
     "copy_out": "#E69F00",
@@ -19,7 +19,7 @@ OTHER: Final = "#7A7A7A"  # a resource that the table does not know
 STALL: Final = "#B3123C"
 INK: Final = "#1F2430"
 FAINT: Final = "#C9CDD6"
-ARMS: Final[dict[str, str]] = {"stock": "#9AA1AF", "vertical": INK}
+ARM_COLORS: Final[dict[str, str]] = {"stock": "#9AA1AF", "vertical": INK}
 
 # kind of work -> (category, one of the names of colours that chrome://tracing knows)
 STREAMS: Final[dict[str, tuple[str, str]]] = {
@@ -50,4 +50,4 @@ STEP_STREAM: Final = ("step", "white")
 
 def colour(resource: str) -> str:
     """The resource's colour."""
-    return RESOURCES.get(resource, OTHER)
+    return RESOURCE_COLORS.get(resource, OTHER)

@@ -15,7 +15,7 @@ from typing import Any
 from ds_vertical import __version__
 from ds_vertical.cli.report import summary
 from ds_vertical.cli.report.charts import title
-from ds_vertical.cli.report.colors import RESOURCES
+from ds_vertical.cli.report.colors import RESOURCE_COLORS
 from ds_vertical.cli.report.page import RunReport, Table, page
 from ds_vertical.cli.report.run_folder import names, open_folder
 from ds_vertical.cli.report.sections import NONE, megabytes, number, sections, share
@@ -65,7 +65,7 @@ def write(folders: Sequence[Path], out: Path, step: int | None = None) -> dict[s
     """The page and its charts, written to `out`. Returns where they are, and all figures. Raises ConfigError."""
     opened = [open_folder(folder) for folder in folders]
     try:
-        every = [summary.find(folder, name, step) for folder, name in zip(opened, names(opened), strict=True)]
+        every = [summary.summarize_run(folder, name, step) for folder, name in zip(opened, names(opened), strict=True)]
     except KeyError as error:
         told = f"what it holds lacks {error}, written by another version or by hand"
         raise ConfigError(f"{', '.join(map(str, folders))}: {told}; run `ds-vertical ab` again") from error
@@ -75,7 +75,7 @@ def write(folders: Sequence[Path], out: Path, step: int | None = None) -> dict[s
         raise _unwritable(out, error) from error
     runs = [RunReport(each.name, f"run{index}", _about(each), sections(each)) for index, each in enumerate(every, start=1)]
     made = f"ds-vertical {__version__}, {datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
-    text = page(runs, _compared(every), {name: title(name) for name in RESOURCES}, made)
+    text = page(runs, _compared(every), {name: title(name) for name in RESOURCE_COLORS}, made)
     charts = {f"{_prefix(run, runs)}{section.key}.png": section.chart for run in runs for section in run.sections}
     charts = {name: data for name, data in charts.items() if data is not None}
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from ds_vertical.cli.report.colors import RESOURCES
+from ds_vertical.cli.report.colors import RESOURCE_COLORS
 
 _STYLE = """
 :root { color-scheme: light }
@@ -44,7 +44,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """`key`: its anchor and its chart's file. `missing`: what to do for it to have content, where it has none. `data`: what it
     says, as JSON. `about`: what the chart shows, for those who do not see it."""
 
@@ -65,13 +65,15 @@ class RunReport:
     name: str
     slug: str
     lines: Sequence[str]
-    sections: Sequence[Section]
+    sections: Sequence[ReportSection]
 
 
 def page(runs: Sequence[RunReport], compared: Table, titles: dict[str, str], made: str) -> str:
     """The whole document. `titles`: resources as people call them; `made`: when and by what."""
     name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    chips = "".join(f'<span class="chip"><i style="background:{RESOURCES[key]}"></i>{_(titles[key])}</span>' for key in titles)
+    chips = "".join(
+        f'<span class="chip"><i style="background:{RESOURCE_COLORS[key]}"></i>{_(titles[key])}</span>' for key in titles
+    )
     links = "".join(f'<a href="#{_(run.slug)}">{_(run.name)}</a>' for run in runs)
     parts = [
         f'<h1>ds_vertical: {_(name)}</h1><p class="faint">{_(made)}</p>',
@@ -95,7 +97,7 @@ def _run(run: RunReport) -> str:
     return f'<h2 id="{_(run.slug)}">{_(run.name)}</h2>{lines}<nav>{links}</nav>\n{sections}'
 
 
-def _section(run: RunReport, section: Section) -> str:
+def _section(run: RunReport, section: ReportSection) -> str:
     parts = [f"<h3>{_(section.title)}</h3>"]
     parts += [f"<p>{_(line)}</p>" for line in section.lines]
     if section.missing:

@@ -26,7 +26,7 @@ _MEND = "remove the line if the run was killed while it wrote, or run again"
 
 
 @dataclass(frozen=True)
-class Limits:
+class LimitsReport:
     """The report of `ds-vertical limits`."""
 
     machine: Machine
@@ -34,7 +34,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class RunFolder:
+class RecordedRun:
     """`traces`, `metrics`: the folders that hold them, by the run's name ("traced.0"). What they hold is read when asked for:
     that raises ConfigError, with file and line, for what is broken."""
 
@@ -83,7 +83,7 @@ class RunFolder:
         return _read(_object, self.path / AB) if (self.path / AB).is_file() else None
 
     @cached_property
-    def limits(self) -> Limits | None:
+    def limits(self) -> LimitsReport | None:
         """The rates measured beside the run: limits.json, or what ab.json says of them."""
         if (self.path / LIMITS).is_file():
             return read_limits(self.path / LIMITS)
@@ -91,12 +91,12 @@ class RunFolder:
         return None if told is None else _limits(self.path / AB, told)
 
 
-def open_folder(path: Path) -> RunFolder:
+def open_folder(path: Path) -> RecordedRun:
     """What is in the folder and one level below. Raises ConfigError for one that is not there, or has nothing of a run."""
     if not path.is_dir():
         what = "a file" if path.exists() else "no such folder"
         raise ConfigError(f"{path}: {what}; name a folder that `ds-vertical ab --out` or a traced run has written")
-    folder = RunFolder(path)
+    folder = RecordedRun(path)
     try:
         for each in (path, *sorted(below for below in path.iterdir() if below.is_dir())):
             _sort_in(folder, each)
@@ -107,7 +107,7 @@ def open_folder(path: Path) -> RunFolder:
     return folder
 
 
-def _sort_in(folder: RunFolder, each: Path) -> None:
+def _sort_in(folder: RecordedRun, each: Path) -> None:
     files = sorted(each.glob(_RANKS))
     if not files:
         return
@@ -118,14 +118,14 @@ def _sort_in(folder: RunFolder, each: Path) -> None:
     (folder.traces if is_trace else folder.metrics)[run] = each
 
 
-def read_limits(path: Path) -> Limits:
+def read_limits(path: Path) -> LimitsReport:
     """A file of `ds-vertical limits`. Raises ConfigError."""
     return _limits(path, _read(_object, path))
 
 
-def _limits(path: Path, report: dict[str, Any]) -> Limits:
+def _limits(path: Path, report: dict[str, Any]) -> LimitsReport:
     try:
-        return Limits(Machine.from_dict(report), dict(report.get("rates", {})))
+        return LimitsReport(Machine.from_dict(report), dict(report.get("rates", {})))
     except (ValueError, TypeError) as error:  # CostsError is a ValueError
         raise ConfigError(f"{path}: {error}; write a file with `ds-vertical limits --out`") from error
 
@@ -145,7 +145,7 @@ def _read(reader: Any, path: Path) -> Any:
         raise ConfigError(f"{said}; {_MEND}") from error
 
 
-def names(folders: Iterable[RunFolder]) -> list[str]:
+def names(folders: Iterable[RecordedRun]) -> list[str]:
     """A name for each that no other has: the folder's own, with its parent's where two are the same."""
     folders = list(folders)
     own = [folder.name for folder in folders]

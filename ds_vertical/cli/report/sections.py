@@ -9,7 +9,7 @@ from typing import Any
 from ds_vertical.cli.report import charts
 from ds_vertical.cli.report import summary as findings
 from ds_vertical.cli.report.charts import title
-from ds_vertical.cli.report.page import Section, Table
+from ds_vertical.cli.report.page import ReportSection, Table
 from ds_vertical.cli.report.run_folder import LIMITS, TO_TRACE
 from ds_vertical.cli.report.stalls import BETWEEN, ISSUING, Reason, Stall, reasons, stalls
 from ds_vertical.cli.report.summary import Findings
@@ -24,9 +24,9 @@ _NO_TRACE = f"Nothing was traced: {TO_TRACE}, and run again."
 _NO_RATES = f"No prediction: it needs the schedule that ran and the machine's rates, which `ds-vertical ab` leaves ({LIMITS})."
 
 
-def sections(found: Findings) -> list[Section]:
+def sections(found: Findings) -> list[ReportSection]:
     """All of them, in the order of the page."""
-    makers: tuple[Callable[[Findings], Section], ...] = (timeline, kinds, rates, bound, memory, arms, losses, overlap)
+    makers: tuple[Callable[[Findings], ReportSection], ...] = (timeline, kinds, rates, bound, memory, arms, losses, overlap)
     return [make(found) for make in makers]
 
 
@@ -50,11 +50,11 @@ def _shown(found: Findings) -> list[tuple[str, StepTrace]]:
 # ---- a step
 
 
-def timeline(found: Findings) -> Section:
+def timeline(found: Findings) -> ReportSection:
     key, head = "timeline", "Timeline of a step, and why nothing was computed"
     shown = _shown(found)
     if not shown:
-        return Section(key, head, missing=_NO_TRACE)
+        return ReportSection(key, head, missing=_NO_TRACE)
     pieces = {kind: stalls(step) for kind, step in shown}
     top = {kind: sorted(each, key=lambda stall: -stall.seconds)[:_TOP] for kind, each in pieces.items()}
     panels = [(_panel_title(found, kind, step), step, list(enumerate(top[kind], start=1))) for kind, step in shown]
@@ -74,7 +74,7 @@ def timeline(found: Findings) -> Section:
     missing = _NO_TRACE if found.measured is None else "" if found.predicted is not None else _NO_RATES
     data = {kind: [vars(reason) for reason in reasons(each)] for kind, each in pieces.items()}
     about = "Busy time of each resource over a step, with the times in which nothing was computed"
-    return Section(key, head, lines, tables, charts.timeline(panels), about, missing, data)
+    return ReportSection(key, head, lines, tables, charts.draw_timeline(panels), about, missing, data)
 
 
 def _panel_title(found: Findings, kind: str, step: StepTrace) -> str:
@@ -126,11 +126,11 @@ def _top_stalls(caption: str, top: Sequence[Stall], step: StepTrace) -> Table:
     return Table(caption, head, rows, frozenset({4, 5, 6}))
 
 
-def kinds(found: Findings) -> Section:
+def kinds(found: Findings) -> ReportSection:
     key, head = "kinds", "Measured and predicted, per kind of event"
     if found.measured is None:
-        return Section(key, head, missing=_NO_TRACE)
-    pairs = findings.kinds(found)
+        return ReportSection(key, head, missing=_NO_TRACE)
+    pairs = findings.work_compared(found)
     least = _SEEN * findings.step_s(found.measured)
     drawn = {name: pair for name, pair in pairs.items() if max(work.seconds for work in pair if work) >= least}
     rows, data = [], {}
@@ -149,15 +149,17 @@ def kinds(found: Findings) -> Section:
     missing = "" if found.predicted is not None else _NO_RATES
     table = Table("", columns, rows, frozenset({1}))
     about = "Seconds of a step per kind of event, measured beside predicted"
-    return Section(key, head, lines, [table], charts.by_kind(drawn), about, missing, data)
+    return ReportSection(key, head, lines, [table], charts.by_kind(drawn), about, missing, data)
 
 
-def rates(found: Findings) -> Section:
+def rates(found: Findings) -> ReportSection:
     key, head = "rates", "SSD throughput against the drive's limits"
     step = found.measured or found.predicted
-    known = findings.rates(step, found) if step else {}
+    known = findings.measured_rates(step, found) if step else {}
     if found.measured is None or not known:
-        return Section(key, head, missing=_NO_TRACE if found.measured is None else "Nothing moved to or from SSD in this step.")
+        return ReportSection(
+            key, head, missing=_NO_TRACE if found.measured is None else "Nothing moved to or from SSD in this step."
+        )
     rows, data = [], {}
     for lane, rate in known.items():
         limits = [rate.alone, rate.together]
@@ -175,7 +177,7 @@ def rates(found: Findings) -> Section:
         "" if found.folder.limits else f"No limits beside it: `ds-vertical limits --path DISK --out {LIMITS}` measures them."
     )
     about = "Bytes per second read from and written to SSD over a step, with what the drive can do"
-    return Section(key, head, lines, [Table("", columns, rows)], charts.throughput(known), about, missing, data)
+    return ReportSection(key, head, lines, [Table("", columns, rows)], charts.throughput(known), about, missing, data)
 
 
 def _limit(limited: dict[str, Any]) -> str:
@@ -185,10 +187,10 @@ def _limit(limited: dict[str, Any]) -> str:
 # ---- the run
 
 
-def bound(found: Findings) -> Section:
+def bound(found: Findings) -> ReportSection:
     key, head = "bound", "The step against its bound"
     if found.bound is None:
-        return Section(key, head, missing=_NO_RATES.replace("prediction", "bound"))
+        return ReportSection(key, head, missing=_NO_RATES.replace("prediction", "bound"))
     measured, limit = found.steady_s.get(ARMS[1]), found.bound
     marks = {} if measured is None else {"measured": measured}
     marks |= {} if found.predicted is None else {"simulated": findings.step_s(found.predicted)}
@@ -206,21 +208,21 @@ def bound(found: Findings) -> Section:
     table = Table("Seconds per resource", ["", "busy", "fill", "drain", "sum", "of the measured step"], rows)
     data = {"bound_s": limit.seconds, "resource": limit.resource, "measured_s": measured, "seconds": found.seconds}
     about = "What each resource needs at least for a step, beside the step's seconds"
-    return Section(key, head, lines, [table], charts.bound(limit, marks, found.seconds), about, data=data)
+    return ReportSection(key, head, lines, [table], charts.draw_bound(limit, marks, found.seconds), about, data=data)
 
 
-def memory(found: Findings) -> Section:
+def memory(found: Findings) -> ReportSection:
     key, head = "memory", "Memory per tier over a step"
     tiers: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for kind, step in _shown(found):
-        for tier, points in findings.memory(step).items():
+        for tier, points in findings.memory_points(step).items():
             tiers.setdefault(tier, {})[kind] = points
     peak, account = found.peak_bytes.get(ARMS[1]), found.folder.account
     formula = account.facts.host_bytes * account.facts.num_shards if account else None
     lines = [f"Peak resident memory of the run, all ranks: {megabytes(peak)} MB."] if peak else []
     lines += [f"The memory formula at start: {megabytes(formula)} MB."] if formula else []
     if not tiers:
-        return Section(key, head, lines, missing=_NO_TRACE, data={"peak_bytes": peak, "formula_bytes": formula})
+        return ReportSection(key, head, lines, missing=_NO_TRACE, data={"peak_bytes": peak, "formula_bytes": formula})
     measured = any("measured" in each for each in tiers.values())
     lines.append(
         "Simulated is what the schedule moves and what rests between steps; measured host memory is the whole process, with "
@@ -238,17 +240,21 @@ def memory(found: Findings) -> Section:
         for tier in order
     ]
     table = Table("Most in a step, MB", ["", "measured", "simulated"], rows)
-    chart = charts.memory({tier: tiers[tier] for tier in order}, {kind: findings.step_s(step) for kind, step in _shown(found)})
+    chart = charts.draw_memory(
+        {tier: tiers[tier] for tier in order}, {kind: findings.step_s(step) for kind, step in _shown(found)}
+    )
     data = {"peak_bytes": peak, "formula_bytes": formula, "rows": rows}
     missing = "" if measured else _NO_TRACE if found.measured is None else "No memory in this trace, an older one: run again."
-    return Section(key, head, lines, [table], chart, "Bytes per tier over a step", missing, data)
+    return ReportSection(key, head, lines, [table], chart, "Bytes per tier over a step", missing, data)
 
 
-def arms(found: Findings) -> Section:
+def arms(found: Findings) -> ReportSection:
     key, head = "arms", "Stock and vertical"
     told = found.ab.get("arms", {})
     if len(told) < 2:
-        return Section(key, head, missing="One arm only: `ds-vertical ab` without --vertical-only runs both and compares them.")
+        return ReportSection(
+            key, head, missing="One arm only: `ds-vertical ab` without --vertical-only runs both and compares them."
+        )
     quantities = (
         ("step, s", "step_s", 1.0, 3),
         ("tokens / s", "tokens_per_s", 1.0, 1),
@@ -268,31 +274,31 @@ def arms(found: Findings) -> Section:
     lines = [f"Losses: {found.agreement}."]
     if found.agreement == Agreement.DIFFERENT.value:
         lines = ["The losses differ beyond the contract: the arms do not compute the same thing, and no speed is shown."]
-    return Section(key, head, lines, [table], data={"speedup": found.ab.get("speedup"), "losses": found.agreement})
+    return ReportSection(key, head, lines, [table], data={"speedup": found.ab.get("speedup"), "losses": found.agreement})
 
 
-def losses(found: Findings) -> Section:
+def losses(found: Findings) -> ReportSection:
     key, head = "losses", "Loss of both arms"
     curves = {arm: found.losses[arm] for arm in ARMS if found.losses.get(arm)}
     if not curves:
         missing = (
             "No losses were recorded: `ds-vertical ab` records them, DS_VERTICAL_METRICS=FOLDER does in a run of one's own."
         )
-        return Section(key, head, missing=missing)
+        return ReportSection(key, head, missing=missing)
     lines = [f"{len(next(iter(curves.values())))} steps; last: " + ", ".join(f"{arm} {v[-1]:.4f}" for arm, v in curves.items())]
     lines[0] += f"; {found.agreement}." if found.agreement else "."
     missing = "" if len(curves) == 2 else "One arm only: `ds-vertical ab` without --vertical-only has both."
-    return Section(key, head, lines, [], charts.losses(curves), "Training loss by step", missing, curves)
+    return ReportSection(key, head, lines, [], charts.draw_losses(curves), "Training loss by step", missing, curves)
 
 
-def overlap(found: Findings) -> Section:
+def overlap(found: Findings) -> ReportSection:
     key, head = "overlap", "Optimizer overlap achieved"
-    known = {kind: each for kind, step in _shown(found) if (each := findings.overlap(step)) is not None}
+    known = {kind: each for kind, step in _shown(found) if (each := findings.overlap_of(step)) is not None}
     if found.measured is None:
-        return Section(key, head, missing=_NO_TRACE)
+        return ReportSection(key, head, missing=_NO_TRACE)
     if "measured" not in known:
-        return Section(key, head, missing="The optimizer did nothing in this step; --step chooses another.")
-    steps = [findings.overlap(step) for step in by_time(found.folder.timelines()[0].steps)[1:]]
+        return ReportSection(key, head, missing="The optimizer did nothing in this step; --step chooses another.")
+    steps = [findings.overlap_of(step) for step in by_time(found.folder.timelines()[0].steps)[1:]]
     shares = [each.share for each in steps if each is not None]
     lines = [f"Over all traced steps but the first: {median(shares):.1%} (median)."] if shares else []
     summary = summarize(found.measured)
@@ -301,4 +307,4 @@ def overlap(found: Findings) -> Section:
     )
     data = {kind: vars(each) | {"share": each.share} for kind, each in known.items()}
     about = "Seconds of the optimizer's work beside computation and alone"
-    return Section(key, head, lines, [], charts.overlap(known), about, data=data)
+    return ReportSection(key, head, lines, [], charts.draw_overlap(known), about, data=data)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Any
 
-from ds_vertical.cli.report.run_folder import RunFolder
+from ds_vertical.cli.report.run_folder import RecordedRun
 from ds_vertical.cli.report.timeline import Timeline, Work, by_time, bytes_within, simulated, work_by_kind
 from ds_vertical.engine.metrics import ARMS, TRACED, Agreement
 from ds_vertical.errors import ConfigError
@@ -57,7 +57,7 @@ class Findings:
     untraced runs without their first steps; neither has seconds where the arms' losses differ beyond their contract."""
 
     name: str
-    folder: RunFolder
+    folder: RecordedRun
     measured: StepTrace | None
     predicted: StepTrace | None
     bound: Bound | None
@@ -81,7 +81,7 @@ class Findings:
         return step_s / self.bound.seconds if self.bound and self.bound.seconds and step_s else None
 
 
-def find(folder: RunFolder, name: str, step: int | None = None) -> Findings:
+def summarize_run(folder: RecordedRun, name: str, step: int | None = None) -> Findings:
     """The findings of a folder. `step`: the number of the one to show, None: the middle one by length, never the first where
     there are more. Raises ConfigError for a step that was not traced, and for what is broken in the folder."""
     lines = folder.timelines()
@@ -106,7 +106,7 @@ def find(folder: RunFolder, name: str, step: int | None = None) -> Findings:
     )
 
 
-def _agreement(folder: RunFolder) -> str | None:
+def _agreement(folder: RecordedRun) -> str | None:
     return ((folder.ab or {}).get("losses_verdict") or {}).get("agreement")
 
 
@@ -114,21 +114,21 @@ def _untraced(names: Sequence[str]) -> list[str]:
     return [name for name in names if not name.startswith(f"{TRACED}.")] or list(names)
 
 
-def _seconds(folder: RunFolder, run: str) -> list[float]:
+def _seconds(folder: RecordedRun, run: str) -> list[float]:
     """The slowest rank's, step by step."""
     return [max(record.step_s for record in step) for step in zip(*folder.records[run].values(), strict=False)]
 
 
-def _losses(folder: RunFolder, run: str) -> list[float]:
+def _losses(folder: RecordedRun, run: str) -> list[float]:
     steps = zip(*folder.records[run].values(), strict=False)
     return [sum(record.loss for record in step) / len(step) for step in steps]
 
 
-def _peak(folder: RunFolder, run: str) -> int:
+def _peak(folder: RecordedRun, run: str) -> int:
     return sum(max(record.peak_host_bytes for record in records) for records in folder.records[run].values())
 
 
-def _chosen(folder: RunFolder, line: Timeline, number: int | None) -> StepTrace:
+def _chosen(folder: RecordedRun, line: Timeline, number: int | None) -> StepTrace:
     steps = by_time(line.steps)
     if not steps:
         raise ConfigError(f"{folder.path}: no step in its trace; run again, and let a step come to its end")
@@ -142,7 +142,7 @@ def _chosen(folder: RunFolder, line: Timeline, number: int | None) -> StepTrace:
     return next(step for step in later if step.end - step.start == middle)
 
 
-def _predicted(folder: RunFolder) -> tuple[StepTrace | None, Bound | None]:
+def _predicted(folder: RecordedRun) -> tuple[StepTrace | None, Bound | None]:
     account, limits = folder.account, folder.limits
     if account is None or limits is None:
         return None, None
@@ -156,7 +156,7 @@ def _predicted(folder: RunFolder) -> tuple[StepTrace | None, Bound | None]:
     return by_time(line.steps)[-1], bound
 
 
-def _bound_told(folder: RunFolder) -> Bound | None:
+def _bound_told(folder: RecordedRun) -> Bound | None:
     """What ab.json says of it, for a folder without the account."""
     told = (folder.ab or {}).get("yardstick") or {}
     if "bound_s" not in told:
@@ -172,7 +172,7 @@ def step_s(step: StepTrace) -> float:
     return step.end - step.start
 
 
-def kinds(found: Findings) -> dict[str, tuple[Work | None, Work | None]]:
+def work_compared(found: Findings) -> dict[str, tuple[Work | None, Work | None]]:
     """Per kind of event what was measured and what was predicted, by resource, then by seconds."""
     both = [work_by_kind(step) if step else {} for step in (found.measured, found.predicted)]
     names = {*both[0], *both[1]}
@@ -187,7 +187,7 @@ def kinds(found: Findings) -> dict[str, tuple[Work | None, Work | None]]:
     return {name: pairs[name] for name in sorted(names, key=order)}
 
 
-def rates(step: StepTrace, found: Findings) -> dict[str, Rate]:
+def measured_rates(step: StepTrace, found: Findings) -> dict[str, Rate]:
     """Of "ssd_read" and "ssd_write", where anything moved."""
     limits = found.folder.limits
     known: Mapping[str, float] = vars(limits.machine) if limits else {}
@@ -216,7 +216,7 @@ def _over_time(step: StepTrace, moved: Sequence[tuple[float, float, int]]) -> tu
     return tuple(count / width for count in bins)
 
 
-def overlap(step: StepTrace) -> Overlap | None:
+def overlap_of(step: StepTrace) -> Overlap | None:
     """As `trace.optimizer_overlap`, in seconds of the step; None where the optimizer did nothing in it."""
     work = [s for s in step.spans if s.resource and (s.resource == "adam" or "optimizer" in s.thread)]
     compute = [s for s in step.spans if s.resource == "compute"]
@@ -225,7 +225,7 @@ def overlap(step: StepTrace) -> Overlap | None:
     return Overlap(total, intersection(taken, beside)) if total else None
 
 
-def memory(step: StepTrace) -> dict[str, list[tuple[float, float]]]:
+def memory_points(step: StepTrace) -> dict[str, list[tuple[float, float]]]:
     """Per tier (seconds into the step, bytes from then on)."""
     found: dict[str, list[tuple[float, float]]] = {}
     for count in step.counts:
@@ -238,7 +238,7 @@ def summary(found: Findings) -> dict[str, Any]:
     """The run in one row; None where a number cannot be had. Seconds and bytes."""
     stock, vertical = (found.steady_s.get(arm) for arm in ARMS)
     shown = summarize(found.measured) if found.measured else None
-    taken = overlap(found.measured) if found.measured else None
+    taken = overlap_of(found.measured) if found.measured else None
     return {
         "run": found.name,
         "stock_s": stock,

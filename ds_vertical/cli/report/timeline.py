@@ -18,9 +18,9 @@ from ds_vertical.planner.costs import Parts
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_timeline import changes
 from ds_vertical.planner.model_shape import ModelShape
-from ds_vertical.planner.run_record import Account, RanStep
-from ds_vertical.planner.simulate import Span as Stage
-from ds_vertical.planner.simulate import Timeline as Simulated
+from ds_vertical.planner.run_record import Account, ExecutedStep
+from ds_vertical.planner.simulate import SimulatedRun as Simulated
+from ds_vertical.planner.simulate import SimulatedSpan as Stage
 from ds_vertical.planner.simulate import simulate
 from ds_vertical.schedule.events import PRE, Event, Op, parse_event
 from ds_vertical.schedule.trace import Count, Span, StepTrace, Wait, union
@@ -161,7 +161,7 @@ def simulated(account: Account, machine: Machine, rates: dict[str, float], *, na
     return Timeline(name, "simulated", 0, tuple(made))
 
 
-def _run(account: Account, ran: RanStep, machine: Machine, shape: ModelShape, parts: Parts, steps: int) -> Simulated:
+def _run(account: Account, ran: ExecutedStep, machine: Machine, shape: ModelShape, parts: Parts, steps: int) -> Simulated:
     slots, overlap = max(1, account.facts.slots), account.facts.overlap
     return simulate(ran.schedule, machine, shape, steps=steps, slots=slots, overlap=overlap, parts=parts)
 

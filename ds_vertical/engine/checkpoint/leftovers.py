@@ -63,7 +63,7 @@ def is_marked(folder: int, tag: str, token: str) -> bool:
     return isinstance(found, dict) and isinstance(found.pop("run", None), str) and found == expected
 
 
-def find(save_dir: Path) -> list[tuple[Path, str, str]]:
+def find_leftovers(save_dir: Path) -> list[tuple[Path, str, str]]:
     """Folders that killed saves left in `save_dir`, that nobody writes and nobody needs, with tag and token."""
     names = {name: match for name in sorted(os.listdir(save_dir)) if (match := _BESIDE.fullmatch(name)) is not None}
     olds = [match for match in names.values() if match["end"] == ".old"]
@@ -96,7 +96,7 @@ def is_free(folder: int) -> bool:
     return True
 
 
-def remove(path: Path, tag: str, token: str) -> None:
+def remove_leftover(path: Path, tag: str, token: str) -> None:
     """Delete a folder with this mark, and in it what a save writes; what cannot be deleted does no harm, and is told."""
     try:
         with remove_tree.opened(path.parent, follow=True) as root, remove_tree.opened(path.name, root) as fd:

@@ -19,7 +19,7 @@ import torch
 from ds_vertical.compat import accelerator, zero_optimizer, zero_params
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest, run_state
-from ds_vertical.engine.checkpoint.manifest import NUM_SHOWN, Range, RankManifest, SavedTensor
+from ds_vertical.engine.checkpoint.manifest import NUM_SHOWN, FileRange, RankManifest, TensorEntry
 from ds_vertical.engine.checkpoint.save import LOOSE
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import files
@@ -63,20 +63,20 @@ def load(engine: Any, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, di
     fit this run. An error after that leaves the live state torn.
     """
     folder = load_dir / tag
-    with ranks.agreed("load_checkpoint"):
+    with ranks.all_or_none("load_checkpoint"):
         if not is_plain_name(tag):
             raise CheckpointError(f"load_checkpoint: tag {tag!r}: no name of a folder in {load_dir}")
         saved = manifest.read_rank(folder, ranks.rank())
         _check_fits(engine, folder, saved, wanted)
-        manifest.check(folder, saved)
+        manifest.check_manifest(folder, saved)
         loading = _Loading(engine, manifest.rank_folder(folder, saved.rank), saved, wanted)
         _raise_for(folder, loading.loose_faults())
         loading.make_room()
-    with ranks.agreed("load_checkpoint"):
+    with ranks.all_or_none("load_checkpoint"):
         engine.optimizer.flush_state()  # what is due belongs to the state that is replaced
     zero_optimizer.partition_all(engine.optimizer)
     try:
-        with ranks.agreed("load_checkpoint", partial(zero_optimizer.gather_persistent, engine.optimizer)):
+        with ranks.all_or_none("load_checkpoint", partial(zero_optimizer.gather_persistent, engine.optimizer)):
             client_state = loading.run()
     except BaseException as error:
         engine.optimizer.condition.tear(error, HALF_LOADED)
@@ -118,7 +118,7 @@ def _differences(engine: Any, saved: RankManifest) -> Iterator[str]:
             yield from _tensor_differences(name, param, there)
 
 
-def _tensor_differences(name: str, param: Any, there: SavedTensor) -> Iterator[str]:
+def _tensor_differences(name: str, param: Any, there: TensorEntry) -> Iterator[str]:
     shape, dtype = zero_params.full_shape(param), str(param.dtype).removeprefix("torch.")
     if shape != there.shape:
         yield f"{name}: shape {list(shape)} here, {list(there.shape)} in the checkpoint"
@@ -166,7 +166,7 @@ def _warn(engine: Any, saved: RankManifest) -> None:
 class _Reader:
     """Shares of tensors out of a rank's folder, by parameter and kind."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, SavedTensor]) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
         self._folder = folder
         self._tensors = tensors
 
@@ -184,7 +184,7 @@ class _Reader:
         if view:
             raise CheckpointError(f"{self._folder}: {kind} of {name} is {len(view)} bytes short")
 
-    def _read_range(self, found: Range, inside: int, view: memoryview) -> None:
+    def _read_range(self, found: FileRange, inside: int, view: memoryview) -> None:
         path, position = self._folder / found.file, found.offset + inside
         with files.naming(path, "read"), os.fdopen(open_regular(path), "rb", buffering=0) as file:
             while view:

@@ -26,7 +26,7 @@ _MOST_RANK_BYTES = 1 << 31
 _MOST_LATEST_BYTES = 1 << 12
 
 
-class Range(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes [offset, offset + num_bytes) of a file of the rank."""
 
     file: str
@@ -43,7 +43,7 @@ class SavedFile:
 
 
 @dataclass(frozen=True)
-class SavedTensor:
+class TensorEntry:
     """A parameter. `numel`: elements of the rank's share; `group`: of the optimizer, None where it does not have it; `step`:
     the optimizer steps it has taken. `places`: by kind ("weight", "master", "exp_avg", "exp_avg_sq"), the ranges that make up
     the share; without "weight" for a frozen parameter that the save left out."""
@@ -53,7 +53,7 @@ class SavedTensor:
     numel: int
     group: int | None
     step: int
-    places: Mapping[str, tuple[Range, ...]]
+    places: Mapping[str, tuple[FileRange, ...]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RankManifest:
     rank: int
     world_size: int
     files: Mapping[str, SavedFile]
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, TensorEntry]
     settings: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -95,9 +95,9 @@ class RankManifest:
         return sum(piece.num_bytes for file in self.files.values() for piece in file.pieces)
 
 
-def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
-    places = {kind: tuple(Range(*each) for each in ranges) for kind, ranges in entry["places"].items()}
-    return SavedTensor(tuple(entry["shape"]), entry["dtype"], entry["numel"], entry["group"], entry["step"], places)
+def _tensor(entry: Mapping[str, Any]) -> TensorEntry:
+    places = {kind: tuple(FileRange(*each) for each in ranges) for kind, ranges in entry["places"].items()}
+    return TensorEntry(tuple(entry["shape"]), entry["dtype"], entry["numel"], entry["group"], entry["step"], places)
 
 
 def rank_folder(tag_folder: Path, rank: int) -> Path:
@@ -222,7 +222,7 @@ def _content_faults(path: Path, fd: int, saved: SavedFile) -> Iterator[str]:
         yield f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
-def check(tag_folder: Path, manifest: RankManifest) -> None:
+def check_manifest(tag_folder: Path, manifest: RankManifest) -> None:
     """Raise CheckpointError, naming the last good tag beside it, unless every file of the rank is as it was saved."""
     found = list(faults(rank_folder(tag_folder, manifest.rank), manifest.files))
     if found:

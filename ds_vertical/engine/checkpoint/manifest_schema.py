@@ -38,7 +38,7 @@ ITEM_BYTES: Final = {
 _STATE_BYTES: Final = 4
 _NUM_SHOWN: Final = 5
 
-Count = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Plain = bool | int | float | str | None
@@ -58,8 +58,8 @@ class _Open(BaseModel):
 
 
 class RankEntry(_Strict):
-    num_bytes: Count
-    checksum: Count
+    num_bytes: NonNegative
+    checksum: NonNegative
 
 
 class FolderManifest(_Strict):
@@ -80,35 +80,35 @@ class FolderManifest(_Strict):
 # ---- a rank's
 
 
-class SavedFile(_Strict):
-    num_bytes: Count
-    pieces: list[tuple[Count, Annotated[int, Field(ge=1)], Count]]
+class FileSchema(_Strict):
+    num_bytes: NonNegative
+    pieces: list[tuple[NonNegative, Annotated[int, Field(ge=1)], NonNegative]]
 
 
 class Tensor(_Strict):
-    shape: list[Count]
+    shape: list[NonNegative]
     dtype: str
-    numel: Count
-    group: Count | None
-    step: Count
-    places: dict[Literal["weight", "master", "exp_avg", "exp_avg_sq"], list[tuple[str, Count, Count]]]
+    numel: NonNegative
+    group: NonNegative | None
+    step: NonNegative
+    places: dict[Literal["weight", "master", "exp_avg", "exp_avg_sq"], list[tuple[str, NonNegative, NonNegative]]]
 
 
 class Counters(_Open):
-    global_steps: Count
-    global_samples: Count
-    micro_steps: Count
-    skipped_steps: Count
+    global_steps: NonNegative
+    global_samples: NonNegative
+    micro_steps: NonNegative
+    skipped_steps: NonNegative
 
 
-class Powers(_Strict):
-    step: Count
+class PowersSchema(_Strict):
+    step: NonNegative
     beta1: Beta
     beta2: Beta
-    anchor: Count
+    anchor: NonNegative
 
     @model_validator(mode="after")
-    def _is_taken_from_a_step_before(self) -> Powers:
+    def _is_taken_from_a_step_before(self) -> PowersSchema:
         if self.anchor > self.step:
             raise ValueError(f"anchor {self.anchor} is after step {self.step}")
         return self
@@ -126,7 +126,7 @@ class Group(_Open):
 
 class LossScaler(_Strict):
     cur_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    cur_iter: Count
+    cur_iter: NonNegative
     last_overflow_iter: int
     cur_hysteresis: int
 
@@ -136,7 +136,7 @@ class Numbers(_Open):
     loss_scaler: LossScaler | Annotated[dict[str, float], Field(max_length=0)]
     adam_w_mode: bool
     groups: list[Group]
-    powers: Powers
+    powers: PowersSchema
     has_scheduler: bool
     stream_seed: int | None
     checked_model: str | None = None
@@ -144,9 +144,9 @@ class Numbers(_Open):
 
 class Rank(_Strict):
     format: Literal[1]
-    rank: Count
+    rank: NonNegative
     world_size: Annotated[int, Field(ge=1)]
-    files: dict[str, SavedFile]
+    files: dict[str, FileSchema]
     tensors: dict[str, Tensor]
     settings: dict[str, Plain]
     numbers: Numbers
@@ -186,7 +186,7 @@ def _told(fault: Any) -> str:
     return f"{where}: {fault['msg']}{shown}"
 
 
-def _file_faults(files: Mapping[str, SavedFile]) -> Iterator[str]:
+def _file_faults(files: Mapping[str, FileSchema]) -> Iterator[str]:
     for name, file in files.items():
         if not is_plain_name(name) or name == NAME:
             yield f"files: names a file elsewhere: {name!r}"

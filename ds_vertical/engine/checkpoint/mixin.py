@@ -24,7 +24,7 @@ class SavingEngine(engine.DeepSpeedEngine):
     def param_store(self) -> ParamStore:
         raise NotImplementedError
 
-    @ranks.together
+    @ranks.collective
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
@@ -46,7 +46,7 @@ class SavingEngine(engine.DeepSpeedEngine):
 
     # ---- checkpoints
 
-    @ranks.together
+    @ranks.collective
     def save_checkpoint(
         self,
         save_dir: str,
@@ -66,7 +66,7 @@ class SavingEngine(engine.DeepSpeedEngine):
         """
         self._check_between_steps("save_checkpoint")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        save = stock_format.save if portable else checkpoint.save
+        save = stock_format.save_stock if portable else checkpoint.save
         with self.optimizer.calls.call("save_checkpoint"):
             save(self, Path(save_dir), tag, dict(client_state), save_latest, exclude_frozen_parameters)
         if portable:
@@ -74,7 +74,7 @@ class SavingEngine(engine.DeepSpeedEngine):
         self.optimizer.condition.note_good(Path(save_dir, tag))
         return True
 
-    @ranks.together
+    @ranks.collective
     def load_checkpoint(
         self,
         load_dir: str,
@@ -93,7 +93,7 @@ class SavingEngine(engine.DeepSpeedEngine):
         DeepSpeed; OtherRankError.
         """
         self._check_between_steps("load_checkpoint")
-        with ranks.agreed("load_checkpoint"):
+        with ranks.all_or_none("load_checkpoint"):
             own = load.latest_tag(Path(load_dir)) if tag is None else str(tag)
         found = ranks.all_gathered(own)[0]
         if found is None:
@@ -114,5 +114,5 @@ class SavingEngine(engine.DeepSpeedEngine):
                 f"{call}: called within a step or an evaluation (by a signal's handler, a hook or the loss), where the state"
                 " is half-way; call it between two steps: let a handler set a flag"
             )
-        with ranks.agreed(call):
+        with ranks.all_or_none(call):
             self.optimizer.check_whole()

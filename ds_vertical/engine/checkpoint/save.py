@@ -21,7 +21,7 @@ import torch
 from ds_vertical.compat import zero_optimizer, zero_params
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest, run_state
-from ds_vertical.engine.checkpoint.manifest import Range, RankManifest, SavedFile, SavedTensor
+from ds_vertical.engine.checkpoint.manifest import FileRange, RankManifest, SavedFile, TensorEntry
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag, sync_file, sync_folder, write_synced
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.interrupts import deferred
@@ -30,7 +30,8 @@ from ds_vertical.io.checksums import LARGEST_READ, Piece, checksum
 from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.regular_file import open_regular
 from ds_vertical.io.runs.run_dir import fail, owned
-from ds_vertical.offload.state_files import FP32_BYTES, KINDS
+from ds_vertical.offload.chunking import FP32_BYTES
+from ds_vertical.offload.state_files import KINDS
 
 SCRIPT = Path(__file__).with_name("zero_to_fp32.py")  # travels with checkpoints: the way out of them without us
 MEMORY, LOOSE = "memory.bin", "loose.pt"  # tensors that rest in host memory; scheduler, random states, buffers, client state
@@ -60,17 +61,17 @@ def save(
 
     Raises CheckpointError (tag, client state), StorageError or OSError (files), OtherRankError, TornStateError.
     """
-    with ranks.agreed("save_checkpoint"):
+    with ranks.all_or_none("save_checkpoint"):
         check_tag(tag, save_dir)
         _check_loadable("client_state", client_state)
-    with ranks.agreed("save_checkpoint"):
+    with ranks.all_or_none("save_checkpoint"):
         engine.optimizer.flush()
     with new_folder(save_dir, tag, save_latest) as folder:
-        with ranks.agreed("save_checkpoint"):
+        with ranks.all_or_none("save_checkpoint"):
             place = manifest.rank_folder(folder.beside, ranks.rank())
             data = RankSave(engine, place, exclude_frozen).write(client_state)
         every = ranks.all_gathered((len(data), checksum(data)))
-        with ranks.agreed("save_checkpoint"):
+        with ranks.all_or_none("save_checkpoint"):
             if ranks.rank() == 0:
                 write_synced(folder.beside / manifest.NAME, manifest.folder_manifest(tag, every))
                 _place_script(folder)
@@ -87,7 +88,7 @@ def new_folder(save_dir: Path, tag: str, save_latest: bool) -> Iterator[TagFolde
     asked = ranks.all_gathered((str(save_dir), tag, secrets.token_hex(4)))
     if any(other[:2] != asked[0][:2] for other in asked):
         raise CheckpointError(f"save_checkpoint: the ranks do not agree on folder and tag: {sorted({a[:2] for a in asked})}")
-    with ranks.agreed("save_checkpoint"):
+    with ranks.all_or_none("save_checkpoint"):
         if (run := owned(save_dir)) is not None:
             raise CheckpointError(
                 f"save_checkpoint: {save_dir} lies in the folder of this run, {run.path}, which is deleted with all in it when"
@@ -95,12 +96,12 @@ def new_folder(save_dir: Path, tag: str, save_latest: bool) -> Iterator[TagFolde
             )
     folder, is_first = TagFolder(save_dir, tag, asked[0][2]), ranks.rank() == 0
     try:
-        with ranks.agreed("save_checkpoint"):
+        with ranks.all_or_none("save_checkpoint"):
             if is_first:
                 folder.make()
             reach("folder made")
         yield folder
-        with ranks.agreed("save_checkpoint"):
+        with ranks.all_or_none("save_checkpoint"):
             if is_first:
                 reach("folder complete")
                 folder.switch()
@@ -109,7 +110,7 @@ def new_folder(save_dir: Path, tag: str, save_latest: bool) -> Iterator[TagFolde
         if is_first:
             folder.discard()
         raise
-    with ranks.agreed("save_checkpoint"):
+    with ranks.all_or_none("save_checkpoint"):
         if is_first and save_latest:
             folder.write_latest()
         reach("latest written")
@@ -134,10 +135,10 @@ class RankSave:
         self._names = {id(param): name for name, param in engine.module.named_parameters()}
         self._sources: dict[Path, str] = {}  # files of the run -> names in the checkpoint
         self._wanted: dict[Path, list[tuple[int, int]]] = {}  # [start, end) of each
-        self._places: dict[int, dict[str, list[Range]]] = {}  # by id(param), by kind
+        self._places: dict[int, dict[str, list[FileRange]]] = {}  # by id(param), by kind
         self._memory: list[torch.Tensor] = []  # shares that rest in host memory or on the device, as they lie in MEMORY
         self._memory_bytes = 0
-        self._tensors: dict[str, SavedTensor] = {}
+        self._tensors: dict[str, TensorEntry] = {}
 
     def write(self, client_state: Mapping[str, Any]) -> bytes:
         """Everything but the folder's manifest; returns the rank's own."""
@@ -172,7 +173,7 @@ class RankSave:
                 name = f"chunk{index}.{kind}.{known.index(paths)}.bin"
                 self._want(extent.path, name, extent.offset, extent.offset + extent.num_bytes)
                 for param, _, in_part, count in chunks[index].overlaps(part):
-                    found = Range(name, (part.start + in_part) * FP32_BYTES, count * FP32_BYTES)
+                    found = FileRange(name, (part.start + in_part) * FP32_BYTES, count * FP32_BYTES)
                     self._place(param, kind, found)
         for chunk in chunks:
             if chunk.resident is not None:
@@ -191,22 +192,22 @@ class RankSave:
             else:
                 name = f"weight{number}.bin"
                 self._want(Path(shard.path), name, 0, shard.num_bytes)
-                self._place(param, "weight", Range(name, 0, shard.numel * param.element_size()))
+                self._place(param, "weight", FileRange(name, 0, shard.numel * param.element_size()))
 
     def _want(self, path: Path, name: str, start: int, end: int) -> None:
         self._sources.setdefault(path, name)
         self._wanted.setdefault(path, []).append((start, end))
 
-    def _place(self, param: Any, kind: str, found: Range) -> None:
+    def _place(self, param: Any, kind: str, found: FileRange) -> None:
         ranges = self._places.setdefault(id(param), {}).setdefault(kind, [])
         last = ranges[-1] if ranges else None
         if last is not None and last.file == found.file and last.offset + last.num_bytes == found.offset:
-            ranges[-1] = Range(last.file, last.offset, last.num_bytes + found.num_bytes)
+            ranges[-1] = FileRange(last.file, last.offset, last.num_bytes + found.num_bytes)
         else:
             ranges.append(found)
 
     def _remember(self, param: Any, kind: str, share: torch.Tensor) -> None:
-        self._place(param, kind, Range(MEMORY, self._memory_bytes, share.nbytes))
+        self._place(param, kind, FileRange(MEMORY, self._memory_bytes, share.nbytes))
         self._memory.append(share.detach())
         self._memory_bytes += share.nbytes
 
@@ -220,7 +221,7 @@ class RankSave:
             group, step = group_of.get(id(param), (None, 0))
             places = {kind: tuple(ranges) for kind, ranges in self._places.get(id(param), {}).items()}
             shape, dtype = zero_params.full_shape(param), str(param.dtype).removeprefix("torch.")
-            self._tensors[name] = SavedTensor(shape, dtype, param.partition_numel(), group, step, places)
+            self._tensors[name] = TensorEntry(shape, dtype, param.partition_numel(), group, step, places)
 
     # ---- files
 

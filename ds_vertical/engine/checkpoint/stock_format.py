@@ -26,11 +26,12 @@ from ds_vertical.errors import StorageError
 from ds_vertical.io import files
 from ds_vertical.io.regular_file import open_regular
 from ds_vertical.io.runs.run_dir import fail
+from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.param_shards import Shard
-from ds_vertical.offload.state_files import FP32_BYTES, KINDS
+from ds_vertical.offload.state_files import KINDS
 
 
-def save(
+def save_stock(
     engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool
 ) -> Path:
     """Save as `<save_dir>/<tag>` for stock; returns that. Atomic and collective as `save.save`.
@@ -38,13 +39,13 @@ def save(
     Needs twice the checkpoint's size on its disk until it is complete. Raises CheckpointError (tag), StorageError or OSError
     (files), OtherRankError, TornStateError; what pickle raises of `client_state`.
     """
-    with ranks.agreed("save_checkpoint"):
+    with ranks.all_or_none("save_checkpoint"):
         check_tag(tag, save_dir)
-    with ranks.agreed("save_checkpoint"):
+    with ranks.all_or_none("save_checkpoint"):
         engine.optimizer.flush()
     with new_folder(save_dir, tag, save_latest) as folder:
         zero_optimizer.partition_all(engine.optimizer)  # only shards of parameters, until all ranks have written theirs
-        with ranks.agreed("save_checkpoint", partial(zero_optimizer.gather_persistent, engine.optimizer)):
+        with ranks.all_or_none("save_checkpoint", partial(zero_optimizer.gather_persistent, engine.optimizer)):
             _write(engine, folder.beside, client_state, exclude_frozen)
             if ranks.rank() == 0 and not manifest.complete_tags(save_dir):  # else the script that reads those stays
                 stock_checkpoint.place_stock_scripts(engine, save_dir)
@@ -104,7 +105,7 @@ class _Scratch:
         try:
             return torch.from_file(str(self._path), shared=True, size=numel, dtype=dtype)
         finally:
-            files.remove([self._path])
+            files.remove_files([self._path])
 
 
 def _num_bytes(optimizer: Any) -> int:

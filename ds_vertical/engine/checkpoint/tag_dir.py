@@ -57,8 +57,8 @@ class TagFolder:
         try:
             self._refuse_others_files()
             make_folder(self.beside.parent)
-            for found in leftovers.find(self.beside.parent):
-                leftovers.remove(*found)
+            for found in leftovers.find_leftovers(self.beside.parent):
+                leftovers.remove_leftover(*found)
             self._lock = self._made(self.beside)
         except OSError as error:
             raise fail(self.beside, "create the folder", error, f"{remedy(error.errno)}; or save elsewhere") from error
@@ -129,7 +129,7 @@ class TagFolder:
                 leftovers.mark(fd, self._run, self.path.name, self._token)
 
     def _remove(self, folder: Path) -> None:
-        leftovers.remove(folder, self.path.name, self._token)
+        leftovers.remove_leftover(folder, self.path.name, self._token)
 
     def discard(self) -> None:
         """Delete `beside` after a failure."""

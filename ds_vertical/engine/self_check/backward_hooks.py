@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ds_vertical.model.state.containers import called, is_foreign
-from ds_vertical.model.state.survey import Names, Slot, survey
+from ds_vertical.model.state.survey import Names, StateSlot, survey
 
 _OF_MODULES = "_backward_hooks", "_backward_pre_hooks"
 _OF_PARAMETERS = "_backward_hooks", "_post_accumulate_grad_hooks"
 _OF_ALL = "_global_backward_hooks", "_global_backward_pre_hooks"
 
 
-def survey_backward(model: nn.Module) -> tuple[list[Slot], list[Names]]:
+def survey_backward(model: nn.Module) -> tuple[list[StateSlot], list[Names]]:
     """Every place where the user's hooks of modules' and parameters' backward may keep state."""
     return survey(nn.Module(), [], list(_user_hooks(model)))
 

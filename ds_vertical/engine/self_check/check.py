@@ -26,7 +26,7 @@ import torch
 from greenlet import getcurrent
 from torch import nn
 
-from ds_vertical.engine.handlers import Body, Sweeps
+from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.engine.self_check.backward_hooks import survey_backward
 from ds_vertical.engine.self_check.digests import Digest, digest, digests_of, largest_distance, wrong_gradients
 from ds_vertical.engine.self_check.plain_pass import PlainOrder
@@ -36,7 +36,7 @@ from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import key_of_item
 from ds_vertical.model.state.module_state import TensorItem, global_generators, global_generators_seeded, same_bits
 from ds_vertical.model.state.restart import until_known
-from ds_vertical.model.state.snapshot import Change, Snapshot, refuse_large
+from ds_vertical.model.state.snapshot import Snapshot, StateChange, refuse_large
 from ds_vertical.model.state.survey import survey
 from ds_vertical.model.stubs import Coroutine
 from ds_vertical.model.thread_state import ThreadState, applied, preserved
@@ -88,7 +88,7 @@ class SelfCheck:
 
     model: nn.Module
     layers: LayerMap
-    sweeps: Sweeps
+    sweeps: ScheduleRunner
     gradients: GradientStore
     schedule: Schedule
     scale: Callable[[torch.Tensor], torch.Tensor]
@@ -176,7 +176,7 @@ class SelfCheck:
         record.around = self._sums()
         return record
 
-    def _choose_last(self, left: Sequence[tuple[Change, Any]], own: list[Any]) -> None:
+    def _choose_last(self, left: Sequence[tuple[StateChange, Any]], own: list[Any]) -> None:
         """Where torch's own order shows that forwards set an item anew, and add nothing to it, this is known from now on."""
         known = {} if self.sweeps.state is None else {key_of_item(each.item): each for each in self.sweeps.state.items}
         for index, (change, plain) in enumerate(left):
@@ -363,7 +363,7 @@ def _put_back(*snapshots: Snapshot) -> None:
 
 
 def _state_differences(
-    left: Sequence[tuple[Change, Any]], own: Sequence[Any], but: Collection[Hashable]
+    left: Sequence[tuple[StateChange, Any]], own: Sequence[Any], but: Collection[Hashable]
 ) -> Iterator[Difference]:
     """What modules hold after both orders: numbers and tensors; other objects are each order's own. `but`: not compared."""
     for (change, plain), ours in zip(left, own, strict=True):
@@ -372,7 +372,7 @@ def _state_differences(
             yield Difference(f"{what}; outputs, losses and gradients agree")
 
 
-def _agrees(change: Change, plain: Any, ours: Any) -> bool:
+def _agrees(change: StateChange, plain: Any, ours: Any) -> bool:
     item = change.item
     if item.is_generator:
         return item.is_global or item.same(plain, ours)

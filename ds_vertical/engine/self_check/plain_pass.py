@@ -24,7 +24,7 @@ from ds_vertical.model.tensor_refs import key_of
 from ds_vertical.schedule.events import Unit
 
 
-class Params(Protocol):
+class ParamSource(Protocol):
     """Where a unit's parameters come from."""
 
     def fetch(self, unit: Unit) -> Ticket: ...
@@ -38,7 +38,7 @@ _AHEAD: Final = "forward ahead of the first layer", None
 class PlainOrder:
     """Runs micro-batches in stock's order. `folder`: for what does not fit into memory; None: the system's."""
 
-    def __init__(self, layers: LayerMap, params: Params, folder: Path | None) -> None:
+    def __init__(self, layers: LayerMap, params: ParamSource, folder: Path | None) -> None:
         self._layers = layers
         self._params = params
         self._resident: Unit | None = None

@@ -20,7 +20,7 @@ from ds_vertical.engine.zero3.state import StateRoutes
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.chunking import Piece, adam_cuts
+from ds_vertical.offload.chunking import ChunkPiece, adam_cuts
 from ds_vertical.offload.state_files import Chunk
 from ds_vertical.planner.memory_budget import PART_ELEMENTS
 from ds_vertical.schedule.events import Unit
@@ -133,7 +133,7 @@ def _chunk(
     generations: int,
 ) -> Chunk:
     sizes = [param.partition_numel() for param in params]
-    cuts = adam_cuts([Piece(size, *place[id(param)]) for param, size in zip(params, sizes, strict=True)])
+    cuts = adam_cuts([ChunkPiece(size, *place[id(param)]) for param, size in zip(params, sizes, strict=True)])
     on_ssd = zero_optimizer.is_chunk_on_ssd(optimizer, index)
     waits = not on_ssd or optimizer.is_persistent_chunk(index)
     early, delayed = Chunk.shares(index, sizes, 0.0 if waits else early_share, PART_ELEMENTS)

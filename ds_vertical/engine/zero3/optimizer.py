@@ -29,13 +29,13 @@ from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.checksums import ChecksumError, Checksums
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.consistency import WHOLE, Condition
+from ds_vertical.offload.consistency import WHOLE, StateGuard
 from ds_vertical.offload.cpu_adam import AdamSettings, CpuAdam, Powers
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, beyond_host
-from ds_vertical.offload.speculation import Regime
-from ds_vertical.offload.state_files import Share
+from ds_vertical.offload.speculation import StepTiming
+from ds_vertical.offload.state_files import StepShare
 from ds_vertical.offload.step_pipeline import StepPipeline
-from ds_vertical.offload.stepper import Due, Stepper, Updates, bytes_read
+from ds_vertical.offload.stepper import PendingStep, Stepper, Updates, bytes_read
 from ds_vertical.planner import memory_budget
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, Unit
 from ds_vertical.schedule.trace import Tracer
@@ -53,17 +53,17 @@ class VerticalStage3(ChunkedStage3):
     def __init__(self, *args: Any, layers: LayerMap, vertical: Resolved, **kwargs: Any) -> None:
         self._vertical = vertical
         stops = vertical.on_nonfinite == "stop"
-        self._new_regime = partial(Regime, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
+        self._new_regime = partial(StepTiming, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
         self.regime = self._new_regime(certain=False, on_ssd=False)  # another where the state turns out to be on SSD
-        self.condition, self.calls = Condition(), Calls()
+        self.condition, self.calls = StateGuard(), Calls()
         self.checksums = Checksums(vertical.verify)  # of this rank's files of state and parameters
         self._dynamic_scale = bool(kwargs.get("dynamic_loss_scale"))
         self._tried = self._hit = False  # whether parts of this step have been taken early; count, and are not committed yet
-        self._share: Share = "delayed"  # of every unit that is due
+        self._share: StepShare = "delayed"  # of every unit that is due
         self.counts = False  # a step has been decided, be it to skip it, that the engine has not counted yet
         self._apart = False  # the ranks have not agreed that all is well since one of them failed
         self._settled = True  # nothing due, nothing in flight
-        self._due: Due | None = None
+        self._due: PendingStep | None = None
         self._left: dict[Unit, None] = {}  # units whose step is due, in the order of their next use
         self._ahead: dict[Unit, Ticket] = {}  # steps issued for the next forward, which has not taken them over yet
         self._norm_memory = zero_optimizer.NormMemory()
@@ -76,7 +76,7 @@ class VerticalStage3(ChunkedStage3):
         """Make the optimizer's own pipeline; `updates` takes the new parameters, `begin` is called on its thread."""
         early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
         chunks = make_chunks(self, self._stock_groups, early_share, self.regime.generations)
-        share: Share = "delayed" if self.regime.final else "all"
+        share: StepShare = "delayed" if self.regime.final else "all"
         units, chunks_of = self._layer_map.units, self.scheduled_chunks_of
         waiting = {unit: [p for i in chunks_of(unit) for p in chunks[i].parts(share)] for unit in units}
         beyond = beyond_host(waiting, self._vertical.gradient_host_share)
@@ -234,12 +234,12 @@ class VerticalStage3(ChunkedStage3):
             due = self._decide(settings, scale, hit=came_true and self._tried)
             self.step_persistent(lambda unit, chunks: self._stepper.step(unit, chunks, due, "all"))
 
-    def _decide(self, settings: list[AdamSettings], scale: Any, hit: bool) -> Due:
+    def _decide(self, settings: list[AdamSettings], scale: Any, hit: bool) -> PendingStep:
         """The step counts: all chunks are one step further, and what has not been stepped early is due."""
         for index, setting in enumerate(settings):
             zero_optimizer.moments(self, index)["step"] = setting.step
         self.powers = settings[-1].powers
-        self._due = due = Due(settings, self.gradients, None if float(scale) == 1.0 else 1.0 / scale)
+        self._due = due = PendingStep(settings, self.gradients, None if float(scale) == 1.0 else 1.0 / scale)
         self._share = "delayed" if hit else "all"
         share, chunks, units = self._share, self._stepper.chunks, self._layer_map.units
         self._left = dict.fromkeys(u for u in units if any(chunks[i].parts(share) for i in self.scheduled_chunks_of(u)))
@@ -261,7 +261,7 @@ class VerticalStage3(ChunkedStage3):
         """Issue the early parts of a unit whose gradient is complete; `conclude_early` says whether they count."""
         self._tried = True
         guess = float(self.loss_scale)  # the divisor, if the norm asks for no clipping
-        due = Due(self._settings(), self.gradients, None if guess == 1.0 else 1.0 / guess)
+        due = PendingStep(self._settings(), self.gradients, None if guess == 1.0 else 1.0 / guess)
         return self._stepper.step(unit, self.scheduled_chunks_of(unit), due, "early")
 
     def early_writes(self) -> Ticket | None:
@@ -335,9 +335,9 @@ class VerticalStage3(ChunkedStage3):
 
     @contextlib.contextmanager
     def agreed(self, what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """As `ranks.agreed`. After another rank's failure nothing is done with it that it may not be there for."""
+        """As `ranks.all_or_none`. After another rank's failure nothing is done with it that it may not be there for."""
         self._apart = ranks.world_size() > 1
-        with ranks.agreed(what, then):
+        with ranks.all_or_none(what, then):
             yield
         self._apart = False
 

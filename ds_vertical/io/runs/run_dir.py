@@ -30,7 +30,7 @@ from ds_vertical.errors import StorageError
 logger = logging.getLogger(__name__)
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-NUM_SHOWN = 5
+MOST_SHOWN = 5
 _NUM_RETRIES = 100
 _SECTIONS = ("offload_param", "offload_optimizer")
 
@@ -321,7 +321,7 @@ def remove_tree(guard: Guard) -> None:
             failures.append((guard.path, error))
     if failures:
         told = [str(fail(path, "delete", error, "delete it by hand")) for path, error in failures]
-        shown = "\n".join(told[:NUM_SHOWN])
+        shown = "\n".join(told[:MOST_SHOWN])
         raise StorageError(f"{guard.path}: delete: {len(failures)} entries could not be deleted:\n{shown}")
 
 

@@ -75,7 +75,7 @@ def examine(folder: Path) -> Tenant | None:
     return found if named or found.is_ours else None
 
 
-def remove(folder: Path, named: bool) -> Outcome:
+def remove_run(folder: Path, named: bool) -> Outcome:
     """Delete a dead run's folder; `named`: also one of which nothing can be told here. "kept": it is live, or may be, or is
     no run's.
 

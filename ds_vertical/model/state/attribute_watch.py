@@ -19,7 +19,7 @@ class Step(Protocol):
         ...
 
 
-class Watch:
+class AttributeWatch:
     """Tells a step of every attribute that a forward sets on a module of the model, ahead of it."""
 
     def __init__(self, step: Step, modules: dict[int, str], layers: LayerMap) -> None:

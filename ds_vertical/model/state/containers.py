@@ -328,7 +328,7 @@ def called(value: Any) -> Iterator[types.FunctionType]:
             yield from called(inner)
 
 
-def bound(value: Any) -> Iterator[Any]:
+def bound_objects(value: Any) -> Iterator[Any]:
     """The objects that something which is called carries with it: arguments of a partial, the instance of a method."""
     while True:
         if isinstance(value, partial):

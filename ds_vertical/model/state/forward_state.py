@@ -37,7 +37,7 @@ from torch import nn
 from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.model.state.attribute_watch import Watch
+from ds_vertical.model.state.attribute_watch import AttributeWatch
 from ds_vertical.model.state.block_state import BlockState, Known, Track
 from ds_vertical.model.state.containers import containers, owner_key
 from ds_vertical.model.state.module_state import (
@@ -50,7 +50,7 @@ from ds_vertical.model.state.module_state import (
     seeded_states,
 )
 from ds_vertical.model.state.restart import HORIZONTAL, StateMissed
-from ds_vertical.model.state.snapshot import Change, Snapshot, refuse_large, without_collection
+from ds_vertical.model.state.snapshot import Snapshot, StateChange, refuse_large, without_collection
 from ds_vertical.model.state.survey import OUTSIDE, entry_of, survey
 
 _MAY_BE_STATES = (
@@ -107,7 +107,10 @@ class ForwardState:
         decided = self._num_decided()
         step = StepState(self, self._layers, snapshot, bool(wanted) and self.handled, seeds, self.snake and training)
         modules = {id(module): path for path, module in self.model.named_modules()} if self.handled else {}
-        with Watch(step, modules, self._layers).watching(), Changed(lambda: step.finish(self._num_decided() != decided)):
+        with (
+            AttributeWatch(step, modules, self._layers).watching(),
+            Changed(lambda: step.finish(self._num_decided() != decided)),
+        ):
             try:
                 yield step
             except (*_MAY_BE_STATES, LayerError) as error:
@@ -175,7 +178,7 @@ class StepState:
         # used at all? each micro-batch's numbers begin with the seed, so this has to be known ahead of the first one
         self._unused = [(item, item.capture()) for item in global_generators() if key_of_item(item) not in self._by_key]
         for item, state in self._unused if learns else ():
-            self._note(Change(item, state))
+            self._note(StateChange(item, state))
         self._probes, owner.probes = owner.probes and learns and not self._in_turn, False
         self.outer_context = {id(value) for value in contextvars.copy_context().values()}  # which the survey has seen
         self._params = list(owner.model.parameters())
@@ -202,7 +205,7 @@ class StepState:
         self._news += [change.item.path for change in changes]
         return [self._note(change) for change in changes]
 
-    def _note(self, change: Change) -> Track:
+    def _note(self, change: StateChange) -> Track:
         """An item has changed for the first time, or is about to; what it was holds for all forwards."""
         known = self._by_key.get(key_of_item(change.item))
         if known is not None:
@@ -229,7 +232,7 @@ class StepState:
         known = self._by_key.get(place.owner)
         if known is None:
             self._news.append(path)
-            known = self._note(Change(PlaceItem(path, region, place), deep(place, path)))
+            known = self._note(StateChange(PlaceItem(path, region, place), deep(place, path)))
         self._written.add(id(known))
 
     # ---- whose turn it is

@@ -17,14 +17,14 @@ from torch import nn
 from ds_vertical.errors import LayerError
 from ds_vertical.model.state.containers import Container, Contents, container_of
 from ds_vertical.model.state.module_state import GeneratorItem, Item, Pairs, PlaceItem, TensorItem, same_bits, streams_of
-from ds_vertical.model.state.survey import OUTSIDE, Names, Slot
+from ds_vertical.model.state.survey import OUTSIDE, Names, StateSlot
 
 LARGEST_NUMEL: Final = 1 << 24  # elements of a tensor that each micro-batch may have a copy of
 SMALL_NUMEL: Final = 1 << 16  # elements of a tensor that is copied in every step, lest it change for the first time
 
 
 @dataclass(frozen=True)
-class Change:
+class StateChange:
     """An item that has changed, and what it was; None of a tensor that is too large to be copied."""
 
     item: Item
@@ -84,13 +84,13 @@ class Snapshot:
     when its count of writes has. `names`: what attributes modules have.
     """
 
-    def __init__(self, slots: Sequence[Slot], names: Sequence[Names], closely: bool = True) -> None:
+    def __init__(self, slots: Sequence[StateSlot], names: Sequence[Names], closely: bool = True) -> None:
         self._slots = slots
         self._closely = closely
         self._names = names
         values = [slot.place.read() for slot in slots]
         keys = {each.key for each in names}
-        self._places: dict[Any, list[tuple[Slot, Contents]]] = {}  # by the key of the names that they are among
+        self._places: dict[Any, list[tuple[StateSlot, Contents]]] = {}  # by the key of the names that they are among
         for slot, before in zip(slots, values, strict=True):
             if slot.place.is_constant:
                 continue
@@ -184,7 +184,7 @@ class Snapshot:
     def _note_generator(self, key: int, item: GeneratorItem) -> None:
         self._generators[key] = (item, self._generators[key][1] if key in self._generators else item.capture())
 
-    def changes(self, regions: Iterable[int] | None = None) -> Iterator[Change]:
+    def changes(self, regions: Iterable[int] | None = None) -> Iterator[StateChange]:
         """What has changed since, in these regions; None: in all."""
         wanted = None if regions is None else {OUTSIDE, *regions}
         most_are_same = self._lists_and_dicts.are_same()
@@ -192,26 +192,26 @@ class Snapshot:
         yield from self._changed_names([each for each in near if not each.are_same()], wanted)
         for path, region, container, before in self._others if most_are_same else self._containers.values():
             if (wanted is None or region in wanted) and not container.holds(before):
-                yield Change(PlaceItem(path, region, container), self._pairs(container, before))
+                yield StateChange(PlaceItem(path, region, container), self._pairs(container, before))
         for each in self._tensors.values():
             if (wanted is None or each.region in wanted) and each.has_changed():
-                yield Change(TensorItem(each.path, each.region, each.tensor, each.owner), each.before)
+                yield StateChange(TensorItem(each.path, each.region, each.tensor, each.owner), each.before)
         for item, before in self._generators.values():
             if (wanted is None or item.region in wanted) and not item.same(item.capture(), before):
-                yield Change(item, before)
+                yield StateChange(item, before)
 
-    def _changed_names(self, touched: Sequence[Names], wanted: set[int] | None) -> Iterator[Change]:
+    def _changed_names(self, touched: Sequence[Names], wanted: set[int] | None) -> Iterator[StateChange]:
         """What has changed at places: those under none of the names, and those under names that are not the same."""
         for key in (None, *(names.key for names in touched)):
             for slot, before in self._places.get(key, ()):
                 if (wanted is None or slot.region in wanted) and not slot.place.holds(before):
-                    yield Change(PlaceItem(slot.path, slot.region, slot.place), self._pairs(slot.place, before))
+                    yield StateChange(PlaceItem(slot.path, slot.region, slot.place), self._pairs(slot.place, before))
         for names in touched:
             for path, place, before in names.places():
                 if not place.holds(before):
-                    yield Change(PlaceItem(path, names.region, place), self._pairs(place, before))
+                    yield StateChange(PlaceItem(path, names.region, place), self._pairs(place, before))
             for path, place in names.new():
-                yield Change(PlaceItem(path, names.region, place), ((place, Contents()),))
+                yield StateChange(PlaceItem(path, names.region, place), ((place, Contents()),))
 
     def _pairs(self, place: Container, contents: Contents) -> Pairs:
         """As `deep`, at the moment of the snapshot."""

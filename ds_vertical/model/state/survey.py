@@ -17,7 +17,7 @@ from ds_vertical.model.state.containers import (
     SIMPLE,
     Container,
     Contents,
-    bound,
+    bound_objects,
     called,
     container_of,
     globals_bound,
@@ -47,7 +47,7 @@ _INTERNAL: Final = (frozenset(vars(nn.Module())) - {"training"}) | {
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class StateSlot:
     """A name under which a value stands: an attribute, a buffer, a global. `path`: for messages; `place`: with that one key."""
 
     path: str
@@ -194,7 +194,7 @@ def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
     return {id(each): index for index, block in enumerate(blocks) for each in block.modules()}
 
 
-def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Any]) -> tuple[list[Slot], list[Names]]:
+def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Any]) -> tuple[list[StateSlot], list[Names]]:
     """Every place where a model's forward may keep state: of its modules, of what their code and hooks use, of `functions`.
 
     What lies in one of the `blocks` has the block's number as region.
@@ -216,7 +216,7 @@ class _Survey:
     """`registered`: ids of the model's modules, which are looked at one by one."""
 
     def __init__(self, registered: set[int]) -> None:
-        self.slots: list[Slot] = []
+        self.slots: list[StateSlot] = []
         self.names: list[Names] = []
         self._registered = registered
         self._seen: set[int] = set()  # functions, classes, containers and modules that are not the model's
@@ -245,7 +245,7 @@ class _Survey:
 
     def _hook(self, path: str, region: int, hook: Any) -> None:
         functions = list(called(hook))
-        if functions and all(map(is_internal, functions)) and not list(bound(hook)):
+        if functions and all(map(is_internal, functions)) and not list(bound_objects(hook)):
             return  # DeepSpeed's, on every module
         if not is_foreign(next(iter(functions), hook)):
             note_home(next(iter(functions), type(hook)))
@@ -254,7 +254,7 @@ class _Survey:
 
     def function(self, path: str, function: Any, region: int) -> None:
         """Closures, globals and bound objects of a function, and of the user's functions that it calls."""
-        for value in bound(function):
+        for value in bound_objects(function):
             self.constant(path, region, value)
         for each in called(function):
             if id(each) in self._seen:
@@ -308,7 +308,7 @@ class _Survey:
         key = owner_key(place)
         if key not in self._places:
             self._places.add(key)
-            self.slots.append(Slot(path, region, place))
+            self.slots.append(StateSlot(path, region, place))
             for value in place.read().values():
                 self.follow(path, region, value)
 
