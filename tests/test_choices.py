@@ -152,8 +152,8 @@ def test_whatever_a_model_says_of_its_positions_no_time_is_negative(
 ) -> None:
     """The seconds that `initialize` plans by, as the cost model takes them."""
     seen: list[Any] = []
-    tune = autotune.tune
-    monkeypatch.setattr(autotune, "tune", lambda case, *args: seen.append(case.shape) or tune(case, *args))
+    tune = autotune.tune_timing
+    monkeypatch.setattr(autotune, "tune_timing", lambda case, *args: seen.append(case.shape) or tune(case, *args))
     measured(report())
     made = base_config(tmp_path, num_micro_batches=2, dtype="fp32", params="cpu", optimizer="cpu", clip=0.0)
 
@@ -174,7 +174,7 @@ def test_a_model_that_cannot_be_planned_for_has_the_rules(
     def tune(*_: Any) -> Any:
         raise CostsError("model.forward_s: got -7.8e-05")
 
-    monkeypatch.setattr(autotune, "tune", tune)
+    monkeypatch.setattr(autotune, "tune_timing", tune)
     measured(report())
     with running(config(tmp_path), model, vertical=True) as (engine, _):
         assert engine.vertical.prefetch_layers == 1 and "planned" not in engine.vertical.reasons["prefetch_layers"]

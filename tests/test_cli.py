@@ -22,7 +22,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_lists_every_command_and_imports_no_torch() -> None:
     code = (
-        "import sys\nfrom ds_vertical import cli\ntry: cli.main(['--help'])\n"
+        "import sys\nfrom ds_vertical.cli import main\ntry: main.main(['--help'])\n"
         "except SystemExit: pass\nprint('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200).stdout

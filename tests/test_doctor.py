@@ -171,7 +171,7 @@ def test_bad_usage_is_exit_status_2(arguments: list[str], capsys: pytest.Capture
 
 def test_help_has_an_example_and_the_command_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom ds_vertical import doctor\ntry: doctor.main(['--help'])\n"
+        "import sys\nfrom ds_vertical.cli.doctor import command\ntry: command.main(['--help'])\n"
         "except SystemExit: pass\nprint([name for name in ('torch', 'deepspeed', 'pydantic') if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200).stdout
@@ -354,14 +354,14 @@ def test_an_accelerator_that_deepspeed_does_not_know(monkeypatch: pytest.MonkeyP
 LITTLE_LOCKED = """
 import os, resource, sys
 from pathlib import Path
-from ds_vertical.cli.doctor.check import Case
-from ds_vertical.cli.doctor.hardware import memory
-case = Case(Path(sys.argv[2]) if sys.argv[2:] else None)
-list(memory(case))  # whatever it imports, while all may be read
+from ds_vertical.cli.doctor.check import Target
+from ds_vertical.cli.doctor.hardware import host_memory
+case = Target(Path(sys.argv[2]) if sys.argv[2:] else None)
+list(host_memory(case))  # whatever it imports, while all may be read
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (int(sys.argv[1]), int(sys.argv[1])))
 if os.geteuid() == 0:
     os.setgid(65534), os.setuid(65534)  # root may lock what it likes
-for finding in memory(case):
+for finding in host_memory(case):
     print(finding.severity, finding.found, "->", finding.remedy)
 """
 
@@ -496,10 +496,10 @@ CUT = """
 import resource, signal, sys
 from pathlib import Path
 from ds_vertical.cli.doctor import ssd_path
-from ds_vertical.cli.doctor.check import Case
+from ds_vertical.cli.doctor.check import Target
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-for finding in ssd_path.round_trip(Case(nvme_path=Path(sys.argv[1]))):
+for finding in ssd_path.round_trip(Target(nvme_path=Path(sys.argv[1]))):
     print(finding.severity, finding.found, "->", finding.remedy)
 """
 
@@ -520,8 +520,8 @@ set -e
 mount -t tmpfs -o {options} none "$0"
 cd {home}
 exec {python} -c 'import sys; from pathlib import Path; from ds_vertical.cli.doctor import ssd_path
-from ds_vertical.cli.doctor.check import Case
-case = Case(nvme_path=Path(sys.argv[1]))
+from ds_vertical.cli.doctor.check import Target
+case = Target(nvme_path=Path(sys.argv[1]))
 for check in (ssd_path.file_system, ssd_path.space, ssd_path.round_trip):
     for finding in check(case): print(finding.severity, finding.found, "->", finding.remedy)' "$0"
 """
