@@ -28,10 +28,39 @@ cache.set_environment()
 
 # The modules with a fixture of a minute: not last, when idle workers would take parts of them and each make that fixture.
 FIRST = {"test_ranks.py"}
+# Members of matrices that take long and resemble others which stay in the fast suite.
+SLOW_MEMBERS = {
+    "test_compiled.py::test_whatever_way_blocks_are_compiled[Function]",
+    "test_crash.py::test_a_process_killed_at_any_point_of_a_save_leaves_a_checkpoint_that_loads[again]",
+    "test_cut_anywhere.py::test_a_step_that_is_cut_anywhere[delayed]",
+    "test_delay.py::test_a_skipped_step_takes_early_ones_back_and_loses_none_that_is_due[False-None]",
+    "test_delay.py::test_early_steps_in_every_tier[0.3-{'optimizer': 'cpu'}]",
+    "test_delay.py::test_every_delay_is_bit_identical_to_stock[bf16-False-0.3]",
+    "test_engine_state.py::test_an_exception_leaves_everything_as_it_was[glue]",
+    "test_engine_state.py::test_an_exception_leaves_everything_as_it_was[prefix]",
+    "test_families.py::test_frozen_parameters[a layer in the middle]",
+    "test_families.py::test_stock_on_ssd_is_wrong_where_the_table_says_so[mixtral]",
+    "test_flush.py::test_training_goes_on_from_what_was_written[write_local_master, all delayed, on SSD]",
+    "test_fp16.py::test_overflows_and_all_bits_are_stocks[0.0-section0]",
+    "test_gradient_tiers.py::test_memory_is_made_once[1000000.0-0.5-True-False]",
+    "test_nonfinite.py::test_steps_in_place_have_stocks_bits[fp32-None]",
+    "test_numerics.py::test_a_non_finite_step_is_skipped_whole[fp32-0.0]",
+    "test_numerics.py::test_parameters_on_ssd_may_count_as_persistent[0.05]",
+    "test_numerics.py::test_snake_changes_the_last_bits_at_most[2]",
+    "test_overlap.py::test_without_overlap_no_event_finds_anything_in_flight[0.0]",
+    "test_parcels.py::test_the_same_bits_from_host_memory[both]",
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in FIRST)
+    members = {f"{item.path.name}::{item.name}": item for item in items}
+    for name in SLOW_MEMBERS & members.keys():
+        members[name].add_marker(pytest.mark.slow)
+    files = {item.path.name for item in items}
+    stale = [name for name in SLOW_MEMBERS - members.keys() if files > FIRST and not config.args_source.name == "ARGS"]
+    if stale:
+        raise pytest.UsageError(f"tests/conftest.py, SLOW_MEMBERS: there are no such tests: {sorted(stale)}")
     without = [item for item in items if any(item.get_closest_marker(marker) for marker in ABSENT)]
     if without:
         config.hook.pytest_deselected(items=without)

@@ -503,6 +503,7 @@ def test_a_real_run_is_measured_against_its_bound(tmp_path: Path) -> None:
     assert "bound of the vertical step" in done.stdout and "simulated makespan" in done.stdout
 
 
+@pytest.mark.slow
 def test_different_losses_fail_without_any_speed(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "ab.json").write_text("an earlier result")

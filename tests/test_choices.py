@@ -258,6 +258,7 @@ with harness.running(json.loads(sys.argv[3]), test_choices.model, vertical=True)
 """
 
 
+@pytest.mark.slow
 def test_all_ranks_take_what_the_first_has_planned(tmp_path: Path) -> None:
     """The second has no report: on another host nobody may have measured."""
     limits, store = tmp_path / "limits.json", tmp_path / "store"

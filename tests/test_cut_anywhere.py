@@ -277,7 +277,7 @@ def test_an_interrupt_where_nobody_is_told_of_it(tmp_path: Path) -> None:
     with Trials(tmp_path, partial(make, "early"), STEPS) as trials:
         cuts = cuts_in(trials.found, ("offload/consistency.py",), ("_Section.__enter__",))
         assert cuts
-        for cut in cuts:
+        for cut in cuts[:: max(1, len(cuts) // 6)]:
             trials.cut(cut)
     assert trials.torn and not trials.wrong, "\n".join(trials.wrong)
 

@@ -34,6 +34,7 @@ def test_what_goes_wrong_in_a_transfer_is_raised() -> None:
         core_s_per_byte(fails, 2, 1)
 
 
+@pytest.mark.slow
 def test_the_share_is_what_is_lost_over_what_is_done() -> None:
     """A thread that sleeps takes less than one that works as the products do."""
     own = torch.ones(512, 1024), torch.ones(1024, 1024)

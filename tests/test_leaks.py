@@ -89,7 +89,8 @@ def test_a_few_steps_leave_nothing_behind(tmp_path: Path) -> None:
     watch(tmp_path, 0.0, 0.5, None, num_steps=24, warm_up=12, every=4, most=32 * MIB)  # 12 gradients: 72 MiB
 
 
-@pytest.mark.parametrize("delay", [0.25, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 1.0))])
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 0.25, 1.0])
 def test_saves_leave_nothing_in_the_folder_of_the_run(tmp_path: Path, delay: float) -> None:
     """The files that each of them freezes are written anew in the next steps; the frozen ones are the checkpoint's alone."""
     (tmp_path / "ssd").mkdir()

@@ -39,6 +39,7 @@ def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.C
     assert pieces <= set(rates) and rates["activation_bytes"] == 16 * 512 * 4
 
 
+@pytest.mark.slow
 def test_the_report_as_json_alone_is_what_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def test_fio_measures(tmp_path: Path) -> None:
     assert len(rates) == 4 and min(rates.values()) > 0
 
 
+@pytest.mark.slow
 def test_a_micro_batch_of_several_sequences_and_threads(tmp_path: Path) -> None:
     out = tmp_path / "limits.json"
     options = ["--path", str(tmp_path), "--size-mb", "1", "--rounds", "1", "--model", str(MODEL), "--out", str(out)]

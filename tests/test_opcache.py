@@ -251,6 +251,7 @@ def test_killed_compile_does_not_hang_the_next_process(user: User) -> None:
     assert Path(library).exists() and "is dead" in words and "compiling" in words
 
 
+@pytest.mark.slow
 def test_two_builders_take_turns_visibly(user: User) -> None:
     go_on = user.folder / "go on"
     first = user.start(UNTIL=str(go_on))

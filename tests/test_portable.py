@@ -138,6 +138,7 @@ def test_a_loss_scale_that_has_moved_goes_with_it(tmp_path: Path, monkeypatch: p
 # ---- the same weights by both scripts
 
 
+@slow
 def test_stocks_script_makes_the_same_files_of_it_as_ours_of_our_own(tmp_path: Path) -> None:
     portable, own = tmp_path / "portable", tmp_path / "own"
     with running(config_in(tmp_path / "ssd"), TiedModel, vertical=True) as (engine, model):

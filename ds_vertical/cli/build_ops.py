@@ -10,10 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ds_vertical.compat.ops import cache
-from ds_vertical.compat.ops.load import FREE_ADAM, JOINT, PiecewiseAdam, free_adam, joint, needed_ops
-
-# ---- build-ops
+from ds_vertical.compat.ops import cache, load
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     force = parser.parse_args(argv).force
     start = time.monotonic()
     cache.set_environment()
-    needed = needed_ops()
+    needed = load.needed_ops()
     for name in needed if force else ():
         cache.forget(name)
     extensions = Path(os.environ["TORCH_EXTENSIONS_DIR"])
@@ -33,9 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         cache.say(f"{len(missing)} of {len(needed)} ops are to be compiled: {', '.join(missing)}")
         cache.activate()
-    with_fallback: dict[str, Callable[[], Any]] = {FREE_ADAM.build_name: free_adam, JOINT.build_name: joint}
+    with_fallback: dict[str, Callable[[], Any]] = {load.FREE_ADAM.build_name: load.free_adam, load.JOINT.build_name: load.joint}
     loaded = {name: with_fallback.get(name, lambda name=name: needed[name]().load(verbose=False))() for name in missing}
-    slow = [name for name, op in loaded.items() if op is None or isinstance(op, PiecewiseAdam)]
+    slow = [name for name, op in loaded.items() if op is None or isinstance(op, load.PiecewiseAdam)]
     if slow:
         print(f"{', '.join(slow)}: not compiled, slower stand-ins work in their place; see above", file=sys.stderr)
         return 1
