@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import json
+import math
 import os
 import random
 import subprocess
@@ -523,10 +524,48 @@ class Attributed:
         return self.calls
 
 
+class Switched:
+    """Its `__dict__` is one of two that are kept."""
+
+    def __init__(self) -> None:
+        self.tables: list[dict[str, Any]] = []
+        self.tables += [{"tables": self.tables, "calls": start} for start in (1, 5)]
+
+    def next(self) -> float:
+        self.__dict__ = self.tables[self.tables[0]["calls"] % 2]
+        self.tables[0]["calls"] += 1
+        return self.calls
+
+
+class AnswersAll:
+    """Has no `__dict__`, and gives None for all that it has not."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0.0
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def next(self) -> float:
+        self.calls = -self.calls - 1 if self.calls >= 0 else -self.calls
+        return self.calls
+
+
+class Signed:
+    def __init__(self) -> None:
+        self.zero = 0.0
+
+    def next(self) -> float:
+        self.zero = -self.zero
+        return math.copysign(1, self.zero)
+
+
 class SlottedBlock(Block):
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        self.counters = [Counter(), Attributed()]
+        self.counters = [Counter(), Attributed(), Switched(), AnswersAll(), Signed()]
 
     def forward(self, x: torch.Tensor, *args: Any) -> Any:
         return self.body(x * (1 + 0.1 * sum(each.next() for each in self.counters)))
@@ -534,6 +573,49 @@ class SlottedBlock(Block):
 
 class Slotted(Base):
     block = SlottedBlock
+
+
+class Child(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+
+class Outer(Child):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Child()
+
+
+class FreeBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.free = [Outer()]
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        outer = self.free[0]
+        outer.calls += 2
+        outer.child.calls += 1
+        return self.body(x * (1 + 0.1 * outer.calls + 0.1 * outer.child.calls))
+
+
+class Free(Base):
+    """A module that is not registered and its child, which keep state under the same name; one is replaced after each step."""
+
+    block = FreeBlock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.free[0].child.calls = 0
+        x = super().forward(x)
+        for block in self.blocks:
+            block.free[0].child.calls += 1
+        return x
+
+
+def replace_free(_: Any, model: Model, step: int) -> None:
+    for block in model.blocks:
+        block.free = [Outer()]
 
 
 # ---- what users do between steps
@@ -623,6 +705,7 @@ CASES: dict[type[Base], Any] = {
     **dict.fromkeys((ClearedAtTheEnd, Moded), start),
     Replaced: replace_notes,
     Slotted: nothing,
+    Free: replace_free,
     WithLoss: a_loss_from_the_third_step,
 }
 SLOW = {

@@ -8,6 +8,7 @@ the objects of torch, DeepSpeed and this package end the search: what they hold 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dis
 import enum
 import functools
@@ -126,10 +127,10 @@ def container_of(value: Any, given: bool = False) -> Container | None:
         return Container(value, lambda: Contents(vars(value)), lambda contents: _update(vars(value), contents))
     if _ends_the_search(type(value), given):
         return None
-    slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if name not in ("__dict__", "__weakref__")]
-    if not slots and not hasattr(value, "__dict__"):
-        return None
-    return Container(value, partial(_read_attributes, value, slots), partial(_write_attributes, value, slots))
+    members = [member for cls in type(value).__mro__ for member in _members_of(cls)]
+    return (
+        Container(value, partial(_read_members, value, members), partial(_write_members, value, members)) if members else None
+    )
 
 
 def _collection(value: Any) -> Container:
@@ -171,29 +172,32 @@ def _set_elements(value: Any, contents: Mapping[Any, Any]) -> None:
         base.extend(value, kept)
 
 
-def _slots_of(cls: type) -> Iterator[str]:
-    """The names of a class's slots, as attributes."""
-    slots = vars(cls).get("__slots__", ())
-    for name in (slots,) if isinstance(slots, str) else tuple(slots):
-        is_private = name.startswith("__") and not name.endswith("__")
-        yield f"_{cls.__name__.lstrip('_')}{name}" if is_private else name
+@functools.lru_cache(maxsize=4096)
+def _members_of(cls: type) -> tuple[Any, ...]:
+    """The descriptors of a class's slots, and of its objects' `__dict__`: no method of the class is asked."""
+    own = vars(cls)
+    slots = [each for each in own.values() if isinstance(each, types.MemberDescriptorType)] if "__slots__" in own else []
+    held = own.get("__dict__")
+    of_dict = isinstance(held, types.GetSetDescriptorType | types.MemberDescriptorType) and held.__name__ == "__dict__"
+    return (*slots, held) if of_dict and held not in slots else tuple(slots)
 
 
-def _read_attributes(value: Any, slots: Sequence[str]) -> Contents:
-    """What stands in an object's slots and in its `__dict__`, which may be another one than at the last look."""
-    held = Contents((name, getattr(value, name)) for name in slots if hasattr(value, name))
-    held.update(getattr(value, "__dict__", ()))
+def _read_members(value: Any, members: Sequence[Any]) -> Contents:
+    """What stands in an object's slots, and its `__dict__`, which is a container of its own."""
+    held = Contents()
+    for member in members:
+        with contextlib.suppress(AttributeError):  # nothing is set
+            held[member] = member.__get__(value)
     return held
 
 
-def _write_attributes(value: Any, slots: Sequence[str], contents: Mapping[Any, Any]) -> None:
-    for name in slots:
-        if name in contents:
-            object.__setattr__(value, name, contents[name])
-        elif hasattr(value, name):
-            object.__delattr__(value, name)
-    if hasattr(value, "__dict__"):
-        _update(vars(value), {name: each for name, each in contents.items() if name not in slots})
+def _write_members(value: Any, members: Sequence[Any], contents: Mapping[Any, Any]) -> None:
+    for member in members:
+        if member in contents:
+            member.__set__(value, contents[member])
+        else:
+            with contextlib.suppress(AttributeError):
+                member.__delete__(value)
 
 
 def _ends_the_search(cls: type, given: bool) -> bool:
@@ -263,7 +267,9 @@ def same_value(one: Any, other: Any) -> bool:
     """Whether two values are the same object, or numbers and strings that are equal."""
     if one is other:
         return True
-    return type(one) is type(other) and isinstance(one, int | float | complex | str | bytes) and one == other
+    if type(one) is not type(other) or not isinstance(one, int | float | complex | str | bytes) or one != other:
+        return False
+    return not isinstance(one, float | complex) or repr(one) == repr(other)  # 0.0 and -0.0
 
 
 def same_contents(one: Contents, other: Contents) -> bool:
@@ -344,6 +350,7 @@ def bound_objects(value: Any) -> Iterator[Any]:
         yield value
     else:
         yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
 
 
 def names_used(code: types.CodeType) -> Iterator[str]:

@@ -235,10 +235,13 @@ class _Survey:
                 self._hook(path, region, hook)
             if hooks:  # one may take itself off
                 self.names.append(_Whole(f"the hooks of {path}", region, hooks))
+        for name in ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+            if own[name]:
+                self.names.append(_Whole(f"{name} of {path}", region, own[name]))
         if own["_modules"]:
             self.names.append(_Whole(f"the modules of {path}", region, own["_modules"]))
-            for value in own["_modules"].values():
-                self.follow(path, region, value)
+            for name, value in own["_modules"].items():
+                self.follow(f"{path}.{name}", region, value)
         if "forward" in own:
             self.function(f"{path}.forward", own["forward"], OUTSIDE)
         self._class(type(module))
