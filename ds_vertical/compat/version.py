@@ -1,4 +1,8 @@
-"""The DeepSpeed that this package was checked against, and the private methods that it overrides."""
+"""The DeepSpeed that this package was checked against, and the private methods that it overrides.
+
+`OVERRIDES` has their parameters as they were when the overrides were written. Importing this module compares both with the
+installed DeepSpeed (`check_deepspeed`), ahead of every import of a private name.
+"""
 
 from __future__ import annotations
 

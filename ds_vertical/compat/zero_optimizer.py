@@ -1,4 +1,4 @@
-"""The optimizer's half of `compat`: private names of DeepSpeed's ZeRO-3 optimizer and of its state on SSD."""
+"""DeepSpeed's ZeRO-3 optimizer and its state on SSD: what of their private names this package calls."""
 
 from __future__ import annotations
 

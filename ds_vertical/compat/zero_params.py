@@ -1,9 +1,4 @@
-"""ZeRO-3's partitioned parameters. This package alone calls private names of DeepSpeed, for the one version that it was
-checked against.
-
-A new DeepSpeed version is a change here. `OVERRIDES` lists the private methods that other files override, with the
-parameters they had when the override was written; `check_deepspeed` compares them with the installed DeepSpeed.
-"""
+"""ZeRO-3's partitioned parameters: where they rest, how they are gathered and given up. Calls private names of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -32,8 +27,8 @@ ZeroParam = Any
 
 
 def keep_signature(function: Any) -> None:
-    """Let `inspect.signature` read what it would find out anew. torch's `Function.apply` asks at each call: for DeepSpeed's
-    linear layer that was 1 % of a step."""
+    """Let `inspect.signature` read what it would find out anew. torch's `Function.apply` asks at each call of DeepSpeed's
+    linear layer."""
     function.__signature__ = inspect.signature(function)
 
 

@@ -141,7 +141,7 @@ class Names:
 
 
 class _NamesOfClass(Names):
-    """Of one that the user has written."""
+    """What stands under the names of a class that the user has written."""
 
     def new(self) -> Iterator[tuple[str, Container]]:
         for name in self.owner:
@@ -150,7 +150,8 @@ class _NamesOfClass(Names):
 
 
 class _NamesOfModule(Names):
-    """A module's attributes, or its buffers. Hardly any ever changes, so they have no slots. `of`: which names are state."""
+    """A module's attributes, or its buffers. Few of them ever change, so they get a place only once one has. `of`: whether a name
+    is state."""
 
     owner: dict[str, Any]
 
@@ -237,7 +238,7 @@ class _Survey:
                 self.names.append(_Whole(f"the hooks of {path}", region, hooks))
         for name in ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
             if own[name]:
-                self.names.append(_Whole(f"{name} of {path}", region, own[name]))
+                self.names.append(_Whole(f"{name} of {path}", region, own[name]))  # which hooks take kwargs, or run always
         if own["_modules"]:
             self.names.append(_Whole(f"the modules of {path}", region, own["_modules"]))
             for name, value in own["_modules"].items():
@@ -249,7 +250,7 @@ class _Survey:
     def _hook(self, path: str, region: int, hook: Any) -> None:
         functions = list(called(hook))
         if functions and all(map(is_internal, functions)) and not list(bound_objects(hook)):
-            return  # DeepSpeed's, on every module
+            return  # a hook that DeepSpeed puts on every module: it reaches nothing of the user's
         if not is_foreign(next(iter(functions), hook)):
             note_home(next(iter(functions), type(hook)))
             region = OUTSIDE  # several modules' hooks may share what they write to
