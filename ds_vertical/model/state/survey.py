@@ -150,8 +150,10 @@ class _NamesOfClass(Names):
 
 
 class _NamesOfModule(Names):
-    """A module's attributes, or its buffers. Few of them ever change, so they get a place only once one has. `of`: whether a name
-    is state."""
+    """A module's attributes, or its buffers. Few of them ever change, so each gets a place only once it has.
+
+    `of`: whether a name is state.
+    """
 
     owner: dict[str, Any]
 
