@@ -1,14 +1,16 @@
-"""The DeepSpeed that this package was checked against, and the private methods that it overrides.
+"""Refuses a DeepSpeed whose members are not those that `compat.deepspeed_members` lists.
 
-`OVERRIDES` has their parameters as they were when the overrides were written. Importing this module compares both with the
-installed DeepSpeed (`check_deepspeed`), ahead of every import of a private name.
+Importing this module checks the installed DeepSpeed (`check_deepspeed`), ahead of every import of a private name. The check
+reads signatures and compiled code only; it makes no engine.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Final
 
 from ds_vertical.compat.ops import cache
 
@@ -17,58 +19,111 @@ cache.activate()  # before DeepSpeed can load an op
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402,F401  (zero.Init patches tensor constructors, under which its first import fails)
-from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: E402,F401  (subclasses stage 3 at its import)
-from deepspeed.runtime.zero import stage3  # noqa: E402
 
-SUPPORTED = "0.19.8"
+from ds_vertical.compat.deepspeed_members import VERSIONS, Member, members_of  # noqa: E402
 
-# class -> {overridden private method: its parameters in the supported version}
-OVERRIDES: dict[type, dict[str, tuple[str, ...]]] = {
-    stage3.DeepSpeedZeroOptimizer_Stage3: {
-        "_create_fp16_sub_groups": ("self", "params_group"),
-        "_configure_tensor_swapping": ("self", "offload_optimizer_config", "aio_config"),
-        "_get_norm_groups": ("self",),
-        "_setup_for_real_optimizer": ("self",),
-        "create_reduce_and_remove_grad_hooks": ("self",),
-        "step": ("self", "closure"),
-    },
-    DeepSpeedEngine: {
-        "_configure_zero_optimizer": ("self", "optimizer"),
-        "forward": ("self", "inputs", "kwargs"),
-        "backward": ("self", "loss", "retain_graph", "scale_wrt_gas"),
-        "step": ("self", "lr_kwargs"),
-        "_zero3_consolidated_16bit_state_dict": ("self", "exclude_frozen_parameters"),
-    },
-}
+SUPPORTED: Final = VERSIONS[-1]
+_REMEDY: Final = f"pip install deepspeed=={SUPPORTED}"
+_MISSING: Final = "is missing"
 
 
 class DeepSpeedVersionError(ImportError):
-    """The installed DeepSpeed is not the supported one."""
+    """The installed DeepSpeed is not one of those that `compat.deepspeed_members` knows."""
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of a function's parameters, looking through DeepSpeed's profiling decorator (it keeps no signature)."""
-    inner = [cell.cell_contents for cell in function.__closure__ or () if inspect.isfunction(cell.cell_contents)]
-    names = tuple(inspect.signature(function).parameters)
-    return _parameters(inner[0]) if names == ("args", "kwargs") and len(inner) == 1 else names
+def check_deepspeed() -> int:
+    """Compare the installed DeepSpeed with its column of the table. Returns the number of members compared.
 
-
-def check_deepspeed() -> None:
-    """Raise DeepSpeedVersionError unless the installed DeepSpeed is the one whose internals this file knows."""
-    if deepspeed.__version__.split("+")[0] != SUPPORTED:
+    Raises DeepSpeedVersionError, which names the version, the member, its parameters found and expected, and the remedy.
+    """
+    installed = deepspeed.__version__.split("+")[0]
+    if installed not in VERSIONS:
         raise DeepSpeedVersionError(
-            f"ds_vertical needs deepspeed=={SUPPORTED} (it overrides internals), found {deepspeed.__version__};"
-            f" run: pip install deepspeed=={SUPPORTED}"
+            f"ds_vertical needs deepspeed=={SUPPORTED} (it overrides internals), found {deepspeed.__version__}; run: {_REMEDY}"
         )
-    for cls, methods in OVERRIDES.items():
-        for name, expected in methods.items():
-            found = _parameters(getattr(cls, name))
-            if found != expected:
-                raise DeepSpeedVersionError(
-                    f"deepspeed {deepspeed.__version__}: {cls.__name__}.{name} takes {found}, ds_vertical was written"
-                    f" for {expected}; reinstall deepspeed=={SUPPORTED} unmodified"
-                )
+    members = list(members_of(installed))
+    attributes: dict[str, frozenset[str]] = {}
+    for member in members:
+        owner = _resolve(member.owner)
+        if member.parameters is not None:
+            found = _found(owner, member.name)
+            if found not in (f"({member.parameters})", "(*args, **kwargs)", "(self, *args, **kwargs)"):
+                raise _error(member, found, f"({member.parameters})")
+        elif not hasattr(owner, member.name):
+            if member.owner not in attributes:
+                attributes[member.owner] = frozenset(_attributes(owner))
+            if member.name not in attributes[member.owner]:
+                raise _error(member, _MISSING, "an attribute")
+    return len(members)
 
 
-check_deepspeed()
+def _error(member: Member, found: str, expected: str) -> DeepSpeedVersionError:
+    module, _, cls = member.owner.partition(":")
+    return DeepSpeedVersionError(
+        f"deepspeed {deepspeed.__version__}: {cls or module}.{member.name} {'takes ' if found != _MISSING else ''}{found};"
+        f" ds_vertical.{member.used_by} {member.use} it as {expected}, as it is in an unmodified deepspeed {SUPPORTED};"
+        f" run: {_REMEDY} --force-reinstall --no-deps"
+    )
+
+
+def _resolve(owner: str) -> object:
+    """The module or class that a row of the table names; None where there is none."""
+    module, _, cls = owner.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return None
+    return getattr(found, cls, None) if cls else found
+
+
+def _found(owner: object, name: str) -> str:
+    """The parameters of a member in parentheses, as a stub file writes them, or `_MISSING`."""
+    member = getattr(owner, name, None)
+    return f"({', '.join(_parameters(member))})" if callable(member) else _MISSING
+
+
+def _parameters(function: Callable[..., object]) -> list[str]:
+    """A function's parameters, looking through DeepSpeed's profiling decorator (it keeps no signature)."""
+    inner = _wrapped(function)
+    if inner is not None:
+        return _parameters(inner)
+    parameters, written = inspect.signature(function).parameters.values(), []
+    star = False
+    for each in parameters:
+        if each.kind is each.KEYWORD_ONLY and not star:
+            written.append("*")
+        star = star or each.kind in (each.KEYWORD_ONLY, each.VAR_POSITIONAL)
+        stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        written.append(f"{stars}{each.name}{'' if each.default is each.empty else '=...'}")
+    return written
+
+
+def _wrapped(function: object) -> Callable[..., object] | None:
+    """The function behind a decorator that takes anything and keeps no signature; None where there is no such decorator."""
+    inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    functions = [each for each in inner if inspect.isfunction(each)]
+    code = getattr(function, "__code__", None)
+    takes_anything = code is not None and code.co_argcount == 0 and code.co_varnames[:2] == ("args", "kwargs")
+    return functions[0] if takes_anything and len(functions) == 1 and not hasattr(function, "__wrapped__") else None
+
+
+def _attributes(owner: object) -> Iterator[str]:
+    """Every name that the methods of a class and its bases use as an attribute, and the fields of a pydantic model."""
+    yield from getattr(owner, "model_fields", ())
+    for cls in owner.__mro__ if isinstance(owner, type) else ():
+        for member in vars(cls).values():
+            function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+            function = _wrapped(function) or function
+            if isinstance(code := getattr(function, "__code__", None), CodeType):
+                yield from _names(code)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+NUM_CHECKED: Final = check_deepspeed()

@@ -308,6 +308,7 @@ def activate() -> None:
     if not getattr(OpBuilder.jit_load, "from_ds_vertical", False):
         stock_load = OpBuilder.jit_load
 
+        @functools.wraps(stock_load)
         def jit_load(self: Any, verbose: bool = True) -> ModuleType:
             return _load(stock_load, self, verbose)
 

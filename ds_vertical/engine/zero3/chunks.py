@@ -1,6 +1,6 @@
 """ZeRO-3 whose sub-groups are chunks: parameters of one unit (a layer, or what lies outside the layers).
 
-Overridden private methods of DeepSpeed are marked `override` and listed in `version.OVERRIDES`.
+Overridden private methods of DeepSpeed are marked `override` and listed in `compat.deepspeed_members`.
 
 How this rank's parameters lie in chunks: all that a step needs to know of each.
 """

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO stage-3 optimizer with chunks along layers, gradients held in host memory and a step taken unit by unit.
 
-Overridden private methods of DeepSpeed are marked `override` and listed in `version.OVERRIDES`.
+Overridden private methods of DeepSpeed are marked `override` and listed in `compat.deepspeed_members`.
 """
 
 from __future__ import annotations
