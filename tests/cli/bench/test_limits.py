@@ -1,0 +1,153 @@
+"""`ds-vertical limits`: real measurements, small; what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from ds_vertical.cli.bench import block_timer, fio, limits
+from ds_vertical.engine import machine_cache
+from ds_vertical.planner.machine import Machine
+
+MODEL = ROOT / "configs" / "models" / "gpt_13m.json"
+
+
+def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "limits.json"
+    options = ["--path", str(tmp_path), "--size-mb", "4", "--rounds", "1", "--model", str(MODEL), "--out", str(out)]
+    options.append("--no-keep")
+    assert limits.main([*options, "--dtype", "fp32", "--tokens", "16"]) == 0
+    report = json.loads(out.read_text())
+    rates = report["rates"]
+    names = {f"{name}_bytes_per_s" for name in ("ssd_read", "ssd_write", "ssd_read_together", "copy_host")}
+    assert names | {"adam_elements_per_s", "norm_elements_per_s", "layer_forward_s"} <= set(rates)
+    differences = ("layer_backward_s", "ssd_core_s_per_byte", "adam_core_share", "compute_latency_s")  # noise at this size
+    assert all(value > 0 for name, value in rates.items() if name not in differences)
+    assert report["ssd_limit"] is None and report["facts"]["num_cores"] > 0
+    assert f"{rates['ssd_read_bytes_per_s'] / 1e9:.3f} GB/s" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [out]
+    machine = Machine.from_dict(report)  # the rates together are at most those alone, whatever the noise
+    assert machine.read_together <= 1 and machine.write_together <= 1
+    assert 0 <= machine.adam_share == rates["adam_core_share"]
+    assert 0 <= machine.compute_latency_s < 0.01
+    assert machine.copy_host_bytes_per_s == rates["copy_host_bytes_per_s"]
+    assert rates["gauge_s"] == pytest.approx(rates["layer_forward_s"] + rates["layer_backward_s"])
+    pieces = {"layer_forward_s", "layer_backward_s", "pre_forward_s", "pre_backward_s", "head_s"}
+    assert pieces <= set(rates) and rates["activation_bytes"] == 16 * 512 * 4
+
+
+@pytest.mark.slow
+def test_the_report_as_json_alone_is_what_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
+    options = ["--path", str(tmp_path), "--size-mb", "4", "--rounds", "1", "--no-fio"]
+    assert limits.main([*options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["rates"]["adam_elements_per_s"] > 0 and report == machine_cache.cached_report(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(limits, "measure", lambda options: pytest.fail("the work has begun"))
+    assert limits.main(["--path", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and "DS_VERTICAL_CACHE" in said and "--no-keep" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "fault"),
+    [
+        ("--path", "/proc", "--path /proc: cannot be written (No such file or directory); name a folder"),
+        ("--model", "gpt_14m", "did you mean gpt_13m"),
+        ("--model", "nope.json", "transformers does not take its configuration"),
+    ],
+)
+def test_bad_input_is_answered_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str, value: str, fault: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nope.json").write_text('{"model_type": "nope"}')
+    monkeypatch.setattr(limits, "ssd_rates", lambda *_: pytest.fail("the work has begun"))
+    assert limits.main([option, value]) == 2
+    assert fault in capsys.readouterr().err
+
+
+def test_aio_settings_that_make_no_queue_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text('{"aio": {"block_size": "auto"}}')
+    assert limits.main(["--path", str(tmp_path), "--config", str(config), "--size-mb", "1", "--no-keep"]) == 2
+    assert "aio: no queue can be made of" in capsys.readouterr().err
+
+
+def test_gradients_of_a_models_pieces_are_summed_where_the_model_is() -> None:
+    timer = block_timer.BlockTimer(MODEL, block_timer.BlockBatch(16, 1, "fp32"), "meta")  # any device but the host
+    timer.sums.add("pre")
+    assert {total.device.type for total in timer.sums.take("pre")} == {"meta"}
+
+
+def test_fio_is_named_where_it_is_absent_and_compared_where_it_is_there() -> None:
+    rates = {"ssd_read_bytes_per_s": 3.0, "ssd_write_bytes_per_s": 2.0}
+    assert limits.fio_line(rates) == fio.ABSENT and "apt-get install fio" in fio.ABSENT
+    measured = rates | {"fio_read_bytes_per_s": 2.0, "fio_write_bytes_per_s": 2.0}
+    assert limits.fio_line(measured) == "ours / fio: read 1.50, write 1.00"
+
+
+def test_fio_is_asked_for_the_same_transfers(tmp_path: Path) -> None:
+    aio = {"block_size": 131072, "queue_depth": 4, "intra_op_parallelism": 2}
+    words = fio.command(tmp_path, 1 << 20, 3, aio, ["read", "write"])
+    same = {"--direct=1", "--bs=131072", "--iodepth=4", "--numjobs=2", "--size=524288", "--offset_increment=524288"}
+    assert same <= set(words) and "--rw=read" in words and "--rw=write" in words
+
+
+def test_fio_has_its_memory_in_huge_pages_as_we_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in fio's place says what it was started with; the user's own tunables stay."""
+    program = tmp_path / "fio"
+    program.write_text('#!/bin/sh\necho "$GLIBC_TUNABLES" "$@" >> ' + f"{tmp_path}/asked\n" + "echo '{\"jobs\": []}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.perturb=7")
+    fio.fio_rates(tmp_path, 1 << 20, 1, {"block_size": 65536, "queue_depth": 2, "intra_op_parallelism": 1})
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 3
+    for line in asked:
+        assert line.startswith("glibc.malloc.perturb=7:glibc.malloc.hugetlb=1 ") and " --iomem_align=2097152 " in line
+
+
+@pytest.mark.skipif(not fio.installed(), reason="fio is not installed")
+def test_fio_measures(tmp_path: Path) -> None:
+    rates = fio.fio_rates(tmp_path, 1 << 20, 1, {"block_size": 65536, "queue_depth": 2, "intra_op_parallelism": 1})
+    assert len(rates) == 4 and min(rates.values()) > 0
+
+
+@pytest.mark.slow
+def test_a_micro_batch_of_several_sequences_and_threads(tmp_path: Path) -> None:
+    out = tmp_path / "limits.json"
+    options = ["--path", str(tmp_path), "--size-mb", "1", "--rounds", "1", "--model", str(MODEL), "--out", str(out)]
+    options.append("--no-keep")
+    assert limits.main([*options, "--dtype", "fp32", "--tokens", "8", "--sequences", "2", "--threads", "1"]) == 0
+    report = json.loads(out.read_text())
+    assert report["rates"]["activation_bytes"] == 8 * 512 * 4 and report["settings"]["threads"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--path", "/no/such"], "--path /no/such: no such folder"),
+        (["--rounds", "0"], "--rounds 0: write 1 or more"),
+        (["--threads", "0"], "--threads 0: write 1 or more"),
+        (["--tokens", "9", "--sequences", "2", "--model", str(MODEL)], "--tokens 9: write a multiple of --sequences, 2"),
+        (["--ssd-limit", "fast"], "write READ,WRITE"),
+        (["--path", "/dev/shm", "--ssd-limit", "1M,1M"], "lies on tmpfs"),
+    ],
+)
+def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
+    assert limits.main(options) == 2
+    assert words in capsys.readouterr().err

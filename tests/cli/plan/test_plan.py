@@ -1,0 +1,292 @@
+"""`ds-vertical plan`: the command, its JSON, and the DeepSpeed JSON that it writes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from harness import dispose, start_process_group
+from places import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ds_vertical
+from ds_vertical.cli import main
+from ds_vertical.cli.plan import fake_run
+from ds_vertical.config.cross_check import check
+from ds_vertical.config.section import load_section
+from ds_vertical.engine import machine_cache
+from ds_vertical.errors import ConfigError, CostsError
+from ds_vertical.model import hf
+from ds_vertical.planner import machine as profile
+from ds_vertical.planner.model_shape import Placement
+from ds_vertical.planner.search import Candidate, Setting
+
+SHAPES = ROOT / "configs" / "models"
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    status = main.main(["plan", *options])
+    return status, *capsys.readouterr()
+
+
+def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    status, out, err = run(capsys, *options, "--json")
+    assert status == 0, err
+    return json.loads(out)
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize("name", ["gpt_13m", "llama_3_8b"])
+def test_the_outline_has_the_models_own_sizes(name: str) -> None:
+    fields = hf.read_fields(SHAPES / f"{name}.json")
+    outline = fake_run.read_outline(name, fields, 64, "bf16")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SHAPES / f"{name}.json"))
+    assert outline.num_elements == sum(param.numel() for param in model.parameters())
+    assert len(outline.block_elements) == model.config.num_hidden_layers
+    hidden = model.config.hidden_size
+    assert outline.passed_bytes == 64 * hidden * 2
+    # Two operations for each weight and token, and the products of attention.
+    attention = 2 * 64 * 64 * hidden * 2 / 2
+    assert outline.block_flops == pytest.approx(2 * 64 * outline.block_elements[0] + attention, rel=0.02)
+    assert outline.head_flops == pytest.approx(2 * 64 * hidden * model.config.vocab_size, rel=0.02)
+
+
+def test_what_autograd_keeps_of_a_block_is_what_it_keeps_in_a_real_one() -> None:
+    fields = hf.read_fields(SHAPES / "gpt_13m.json")
+    outline = fake_run.read_outline("gpt_13m", fields, 128, "fp32")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**fields, "use_cache": False}))
+    block = model.get_submodule("gpt_neox.layers.0")
+    kept: dict[int, int] = {}
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    alive = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    own = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            return own(*args, **kwargs)
+
+    block.forward = forward
+    model(input_ids=torch.zeros(1, 128, dtype=torch.long))
+    assert sum(kept.values()) == pytest.approx(outline.block_saved_bytes, rel=0.35)
+
+
+def test_a_configuration_without_a_longest_sequence_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """-1 positions, as XLNet's configuration has it, are none: c81cdc9 planned for sequences of -1 tokens."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 300}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "max_position_embeddings": -1, **sizes}))
+    options = ["--model", str(path), "--machine", "a100_server", "--tokens-per-step", "8192"]
+    assert planned(capsys, *options)["model"]["sequence_length"] == 2048
+    assert planned(capsys, *options, "--sequence-length", "4096")["model"]["sequence_length"] == 4096
+
+
+# ---- machines
+
+
+@pytest.mark.parametrize("name", profile.shipped())
+def test_shipped_machines_are_read_and_say_what_they_assume(name: str) -> None:
+    found = profile.read_profile(name)
+    assert found.assumed and found.date is None and found.device_bytes and found.host_bytes and found.ssd_bytes
+    assert {"bf16", "fp16", "fp32"} == set(found.flops_per_s) and not found.machine.one_memory
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"capacity": []}, "capacity: got"),
+        ({"capacity": {"host_bytes": "many"}}, "capacity.host_bytes: got 'many'"),
+        ({"rates": {"bf16_flops_per_s": -1}}, "rates.bf16_flops_per_s: got -1"),
+        ({"machine": {}}, "machine.ssd_read_bytes_per_s: missing"),
+    ],
+)
+def test_a_broken_machine_is_refused_by_its_key(tmp_path: Path, change: dict[str, Any], fault: str) -> None:
+    report = json.loads((profile.SHIPPED / "a100_server.json").read_text()) | change
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(report))
+    with pytest.raises(CostsError, match=fault):
+        profile.read_profile(str(path))
+
+
+def test_limits_are_kept_per_disk_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
+    assert machine_cache.cached_report(tmp_path) is None
+    path = machine_cache.keep_report({"date": "today"}, tmp_path)
+    assert machine_cache.cached_report(tmp_path / "not" / "yet" / "there") == {"date": "today"}
+    machine_cache.keep_report({"date": "tomorrow"}, tmp_path)
+    assert machine_cache.cached_report(tmp_path) == {"date": "tomorrow"} and list(path.parent.iterdir()) == [path]
+    other = machine_cache.report_path("/dev/shm")
+    assert other != path and other.parent == path.parent
+    path.write_text("{")
+    assert machine_cache.cached_report(tmp_path) is None
+
+
+def test_training_uses_the_file_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", "")
+    assert machine_cache.training_report(tmp_path) is None
+    file = tmp_path / "limits.json"
+    file.write_text('{"date": "now"}')
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", str(file))
+    assert machine_cache.training_report(tmp_path) == {"date": "now"}
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match="DS_VERTICAL_LIMITS=.*none.json"):
+        machine_cache.training_report(tmp_path)
+
+
+# ---- the command
+
+
+def test_a_plan_for_8b_on_a_desktop_writes_a_json_that_deepspeed_and_the_section_accept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "ds.json"
+    options = ["--model", "llama_3_8b", "--tokens-per-step", "65536", "--machine", "rtx4090_desktop"]
+    status, shown, err = run(capsys, *options, "--nvme-path", str(tmp_path), "--out", str(out))
+    assert status == 0, err
+    phrases = ("llama_3_8b: 8.03 G parameters", "assumed, not measured", "bound", "TB written a day", "instead: ", "host    ")
+    assert all(phrase in shown for phrase in phrases)
+    config = json.loads(out.read_text())
+    DeepSpeedConfig(dict(config))
+    section = load_section(config)
+    assert section is not None and check(config, section) == []
+    batch = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    assert batch * 2048 == 65536
+    assert config["zero_optimization"]["offload_param"].get("buffer_size", 1 << 40) >= 128256 * 4096
+    assert section.prefetch_layers is not None and section.optimizer_delay is not None
+
+
+def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With so little memory that state rests on SSD. What runs is event for event the schedule that the plan simulated."""
+    rates = {key: value for key, value in asdict(profile.read_profile("a100_server").machine).items()}
+    rates |= {"one_memory": True, "copy_in_bytes_per_s": None, "copy_out_bytes_per_s": None}
+    report = {"machine": rates, "capacity": {"ssd_bytes": 1e12}, "rates": {"fp32_flops_per_s": 1e11}}
+    (tmp_path / "machine.json").write_text(json.dumps(report))
+    out, ssd = tmp_path / "ds.json", tmp_path / "ssd"
+    options = ["--model", "gpt_13m", "--tokens-per-step", "64", "--sequence-length", "16", "--micro-batch-size", "1"]
+    options += ["--machine", str(tmp_path / "machine.json"), "--nvme-path", str(ssd), "--dtype", "fp32", "--clip", "0"]
+    found = planned(capsys, *options, "--host-memory", "1.1G", "--out", str(out))
+    config = json.loads(out.read_text())
+    assert config == found["config"]
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
+    assert config["vertical_schedule"].pop("host_memory_bytes") == 1_100_000_000  # of a process without a suite's libraries
+    model = hf.build_model("gpt_13m", hf.read_fields(SHAPES / "gpt_13m.json"), lambda config: None)
+    start_process_group()
+    batch = {"input_ids": torch.arange(16).reshape(1, 16)}
+    batch["labels"] = batch["input_ids"]
+    engine, *_ = ds_vertical.initialize(model=model, model_parameters=model.parameters(), config=config)
+    try:
+        losses = [float(engine.train_batch(iter([batch] * 4))) for _ in range(3)]
+        assert losses[2] < losses[0]
+        fields = found["setting"]
+        setting = Setting(**{**fields, "placement": Placement(**fields["placement"])})
+        nothing: Any = None
+        simulated = Candidate(setting, nothing, profile.read_profile(str(tmp_path / "machine.json")).machine, nothing, 0.0, ())
+        assert engine.ran == simulated.schedule(engine.layers.num_layers), "another schedule was planned with"
+    finally:
+        dispose(engine)
+
+
+@pytest.mark.slow
+def test_a_small_host_puts_parameters_on_ssd_and_a_small_device_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "llama_3_8b", "--tokens-per-step", "131072", "--machine", "rtx4090_desktop"]
+    found = planned(capsys, *options, "--host-memory", "24G")
+    placement, config = found["setting"]["placement"], found["config"]
+    assert placement["parameters_on_ssd"] > 0 and config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    assert sum(item["num_bytes"] for item in found["memory"] if item["tier"] == "host") <= 24e9
+    assert sum(item["num_bytes"] for item in found["memory"] if item["tier"] == "device") <= 23e9
+    assert config["vertical_schedule"]["host_memory_bytes"] == 24 * 10**9
+    share = config["vertical_schedule"]["gradient_host_share"]
+    assert share == pytest.approx(1 - placement["gradients_on_ssd"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "fault"),
+    [
+        (["--model", "gpt_66b"], 2, "did you mean gpt_65b"),
+        (["--model", "/nowhere/config.json"], 2, "no such file"),
+        (["--model", "CONFIG:nope"], 2, "transformers does not take its configuration (ValueError: Unrecognized"),
+        (["--model", "CONFIG:gpt_neox"], 2, "hidden size is not divisible"),
+        (["--model", "CONFIG:resnet"], 2, "transformers cannot build it as a causal language model"),
+        (["--model", "gpt_13m", "--machine", "a200"], 2, "no machine of that name"),
+        (["--model", "gpt_13m", "--tokens-per-step", "0"], 2, "--tokens-per-step 0: write 1 or more"),
+        (["--model", "gpt_13m", "--clip", "-1"], 2, "--clip -1"),
+        (["--model", "gpt_13m", "--tokens-per-step", "1024", "--micro-batch-size", "64"], 2, "write 4 or less"),
+        (["--model", "gpt_13m", "--host-memory", "much"], 2, "--host-memory: 'much' is no amount of bytes: write one as 64G"),
+        (["--model", "gpt_13m", "--host-memory", "0"], 2, "--host-memory: '0'"),
+        (["--model", "gpt_13m", "--sequence-length", "100000"], 2, "positions; write"),
+        (["--model", "llama_3_8b", "--machine", "rtx4090_desktop", "--host-memory", "3e9"], 1, "MiB short"),
+    ],
+)
+def test_bad_input_is_answered_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], status: int, fault: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": options[1].removeprefix("CONFIG:"), "hidden_size": 13}))
+    options = [str(file) if option.startswith("CONFIG:") else option for option in options]
+    given = {"--tokens-per-step": "8192", "--machine": "a100_server"}
+    words = [word for key, value in given.items() if key not in options for word in (key, value)]
+    got, out, err = run(capsys, *options, *words)
+    assert got == status and fault in err and not out and "Traceback" not in err
+    assert len(err) < 1000
+
+
+def test_a_machine_that_has_not_been_measured_is_told_how(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path))
+    status, _, err = run(capsys, "--model", "gpt_13m", "--tokens-per-step", "64")
+    assert status == 2 and "ds-vertical limits --path" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", ["0", "1.0"])  # without clipping there are many more regimes
+def test_175b_is_planned_in_under_ten_seconds(clip: str) -> None:
+    """The command, start included; processor time, since others may use the machine."""
+    command = [sys.executable, "-m", "ds_vertical.cli.main", "plan", "--model", "gpt_175b", "--tokens-per-step", "65536"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*command, "--machine", "a100_server", "--clip", clip], check=True, capture_output=True, timeout=120)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+
+
+def test_what_does_not_fit_is_refused_and_never_timed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the user's own machine, where timing a block of a large model would take more memory than there is."""
+    report = {"machine": asdict(profile.read_profile("a100_server").machine), "capacity": {"host_bytes": 2e9, "ssd_bytes": 1e9}}
+    monkeypatch.setattr("ds_vertical.cli.plan.command.cached_report", lambda path: report)
+    monkeypatch.setattr("ds_vertical.cli.plan.command.time_pieces", lambda *_: pytest.fail("a block was timed"))
+    status, out, err = run(capsys, "--model", "gpt_175b", "--tokens-per-step", "4096")
+    assert status == 1 and not out and "host memory: " in err and "ssd memory: " in err and "MiB short" in err
+
+
+def test_ranks_of_one_machine_share_its_ssd_and_its_host(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "llama_3_8b", "--machine", "h200_server", "--micro-batch-size", "1", "--clip", "0"]
+    alone = planned(capsys, *options, "--tokens-per-step", "16384")
+    eight = planned(capsys, *options, "--tokens-per-step", str(8 * 16384), "--num-ranks", "8")
+    assert eight["tokens_per_step"] == 8 * alone["tokens_per_step"]
+    # Each rank steps an eighth of the model on an eighth of the cores: no faster than one rank on all of them.
+    assert eight["busy_s"]["adam"] == pytest.approx(alone["busy_s"]["adam"], rel=0.01)
+    machine = profile.read_profile("h200_server").machine
+    shared = machine.shared(8)
+    assert shared.ssd_read_bytes_per_s == machine.ssd_read_bytes_per_s / 8
+    assert shared.adam_elements_per_s == machine.adam_elements_per_s / 8
+    assert shared.copy_in_bytes_per_s == machine.copy_in_bytes_per_s  # a link of its own

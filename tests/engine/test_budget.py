@@ -1,0 +1,373 @@
+"""The memory budget of a real run: what it says is what is allocated, too little is refused before anything is, and stock's
+own buffers hold no memory while nobody uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import base_config, read_weights, running, small_buffers, start_process_group
+from models import MixerModel, token_batches
+from places import ROOT
+from processes import status
+
+from ds_vertical.config.resolve import resolve
+from ds_vertical.config.section import load_section
+from ds_vertical.engine.engine import bytes_by_tier
+from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.io import host
+from ds_vertical.planner.memory_budget import budget
+
+MIB = 1 << 20
+
+
+def resident_pages(tensor: torch.Tensor) -> int:
+    """Pages of a tensor's memory that hold memory, of those that lie in it whole."""
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
+    present = (ctypes.c_ubyte * ((last - first) // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(last - first), present) == 0
+    return sum(page & 1 for page in present)
+
+
+def stock_buffers(engine: Any) -> list[torch.Tensor]:
+    swapper = next(param.nvme_swapper for param in engine.module.parameters())
+    return [
+        swapper.buffers,
+        swapper.partitioned_swap_buffer,
+        *engine.optimizer.optimizer_swapper.swap_buffer_manager.all_buffers,
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- what is really allocated
+
+
+@pytest.mark.parametrize(
+    ("settings", "section"),
+    [
+        ({"clip": 1.0}, {}),
+        ({"clip": 0.0, "sub_group_size": 300_001}, {"prefetch_layers": 0, "optimizer_delay": 0.5}),
+        ({"clip": 0.0, "max_in_cpu": 600_000}, {"prefetch_layers": 4}),
+        ({"clip": 1.0, "optimizer": "cpu"}, {"optimizer_delay": 1.0}),
+        ({"clip": 0.0, "sub_group_size": 300_001}, {"overlap": False, "optimizer_delay": 0.5}),
+    ],
+    ids=["speculating", "early, small chunks", "some in host memory", "state in host memory", "one at a time"],
+)
+def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any], section: dict[str, Any]) -> None:
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+
+    config = small_buffers(base_config(tmp_path, dtype="fp32", section=section, **settings))
+    locked = status("VmLck")
+    with running(config, partial(MixerModel, 5), vertical=True) as (engine, model):
+        forecast = Forecast(engine.layers, groups_of(model, None, None), config, engine.vertical)
+        items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.settings)}
+        optimizer, tiers = engine.optimizer, bytes_by_tier(engine.layers)
+        slots = [slot.numel() for slot in optimizer._slots]
+        assert [list(chunk.params) for chunk in forecast.chunks] == optimizer.fp16_groups
+        assert items["parameter buffers"] == engine._params.host_bytes > 0
+        assert items.get("optimizer slots", 0) == sum(slots)
+        assert len(slots) <= 1 or engine.vertical.overlap
+        assert items.get("parameters at rest", 0) == tiers["host"] + tiers["device"]
+        resting = [i for i in range(len(optimizer.fp16_groups)) if not optimizer._swappable_optimizer_subgroup(i)]
+        assert items.get("optimizer state at rest", 0) == 12 * sum(
+            optimizer.fp16_partitioned_groups_flat_numel[i] for i in resting
+        )
+        if forecast.settings.held_share == 1:
+            assert items["gradients"] == 4 * sum(param.ds_numel for param in model.parameters())
+        assert 0 < status("VmLck") - locked <= (items["parameter buffers"] + sum(slots)) / 1024 + 4 * (len(slots) + 9)
+
+
+def test_clipping_that_is_not_written_counts_as_deepspeeds_own(tmp_path: Path) -> None:
+    """It clips to 1 there, so that no early step is final and every gradient waits."""
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+
+    config = small_buffers(base_config(tmp_path, dtype="fp32"))
+    del config["gradient_clipping"]
+    with running(config, MixerModel, vertical=True) as (engine, model):
+        forecast = Forecast(engine.layers, groups_of(model, None, None), config, engine.vertical)
+        assert forecast.regime.certain is engine.optimizer.regime.certain is False
+        assert forecast.settings.held_share == 1
+
+
+def test_stocks_buffers_hold_memory_only_while_they_are_used(tmp_path: Path) -> None:
+    import deepspeed
+
+    config = small_buffers(base_config(tmp_path, dtype="fp32"))
+    batches = token_batches(2, 3, rows=1, shortest=4)
+    with running(config, partial(MixerModel, 3), vertical=True) as (engine, model):
+        assert [resident_pages(buffer) for buffer in stock_buffers(engine)] == [0] * 6
+        before = read_weights(model)
+        pages = resident_pages(stock_buffers(engine)[0])
+        assert pages > 0
+        engine.train_batch(iter(batches[0]))
+        assert [resident_pages(buffer) for buffer in stock_buffers(engine)] == [0] * 6
+        weight = model.blocks[0].up.weight
+        with deepspeed.zero.GatheredParameters([weight]):
+            engine.optimizer.optimizer_swapper.swap_buffer_manager.allocate(1, 1, torch.float32)[0].fill_(1.0)
+            from ds_vertical.compat.swap_buffers import rest_stock_buffers
+
+            rest_stock_buffers(model.parameters(), engine.optimizer)  # what is in use is left alone
+            assert torch.equal(weight.ds_tensor, weight.flatten()) and not torch.equal(weight, before["blocks.0.up.weight"])
+            assert sum(map(resident_pages, stock_buffers(engine)[2:])) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_too_small_a_budget_is_refused_before_anything_is_made_and_the_advice_helps(tmp_path: Path) -> None:
+    import ds_vertical
+
+    start_process_group()
+    section = {"host_memory_bytes": 100 * MIB}
+    config = base_config(tmp_path / "swap", section=section, num_micro_batches=2)
+    small_buffers(config, 1_100_000)
+    model = MixerModel(3, width=1024)
+    locked, weights = status("VmLck"), [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(MemoryBudgetError) as caught:
+        ds_vertical.initialize(model=model, model_parameters=model.parameters(), config=config)
+    assert not (tmp_path / "swap").exists() and status("VmLck") == locked
+    assert all(torch.equal(param, kept) for param, kept in zip(model.parameters(), weights, strict=True))
+    first = str(caught.value).splitlines()[0]
+    needed, allowed = (int(number) for number in re.findall(r"needs (\d+) bytes, (\d+) are allowed", first)[0])
+    assert allowed == 100 * MIB < needed
+    advised = partial(re.findall, r'"vertical_schedule.host_memory_bytes": (\d+)')
+    config["vertical_schedule"]["host_memory_bytes"] = int(advised(first)[0])
+    try:
+        train_one_step(config)
+    except MemoryBudgetError as error:  # more of this process is resident now than a moment ago, on a machine short of memory
+        config["vertical_schedule"]["host_memory_bytes"] = int(advised(str(error))[0])
+        train_one_step(config)
+
+
+def train_one_step(config: dict[str, Any]) -> None:
+    with running(config, partial(MixerModel, 3, width=1024), vertical=True) as (engine, _):
+        engine.train_batch(iter(token_batches(1, 2, rows=1, shortest=4)[0]))
+
+
+def test_the_ranks_of_a_host_share_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ds_vertical
+    from ds_vertical.distributed import ranks as distributed_ranks
+
+    start_process_group()
+    monkeypatch.setattr(distributed_ranks, "ranks_on_this_host", lambda: 4)
+    config = base_config(tmp_path / "swap", section={"host_memory_bytes": 100 * MIB})
+    with pytest.raises(MemoryBudgetError, match=f"{25 * MIB} are allowed"):
+        ds_vertical.initialize(model=MixerModel(3, width=1024), config=config)
+
+
+def test_the_machines_own_limit_is_kept_where_none_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ds_vertical
+
+    start_process_group()
+    monkeypatch.setattr(host, "available_bytes", lambda: MIB)
+    with pytest.raises(MemoryBudgetError, match='change vertical_schedule.optimizer_delay|write "vertical'):
+        ds_vertical.initialize(model=MixerModel(3, width=1024), config=base_config(tmp_path / "swap"))
+    monkeypatch.undo()
+    monkeypatch.setattr(host, "lockable_bytes", lambda: MIB)
+    with pytest.raises(MemoryBudgetError, match=r"locked memory: .*ulimit -l"):
+        ds_vertical.initialize(model=MixerModel(3, width=1024), config=base_config(tmp_path / "swap"))
+    assert not (tmp_path / "swap").exists()
+
+
+@pytest.mark.parametrize(
+    ("one_memory", "backend", "counts"), [(True, "", True), (False, "native", True), (False, "torch", False)]
+)
+def test_memory_that_a_device_locks_is_not_held_against_the_users_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_memory: bool, backend: str, counts: bool
+) -> None:
+    from ds_vertical.compat import accelerator
+    from ds_vertical.engine import memory_check
+    from ds_vertical.model.layers import map_layers
+
+    start_process_group()
+    model, config = MixerModel(3, width=1024), base_config(tmp_path)
+    section = resolve(load_section(config), 0)
+    forecast = memory_check.Forecast(map_layers(model, None), memory_check.groups_of(model, None, None), config, section)
+    monkeypatch.setattr(accelerator, "is_one_memory", lambda: one_memory)
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", backend)
+    monkeypatch.setattr(host, "lockable_bytes", lambda: MIB)
+    with pytest.raises(MemoryBudgetError, match="ulimit -l") if counts else contextlib.nullcontext():
+        memory_check.check_memory(forecast, model.parameters(), None)
+
+
+def test_activations_may_take_what_the_budget_leaves(tmp_path: Path) -> None:
+    from ds_vertical.engine import memory_check
+    from ds_vertical.model.layers import map_layers
+
+    start_process_group()
+    model, config = MixerModel(3, width=1024), base_config(tmp_path)
+    section = resolve(load_section(config), 0)
+    forecast = memory_check.Forecast(map_layers(model, None), memory_check.groups_of(model, None, None), config, section)
+    limit = 8 << 30
+    _, needed, left = memory_check.check_memory(forecast, model.parameters(), limit)
+    assert 0 < needed < limit and limit - needed <= left < limit
+
+
+def test_a_layers_backward_has_its_gradients_and_an_fp32_copy_of_the_largest(tmp_path: Path) -> None:
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+    from ds_vertical.model.layers import map_layers
+
+    start_process_group()
+    model, config = MixerModel(3, width=1024), base_config(tmp_path, dtype="bf16")
+    forecast = Forecast(map_layers(model, None), groups_of(model, None, None), config, resolve(load_section(config), 0))
+    sizes = [param.numel() for param in model.blocks[0].parameters()]
+    working = 2 * sum(sizes) + 4 * max(param.numel() for param in model.parameters())
+    items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.settings, forecast.further(0))}
+    assert items["freed memory that is kept"] == working
+    assert items["one layer's backward"] == working + 2 * sum(sizes)  # and those that wait for the next micro-batch's
+    one = replace(forecast.settings, num_micro_batches=1)
+    assert {item.what: item.num_bytes for item in budget(forecast.shape, one)}["one layer's backward"] == working
+
+
+class Pinned(torch.Tensor):
+    """Host memory that a driver says to have locked."""
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return True
+
+
+def test_buffers_that_a_driver_has_locked_keep_their_pages() -> None:
+    from ds_vertical.compat import swap_buffers
+
+    buffer = torch.ones(1 << 20)
+    swapper = SimpleNamespace(
+        aligned_elements_per_buffer=1 << 18, param_buffer_count=4, available_buffer_ids=[0, 1, 2, 3], buffers=buffer
+    )
+    swapper.partitioned_swap_buffer, swapper.pending_writes = buffer.as_subclass(Pinned), 0
+    with pytest.raises(RuntimeError, match="page-locked by the device's driver"):
+        swap_buffers.rest_stock_buffers([SimpleNamespace(nvme_swapper=swapper)])
+    assert bool((buffer == 1).all())
+
+
+# ------------------------------------------------------------------------------------------------------- the host's memory
+
+
+def test_a_control_groups_limit_counts_in_both_versions(tmp_path: Path) -> None:
+    def group(folder: Path, limit: str, used: int, names: tuple[str, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).write_text(limit)
+        (folder / names[1]).write_text(str(used))
+        (folder / "memory.stat").write_text("anon 1\ninactive_file 30\n")
+
+    v1, v2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+    group(tmp_path / "memory" / "job", "1000", 600, v1)
+    group(tmp_path / "memory", str(2**63 - 4096), 600, v1)
+    group(tmp_path / "user" / "task", "max", 0, v2)
+    group(tmp_path / "user", "500", 700, v2)
+    membership = tmp_path / "membership"
+    membership.write_text("5:cpu:/other\n4:cpuset,memory:/job\n0::/user/task\n")
+    assert list(host._group_bytes(tmp_path, membership)) == [430, 0]
+    membership.write_text("0::/gone\n")
+    assert list(host._group_bytes(tmp_path, membership)) == []
+
+
+def test_resting_gives_whole_pages_back_and_leaves_the_rest() -> None:
+    with mmap.mmap(-1, 4 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        data = torch.frombuffer(pages, dtype=torch.uint8)
+        data.fill_(7)
+        host.rest_pages(data.data_ptr() + 100, 3 * mmap.PAGESIZE)
+        assert data.view(4, -1).sum(1).tolist() == [7 * mmap.PAGESIZE, 0, 0, 7 * mmap.PAGESIZE]
+        data.fill_(3)
+        host.rest_pages(data.data_ptr() + 100, 100)
+        assert data.sum() == 3 * data.numel()
+        with pytest.raises(OSError, match="giving"):
+            host.rest_pages(1 << 46, mmap.PAGESIZE)
+        del data
+
+
+def test_what_the_machine_has_is_no_more_than_it_says() -> None:
+    total = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    assert 0 < host.available_bytes() < 1024 * total
+    assert 0 < host.resident_bytes() < 1024 * total
+    assert host.lockable_bytes() is None or host.lockable_bytes() >= 0  # type: ignore[operator]
+    host.trim()
+
+
+# ----------------------------------------------------------------------------------------------------- the peak of real runs
+
+
+def train(folder: Path, enabled: bool) -> tuple[int, int | None]:
+    """(peak of host memory, total of the budget printed) of the demo's model, M = 4, in a process of its own."""
+    config = json.loads((ROOT / "configs" / "gpt_13m_cpu.json").read_text())
+    for name in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][name]["nvme_path"] = str(folder / "swap")
+    config["vertical_schedule"]["enabled"] = enabled
+    (folder / "ds.json").write_text(json.dumps(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    script = [str(ROOT / "scripts" / "train.py"), "--deepspeed_config", str(folder / "ds.json"), "--steps", "3"]
+    environment = os.environ | ranks | {"DS_VERTICAL_METRICS": str(folder)}
+    done = subprocess.run([sys.executable, *script], env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = (folder / "rank0.jsonl").read_text().splitlines()[-1]
+    totals = re.findall(r"ds_vertical: host +total +([0-9.]+)$", done.stdout, re.M)
+    return json.loads(last)["peak_host_bytes"], round(float(totals[0]) * MIB) if totals else None
+
+
+@pytest.mark.slow
+def test_peak_host_memory_is_within_a_tenth_of_its_formula_and_below_stocks(tmp_path: Path) -> None:
+    (tmp_path / "stock").mkdir()
+    (tmp_path / "vertical").mkdir()
+    stock, _ = train(tmp_path / "stock", enabled=False)
+    vertical, formula = train(tmp_path / "vertical", enabled=True)
+    assert formula is not None and abs(vertical - formula) <= 0.1 * formula
+    assert vertical < stock
+
+
+# ---------------------------------------------------------------------------------------------------------- freed memory
+
+FAULTS = """
+import resource, sys
+import torch
+from ds_vertical.io import host
+
+if int(sys.argv[1]):
+    host.keep_freed_memory(int(sys.argv[1]))
+for _ in range(16):  # a layer's gradients; an aligned block fits into a larger one only, so the heap grows a few times first
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    gradients = [torch.empty(int(count) << 20, dtype=torch.uint8).fill_(1) for count in sys.argv[2:]]
+    del gradients
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+def test_freed_memory_is_used_again_instead_of_mapped_anew() -> None:
+    def faults(kept_bytes: int, *mib: int) -> int:
+        command = [sys.executable, "-c", FAULTS, *map(str, (kept_bytes, *mib))]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout)
+
+    pages = (48 << 20) // mmap.PAGESIZE
+    assert faults(128 << 20, 48, 16, 4, 12, 16) < pages // 10
+    assert faults(0, 48) >= pages  # glibc by itself maps what is larger than 32 MiB anew each time
+    assert faults(1, 24) < pages // 20  # however little was asked for, not less than glibc keeps by itself
+
+
+def test_an_engine_keeps_what_backward_frees_once_its_own_memory_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(host, "keep_freed_memory", kept.append)
+    config = small_buffers(base_config(tmp_path, dtype="fp32"))
+    with running(config, MixerModel, vertical=True) as (engine, model):
+        assert kept == []
+        engine.train_batch(iter(token_batches(1, config["gradient_accumulation_steps"])[0]))
+        layer = sum(param.ds_numel for param in model.blocks[0].parameters())  # pyright: ignore
+        assert len(kept) == 1 and kept[0] >= 4 * layer

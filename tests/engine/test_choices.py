@@ -1,0 +1,286 @@
+"""What `null` means for timing where the machine has been measured: planned, printed, and without effect on the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness import (
+    Run,
+    assert_identical,
+    base_config,
+    build_engine,
+    dispose,
+    run_arm,
+    running,
+    small_buffers,
+    start_process_group,
+)
+from models import MixerModel, token_batches
+from places import SUPPORT
+from torch import nn
+
+from ds_vertical.engine import autotune, machine_cache
+from ds_vertical.errors import CostsError
+
+STEPS = 3
+
+
+def config(folder: Path, clip: float = 0.0, **section: Any) -> dict[str, Any]:
+    made = base_config(folder, num_micro_batches=4, dtype="fp32", clip=clip, section={"seed": 11, **section})
+    return small_buffers(made, 1_100_000)
+
+
+def model() -> nn.Module:
+    return MixerModel(4, 512)
+
+
+def report(**rates: float) -> dict[str, Any]:
+    """A machine of two cores whose disk is fast and whose products are slow, unless `rates` say otherwise."""
+    machine = {"ssd_read_bytes_per_s": 2e9, "ssd_write_bytes_per_s": 2e9, "adam_elements_per_s": 1e9, "host_cores": 2}
+    speeds = {"fp32_flops_per_s": rates.pop("flops", 1e9)}
+    return {"machine": machine | {"one_memory": True} | rates, "rates": speeds, "date": "2026-11-22"}
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    def write(found: dict[str, Any] | str) -> None:
+        path = tmp_path / "limits.json"
+        path.write_text(found if isinstance(found, str) else json.dumps(found))
+        monkeypatch.setenv("DS_VERTICAL_LIMITS", str(path))
+
+    yield write
+
+
+@pytest.fixture(scope="module")
+def by_rule(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Trained with the fixed rules."""
+    return train(config(tmp_path_factory.mktemp("rule")))
+
+
+def train(made: dict[str, Any]) -> Run:
+    return run_arm(made, model, token_batches(STEPS, 4), vertical=True)
+
+
+def test_a_slow_disk_gets_another_share_of_delayed_steps_and_the_same_bits(
+    tmp_path: Path, measured: Any, by_rule: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Reads that no computation hides: what is stepped in the next forward is handed over in memory, which saves some."""
+    measured(report(ssd_read_bytes_per_s=2e7, flops=2e11))
+    with running(config(tmp_path), model, vertical=True) as (engine, _):
+        reason = engine.vertical.reasons["optimizer_delay"]
+        assert engine.vertical.optimizer_delay != 0.25 and reason.startswith("null: planned from the limits of")
+    assert "faster than the fixed rule" in capfd.readouterr().out
+    assert_identical(train(config(tmp_path)), by_rule)
+
+
+def test_where_nothing_is_gained_the_rule_stands(tmp_path: Path, measured: Any) -> None:
+    measured(report())
+    with running(config(tmp_path), model, vertical=True) as (engine, _):
+        assert (engine.vertical.prefetch_layers, engine.optimizer.regime.delay) == (1, 0.25)
+        assert "which nothing beats" in engine.vertical.reasons["prefetch_layers"]
+
+
+def test_what_is_written_is_not_touched(tmp_path: Path, measured: Any) -> None:
+    measured(report(ssd_write_bytes_per_s=2e7, flops=2e11))
+    with running(config(tmp_path, prefetch_layers=2, optimizer_delay=0.25), model, vertical=True) as (engine, _):
+        assert (engine.vertical.prefetch_layers, engine.vertical.optimizer_delay) == (2, 0.25)
+        assert engine.vertical.reasons["optimizer_delay"] == "as written"
+
+
+def test_clipping_leaves_the_share_to_the_rule(tmp_path: Path, measured: Any) -> None:
+    """Which regime a step takes is the last norms' business there."""
+    measured(report(ssd_write_bytes_per_s=2e7, flops=2e11))
+    with running(config(tmp_path, clip=1.0), model, vertical=True) as (engine, _):
+        assert engine.vertical.optimizer_delay is None and "planned" in engine.vertical.reasons["prefetch_layers"]
+
+
+@pytest.mark.parametrize("found", [{"machine": {}}, {"rates": {}, "machine": report()["machine"]}])
+def test_a_report_that_cannot_tell_leaves_the_rules(tmp_path: Path, measured: Any, found: dict[str, Any]) -> None:
+    measured(found)
+    with running(config(tmp_path), model, vertical=True) as (engine, _):
+        assert engine.vertical.prefetch_layers == 1 and "planned" not in engine.vertical.reasons["prefetch_layers"]
+
+
+class NoLimit(MixerModel):
+    """Its configuration gives -1 for sequences of any length, as XLNet's does."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 512)
+        self.config = SimpleNamespace(max_position_embeddings=-1)
+
+
+def test_a_model_without_a_longest_sequence_is_planned_for(tmp_path: Path, measured: Any) -> None:
+    measured(report())
+    with running(config(tmp_path), NoLimit, vertical=True) as (engine, _):
+        assert "which nothing beats" in engine.vertical.reasons["prefetch_layers"]
+
+
+def xlnet() -> nn.Module:
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    sizes = {"d_model": 64, "n_layer": 4, "n_head": 4, "d_inner": 64, "vocab_size": 300, "dropout": 0.0}
+    return XLNetLMHeadModel(XLNetConfig(**sizes))
+
+
+@pytest.mark.parametrize("flops", [1e9, 2e11])
+def test_xlnet_trains_once_limits_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flops: float) -> None:
+    """c81cdc9 took its -1 positions for tokens, and ended in initialize: "CostsError: model.forward_s: got -7.8e-05"."""
+    monkeypatch.setattr(machine_cache, "cache_root", lambda: tmp_path / "cache" / "ops")
+    monkeypatch.delenv("DS_VERTICAL_LIMITS")
+    machine_cache.keep_report(report(flops=flops), ".")  # of the working directory's disk: nothing of this run rests on another
+    made = base_config(tmp_path, num_micro_batches=2, dtype="fp32", params="cpu", optimizer="cpu", clip=0.0)
+    engine, network = build_engine(made, xlnet, vertical=True, under_zero_init=False)
+    try:
+        assert network.config.max_position_embeddings == -1
+        assert "planned from the limits of 2026-11-22" in engine.vertical.reasons["prefetch_layers"]
+        assert engine.train_batch(iter(token_batches(1, 2)[0])) > 0 and engine.skipped_steps == 0
+    finally:
+        dispose(engine)
+
+
+@pytest.mark.parametrize("positions", [-1, -512, 0, None, "many", 1 << 40])
+def test_whatever_a_model_says_of_its_positions_no_time_is_negative(
+    tmp_path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch, positions: Any
+) -> None:
+    """The seconds that `initialize` plans by, as the cost model takes them."""
+    seen: list[Any] = []
+    tune = autotune.tune_timing
+    monkeypatch.setattr(autotune, "tune_timing", lambda case, *args: seen.append(case.shape) or tune(case, *args))
+    measured(report())
+    made = base_config(tmp_path, num_micro_batches=2, dtype="fp32", params="cpu", optimizer="cpu", clip=0.0)
+
+    def build() -> nn.Module:
+        network = MixerModel(2, 64)
+        network.config = SimpleNamespace(max_position_embeddings=positions)  # pyright: ignore[reportAttributeAccessIssue]
+        return network
+
+    with running(made, build, vertical=True):
+        pass
+    (shape,) = seen
+    assert min(shape.forward_s, shape.backward_s, shape.head_s) > 0 and min(shape.pre_forward_s, shape.pre_backward_s) == 0
+
+
+def test_a_model_that_cannot_be_planned_for_has_the_rules(
+    tmp_path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tune(*_: Any) -> Any:
+        raise CostsError("model.forward_s: got -7.8e-05")
+
+    monkeypatch.setattr(autotune, "tune_timing", tune)
+    measured(report())
+    with running(config(tmp_path), model, vertical=True) as (engine, _):
+        assert engine.vertical.prefetch_layers == 1 and "planned" not in engine.vertical.reasons["prefetch_layers"]
+
+
+def test_a_window_that_does_not_fit_is_not_chosen(tmp_path: Path, measured: Any) -> None:
+    measured(report(ssd_read_bytes_per_s=3e7, flops=2e11))
+    wide = needed = 0
+    for _ in range(2):  # what a process loads for its first engine counts for the second
+        with running(config(tmp_path, optimizer_delay=0.25), model, vertical=True) as (engine, _):
+            wide = engine.vertical.prefetch_layers
+            needed = engine.host_bytes
+    assert wide >= 1
+    tight = config(tmp_path, optimizer_delay=0.25, host_memory_bytes=int(1.02 * needed))
+    with running(tight, model, vertical=True) as (engine, _):
+        assert engine.vertical.prefetch_layers <= wide
+
+
+def long_model() -> nn.Module:
+    return MixerModel(20, 512)
+
+
+def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -> None:
+    """By the budget's own formulas: to the byte, down to what nothing fits into."""
+    from ds_vertical.config.resolve import resolve
+    from ds_vertical.config.section import load_section
+    from ds_vertical.engine.autotune import choose_gradient_tier
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+    from ds_vertical.model.layers import map_layers
+    from ds_vertical.planner import memory_budget
+
+    start_process_group()
+    made, network = config(tmp_path, clip=1.0), long_model()
+    section = load_section(made)
+    assert section is not None
+    resolved = resolve(section)
+
+    def forecast_of(resolved: Any) -> Forecast:
+        return Forecast(map_layers(network, None), groups_of(network, None, None), made, resolved)
+
+    def needed(share: float) -> int:
+        forecast = forecast_of(replace(resolved, gradient_host_share=share))
+        return memory_budget.total_bytes(memory_budget.budget(forecast.shape, forecast.settings, forecast.further(7)), "host")
+
+    def chosen(allowed: int, section: Any = section, resolved: Any = resolved) -> float:
+        return choose_gradient_tier(section, resolved, forecast_of, (allowed, 7)).gradient_host_share
+
+    shares = [count / 16 for count in range(17)]
+    assert chosen(needed(1.0)) == 1.0 and needed(0.0) < needed(1.0)
+    for allowed in (needed(1.0) - 1, needed(0.5), needed(0.5) - 1, needed(0.0)):
+        fitting = [share for share in shares if needed(share) <= allowed]
+        assert chosen(allowed) == max(fitting) < 1
+    assert needed(chosen(1)) == min(map(needed, shares))
+    assert chosen(1, section.model_copy(update={"gradient_host_share": 1.0})) == 1.0
+    assert chosen(1, resolved=replace(resolved, keep_gradients=True)) == 1.0
+
+
+def test_what_host_memory_does_not_hold_waits_on_ssd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The room is made small; how much a process takes beside it differs from run to run by more than these gradients."""
+    import ds_vertical.engine.api
+
+    monkeypatch.setattr(ds_vertical.engine.api, "host_room", lambda *_: (1, 7))
+    with running(config(tmp_path, clip=1.0), long_model, vertical=True) as (engine, _):
+        assert engine.vertical.gradient_host_share < 1
+        engine.train_batch(iter(token_batches(1, 4, rows=1, shortest=4)[0]))
+        assert engine.optimizer.gradients._file.num_bytes > 0
+    assert "waits on SSD)" in capfd.readouterr().out
+
+
+RANK = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import deepspeed, harness, test_choices
+from ds_vertical.compat.ops import cache
+cache.activate()
+deepspeed.init_distributed(verbose=False, init_method=f"file://{sys.argv[2]}", rank=int(os.environ["RANK"]), world_size=2)
+with harness.running(json.loads(sys.argv[3]), test_choices.model, vertical=True) as (engine, _):
+    print("chosen", engine.vertical.prefetch_layers, engine.vertical.optimizer_delay, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_all_ranks_take_what_the_first_has_planned(tmp_path: Path) -> None:
+    """The second has no report: on another host nobody may have measured."""
+    limits, store = tmp_path / "limits.json", tmp_path / "store"
+    limits.write_text(json.dumps(report(ssd_read_bytes_per_s=2e7, flops=2e11)))
+    command = [sys.executable, "-c", RANK, str(SUPPORT), str(store), json.dumps(config(tmp_path))]
+    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            command,
+            env=os.environ | launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_VERTICAL_LIMITS": named},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, named in enumerate((str(limits), ""))
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    chosen = [[line for line in output.splitlines() if line.startswith("chosen")] for output in outputs]
+    assert chosen[0] and chosen[0] == chosen[1], "\n".join(output[-2000:] for output in outputs)
+    assert chosen[0] != ["chosen 1 None"]

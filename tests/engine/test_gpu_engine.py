@@ -1,0 +1,130 @@
+"""Engines on a GPU: stock's bits, copies beside computation, no more layers there than counted, the commands.
+
+Every engine runs in a process of its own (tests/support/gpu_worker.py), with DS_ACCELERATOR=cuda; one test runs the same
+process on the CPU, so that where there is no GPU only the device is untested.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chunks import a_chunk, no_queue
+from harness import base_config
+from places import ROOT, SUPPORT
+
+from ds_vertical.offload.grad_store import GradientFile, HeldGradients
+from ds_vertical.offload.state_files import Chunk
+
+MODEL = ROOT / "configs" / "models" / "gpt_13m.json"
+CHOSEN_HERE = ("MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE")  # by tests before, for this process
+
+
+def run(folder: Path, device: str, *words: object) -> str:
+    """What a command prints whose DeepSpeed computes on `device`."""
+    environment = {name: value for name, value in os.environ.items() if name not in CHOSEN_HERE}
+    if device != "cpu":
+        environment.pop("TORCH_EXTENSIONS_DIR", None)  # the ops of this process's accelerator
+    environment |= {"DS_ACCELERATOR": device, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def run_cases(folder: Path, device: str, *cases: dict[str, Any]) -> list[dict[str, Any]]:
+    return json.loads(run(folder, device, SUPPORT / "gpu_worker.py", folder, json.dumps(cases)).splitlines()[-1])
+
+
+def test_bits_are_stocks_in_a_process_of_its_own_on_the_cpu(tmp_path: Path) -> None:
+    case = {"case": "bits", "dtype": "fp32", "clip": 1.0, "persistence": None}
+    assert run_cases(tmp_path, "cpu", case) == [{"steps": 2, "skipped": 0}]
+
+
+@pytest.mark.slow
+def test_the_other_cases_hold_on_the_cpu(tmp_path: Path) -> None:
+    cases = [{"case": "activations", "dtype": "fp32"}, {"case": "ahead", "dtype": "fp32", "window": 1}]
+    moved, ahead, resumed = run_cases(tmp_path, "cpu", *cases, {"case": "resumes", "dtype": "fp32"})
+    assert moved == {"steps": 2}
+    assert resumed["differing"] == [] and resumed["tensors"] > 20
+    assert ahead["layer"] > 2 << 20 and ahead["rest"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("persistence", [0, None], ids=["none persistent", "stock's threshold"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
+def test_bits_are_stocks(tmp_path: Path, dtype: str, clip: float, persistence: int | None) -> None:
+    [found] = run_cases(tmp_path, "cuda", {"case": "bits", "dtype": dtype, "clip": clip, "persistence": persistence})
+    assert found["steps"] >= 2 and bool(found["skipped"]) is (dtype == "fp16")
+
+
+@pytest.mark.gpu
+def test_what_leaves_a_busy_device_comes_back_as_it_was(tmp_path: Path) -> None:
+    assert run_cases(tmp_path, "cuda", {"case": "activations", "dtype": "bf16"}) == [{"steps": 2}]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path, dtype: str) -> None:
+    [found] = run_cases(tmp_path, "cuda", {"case": "resumes", "dtype": dtype})
+    assert found["differing"] == [] and found["tensors"] > 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_host_runs_ahead_of_the_device_by_no_more_layers_than_are_counted(tmp_path: Path, window: int) -> None:
+    [found] = run_cases(tmp_path, "cuda", {"case": "ahead", "dtype": "bf16", "window": window})
+    assert found["busy"]  # nothing on the host's way waits until all of it is computed
+    # the window and the layer that computes, one more where a copy is still due; besides, small tensors in blocks of their own
+    assert found["grown"] <= (window + 2) * found["layer"] + found["rest"] + (4 << 20)
+
+
+def read(held: HeldGradients, chunk: Chunk, found: list[torch.Tensor]) -> None:
+    found.extend(held.data(part).clone() for part in chunk.parts("all"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_of_a_busy_device_are_whole_for_another_thread(device: str) -> None:
+    chunk = a_chunk(0.5)
+    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=device == "cuda")
+    size = sum(chunk.sizes)
+    for busy in (False, True):  # at first without, which makes the page-locked memory and loads the kernels
+        flat = torch.zeros(size, device=device)
+        values = torch.arange(float(size), device=device) + busy
+        if busy and device == "cuda":
+            torch.cuda._sleep(1_000_000_000)
+        flat.copy_(values)
+        shares = list(flat.split(list(chunk.sizes)))
+        in_place = held.hold(3, [0], shares, flat, lambda _: None, early=True, final=True)
+        if not in_place:
+            flat.fill_(-1.0)  # its next user, after the copies
+        if busy and device == "cuda":
+            assert not torch.cuda.current_stream().record_event().query()  # the host has waited for nothing
+        found: list[torch.Tensor] = []
+        reader = threading.Thread(target=read, args=(held, chunk, found))
+        reader.start()
+        reader.join()
+        assert torch.equal(torch.cat(found), torch.arange(float(size)) + busy)
+
+
+@pytest.mark.gpu
+def test_limits_measures_the_gpu_and_doctor_finds_no_fault(tmp_path: Path) -> None:
+    out = tmp_path / "limits.json"
+    words = ["--path", tmp_path, "--size-mb", 4, "--rounds", 1, "--model", MODEL, "--dtype", "bf16", "--tokens", 16]
+    run(tmp_path, "cuda", "-m", "ds_vertical.cli.main", "limits", *words, "--no-keep", "--out", out)
+    rates = json.loads(out.read_text())["rates"]
+    assert rates["layer_forward_s"] > 0 and rates["activation_bytes"] == 16 * 512 * 2
+    (tmp_path / "swap").mkdir()
+    (tmp_path / "ds.json").write_text(json.dumps(base_config(tmp_path / "swap")))
+    printed = run(tmp_path, "cuda", "-m", "ds_vertical.cli.main", "doctor", "--json", "--config", tmp_path / "ds.json")
+    findings = json.loads(printed)["findings"]
+    assert not [finding for finding in findings if finding["severity"] == "error"]
+    assert [finding for finding in findings if f" x {torch.cuda.get_device_name(0)}" in finding["found"]]

@@ -1,0 +1,211 @@
+"""Disk, open files, events and locked memory: what a run takes of each is what was said, and too little is refused with the
+numbers before a file is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import harness
+import pytest
+from faults import small_disk
+from harness import base_config, build_engine, running, small_buffers
+from models import MixerModel, token_batches
+from places import SUPPORT
+
+from ds_vertical.compat import zero_optimizer
+from ds_vertical.config.resolve import Resolved, resolve
+from ds_vertical.config.section import load_section
+from ds_vertical.engine import disk_check
+from ds_vertical.errors import StorageError
+from ds_vertical.io import files
+from ds_vertical.io.runs import run_dir
+
+MIB = 1 << 20
+BUILD = partial(MixerModel, 3)
+slow = pytest.mark.slow
+
+
+def config_in(folder: Path, clip: float = 0.0, section: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    made = base_config(folder, dtype="fp32", clip=clip, section=section, **options)
+    return small_buffers(made) if options.get("params", "nvme") == "nvme" else made
+
+
+# ---- disk
+
+
+@pytest.mark.parametrize(
+    ("clip", "section"),
+    [(0.0, {"optimizer_delay": 0.25}), (1.0, {"optimizer_delay": 1.0, "gradient_host_share": 0.25})],
+    ids=["two generations", "gradients wait"],
+)
+def test_the_files_are_as_large_as_was_said(tmp_path: Path, clip: float, section: dict[str, Any]) -> None:
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+
+    made = config_in(tmp_path, clip, section)
+    with running(made, BUILD, vertical=True) as (engine, model):
+        said = Forecast(engine.layers, groups_of(model, None, None), made, engine.vertical).files
+        optimizer = engine.optimizer
+        assert said.state == sum(zero_optimizer.optimizer_files(optimizer, 1).values())
+        assert said.parameters == sum(shard.num_bytes for shard in engine.param_store.shards())
+        assert said.on_ssd == len(list(engine.param_store.shards())) + len(zero_optimizer.optimizer_files(optimizer, 1))
+        written = sum(path.stat().st_size for path in tmp_path.rglob("gradients.swp"))
+        assert abs(said.gradients - written) <= MIB and (written > 0) == (clip > 0)
+        second = sum(path.stat().st_size for path in tmp_path.rglob("generation_1/*"))
+        assert second == (said.state + said.parameters if clip == 0 else 0)
+        engine.train_batch(iter(token_batches(1, 3, rows=1, shortest=4)[0]))
+        engine.flush()
+        before = allocated(tmp_path)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        frozen = said.state * (2 if second else 1) + said.parameters  # of both generations, where parts of both are current
+        assert 0.8 * frozen < allocated(tmp_path) - before < frozen + 4 * MIB, "besides what rests in memory"
+
+
+def allocated(folder: Path) -> int:
+    """Bytes on the disk, each file once, whatever names it has."""
+    found = {status.st_ino: status.st_blocks * 512 for path in folder.rglob("*") if (status := path.lstat())}
+    return sum(found.values())
+
+
+def on_disk(folder: Path, size_bytes: int, monkeypatch: pytest.MonkeyPatch, **section: Any) -> str:
+    """What building an engine with its state on so small a file system is refused with."""
+    with small_disk(folder, size_bytes, monkeypatch):
+        with pytest.raises(StorageError) as raised:
+            build_engine(config_in(folder, section=section, params="cpu"), BUILD, vertical=True)
+        assert not list(folder.rglob("*.swp")), "files were made"
+        for path in [path for path in run_dir.claimed() if path.is_relative_to(folder)]:  # while it is there
+            claimed = run_dir.owned(path)
+            assert claimed is not None
+            claimed.release()
+    return str(raised.value)
+
+
+def test_too_little_room_is_refused_with_what_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One generation of this model's state takes 21 MiB, its gradients 7."""
+    told = on_disk(tmp_path / "one", 30 * MIB, monkeypatch, optimizer_delay=0.5)  # asks for early steps
+    match = re.search(r"needs (\d+) more bytes .*second generation .* has (\d+) free; free (\d+) bytes or", told)
+    assert match is not None, told
+    needed, free, missing = map(int, match.groups())
+    assert missing == needed - free > 0 and needed > 42 * MIB
+    assert 'or "vertical_schedule.optimizer_delay": 1 or use another nvme_path' in told
+    told = on_disk(tmp_path / "two", 25 * MIB, monkeypatch, optimizer_delay=1.0, gradient_host_share=0.0)
+    assert "waiting gradients" in told and 'or "vertical_schedule.gradient_host_share": 1 or use another nvme_path' in told
+    told = on_disk(tmp_path / "three", 10 * MIB, monkeypatch)
+    assert "optimizer_delay" not in told and "second generation" not in told
+
+
+def test_room_for_a_checkpoint_is_told_and_demanded_where_one_is_sure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The step after it writes new files beside those that the checkpoint shares."""
+    with running(config_in(tmp_path), BUILD, vertical=True):
+        told = capfd.readouterr().out
+    said = re.search(r"a checkpoint on that file system takes up to ([\d.]+) MiB more, [\d.]+ MiB are left\n", told)
+    assert said is not None and float(said[1]) > 3 * 6
+    monkeypatch.setattr(files, "free_bytes", lambda path: 50 * MIB)
+    with running(config_in(tmp_path), BUILD, vertical=True):
+        assert "warning: a checkpoint on that file system takes up to" in capfd.readouterr().out
+    asks = {"on_signal": {"save_dir": str(tmp_path / "saved")}}
+    with pytest.raises(StorageError, match="on_signal.save_dir: .* is on the file system of nvme_path, where a checkpoint"):
+        build_engine(config_in(tmp_path, section=asks), BUILD, vertical=True)
+
+
+# ---- open files, events
+
+
+def forecast(on_ssd: int) -> Any:
+    return SimpleNamespace(files=SimpleNamespace(on_ssd=on_ssd), settings=SimpleNamespace(slots=4))
+
+
+def settings() -> Resolved:
+    section = load_section({"vertical_schedule": {}})
+    assert section is not None
+    return resolve(section)
+
+
+def test_open_files_are_counted_and_the_soft_limit_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than can be in flight: a deep queue of a small model needs few, a model of many parameters a queue's depth."""
+    resolved, before = settings(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    made = config_in(Path("/ssd")) | {"aio": {"queue_depth": 5000}}
+    open_now = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 100, before[1]))
+        assert list(disk_check._descriptor_faults(forecast(10), made, resolved)) == []
+        raised, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert open_now + 100 < raised < open_now + 250 and hard == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    monkeypatch.setattr(disk_check.resource, "getrlimit", lambda _: (1000, 10_000))
+    (fault,) = disk_check._descriptor_faults(forecast(10**6), made, resolved)
+    told = re.search(r"open files: this rank needs up to (\d+), 10000 are allowed; raise the limit \(ulimit -Hn", fault)
+    assert told is not None and 10_000 < int(told[1]) < 11_000
+
+
+def test_the_kernels_events_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.start_process_group()
+    monkeypatch.setattr(disk_check, "_AIO", tmp_path)
+    (tmp_path / "aio-nr").write_text("900\n")
+    (tmp_path / "aio-max-nr").write_text("1000\n")
+    resolved = settings()
+    made = config_in(Path("/ssd")) | {"aio": {"queue_depth": 4, "intra_op_parallelism": 4}}
+    assert list(disk_check._event_faults(forecast(10), made, resolved)) == []  # six queues of 16
+    made["aio"]["queue_depth"] = 5
+    (fault,) = disk_check._event_faults(forecast(10), made, resolved)
+    assert "need 120 events, 100 of the kernel's 1000 are left; sysctl -w fs.aio-max-nr=1140" in fault
+
+
+FEW_FILES = """
+import json, os, resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import harness, models
+harness.start_process_group()
+made = json.loads(sys.argv[2])
+limit = len(os.listdir("/proc/self/fd")) + 40
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+try:
+    harness.build_engine(made, models.MixerModel, vertical=True)
+except Exception as error:
+    print(type(error).__name__, error)
+    print(sorted(path.name for path in Path(sys.argv[3]).rglob("*.swp")))
+"""
+
+
+@slow
+def test_a_process_that_may_open_few_files_is_refused_before_one_is_made(tmp_path: Path) -> None:
+    made = config_in(tmp_path / "ssd", params="cpu")
+    arguments = [str(SUPPORT), json.dumps(made), str(tmp_path / "ssd")]
+    done = subprocess.run([sys.executable, "-c", FEW_FILES, *arguments], capture_output=True, text=True, timeout=300)
+    assert "StorageError open files: this rank needs up to" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+LITTLE_LOCKED = """
+import json, os, resource, sys
+import ds_vertical.engine.engine, ds_vertical.engine.disk_check as headroom
+headroom.check_before_the_model(json.loads(sys.argv[1]))  # whatever it imports, while all may be read
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 << 20, 4 << 20))
+if os.geteuid() == 0:
+    os.setgid(65534), os.setuid(65534)  # root may lock what it likes
+try:
+    headroom.check_before_the_model(json.loads(sys.argv[1]))
+except ValueError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@slow
+def test_buffers_that_cannot_be_locked_are_refused_before_the_model_is_built(tmp_path: Path) -> None:
+    made = base_config(tmp_path)
+    made["zero_optimization"]["offload_param"] |= {"buffer_count": 3, "buffer_size": 1 << 20}
+    done = subprocess.run([sys.executable, "-c", LITTLE_LOCKED, json.dumps(made)], capture_output=True, text=True, timeout=300)
+    told = rf"MemoryBudgetError locked memory: .* need {6 * MIB} bytes, \d+ are allowed; raise the limit \(ulimit -l 6144\)"
+    assert re.search(told, done.stdout), done.stdout + done.stderr

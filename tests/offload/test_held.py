@@ -1,0 +1,147 @@
+"""Which gradients wait where, and the memory that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from chunks import a_chunk, no_queue
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_vertical.errors import GradientGoneError
+from ds_vertical.io.buffers import Reserve
+from ds_vertical.offload.chunking import ALIGNMENT, Part, spread_parts
+from ds_vertical.offload.grad_store import GradientFile, HeldGradients, aligned, beyond_host
+from ds_vertical.offload.state_files import Chunk
+
+
+class Sums:
+    """A unit's sums, and what came back of their memory."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.flat = torch.arange(float(sum(sizes)) + 7)  # somewhat larger than asked for
+        self.shares = list(self.flat.narrow(0, 0, sum(sizes)).split(sizes))
+        self.given_back: list[torch.Tensor] = []
+
+
+def holding(early_share: float, *, keep: bool = False, **options: bool) -> tuple[HeldGradients, Chunk, Sums, bool]:
+    chunk = a_chunk(early_share)
+    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), keep, page_locked=False)
+    sums = Sums(list(chunk.sizes))
+    kept = held.hold(3, [0], sums.shares, sums.flat, sums.given_back.append, **options)
+    return held, chunk, sums, kept
+
+
+def values(held: HeldGradients, chunk: Chunk) -> torch.Tensor:
+    return torch.cat([held.data(part) for part in chunk.parts("all")])
+
+
+def test_the_last_early_step_gives_the_sums_back_and_what_waits_has_been_copied() -> None:
+    held, chunk, sums, kept = holding(0.5, early=True, final=True)
+    assert kept and chunk.early and chunk.delayed
+    expected = sums.flat[: chunk.numel].clone()
+    assert torch.equal(values(held, chunk), expected)
+    for part in chunk.early:
+        assert sums.given_back == []
+        held.finish(part, "step")  # not the use that there is
+        held.finish(part, "early step")
+    assert [each.data_ptr() for each in sums.given_back] == [sums.flat.data_ptr()]
+    sums.flat.zero_()
+    assert torch.equal(torch.cat([held.data(part) for part in chunk.delayed]), expected[chunk.boundary :])
+    with pytest.raises(GradientGoneError):
+        held.data(chunk.early[0])
+    with pytest.raises(GradientGoneError):
+        held.share(0, 0)
+
+
+def test_what_may_be_redone_is_held_in_place_until_the_step_is_concluded() -> None:
+    for hit, due in ((True, (3,)), (False, (3,)), (False, ())):
+        held, chunk, sums, kept = holding(0.5, early=True, final=False)
+        assert kept and held.num_bytes == 0
+        for part in chunk.early:
+            held.finish(part, "early step")
+        assert torch.equal(values(held, chunk), sums.flat[: chunk.numel])
+        held.conclude(due, hit)
+        assert len(sums.given_back) == (not due)
+        left = chunk.delayed if hit else chunk.parts("all")
+        for part in left if due else ():
+            assert sums.given_back == []
+            held.finish(part, "step")
+        assert len(sums.given_back) == 1
+
+
+def test_kept_gradients_stay_until_the_next_sums() -> None:
+    held, chunk, sums, kept = holding(0.5, keep=True, early=True, final=True)
+    for part in chunk.parts("all"):
+        held.finish(part, "early step" if part in chunk.early else "step")
+    held.conclude((), True)
+    assert kept and sums.given_back == []
+    found = [held.share(0, place) for place in range(len(chunk.sizes))]
+    assert all(torch.equal(a, b) for a, b in zip(found, sums.shares, strict=True) if a is not None)
+    held.drop(3)
+    assert len(sums.given_back) == 1
+
+
+@pytest.mark.parametrize("spoil", ["dtype", "short", "scattered"])
+def test_sums_that_are_not_the_ranks_own_shares_are_copied(spoil: str) -> None:
+    chunk = a_chunk(0.5)
+    held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), False, page_locked=False)
+    for _ in range(2):  # into memory used before
+        sums = Sums(list(chunk.sizes))
+        change: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "dtype": lambda share: share.to(torch.float64),
+            "short": lambda share: share[:-3],  # the rest is padding
+            "scattered": torch.clone,
+        }
+        shares = [change[spoil](share) for share in sums.shares]
+        assert not held.hold(3, [0], shares, sums.flat, sums.given_back.append, early=True, final=True)
+        expected = sums.flat[: chunk.numel].clone()
+        ends = torch.tensor(chunk.sizes).cumsum(0)
+        for end in ends if spoil == "short" else ():
+            expected[end - 3 : end] = 0.0
+        sums.flat.fill_(-1.0)
+        assert torch.equal(values(held, chunk), expected)
+        for part in chunk.parts("all"):
+            held.finish(part, "early step")
+            held.finish(part, "step")
+        assert sums.given_back == []
+    assert held.num_bytes <= 4 * (chunk.numel + ALIGNMENT * len(chunk.parts("all")))
+
+
+def test_a_reserve_prefers_the_very_size_and_makes_no_more_than_were_taken() -> None:
+    reserve = Reserve(torch.empty)
+    large, small = reserve.take(16), reserve.take(10)
+    for tensor in (large, small, large):  # given up twice
+        reserve.put_back(tensor)
+    assert reserve.take(10) is small and reserve.take(9) is large
+    assert reserve.num_bytes == 4 * 26
+    assert reserve.take(16) is not large and reserve.num_bytes == 4 * 42
+    reserve.put_back(large)
+    assert reserve.take(7) is not large, "more than twice the size"
+    reserve.clear()
+    assert reserve.num_bytes == 4 * (26 + 7)
+
+
+def test_memory_for_the_disk_starts_where_it_can_be_read() -> None:
+    assert {aligned(numel).data_ptr() % (4 * ALIGNMENT) for numel in (1, 1000, 5000)} == {0}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 4), st.lists(st.integers(1, 100), min_size=1, max_size=30), st.floats(0, 1))
+def test_the_hosts_share_is_kept_as_far_as_whole_parts_allow(num_first: int, sizes: list[int], share: float) -> None:
+    parts = [Part(index, 0, size) for index, size in enumerate(sizes)]
+    kept = spread_parts(parts[:num_first], parts[num_first:], share)
+    total = sum(part.numel for part in kept)
+    largest_first = max((part.numel for part in parts[:num_first] if part not in kept), default=0)
+    assert abs(total - share * sum(sizes)) <= max(sizes) / 2 + largest_first + 1e-6
+    if share in (0.0, 1.0):
+        assert len(kept) == (len(parts) if share else 0)
+
+
+def test_pre_waits_in_memory_first_and_the_layers_share_the_rest_evenly() -> None:
+    waiting = {"pre": [Part(9, 0, 10)]} | {layer: [Part(layer, 0, 10)] for layer in range(8)}
+    assert {part.chunk for part in beyond_host(waiting, 5 / 9)} in ({0, 2, 4, 6}, {1, 3, 5, 7})
+    assert beyond_host(waiting, 1.0) == [] and len(beyond_host(waiting, 0.0)) == 9

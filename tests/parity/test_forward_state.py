@@ -1,0 +1,296 @@
+"""State that a forward keeps outside its own variables belongs to its micro-batch: stock's bits, in training and evaluation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import VOCAB, Family, fill
+from harness import (
+    Run,
+    assert_identical,
+    differing,
+    read_weights,
+    run_arm,
+    run_both,
+    running,
+)
+from stateful import Base, Block, M, batches, config_in
+from stateful_models import (
+    CASES,
+    NOTES,
+    BufferThroughParent,
+    Counting,
+    GlobalList,
+    Keeper,
+    MaskOnBlocks,
+    OwnGenerators,
+    PythonRandom,
+    Ranges,
+    SharedContext,
+    SharedUserDict,
+    Statistics,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import IBertConfig, IBertForMaskedLM
+from transformers.initialization import no_init_weights
+
+from ds_vertical.errors import LayerError
+
+
+@pytest.fixture(autouse=True)
+def fresh_globals() -> None:
+    NOTES.clear()
+    random.seed(5)
+    np.random.seed(5)
+
+
+# one of each kind; the others are slow
+FAST = {MaskOnBlocks, SharedContext, Statistics, SharedUserDict, OwnGenerators, PythonRandom, Counting, Ranges}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.__name__, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
+)
+def test_training_has_stocks_bits(tmp_path: Path, case: type[Base]) -> None:
+    ends: list[dict[str, torch.Tensor]] = []
+
+    def keep(engine: Any, step: int) -> None:
+        ends.append({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
+
+    runs: list[Run] = []
+    for vertical in (False, True):
+        NOTES.clear()
+        random.seed(5), np.random.seed(5)
+        runs.append(run_arm(config_in(tmp_path), case, batches(), vertical=vertical, between=keep))
+    assert_identical(*runs)
+    half = len(ends) // 2
+    for stock, ours in zip(ends[:half], ends[half:], strict=True):
+        assert stock.keys() == ours.keys() and all(torch.equal(stock[name], ours[name]) for name in stock)
+
+
+# ---- models of Hugging Face
+
+_SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+_PER_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "sliding_window": 4}
+_GEMMA = {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "max_position_embeddings": 64} | _SMALL | _PER_LAYER
+_TYPES = {"layer_types": ["sliding_attention", "full_attention"] * 3}
+_GEMMA3N = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6}
+GEMMAS = (
+    Family("gemma3n_text", _GEMMA | _TYPES | _GEMMA3N),
+    Family("gemma4_text", _GEMMA | _TYPES),
+)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(GEMMAS[0], id="gemma3n"), pytest.param(GEMMAS[1], id="gemma4", marks=pytest.mark.slow)]
+)
+def test_layers_that_share_keys_and_values(tmp_path: Path, family: Family) -> None:
+    """Two layers of each kind of attention read what two before them have written into a dict, gradients and all."""
+    assert_identical(*run_both(config_in(tmp_path), family.builder(), family.batches(2, M)))
+
+
+def ibert() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": VOCAB}
+    config = IBertConfig(**sizes, max_position_embeddings=64, quant_mode=True, pad_token_id=0)
+    with no_init_weights():
+        model = IBertForMaskedLM._from_config(config)
+    fill(model)
+    return model
+
+
+def test_ranges_that_ibert_replaces_in_each_forward(tmp_path: Path) -> None:
+    steps = Family("bert").batches(2, M)
+    assert_identical(*run_both(config_in(tmp_path), ibert, steps))
+
+
+# ---- hooks that keep outputs
+
+
+def train_with_hooks(folder: Path, keep: Callable[[Any, Any], None], loss_fn: Any, *, vertical: bool) -> tuple[Any, ...]:
+    """Losses, norms and weights of training, and losses of evaluation, with a hook on the second block."""
+    with running(config_in(folder), Base, vertical=vertical) as (engine, model):
+        model.blocks[1].register_forward_hook(lambda module, args, output: keep(module, output))
+        losses, norms = [], []
+        for step in batches():
+            losses.append(engine.train_batch(iter(step), loss_fn).item())
+            norms.append(float(engine.get_global_grad_norm()))
+        evaluated = engine.eval_batch(iter(batches(1, seed=9)[0]), loss_fn).item()
+        return losses, norms, evaluated, read_weights(model)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("where", ["dict", "list", "attribute"])
+def test_what_a_hook_keeps_is_its_micro_batchs(tmp_path: Path, where: str, detached: bool) -> None:
+    results = []
+    for vertical in (False, True):
+        keeper = Keeper(where, detached)
+        results.append(train_with_hooks(tmp_path, keeper.keep, keeper.loss_fn, vertical=vertical))
+    (*stock, weights), (*ours, own) = results
+    assert stock == ours
+    assert not differing(weights, own)
+
+
+# ---- evaluation
+
+
+@pytest.mark.parametrize("case", [MaskOnBlocks, SharedContext, GlobalList, BufferThroughParent, Statistics, SharedUserDict])
+def test_evaluation_sees_its_own_state(tmp_path: Path, case: type[Base]) -> None:
+    def loss_fn(loss: torch.Tensor, _: Any) -> torch.Tensor:
+        return loss
+
+    with running(config_in(tmp_path), case, vertical=True) as (engine, model):
+        step = batches(1)[0]
+        engine.train_batch(iter(batches(1, seed=8)[0]))
+        together = engine.eval_batch(iter(step), loss_fn)
+        model.eval()
+        apart = [engine(**micro_batch) for micro_batch in step]
+        assert together.item() == torch.stack(apart).mean().item()
+
+
+# ---- what cannot be followed
+
+
+class SharedGeneratorBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x * (torch.rand(x.shape, generator=self.generator) > 0.3))
+
+
+class SharedGenerator(Base):
+    block = SharedGeneratorBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+        for block in self.blocks:
+            block.generator = self.generator
+
+
+def test_a_generator_that_blocks_share_is_refused_by_name_and_right_in_stocks_order(tmp_path: Path) -> None:
+    with running(config_in(tmp_path), SharedGenerator, vertical=True) as (engine, model):
+        state = model.generator.get_state()
+        with pytest.raises(LayerError, match=r"generator: a generator of random numbers that several parts.*horizontal"):
+            engine.train_batch(iter(batches(1)[0]))
+        assert torch.equal(model.generator.get_state(), state)
+    stock, ours = run_both(config_in(tmp_path, section={"order": "horizontal"}), SharedGenerator, batches())
+    assert_identical(stock, ours)
+
+
+class ReentrantCheckpoints(Base):
+    reentrant = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x).square().mean()
+
+
+class Checkpoints(ReentrantCheckpoints):
+    reentrant = False
+
+
+def with_own_backward(loss: torch.Tensor, _: Any) -> torch.Tensor:
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def with_backward_of_the_head(model: Any) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    def loss_fn(loss: torch.Tensor, _: Any) -> torch.Tensor:
+        model.head.weight.square().sum().backward()
+        return loss
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("case", [Base, Checkpoints, ReentrantCheckpoints], ids=lambda case: case.__name__)
+def test_a_second_backward_is_refused_by_name(tmp_path: Path, case: type[Base]) -> None:
+    with running(config_in(tmp_path), case, vertical=True) as (engine, model):
+        before = read_weights(model)
+        if case is Base:
+            for loss_fn in (with_own_backward, with_backward_of_the_head(model)):
+                with pytest.raises(LayerError, match=r"has called backward\(\) itself.*call no backward"):
+                    engine.train_batch(iter(batches(1)[0]), loss_fn)
+        else:
+            with pytest.raises(LayerError, match=r"blocks\.0 is called within torch\.utils\.checkpoint.*call it directly"):
+                engine.train_batch(iter(batches(1)[0]))
+        assert not differing(before, read_weights(model))
+        assert all(param.grad is None for param in model.parameters())
+
+
+def test_parameters_frozen_later_are_refused_by_name_in_each_step(tmp_path: Path) -> None:
+    with running(config_in(tmp_path), Base, vertical=True) as (engine, model):
+        first, second, third = batches(3)
+        engine.train_batch(iter(first))
+        before = read_weights(model)
+        model.blocks[1].requires_grad_(False)
+        with pytest.raises(LayerError, match=r"blocks\.1\.up\.weight: requires_grad was set to False .* \(4 parameter"):
+            engine.train_batch(iter(second))
+        assert not differing(before, read_weights(model))
+        model.blocks[1].requires_grad_(True)
+        engine.train_batch(iter(second))
+        engine.train_batch(iter(third))
+        own = read_weights(model)
+    stock = run_arm(config_in(tmp_path), Base, batches(3), vertical=False)
+    assert not differing(stock.weights, own)
+
+
+class ByName(Base):
+    def forward(self, x: Any = None, y: Any = None, scale: Any = None) -> torch.Tensor:
+        out = super().forward(x if x is not None else y)
+        return out if scale is None else out * scale.mean()
+
+
+def test_micro_batches_of_different_keys(tmp_path: Path) -> None:
+    mixed: list[list[dict[str, torch.Tensor]]] = [
+        [a, {"y": b["x"]}, c | {"scale": torch.full((3,), 2.0)}] for a, b, c in batches()
+    ]
+    assert_identical(*run_both(config_in(tmp_path), ByName, mixed))
+
+
+class LateBlock(Block):
+    """Begins to count in the third step."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("calls", torch.zeros(()))
+        self.start = False
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        if self.start:
+            self.calls.add_(1)
+            self.late = x.detach().mean()
+            return self.body(x * (1 + self.calls * 0.1) + self.late)
+        return self.body(x)
+
+
+class Late(Base):
+    block = LateBlock
+
+
+def test_state_that_changes_for_the_first_time_in_a_later_step(tmp_path: Path) -> None:
+    def begin(engine: Any, step: int) -> None:
+        for block in engine.module.blocks if step == 1 else ():
+            block.start = True
+
+    stock, ours = run_both(config_in(tmp_path), Late, batches(4), between=begin)
+    assert_identical(stock, ours)
+
+
+def test_a_step_that_fails_leaves_state_as_it_was(tmp_path: Path) -> None:
+    with running(config_in(tmp_path), Counting, vertical=True) as (engine, model):
+        engine.train_batch(iter(batches(1)[0]))
+        before = [(block.calls, block.note.calls, list(block.note.sizes)) for block in model.blocks]
+
+        def fail(*_: Any) -> torch.Tensor:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            engine.train_batch(iter(batches(1)[0]), fail)
+        assert [(block.calls, block.note.calls, list(block.note.sizes)) for block in model.blocks] == before

@@ -1,0 +1,964 @@
+"""State that begins to change late, is replaced by the user, or hides where the first search does not come: stock's bits, too.
+
+Each case trains four steps and evaluates after two of them, without the self-check.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import differing, read_weights, running
+from places import SUPPORT
+from processes import free_port
+from stateful import NUM_LAYERS, Base, Block, CountUp, M, Model, batches, config_in
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from ds_vertical.errors import LayerError
+
+USERS = types.ModuleType("users_module")  # a module of the user's own, as `import users_module` gives it
+USERS.MASK = 1.0
+COUNTS: contextvars.ContextVar[dict[Any, Any]] = contextvars.ContextVar("counts")
+OF_THREAD = threading.local()
+
+
+# ---- changes that begin in the third step
+
+
+class LateDictBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.note, self.start = {"calls": 0}, False
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        if not self.start:
+            return self.body(x)
+        self.note["calls"] += 1
+        return self.body(x * (1 + 0.1 * self.note["calls"]))
+
+
+class LateDict(Base):
+    block = LateDictBlock
+
+
+class LateGeneratorBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.generator, self.other, self.start = torch.Generator().manual_seed(index), random.Random(index), False
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        if self.start:
+            x = x * (torch.rand(x.shape, generator=self.generator) > 0.3) * self.other.random()
+        return self.body(x)
+
+
+class LateGenerator(Base):
+    block = LateGeneratorBlock
+
+
+class LateTensorBlock(Block):
+    """A plain attribute, and a batch norm that begins to keep statistics: its kernel counts no writes."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.sum, self.norm, self.start = torch.zeros(()), nn.BatchNorm1d(48), False
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.norm.train(self.start and self.training)
+        if self.start:
+            self.sum.add_(x.detach().mean() + 1)
+            x = x * (1 + self.sum)
+        return self.body(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class LateTensor(Base):
+    block = LateTensorBlock
+
+
+class GrowingBlock(Block):
+    """Nobody does anything: a list grows after the sixth call."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.calls, self.queue = 0, list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.calls += 1
+        if self.calls > 6:
+            self.queue.append(x.detach().mean())
+        return self.body(x * (1 + sum(self.queue)))
+
+
+class Growing(Base):
+    block = GrowingBlock
+
+
+class LateAuxBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.context, self.start = SimpleNamespace(aux=None), False
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.context.aux = self.up(x).square().mean() if self.start else None
+        return self.body(x)
+
+
+class LateAux(Base):
+    block = LateAuxBlock
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.1 * sum((b.context.aux for b in self.blocks if b.context.aux is not None), x.new_zeros(()))
+
+
+def start(_: Any, model: Model, step: int) -> None:
+    for block in model.blocks if step == 1 else ():
+        block.start = True
+
+
+# ---- set by the code around the blocks, in containers of theirs
+
+
+class ConfiguredBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.settings: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x * self.settings["mask"])
+
+
+class Configured(Base):
+    block = ConfiguredBlock
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        for block in self.blocks:
+            block.settings["mask"] = torch.sigmoid(x.mean((0, 2), keepdim=True))
+        return ()
+
+
+class NotedBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.notes: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.notes.append(x.square().mean())
+        return self.body(x * (1 + 0.1 * len(self.notes)))
+
+
+class ClearedFirst(Base):
+    """Every forward begins by emptying lists that are empty as long as no forward has filled them."""
+
+    block = NotedBlock
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        for block in self.blocks:
+            block.notes.clear()
+        return ()
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.1 * sum((note for block in self.blocks for note in block.notes), x.new_zeros(()))
+
+
+class EvalNotedBlock(NotedBlock):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x) if self.training else super().forward(x)
+
+
+class ClearedInEvaluation(ClearedFirst):
+    block = EvalNotedBlock
+
+
+# ---- tensors written in place
+
+
+class InPlaceBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        total, found = self.owner[0].total, args[0]
+        total.add_(x.detach().mean())
+        found["sum"] += x.detach().mean()
+        return self.body(x * (1 + total + found["sum"]))
+
+
+class InPlace(Base):
+    """A tensor, and one in a dict, made by each forward and written in place by the blocks."""
+
+    block = InPlaceBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.owner = (self,)
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        self.total = torch.zeros(())
+        return ({"sum": torch.zeros(())},)
+
+
+class AddingBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.context.aux += self.up(x).square().mean()
+        args[0]["aux"] += self.down(x).square().mean()
+        return self.body(x)
+
+
+class Added(Base):
+    """`aux += loss`: a number in the first block, in the others a tensor with gradient that is written in place."""
+
+    block = AddingBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = SimpleNamespace(aux=0.0)
+        for block in self.blocks:
+            block.context = self.context
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        self.context.aux, self.given = 0.0, {"aux": 0.0}
+        return (self.given,)
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.1 * (self.context.aux + self.given["aux"])
+
+
+class Usage(Base):
+    """A count that blocks write and nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("usage", torch.zeros(4))
+        for block in self.blocks:
+            block.register_forward_hook(self.count)
+
+    def count(self, block: Any, *_: Any) -> None:
+        self.usage[block.index] += 1.0
+
+
+# ---- where state hides
+
+
+def counter() -> Callable[[], int]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+class Recorder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("sum", torch.zeros(()))
+
+
+class HidingBlock(Block):
+    """In a closure, in an array, and in a module that is none of the model's."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.count, self.array, self.others = counter(), np.zeros(2), [Recorder()]
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.array[0] += 1
+        other = self.others[0]
+        other.calls += 1
+        other.sum.add_(0.1)
+        return self.body(x * (1 + 0.05 * (self.count() + float(self.array[0]) + other.calls) + other.sum))
+
+
+class Hiding(Base):
+    block = HidingBlock
+
+
+class ElsewhereBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        counts = COUNTS.get()
+        counts["calls"] += 1
+        return self.body(x * OF_THREAD.mask * USERS.MASK * (1 + 0.1 * counts["calls"]))
+
+
+class Elsewhere(Base):
+    """In a module that the user imports, in a thread's own object, in a context variable."""
+
+    block = ElsewhereBlock
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        USERS.MASK = torch.sigmoid(x.detach().mean((0, 2), keepdim=True))
+        OF_THREAD.mask = torch.sigmoid(x.detach().amax((0, 2), keepdim=True))
+        COUNTS.set({"calls": 0})
+        return ()
+
+
+class OutputBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        out = self.body(x)
+        self.last = BaseModelOutput(last_hidden_state=out, hidden_states=(out.mean(),))
+        return self.last
+
+
+class KeptOutputs(Base):
+    """transformers' outputs, which are dicts that refuse `update`."""
+
+    block = OutputBlock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x).last_hidden_state
+        return self.head(x).square().mean() + sum(0.1 * block.last.hidden_states[0] for block in self.blocks)
+
+
+class SuffixBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x * (1 + 0.1 * self.owner[0].steps))
+
+
+class CountedInTheSuffix(Base):
+    block = SuffixBlock
+    steps = 0  # of the class: the first forward makes it an attribute of the model's
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.owner = (self,)
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return x.new_zeros(())
+
+
+class ScaledBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        found = self.owner[0].found
+        return self.body(x if found["gate"] is None else x * found["gate"])
+
+
+class ClearedAtTheEnd(Base):
+    """From the third step on the prefix sets a gate that the suffix takes away: nothing has changed in the end. One micro-batch
+    alone sets a number that the next one sets back."""
+
+    block = ScaledBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {"gate": None, "number": 1.0}
+        for block in self.blocks:
+            block.owner, block.start = (self,), False
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        if self.blocks[0].start:
+            self.found["number"] = 2.0 if x.shape[1] == 4 else 1.0
+            self.found["gate"] = torch.sigmoid(x.detach().mean((0, 2), keepdim=True)) * self.found["number"]
+        return ()
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        self.found["gate"] = None
+        return x.new_zeros(())
+
+
+class ModedBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.acts, self.start = nn.ModuleList([nn.Tanh(), nn.Sigmoid()]), False
+        self.act, self.probe = self.acts[0], nn.Identity()
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(self.act(x) * (2.0 if self.probe.training else 1.0))
+
+
+class Moded(Base):
+    """From the third step on the prefix sets modes, and swaps a submodule, as the micro-batch wants it."""
+
+    block = ModedBlock
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        for block in self.blocks if self.blocks[0].start else ():
+            block.probe.train(x.shape[1] == 4)
+            block.act = block.acts[x.shape[1] % 2]
+        return ()
+
+
+class AppendedBlock(NotedBlock):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.notes.append(x.square().mean())
+        return self.body(x * (1 + 0.1 * len(self.owner[0].blocks[0].notes)))
+
+
+class Appended(Base):
+    """The code behind each block fills the first one's list, which all blocks read and the suffix clears."""
+
+    block = AppendedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.owner = (self,)
+            block.register_forward_hook(self.note)
+
+    def note(self, module: Any, args: Any, output: torch.Tensor) -> None:
+        self.blocks[0].notes.append(output.detach().mean())
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        total = 0.1 * sum((note for block in self.blocks for note in block.notes), x.new_zeros(()))
+        for block in self.blocks:
+            block.notes.clear()
+        return total
+
+
+class Deep(Appended):
+    """More layers than a step may start over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(AppendedBlock(index) for index in range(4, 12))
+        for block in self.blocks[4:]:
+            block.owner = (self,)
+
+
+class GradientBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.norms: list[float] = []
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        out = self.body(x)
+        if out.requires_grad:
+            out.register_hook(lambda grad: self.norms.append(grad.norm().item()))
+        return out
+
+
+class Gradients(Base):
+    """What hooks of the backward collect."""
+
+    block = GradientBlock
+
+
+class GateModule(nn.Module):
+    def forward(self, x: torch.Tensor) -> None:
+        self.gate = torch.sigmoid(x.detach().mean((0, 2), keepdim=True))
+
+
+class GatedBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x * self.gates[0].gate * NEW)
+
+
+class Named(Base):
+    """Names that nothing stands for until the first forward: of a module that is none of the model's, of a global."""
+
+    block = GatedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = [GateModule()]
+        for block in self.blocks:
+            block.gates = self.gates
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        global NEW
+        NEW = 1 + torch.sigmoid(x.detach().amax((0, 2), keepdim=True))
+        self.gates[0](x)
+        return ()
+
+
+class CollectingBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any, collected: list[torch.Tensor]) -> Any:
+        for each in (*args, collected):
+            each.append(0.1 * self.up(x).square().mean())
+        return self.body(x)
+
+
+class Collecting(Base):
+    """Lists that are empty as the first block gets them. Of one among the positional arguments stock's hooks make a copy."""
+
+    block = CollectingBlock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lists: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, lists[0], collected=lists[1])
+        assert [len(each) for each in lists] == [0, NUM_LAYERS]
+        return self.head(x).square().mean() + sum(lists[1], x.new_zeros(()))
+
+
+class Counter:
+    """Counts in a private slot, in an attribute, and in a `__dict__` that is another one after each call."""
+
+    __slots__ = ("__calls", "__dict__")
+
+    def __init__(self) -> None:
+        self.__calls = self.sizes = 0
+
+    def next(self) -> float:
+        self.__calls += 1
+        self.sizes += 1
+        self.__dict__ = {**self.__dict__, f"call {self.__calls % 3}": self.__calls}
+        return self.__calls + 0.5 * self.sizes + 0.25 * len(self.__dict__)
+
+
+class Attributed:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def next(self) -> float:
+        self.__dict__ = {"calls": self.calls + 1}
+        return self.calls
+
+
+class Switched:
+    """Its `__dict__` is one of two that are kept."""
+
+    def __init__(self) -> None:
+        self.tables: list[dict[str, Any]] = []
+        self.tables += [{"tables": self.tables, "calls": start} for start in (1, 5)]
+
+    def next(self) -> float:
+        self.__dict__ = self.tables[self.tables[0]["calls"] % 2]
+        self.tables[0]["calls"] += 1
+        return self.calls
+
+
+class AnswersAll:
+    """Has no `__dict__`, and gives None for all that it has not."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0.0
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def next(self) -> float:
+        self.calls = -self.calls - 1 if self.calls >= 0 else -self.calls
+        return self.calls
+
+
+class Signed:
+    def __init__(self) -> None:
+        self.zero = 0.0
+
+    def next(self) -> float:
+        self.zero = -self.zero
+        return math.copysign(1, self.zero)
+
+
+class SlottedBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.counters = [Counter(), Attributed(), Switched(), AnswersAll(), Signed()]
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x * (1 + 0.1 * sum(each.next() for each in self.counters)))
+
+
+class Slotted(Base):
+    block = SlottedBlock
+
+
+class Child(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+
+class Outer(Child):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Child()
+
+
+class FreeBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.free = [Outer()]
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        outer = self.free[0]
+        outer.calls += 2
+        outer.child.calls += 1
+        return self.body(x * (1 + 0.1 * outer.calls + 0.1 * outer.child.calls))
+
+
+class Free(Base):
+    """A module that is not registered and its child, which keep state under the same name; one is replaced after each step."""
+
+    block = FreeBlock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.free[0].child.calls = 0
+        x = super().forward(x)
+        for block in self.blocks:
+            block.free[0].child.calls += 1
+        return x
+
+
+def replace_free(_: Any, model: Model, step: int) -> None:
+    for block in model.blocks:
+        block.free = [Outer()]
+
+
+# ---- what users do between steps
+
+
+class NoteBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.note = SimpleNamespace(calls=0, sizes=[])
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.note.calls += 1
+        self.note.sizes.append(x.shape[1])
+        return self.body(x * (1 + 0.1 * self.note.calls))
+
+
+class Replaced(Base):
+    block = NoteBlock
+
+
+def replace_notes(_: Any, model: Model, step: int) -> None:
+    for block in model.blocks:
+        block.note = SimpleNamespace(calls=0, sizes=[])
+
+
+class Distillation(nn.Module):
+    """A loss that is a module, and holds what a hook has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: torch.Tensor | None = None
+
+    def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.kept = output
+
+    def forward(self, loss: torch.Tensor, _: Any) -> torch.Tensor:
+        return loss if self.kept is None else loss * (1 + self.kept.square().mean())
+
+
+def a_loss_from_the_third_step(engine: Any, model: Model, step: int) -> None:
+    if step == 1:
+        model.blocks[1].register_forward_hook(model.loss[0].keep)
+
+
+class WithLoss(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = (Distillation(),)
+
+
+# ---- the tests
+
+
+def outcome(case: type[Base], folder: Path, between: Any, *, vertical: bool, **section: Any) -> dict[str, Any]:
+    USERS.MASK = OF_THREAD.mask = 1.0
+    config = config_in(folder, section={"self_check": False} | section)
+    found: dict[str, Any] = {"losses": [], "norms": [], "evaluations": []}
+    with running(config, case, vertical=vertical) as (engine, model):
+        loss_fn = model.loss[0] if isinstance(model, WithLoss) else None
+        for index, step in enumerate(batches(4)):
+            found["losses"].append(engine.train_batch(iter(step), loss_fn).item())
+            found["norms"].append(float(engine.get_global_grad_norm()))
+            if index % 2 == 0:
+                found["evaluations"].append(engine.eval_batch(iter(batches(1, seed=9 + index)[0]), loss_fn).item())
+            between(engine, model, index)
+        found["norms of gradients"] = [sorted(block.norms) for block in model.blocks if hasattr(block, "norms")]
+        found["weights"] = read_weights(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return found
+
+
+@pytest.fixture(autouse=True)
+def users_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if it had been imported from a file beside the script."""
+    USERS.__file__ = str(Path(__file__).with_name("users_module.py"))
+    monkeypatch.setitem(sys.modules, "users_module", USERS)
+    yield
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+CASES: dict[type[Base], Any] = {
+    **dict.fromkeys((LateDict, LateGenerator, LateTensor, LateAux), start),
+    **dict.fromkeys((Growing, Configured, ClearedFirst, ClearedInEvaluation, InPlace, Added, Usage), nothing),
+    **dict.fromkeys((Hiding, Elsewhere, KeptOutputs, Appended, Deep, Named, Gradients, Collecting), nothing),
+    **dict.fromkeys((ClearedAtTheEnd, Moded), start),
+    Replaced: replace_notes,
+    Slotted: nothing,
+    Free: replace_free,
+    WithLoss: a_loss_from_the_third_step,
+}
+SLOW = {
+    LateGenerator,
+    LateAux,
+    Usage,
+    KeptOutputs,
+    ClearedInEvaluation,
+    Appended,
+    Named,
+    Growing,
+    Replaced,
+    Elsewhere,
+    Configured,
+    Gradients,
+}
+
+
+def assert_same(stock: dict[str, Any], ours: dict[str, Any]) -> None:
+    for key in ("losses", "norms", "evaluations", "norms of gradients"):
+        assert stock[key] == ours[key], key
+    assert not differing(stock["weights"], ours["weights"])
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in CASES])
+def test_it_has_stocks_bits(tmp_path: Path, case: type[Base]) -> None:
+    arms = [outcome(case, tmp_path / str(vertical), CASES[case], vertical=vertical) for vertical in (False, True)]
+    assert_same(*arms)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CountUp,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (CountedInTheSuffix, Configured, InPlace, Usage)),
+    ],
+)
+def test_horizontal_runs_as_stock_does(tmp_path: Path, case: type[Base]) -> None:
+    """Also what no other order can follow, and evaluations between the steps."""
+    stock = outcome(case, tmp_path / "stock", nothing, vertical=False)
+    assert_same(stock, outcome(case, tmp_path / "ours", nothing, vertical=True, order="horizontal"))
+
+
+@pytest.mark.parametrize("self_check", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_lone_micro_batch_runs_as_stock_does(tmp_path: Path, self_check: bool) -> None:
+    """What the end of a forward changes is what the next one begins with, and no recompute of this one."""
+    runs = []
+    for vertical in (False, True):
+        config = config_in(tmp_path / str(vertical), section={"self_check": self_check}) | {"gradient_accumulation_steps": 1}
+        with running(config, CountedInTheSuffix, vertical=vertical) as (engine, model):
+            losses = [engine.train_batch(iter(step[:1])).item() for step in batches(3)]
+            runs.append((losses, read_weights(model)))
+    assert runs[0][0] == runs[1][0] and not differing(runs[0][1], runs[1][1])
+
+
+class Thawing(Base):
+    """Its last block learns in no forward, though its parameters say so between them."""
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        self.blocks[2].up.weight.requires_grad_(False)
+        return ()
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        self.blocks[2].up.weight.requires_grad_(True)
+        return x.new_zeros(())
+
+
+class LargeBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.large = torch.zeros((1 << 24) + 8) if index == 1 else torch.zeros(1)
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.large[:1].add_(1.0)
+        return self.body(x)
+
+
+class Large(Base):
+    block = LargeBlock
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (Thawing, r"the forward has set requires_grad of blocks\.2\.up\.weight to False"),
+        (Large, r"blocks\.1\.large is written during the forward and has 16777224 elements"),
+    ],
+)
+@pytest.mark.parametrize("self_check", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_cannot_be_followed_is_refused_by_name(tmp_path: Path, case: type[Base], named: str, self_check: bool) -> None:
+    with running(config_in(tmp_path, section={"self_check": self_check}), case, vertical=True) as (engine, _):
+        with pytest.raises(LayerError, match=named):
+            engine.train_batch(iter(batches(1)[0]))
+        assert engine.global_steps == 0
+
+
+def test_state_that_the_next_micro_batch_finds_is_refused_under_snake(tmp_path: Path) -> None:
+    with running(config_in(tmp_path, section={"snake": True}), Replaced, vertical=True) as (engine, _):
+        with pytest.raises(LayerError, match=r'blocks\.0\.note.*: write "snake": false'):
+            engine.train_batch(iter(batches(1)[0]))
+
+
+class RandomBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x * (random.random() + torch.rand(()) + float(np.random.rand())))
+
+
+class Random(Base):
+    block = RandomBlock
+
+
+def test_micro_batches_of_an_evaluation_have_numbers_of_their_own(tmp_path: Path) -> None:
+    """And the caller draws afterwards what it would have drawn without it."""
+    same = [batches(1)[0][0]] * M
+    with running(config_in(tmp_path), Random, vertical=True) as (engine, _):
+        before = torch.get_rng_state(), random.getstate()
+        losses: list[float] = []
+        for _ in range(2):
+            engine.eval_batch(iter(same), lambda loss, _: losses.append(loss.item()) or loss)
+        assert len(set(losses)) == len(losses) >= 2 * M
+        assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+
+
+@pytest.mark.slow
+def test_all_ranks_start_over_where_one_has_found_new_state(tmp_path: Path) -> None:
+    worker = SUPPORT / "state_worker.py"
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    for rank in range(2):
+        env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(worker), str(tmp_path)]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        ends = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], ends[0][1][-3000:] + ends[1][1][-3000:]
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in ends)
+    assert first["losses"] == second["losses"] and first["weights"] == second["weights"]
+    assert first["calls"] == second["calls"] == [3 * M] * 4
+    assert first["seen"] == [2 * M] * 4 and second["seen"] == [0] * 4
+
+
+# ---- what users do between steps to a model that has kept no state
+
+
+def held_in_a_cell() -> tuple[Callable[..., Any], Callable[[Any], None]]:
+    """A function that gives what its default, or else its cell, holds: a class so far."""
+    held: Any = int
+
+    def get(default: Any = None) -> Any:
+        return held if default is None else default
+
+    def hold(value: Any) -> None:
+        nonlocal held
+        held = value
+
+    return get, hold
+
+
+class QuietBlock(Block):
+    """Reads what is there, and writes into a list of notes where there is one."""
+
+    scale: dict[Any, Any] = {"of": 1.0}
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.settings: dict[Any, Any] = {"inner": SimpleNamespace(calls=None)}
+        self.noted, self.hold = held_in_a_cell()
+        self.register_forward_hook(as_it_is)
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        for notes in (self.settings, COUNTS.get({}), self.scale, self.noted()):
+            each = notes.get(self.index) if isinstance(notes, dict) else None
+            if each is not None:
+                each.append(0.1 * (len(each) + 1) * x.shape[1])
+                x = x * (1 + each[-1])
+        inner = self.settings["inner"]
+        if inner.calls is not None:
+            inner.calls += 1
+            x = x * inner.calls
+        return self.body(x * self.scale["of"])
+
+
+class Quiet(Base):
+    block = QuietBlock
+
+
+def as_it_is(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def give_notes(model: Model) -> None:
+    for block in model.blocks:
+        block.settings[block.index] = []
+
+
+def give_counter(model: Model) -> None:
+    for block in model.blocks:
+        block.settings["inner"] = SimpleNamespace(calls=0)
+
+
+def fill_cells(model: Model) -> None:
+    for block in model.blocks:
+        block.hold({block.index: []})
+
+
+def set_defaults(model: Model) -> None:
+    for block in model.blocks:
+        block.noted.__defaults__ = ({block.index: []},)
+
+
+def swap_hooks(model: Model) -> None:
+    for block in model.blocks:
+        calls: list[int] = []
+        block._forward_hooks.popitem()
+
+        def count(module: nn.Module, args: Any, output: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(1)
+            return output * (1 + 0.1 * len(calls))
+
+        block.register_forward_hook(count)
+
+
+def set_of_class(model: Model) -> None:
+    QuietBlock.scale = {"of": 1.5} | {block.index: [] for block in model.blocks}
+
+
+def set_context(model: Model) -> None:
+    COUNTS.set({block.index: [] for block in model.blocks})
+
+
+@pytest.mark.parametrize("change", [give_notes, give_counter, fill_cells, set_defaults, swap_hooks, set_of_class, set_context])
+def test_what_is_changed_after_four_steps_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], None]
+) -> None:
+    """Each step has to look for state anew: what held a class, or nothing, in the steps before may hold a list in this one."""
+    arms = []
+    for vertical in (False, True):
+        monkeypatch.setattr(QuietBlock, "scale", {"of": 1.0})
+        config = config_in(tmp_path / str(vertical), section={"self_check": False})
+        arms.append(contextvars.copy_context().run(trained_and_changed, config, change, vertical))
+    assert arms[0][0] == arms[1][0] and not differing(arms[0][1], arms[1][1])
+
+
+def trained_and_changed(config: dict[str, Any], change: Callable[[Model], None], vertical: bool) -> tuple[list[float], Any]:
+    """Losses and norms of six steps, and the weights. Ahead of the fifth something is changed."""
+    losses: list[float] = []
+    with running(config, Quiet, vertical=vertical) as (engine, model):
+        for index, step in enumerate(batches(6)):
+            if index == 4:
+                change(model)
+            losses += [engine.train_batch(iter(step)).item(), float(engine.get_global_grad_norm())]
+        return losses, read_weights(model)

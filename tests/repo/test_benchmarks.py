@@ -1,0 +1,291 @@
+"""The runner of the table of shapes: every row is a command that `ds-vertical ab` takes; the table is made from the files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from ds_vertical.cli.bench import ab, machine_info
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import busy  # noqa: E402
+import chart  # noqa: E402
+import commits  # noqa: E402
+import gains  # noqa: E402
+import inturn  # noqa: E402
+import portable  # noqa: E402
+import report  # noqa: E402
+import run  # noqa: E402
+
+
+def test_every_row_is_a_command_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert len({row.name for row in run.ROWS}) == len(run.ROWS)
+    for row in (*run.ROWS, *run.rows(None, "fp32")):
+        for count in row.micro_batches if isinstance(row.micro_batches, tuple) else [row.micro_batches]:
+            words = [word for word in row.command(tmp_path / row.name, 4, 2, count) if word not in ("--ssd-limit", run.LIMIT)]
+            plan = ab.parse(words[2:])
+            assert plan.arms.vertical["gradient_accumulation_steps"] == count
+            assert plan.arms.vertical["gradient_clipping"] == row.clip
+            assert plan.arms.vertical["bf16"]["enabled"] == (row.dtype == "bf16")
+            assert plan.script_arguments[-2:] == ("--seq", str(row.tokens))
+            assert plan.with_stock == (row.stock is not None) and plan.with_bound == plan.with_trace == (not row.straight)
+
+
+def test_the_most_important_rows_come_first() -> None:
+    names = [row.name for row in run.ROWS]
+    assert names[:4] == ["m16_s8_clip0", "m16_s8_clip0_300_500", "m16_s8_clip1", "m16_s8_clip1_300_500"]
+    assert "straight" in names and "m16_s8_clip0_stock_best" in names
+    assert {row.name for row in run.rows(2)} >= {"m16_s2_clip0", "straight_s2", "m16_s32_clip0"}
+    assert {row.name for row in run.rows(None, "fp32")} >= {"m16_s8_clip0_300_500_fp32", "straight_fp32"}
+
+
+def test_estimates_follow_what_is_known() -> None:
+    row = run.Row(16)
+    known = {row.name: (10.0, 2.0)}
+    assert row.seconds(4, 1, known) == run.LIMITS_S + 3 * run.SETUP_S + 4 * (10 + 2 + 2)
+    assert run.Row((4, 8), stock=None).seconds(2, 1, {}) > 0
+
+
+def test_a_row_with_a_result_of_today_and_one_too_long_are_left_out(tmp_path: Path) -> None:
+    target = tmp_path / "ab" / "x.json"
+    target.parent.mkdir()
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--budget", "0", "--results", str(target.parent)]
+    done = subprocess.run([*command, "--only", "m16_s8_clip0"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "m16_s8_clip0: left out" in done.stdout and (tmp_path / "README.md").is_file()
+    wrong = subprocess.run([*command, "--only", "m3"], capture_output=True, text=True, timeout=120)
+    assert wrong.returncode == 2 and "--only m3: there are m16_s8_clip0" in wrong.stderr
+
+
+def test_a_line_through_steps() -> None:
+    straight = report.fit_line({4: 3.0, 8: 5.0, 16: 9.0})
+    assert straight == pytest.approx({"slope_s": 0.5, "at_0_s": 1.0, "r_squared": 1.0, "max_deviation": 0.0})
+    bent = report.fit_line({4: 3.0, 8: 5.0, 16: 12.0})
+    assert bent["r_squared"] < 1 and bent["max_deviation"] > 0.05
+
+
+CONTENT = {
+    "arms": {
+        "stock": {"step_s": 29.45, "peak_host_bytes": 1.2e9},
+        "vertical": {"step_s": 5.32, "peak_host_bytes": 1.1e9},
+    },
+    "speedup": 5.54,
+    "ssd_limit": {"read_bytes_per_s": 300e6, "write_bytes_per_s": 500e6},
+    "machine": {"num_cores": 2, "cpu": "AMD EPYC"},
+    "configs": {
+        "vertical": {"gradient_accumulation_steps": 16, "gradient_clipping": 0.0, "bf16": {"enabled": True}},
+    },
+    "command": ["ds-vertical", "ab", "--stock-config", "configs/stock_best.json", "--", "scripts/train.py", "--seq", "8"],
+    "yardstick": {
+        "bound_s": 5.0,
+        "resource": "ssd_read",
+        "step_over_bound": 1.06,
+        "simulated_s": 5.1,
+        "bytes": {"read_over_table": 1.001, "written_over_table": 0.99},
+        "host_memory": {"peak_over_formula": 1.05},
+        "outside_share": 0.011,
+    },
+}
+
+
+UNSTEADY = CONTENT | {"yardstick": CONTENT["yardstick"] | {"steady": False}}
+
+
+def test_the_table_has_every_result(tmp_path: Path) -> None:
+    found = report.results(ROOT / "benchmarks" / "ab")
+    text = report.markdown(found)
+    assert len(found) >= 7 and all(result.file in text for result in found)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len({line.count("|") for line in rows}) == 1
+    (tmp_path / "gpt_101m_m16_s8_clip0_300_500_avx512_2026-11-22.json").write_text(json.dumps(CONTENT))
+    fit = report.fit_line({4: 1.0, 8: 2.0})
+    straight = CONTENT | {"kind": "straight", "fit": fit, "step_s": {"4": [1.0, 1.1, 0.9], "8": [2.0]}}
+    (tmp_path / "gpt_101m_straight_avx512_2026-11-22.json").write_text(json.dumps(straight))
+    text = report.markdown(report.results(tmp_path))
+    cells = (
+        "| 16 | 8 | bf16 | 0 | 300/500 MB/s | stock_best | 29.45 | 5.32 | 5.54 | 5.00 ssd_read | 1.06 | 5.10 | 1.001 | 0.990 |"
+        " 1.1% | 1.05 | 0.92 | 2026-11-22, 2 cores AMD EPYC avx512 |"
+    )
+    assert "| 1.06 ~ |" in report.markdown([replace(report.results(tmp_path)[0], content=UNSTEADY)])
+    assert cells in text and "1.00 s at M = 4, 2.00 s at M = 8" in text and "R^2 1.0000" in text
+
+
+def test_gains_are_runs_of_the_vertical_arm_and_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    options = argparse.Namespace(micro_batches=8, dtype="fp32", ssd_limit="", steps=4, tokens=8)
+    texts = set()
+    for change in gains.CHANGES.values():
+        plan = ab.parse(gains.command(change, options, tmp_path, None)[2:])
+        assert not plan.with_stock and plan.with_bound
+        texts.add(json.dumps(plan.arms.vertical, sort_keys=True))
+    assert len(texts) == len(gains.CHANGES), "a change changes nothing"
+    rows = {"default": {"step_s": [2.0, 3.0, 2.5], "simulated_s": 2.0}, "overlap": {"step_s": [5.0], "simulated_s": 3.0}}
+    kept = {key: CONTENT[key] for key in ("machine", "ssd_limit")} | {"date": "2026-11-22T00:00:00", "rows": rows}
+    text = report.markdown([], [kept | {"micro_batches": 8, "tokens": 8, "dtype": "fp32"}])
+    assert "| overlap | 5.00 | 3.00 | 2.00 | 1.50 |" in text and "| default | 2.50 | 2.00 | 1.00 | 1.00 |" in text
+
+
+@pytest.mark.slow
+def test_saves_are_measured_in_both_arms(tmp_path: Path) -> None:
+    """The real arms, a small model: ours links its files, stock copies all of its optimizer's state."""
+    words = [sys.executable, str(ROOT / "benchmarks" / "saves.py"), "--model", "gpt_13m", "--dtype", "fp32", "--saves", "3"]
+    subprocess.run([*words, "--runs", str(tmp_path / "runs"), "--benchmarks", str(tmp_path)], check=True, timeout=400)
+    (found,) = (tmp_path / "saves").glob("gpt_13m_fp32_*.json")
+    content = json.loads(found.read_text())
+    arms, count = content["arms"], content["arms"]["vertical"]["parameters"]
+    ours, theirs = (arms[arm]["saves"][1]["write_bytes"] / count for arm in ("vertical", "stock"))
+    assert ours < 6 < 24 < theirs  # ours: the delayed part of the last step, and what rests in host memory
+    assert "failed" not in arms["vertical"]["saves"][2]  # stock cannot save to a tag that is there
+    text = (tmp_path / "README.md").read_text()
+    assert "| vertical | save tag0 |" in text and "| stock | load |" in text
+
+
+def test_a_measurement_names_the_commit_and_what_differs_from_it_but_for_results(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        names = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
+        return subprocess.run(["git", "-C", str(tmp_path), *names, *words], capture_output=True, text=True, check=True).stdout
+
+    code, result = tmp_path / "code.py", tmp_path / "benchmarks" / "row.json"
+    result.parent.mkdir()
+    assert machine_info._commit(tmp_path) is None
+    git("init", "-q")
+    assert machine_info._commit(tmp_path) is None
+    for path in (code, result):
+        path.write_text("first")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    head = git("rev-parse", "HEAD")[:12]
+    result.write_text("another")
+    assert machine_info._commit(tmp_path) == head
+    code.write_text("another")
+    assert machine_info._commit(tmp_path) == f"{head}-dirty"
+
+
+BUSY_CONTENT = {
+    "date": "2026-11-24T08:40:00+00:00",
+    "model": "gpt_101m",
+    "machine": {"num_cores": 2, "cpu": "AMD EPYC"},
+    "checkout": {"commit": "abc", "changed": False},
+    "stock": "stock_pipelined",
+    "micro_batches": 16,
+    "tokens": 8,
+    "clip": 0.0,
+    "rounds": 2,
+    "losses_equal": True,
+    "step_s": {
+        "nothing": {"stock": [9.0, 11.0], "vertical": [2.0, 3.0]},
+        "one busy core": {"stock": [14.0, 16.0], "vertical": [5.0, 5.0]},
+    },
+}
+
+
+def test_steps_beside_other_work_are_held_against_those_alone() -> None:
+    table = report.busy_table(BUSY_CONTENT)
+    assert "| nothing | 10.00 | 2.50 | 4.00 | 1.00 | 1.00 |" in table and "equal bit for bit" in table
+    assert "| one busy core | 15.00 | 5.00 | 3.00 | 1.50 | 2.00 |" in table
+    assert table in report.markdown([], busy=[BUSY_CONTENT])
+
+
+class NoTrainer:
+    """Trains nothing."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def wait_ready(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_row_beside_other_work_names_the_checkout_that_trained_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorder's own package is the one that is installed: a row of 8b134c2 said "c81cdc9110ca-dirty" of it."""
+    installed = {"torch": "2.13.0", "ds-vertical": "0.0.9", "commit": "c81cdc9110ca-dirty", "python": "3.11.7"}
+    monkeypatch.setattr(machine_info, "versions", lambda: dict(installed))
+    monkeypatch.setattr(inturn, "Trainer", NoTrainer)
+    monkeypatch.setattr(busy, "measure", lambda *_: {key: BUSY_CONTENT[key] for key in ("step_s", "losses_equal")})
+    monkeypatch.setattr(run, "write_table", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["busy.py", "--benchmarks", str(tmp_path), "--folder", str(tmp_path / "ssd")])
+    assert busy.main() == 0
+    (path,) = (tmp_path / "busy").iterdir()
+    content = json.loads(path.read_text())
+    assert content["versions"] == {"torch": "2.13.0", "python": "3.11.7"} and "c81cdc9" not in path.read_text()
+    assert content["checkout"] == commits.describe(ROOT) and content["step_s"] == BUSY_CONTENT["step_s"]
+    assert content["checkout"]["commit"] in report.busy_table(content) and str(tmp_path) not in path.read_text()
+
+
+@pytest.mark.slow
+def test_two_checkouts_step_in_turn(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    small = ["--model", "gpt_13m", "--config", str(ROOT / "configs" / "gpt_13m_cpu.json"), "--micro-batches", "2"]
+    wanted = ["--rounds", "2", "--pairs", "3", "--warm-up", "1", "--busy", "1", "--folder", str(tmp_path), "--out", str(out)]
+    assert commits.main([str(ROOT), "HEAD", *small, *wanted]) == 0
+    found = json.loads(out.read_text())
+    assert [[pair["order"] for pair in each["pairs"]] for each in found["rounds"]] == [["AB", "BA", "AB"]] * 2
+    pairs = [pair for each in found["rounds"] for pair in each["pairs"]]
+    assert all(pair["ratio"] == pair["B"] / pair["A"] for pair in pairs)
+    assert found["median_ratio"] == statistics.median(pair["ratio"] for pair in pairs)
+    assert found["losses_equal"] and found["busy"] == 1 and found["micro_batches"] == 2
+    assert found["commits"]["A"]["commit"] == found["commits"]["B"]["commit"] and not found["commits"]["B"]["changed"]
+    assert not [text for text in (str(ROOT), str(tmp_path)) if text in out.read_text()]
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    worktrees = subprocess.run(["git", "-C", str(ROOT), "worktree", "list"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in worktrees
+
+
+# ------------------------------------------------------------------------------- what is recorded, and what is made from it
+
+RECORDED = [*(ROOT / "benchmarks").rglob("*.json"), *(ROOT / "tests" / "recorded").rglob("*.json*")]
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_record_has_a_path_of_one_machine(path: Path) -> None:
+    assert portable.machine_paths(path.read_text()) == []
+
+
+def test_a_record_names_folders_of_this_repository(tmp_path: Path) -> None:
+    runs = tmp_path / "elsewhere"
+    words = ["--out", str(runs / "m16"), "--config", str(ROOT / "configs" / "a.json"), "/home/someone/model", "/ssd/data"]
+    content = {"command": words, "nvme_path": "/tmp/ds_vertical/20261122-1335-vm-31399d13", "twice": {"at": "/tmp/ds_vertical"}}
+    portable.write(tmp_path / "new" / "record.json", content, runs, "bench")
+    assert json.loads((tmp_path / "new" / "record.json").read_text()) == {
+        "command": ["--out", "runs/bench/m16", "--config", "configs/a.json", ".../model", "/ssd/data"],
+        "nvme_path": "/tmp/ds_vertical",
+        "twice": {"at": "/tmp/ds_vertical"},
+    }
+    assert portable.machine_paths("at /root/x, /work/main and /tmp/ds_vertical/run; not a/tmp/b or ~/.cache/tmp/c") == [
+        "/root/x,",
+        "/work/main",
+        "/tmp/ds_vertical/run;",
+    ]
+
+
+def test_the_ssd_of_records_is_that_of_the_configurations() -> None:
+    for path in (ROOT / "configs").glob("*.json"):
+        zero = json.loads(path.read_text())["zero_optimization"]
+        assert {zero[key]["nvme_path"] for key in ("offload_param", "offload_optimizer")} == {portable.SSD}
+
+
+def test_the_chart_and_the_tables_are_those_of_the_records(tmp_path: Path) -> None:
+    found = report.results(chart.RECORDS)
+    shown = chart.points(found)
+    assert list(shown) == [4, 8, 16, 32]
+    assert chart.CHART.read_text() == chart.svg(shown), "run: python benchmarks/chart.py --write"
+    assert chart.PAGE.read_text() == chart.replaced(chart.PAGE.read_text(), found), "run: python benchmarks/chart.py --write"
+    picture = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("!["))
+    ends = [f"{chart.seconds(shown, arm)[count]:.2f} s" for arm in ("stock", "vertical") for count in (4, 32)]
+    assert all(each in picture for each in ends), "README's words for the chart have other figures than the records"
+    for folder in ("ab", "gains", "saves", "busy"):
+        (tmp_path / folder).symlink_to(ROOT / "benchmarks" / folder)
+    run.write_table(tmp_path / "ab")
+    assert (tmp_path / "README.md").read_text() == (ROOT / "benchmarks" / "README.md").read_text(), "run.py --table"

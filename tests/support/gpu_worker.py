@@ -1,0 +1,154 @@
+"""Cases of tests/engine/test_gpu_engine.py, in a process of their own on the accelerator that DS_ACCELERATOR names.
+
+    python tests/support/gpu_worker.py FOLDER '[{"case": "bits", ...}, ...]'
+
+Prints what each case found as the last line, a JSON list. An assertion that fails ends the process. The bits of two runs are
+equal where the kernels are deterministic: torch is told so, and whoever starts the process sets CUBLAS_WORKSPACE_CONFIG.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# run as a script, so this folder is first on the path
+import harness
+import torch
+from models import MixerBlock, MixerModel, token_batches
+
+NUM_STEPS = 6
+NUM_MICRO_BATCHES = 3
+NUM_LAYERS = 8
+WIDTH = 768  # each matrix over 1 MiB in two bytes an element
+SPIN_CYCLES = 100_000_000  # some 60 ms of a GPU, longer than all reads of a small model take
+# 2^21 times a gradient is too large for fp16: halved (hysteresis 1) until it fits, doubled after every second good step
+SCALE = {"enabled": True, "initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 1}
+
+
+def spin(device: torch.device) -> None:
+    """Keep a device busy that runs beside the host; one that is the host has nothing to run ahead of."""
+    if device.type == "cuda":
+        torch.cuda._sleep(SPIN_CYCLES)
+
+
+class SpinningBlock(MixerBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spin(x.device)
+        return super().forward(x)
+
+
+class SpinningModel(MixerModel):
+    """Its layers take so long that whatever does not wait for them would be there first."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for block in self.blocks:
+            block.__class__ = SpinningBlock
+
+
+def config_of(folder: Path, **options: Any) -> dict[str, Any]:
+    return harness.small_buffers(harness.base_config(folder, **options), WIDTH * WIDTH)
+
+
+def bits(folder: Path, dtype: str, **options: Any) -> dict[str, Any]:
+    """Stock against the vertical arm: losses, norms, gradients, weights, masters and moments. fp16 with overflows."""
+    extra = {"fp16": SCALE} if dtype == "fp16" else {}
+    config = config_of(folder, num_micro_batches=NUM_MICRO_BATCHES, dtype=dtype, **options, **extra)
+    batches = token_batches(NUM_STEPS if dtype == "fp16" else 2, NUM_MICRO_BATCHES, rows=1, shortest=5)
+    stock, vertical = harness.run_both(config, partial(MixerModel, 3, WIDTH, dropout=0.1), batches)
+    assert stock.ssd_bytes == vertical.ssd_bytes > 0 and stock.weights and stock.grads[0]
+    skipped = stock.counters["skipped_steps"]
+    if dtype == "fp16":  # a skipped step has no gradients to compare, and stock's norm of it means nothing
+        assert 0 < skipped < NUM_STEPS - 1 and stock.losses == vertical.losses
+        finite = [index for index, norm in enumerate(stock.norms) if norm > 0 and torch.isfinite(torch.tensor(norm))]
+        for run in (stock, vertical):
+            run.grads, run.norms = [run.grads[i] for i in finite], [run.norms[i] for i in finite]
+    harness.assert_identical(stock, vertical)
+    return {"steps": len(stock.grads), "skipped": skipped}
+
+
+def activations(folder: Path, dtype: str) -> dict[str, Any]:
+    """Layer inputs and gradients that leave while layers compute, and come back: the bits of those that stay."""
+    batches = token_batches(2, 5, rows=1, shortest=5)
+    build = partial(SpinningModel, 3, WIDTH, dropout=0.1)
+    runs = []
+    for place in ("device", "host", "ssd"):
+        section = {"seed": 7, "activations": {"device": place}}
+        config = config_of(folder, num_micro_batches=5, dtype=dtype, section=section)
+        runs.append(harness.run_arm(config, build, batches, vertical=True))
+    for moved in runs[1:]:
+        harness.assert_identical(runs[0], moved)
+    return {"steps": len(runs[0].grads)}
+
+
+def resumes(folder: Path, dtype: str) -> dict[str, Any]:
+    """Three steps and a save after the second: the third again in an engine that loads, after other draws of the device's
+    random numbers, which here decide what is dropped."""
+    extra = {"fp16": SCALE} if dtype == "fp16" else {}
+    section = {"seed_micro_batches": False, "optimizer_delay": 0.5}
+    config = config_of(folder / "ssd", num_micro_batches=2, dtype=dtype, clip=0.0, section=section, **extra)
+    build, batches = partial(MixerModel, 3, WIDTH, dropout=0.1), token_batches(3, 2, rows=1, shortest=5)
+    ends = []
+    with harness.running(config, build, vertical=True) as (engine, model):
+        for batch in batches[:2]:
+            engine.train_batch(iter(batch))
+        engine.save_checkpoint(str(folder / "saved"))
+        loss = engine.train_batch(iter(batches[2])).item()
+        ends.append(harness.read_weights(model) | harness.read_state(engine, model))
+    with harness.running(config, build, vertical=True) as (engine, model):
+        torch.rand(3, device=engine.device)
+        engine.load_checkpoint(str(folder / "saved"))
+        assert engine.train_batch(iter(batches[2])).item() == loss
+        ends.append(harness.read_weights(model) | harness.read_state(engine, model))
+    return {"differing": harness.differing(*ends), "tensors": len(ends[0])}
+
+
+def ahead(folder: Path, dtype: str, window: int) -> dict[str, Any]:
+    """A forward whose layers take long. `busy`: the device still computes when the host has issued it; `grown`: bytes of
+    device memory that it had taken at most; `layer`, `rest`: bytes of a layer's parameters, of all others."""
+    config = config_of(folder, num_micro_batches=1, dtype=dtype, section={"prefetch_layers": window})
+    batch = token_batches(1, 1, rows=1, shortest=5)[0]
+    with harness.running(config, partial(SpinningModel, NUM_LAYERS, WIDTH), vertical=True) as (engine, model):
+        sizes = {name: p.ds_numel * p.element_size() for name, p in model.named_parameters()}
+        layer = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
+        expected = engine.eval_batch(iter(batch)).item()  # first launches and allocations out of the way
+        on_gpu = engine.device.type == "cuda"
+        before = active_bytes("current") if on_gpu else 0
+        loss = engine.eval_batch(iter(batch))
+        busy = on_gpu and not torch.cuda.current_stream().record_event().query()
+        assert loss.item() == expected
+        grown = active_bytes("peak") - before if on_gpu else 0
+    return {"busy": busy, "grown": grown, "layer": layer, "rest": sum(sizes.values()) - NUM_LAYERS * layer}
+
+
+def active_bytes(which: str) -> int:
+    """Bytes of the device's memory that are taken, or that the device has yet to be done with."""
+    torch.cuda.synchronize()
+    if which == "current":
+        torch.cuda.empty_cache()  # takes in what was freed behind the device
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_stats()[f"active_bytes.all.{which}"]
+
+
+CASES = {"bits": bits, "activations": activations, "resumes": resumes, "ahead": ahead}
+
+
+def main(folder: str, listed: str) -> int:
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_flash_sdp(False)  # leaves attention as matrix products, whose backward is deterministic
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    found = []
+    for index, case in enumerate(json.loads(listed)):
+        place = Path(folder, str(index))
+        place.mkdir()
+        found.append(CASES[case.pop("case")](place, **case))
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
