@@ -16,22 +16,20 @@ others' last one, and compute nonsense.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final
 
+from ds_vertical.distributed.failure_log import FailureLog, RankReport
+from ds_vertical.distributed.host_peers import HostPeers, Store
 from ds_vertical.errors import OtherRankError, Unanimous
 
 POLL_S: Final = 0.2
-HEARD_S: Final = 2.0  # to wait until all others have heard, before a process may end and the store with it
+HEARD_S: Final = 2.0  # to wait until all other ranks have read a report, before a process may end and the store with it
 PATIENCE_S: Final = 3.0  # to wait for the cause of a collective's error: a killed process is not gone at once
 GRACE_S: Final = 10.0  # for a rank to leave a collective by itself once another one has failed
 _ALWAYS: Final = 1 << 62  # a section that is never settled
@@ -39,85 +37,20 @@ _LONGEST: Final = 2000  # characters of an error's text
 _SIGNS: Final = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "process group")
 
 
-class Store(Protocol):
-    """What is needed of torch's stores."""
-
-    def add(self, key: str, value: int, /) -> int: ...
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-
-class Process(NamedTuple):
-    """A process among all that this kernel has had. `home`: the kernel's boot, and the process's namespace."""
-
-    home: str
-    pid: int
-    start_ticks: str
-
-    @classmethod
-    def me(cls) -> Process:
-        """Raises OSError where /proc does not say."""
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _status(os.getpid())[1])
-
-    def is_alive(self) -> bool:
-        """Of a process with this one's home. One that has ended and that its parent has not asked after is not alive."""
-        try:
-            state, start_ticks = _status(self.pid)
-        except OSError:
-            return False
-        return state not in "ZX" and start_ticks == self.start_ticks
-
-
-def _status(pid: int) -> tuple[str, str]:
-    """A process's state and its start in ticks since boot; the command's name before them may hold anything."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    return fields[0], fields[19]
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What became of a rank. `section`: the number of the one that it was in last; `what`: its name; `text`: the error."""
-
-    rank: int
-    kind: Literal["failed", "left", "gone"]
-    section: int
-    what: str
-    text: str
-
-    def describe(self) -> str:
-        if self.kind == "failed":
-            return f"rank {self.rank} failed{f' in {self.what}' if self.what else ''}: {self.text}"
-        if self.kind == "left":
-            return f"rank {self.rank} has ended without an error: do all ranks have as many batches, and make the same calls?"
-        return f"rank {self.rank} is gone without a word ({self.text}): killed, perhaps for want of memory, or ended in C"
-
-
 class FailureWatch:
-    """This rank's end of the log. `section` encloses what all ranks do together; see the notes above.
+    """This rank's watch over the others, see the notes above. `section` encloses what all ranks do together.
 
-    `end` is called on the watch's thread, with the cause, where this rank waits for ever; it must not return.
+    `end` is called on the watch's thread, with the cause, where this rank waits for ever; it must not return. `log`: what the
+    ranks tell each other; `peers`: the processes of this host's ranks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, end: Callable[[str], None]) -> None:
-        self.store = store
         self._rank = rank
         self._world_size = world_size
         self._end = end
         self._changed = threading.Condition()
-        self._entries: list[RankReport] = []  # in the order in which they were heard
-        self._numbers: set[int] = set()  # theirs in the log
-        self._outbox: list[RankReport] = []
-        self._sent: set[int] = set()  # own ones that not everybody has heard yet
-        self._home = ""  # this process's, once it has introduced itself; stays empty where /proc does not say
-        self._fellows: dict[int, Process] = {}  # ranks with the same home
-        self._num_met = 0
-        self._introduced = False
-        self._has_store = True
+        self.log = FailureLog(store, rank, world_size, self._changed)
+        self.peers = HostPeers(store, rank, world_size)
         self._section, self._settled = 0, -1  # the number of the last one; up to which all failures were shared
         self._inside: list[str] = []
         self._failed = False  # in the last section, and has not gone on
@@ -129,13 +62,13 @@ class FailureWatch:
     # ---- for the rank's own thread
 
     def section(self, what: str) -> CollectiveSection:
-        """Within the block all ranks do the same. An error in it is told to the others; one that comes from another rank's
-        becomes OtherRankError, which says so. Blocks inside are this one's. Raises OtherRankError at the start where this
-        rank has failed before, and others have not."""
+        """A block in which all ranks do the same, `what`. An error in it is told to the other ranks. One that follows from
+        another rank's error becomes OtherRankError, which names that. A section inside another one is part of the outer one.
+        Raises OtherRankError at the start where this rank has failed before, and others have not."""
         return CollectiveSection(self, what)
 
     def enter(self, what: str) -> None:
-        """Only for `CollectiveSection`, as `leave`."""
+        """A section begins; called by `CollectiveSection` only, as `leave` is. Raises OtherRankError."""
         if not self._inside and self._failed:
             self._go_on(what)
         with self._changed:
@@ -143,7 +76,7 @@ class FailureWatch:
             self._inside.append(what)
 
     def leave(self, error: BaseException | None) -> OtherRankError | None:
-        """Returns what is to be raised instead of the error."""
+        """A section ends, by `error` or by itself. Returns what is to be raised instead of the error, if anything is."""
         with self._changed:
             what = self._inside.pop()
             if self._inside or error is None or isinstance(error, (StopIteration, Unanimous)):
@@ -160,30 +93,25 @@ class FailureWatch:
         return instead
 
     def tell(self, what: str, error: BaseException, waits: bool = True) -> None:
-        """Let the others know; returns once they do, or after a while."""
-        self._send(RankReport(self._rank, "failed", self._section, what, _text(error)), HEARD_S if waits else POLL_S)
+        """Report an error of this rank to the others. Returns once they have read it: after HEARD_S at most, or after POLL_S
+        if nobody `waits`."""
+        self.log.send(RankReport(self._rank, "failed", self._section, what, _text(error)), HEARD_S if waits else POLL_S)
 
     def close(self, error: BaseException | None) -> None:
         """This rank ends, by itself or by an error that nobody has caught. Raises nothing."""
         kind, text = ("left", "") if error is None else ("failed", _text(error))
         if not (error is not None and self._failed):
-            self._send(RankReport(self._rank, kind, self._section, "", text), HEARD_S)
+            self.log.send(RankReport(self._rank, kind, self._section, "", text), HEARD_S)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(HEARD_S)
 
-    def _send(self, entry: RankReport, patience_s: float) -> None:
-        with self._changed:
-            self._outbox.append(entry)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not (self._has_store and (self._outbox or self._sent)), patience_s)
-
     def _go_on(self, what: str) -> None:
         """Return once all ranks are known to have failed where this one has."""
 
         def missing() -> list[int]:
-            failed = {entry.rank for entry in self._entries if entry.kind == "failed" and entry.section == self._section}
+            failed = {entry.rank for entry in self.log.entries if entry.kind == "failed" and entry.section == self._section}
             return [rank for rank in range(self._world_size) if rank not in failed]
 
         with self._changed:
@@ -204,79 +132,34 @@ class FailureWatch:
 
     def _cause(self, *kinds: str) -> RankReport | None:
         """The first that was heard of another rank's end, and not of all ranks'."""
-        found = (entry for entry in self._entries if entry.rank != self._rank and entry.section > self._settled)
+        found = (entry for entry in self.log.entries if entry.rank != self._rank and entry.section > self._settled)
         return next((entry for entry in found if entry.kind in kinds), None)
 
     # ---- the thread
 
     def _run(self) -> None:
+        """Until `close`: exchange reports, look after the others, sleep."""
         while True:
-            if self._has_store:
+            if self.log.is_open:
                 try:
-                    self._exchange()
+                    self.peers.introduce()
+                    self.log.exchange()
+                    self.peers.meet()
                 except (RuntimeError, OSError):  # torch raises several kinds of the first
-                    self._has_store = False
+                    self.log.is_open = False
             self._look()
             with self._changed:
                 self._changed.notify_all()
-                if self._closing and not (self._has_store and self._outbox):
+                if self._closing and not self.log.has_unsent:
                     return
-                self._changed.wait_for(lambda: self._closing or (self._has_store and self._outbox), POLL_S)
-
-    def _exchange(self) -> None:
-        """Send what there is to send, hear what there is to hear."""
-        if not self._introduced:
-            self._introduce()
-        while self._outbox:
-            entry = self._outbox[0]
-            number = self.store.add("count", 1)
-            self.store.set(f"entry/{number}", json.dumps(asdict(entry)))
-            with self._changed:
-                self._outbox.pop(0)
-                self._sent.add(number)
-        for number in range(1, self.store.add("count", 0) + 1):
-            if number not in self._numbers and self.store.check([f"entry/{number}"]):
-                entry = RankReport(**json.loads(self.store.get(f"entry/{number}")))
-                with self._changed:
-                    self._numbers.add(number)
-                    self._entries.append(entry)
-                self.store.add(f"heard/{number}", 1)
-        for number in sorted(self._sent):
-            if self.store.add(f"heard/{number}", 0) >= self._world_size - self._num_ended():
-                with self._changed:
-                    self._sent.discard(number)
-        self._meet()
-
-    def _num_ended(self) -> int:
-        return len({entry.rank for entry in self._entries if entry.kind != "failed" and entry.rank != self._rank})
-
-    def _introduce(self) -> None:
-        """Nobody looks after a process that cannot do so."""
-        self._introduced = True
-        with contextlib.suppress(OSError):
-            me = Process.me()
-            number = self.store.add(f"home/{me.home}", 1)
-            self.store.set(f"home/{me.home}/{number}", json.dumps([self._rank, *me]))
-            self._home = me.home
-
-    def _meet(self) -> None:
-        """Those of this host that have introduced themselves since the last time."""
-        if not self._home or len(self._fellows) == self._world_size:
-            return
-        for number in range(self._num_met + 1, self.store.add(f"home/{self._home}", 0) + 1):
-            if not self.store.check([f"home/{self._home}/{number}"]):
-                return
-            rank, *fields = json.loads(self.store.get(f"home/{self._home}/{number}"))
-            self._fellows[rank] = Process(*fields)
-            self._num_met = number
+                self._changed.wait_for(lambda: self._closing or self.log.has_unsent, POLL_S)
 
     def _look(self) -> None:
-        """Whether the ranks of this host live, and whether this one waits for one that does not."""
+        """See which ranks of this host have died, and end this process where it has waited GRACE_S for a rank that failed."""
         with self._changed:
-            ended = {entry.rank for entry in self._entries if entry.kind != "failed" or entry.section > self._settled}
-            for rank, process in self._fellows.items():
-                if rank not in ended and rank != self._rank and not process.is_alive():
-                    self._entries.append(RankReport(rank, "gone", _ALWAYS, "", f"pid {process.pid}"))
+            ended = {entry.rank for entry in self.log.entries if entry.kind != "failed" or entry.section > self._settled}
+            for rank, process in self.peers.gone(ended):
+                self.log.entries.append(RankReport(rank, "gone", _ALWAYS, "", f"pid {process.pid}"))
             cause = self._cause("failed", "gone") if self._inside else None
             what = self._inside[0] if self._inside else ""
             if cause is None:

@@ -81,8 +81,8 @@ def raise_after(error: Exception, then: Callable[[], None]) -> NoReturn:
 
 
 def collective_section(what: str) -> contextlib.AbstractContextManager[None]:
-    """Within the block all ranks do the same, `what`: one's failure ends all. See `failures.Watch.section`; with one rank
-    nothing happens."""
+    """A block in which all ranks do the same, `what`: one rank's failure ends all. See `FailureWatch.section`. With one rank
+    the block does nothing. Raises OtherRankError."""
     global _watch, _watched
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return contextlib.nullcontext()
@@ -97,7 +97,7 @@ def collective_section(what: str) -> contextlib.AbstractContextManager[None]:
 
 
 def collective(method: Callable[P, R]) -> Callable[P, R]:
-    """All ranks call the method: its calls are `shared`."""
+    """Decorate a method that all ranks call: each call is a `collective_section` of the method's name."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -14,7 +14,8 @@ import pytest
 import torch.distributed
 
 from ds_vertical.distributed import failure_watch
-from ds_vertical.distributed.failure_watch import FailureWatch, Process
+from ds_vertical.distributed.failure_watch import FailureWatch
+from ds_vertical.distributed.host_peers import Process, process_status
 from ds_vertical.errors import OtherRankError, StepLeft
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3021"
@@ -30,7 +31,7 @@ class Pair:
         self.done = [threading.Event(), threading.Event()]
         self.ranks = [FailureWatch(store, rank, 2, partial(self._end, rank)) for rank in range(2)]
         deadline = time.monotonic() + 60
-        while any(len(watch._fellows) < 2 for watch in self.ranks) and time.monotonic() < deadline:
+        while any(len(watch.peers.processes) < 2 for watch in self.ranks) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _end(self, rank: int, cause: str) -> None:
@@ -107,10 +108,10 @@ def test_a_rank_that_waits_for_ever_is_ended(pair: Pair) -> None:
 def test_a_rank_that_is_killed_ends_the_others(pair: Pair) -> None:
     child = subprocess.Popen(["sleep", "100"])
     here = Process.me()
-    pair.ranks[0]._fellows[1] = Process(here.home, child.pid, failure_watch._status(child.pid)[1])
+    pair.ranks[0].peers.processes[1] = Process(here.home, child.pid, process_status(child.pid)[1])
     with pair.ranks[0].section("save_checkpoint"):
         time.sleep(0.2)
-    assert not pair.ranks[0]._entries, "the other one lives"
+    assert not pair.ranks[0].log.entries, "the other one lives"
     child.kill()
     try:
         assert f"rank 1 is gone without a word (pid {child.pid})" in pair.wait_for_ever(0)
@@ -120,7 +121,7 @@ def test_a_rank_that_is_killed_ends_the_others(pair: Pair) -> None:
 
 def test_a_killed_ranks_sockets_may_close_before_it_is_gone(pair: Pair) -> None:
     child = subprocess.Popen(["sleep", "100"])
-    pair.ranks[0]._fellows[1] = Process(Process.me().home, child.pid, failure_watch._status(child.pid)[1])
+    pair.ranks[0].peers.processes[1] = Process(Process.me().home, child.pid, process_status(child.pid)[1])
     threading.Timer(0.3, child.kill).start()
     with pytest.raises(OtherRankError, match="rank 1 is gone"), pair.ranks[0].section("train_batch"):
         raise RuntimeError(GLOO)
@@ -147,7 +148,7 @@ def test_no_more_data_is_no_failure(pair: Pair) -> None:
     pair.fail(1, StopIteration())
     with pair.ranks[1].section("train_batch"):
         pair.fail(0, ValueError("told"))
-    assert [entry.rank for entry in pair.ranks[0]._entries] == [0]
+    assert [entry.rank for entry in pair.ranks[0].log.entries] == [0]
 
 
 def test_what_all_ranks_have_decided_is_no_failure(pair: Pair) -> None:
@@ -155,7 +156,7 @@ def test_what_all_ranks_have_decided_is_no_failure(pair: Pair) -> None:
     pair.fail(1, StepLeft())
     with pair.ranks[1].section("save_checkpoint"):
         pair.fail(0, ValueError("told"))
-    assert [entry.rank for entry in pair.ranks[0]._entries] == [0]
+    assert [entry.rank for entry in pair.ranks[0].log.entries] == [0]
 
 
 def test_a_rank_that_ends_early_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +177,7 @@ def test_a_process_is_known_among_all_of_its_pid() -> None:
     assert me.is_alive() and me.pid == os.getpid()
     assert not me._replace(start_ticks="1").is_alive()
     child = subprocess.Popen(["true"])
-    found = me._replace(pid=child.pid, start_ticks=failure_watch._status(child.pid)[1])
+    found = me._replace(pid=child.pid, start_ticks=process_status(child.pid)[1])
     deadline = time.monotonic() + 60
     while found.is_alive() and time.monotonic() < deadline:  # nobody has asked after it: its pid is still taken
         time.sleep(0.01)

@@ -968,7 +968,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nobody-looks-after-the-others",
-        "distributed/failure_watch.py",
+        "distributed/host_peers.py",
         "and not process.is_alive():",
         "and False:",
         f"{_FAILURES}a_rank_that_is_killed_ends_the_others",
