@@ -92,7 +92,7 @@ class VerticalEngine(SavingEngine):
         self._activations = open_activations(vertical, layers, folder, new_queue, device, left)
         self._stopping = Stopping(vertical.on_signal, self.optimizer.regime)
         in_turn = vertical.order == "horizontal"
-        self._state = ForwardState(self.module, layers, lambda: self.optimizer.num_decided, in_turn, vertical.snake)
+        self._state = ForwardState(self.module, layers, lambda: self.optimizer.driver.num_decided, in_turn, vertical.snake)
         self._sweeps = ScheduleRunner(
             layers,
             self._params,
@@ -187,9 +187,9 @@ class VerticalEngine(SavingEngine):
     def evaluate(self, bodies: list[Body]) -> list[Any]:
         """Run forwards without training, layer-major or, with "horizontal", one after the other; returns what each returned."""
         in_turn = self.vertical.order == "horizontal"
-        with self.optimizer.agreed("evaluation"):
+        with self.optimizer.live.agreed("evaluation"):
             self.optimizer.flush()
-        with self.optimizer.calls.running(), WATCH.watching(), suspended_hooks(self), self.optimizer.schedule_running():
+        with self.optimizer.calls.running(), WATCH.watching(), suspended_hooks(self), self.optimizer.live.schedule_running():
             return [
                 result for some in ([[each] for each in bodies] if in_turn else [bodies]) for result in self._evaluated(some)
             ]
@@ -212,7 +212,7 @@ class VerticalEngine(SavingEngine):
     def _check_itself(self, bodies: list[Body]) -> None:
         order, snake, window = self.vertical.order, self.vertical.snake, self.vertical.prefetch_layers
         schedule = build_training(self.layers.num_layers, len(bodies), order=order, snake=snake, window=window)
-        with self.optimizer.agreed("self_check"):
+        with self.optimizer.live.agreed("self_check"):
             self._params.check_open()
             self._gradients.refuse_strays()
             self.optimizer.flush()
@@ -226,13 +226,13 @@ class VerticalEngine(SavingEngine):
             WATCH.watching(),
             suspended_hooks(self),
             torch.enable_grad(),
-            self.optimizer.schedule_running(),
+            self.optimizer.live.schedule_running(),
         ):
             line, error = SelfCheck(*parts).run(bodies)
         host.trim()  # what whole graphs took is not the steps' memory
         self._state.forget()
         accelerator.log(f"ds_vertical: {line}")
-        with self.optimizer.agreed("self_check"):
+        with self.optimizer.live.agreed("self_check"):
             if error is not None:
                 raise error
 
@@ -243,9 +243,9 @@ class VerticalEngine(SavingEngine):
 
     def _train_step(self, bodies: list[Body]) -> list[torch.Tensor]:
         vertical = self.vertical
-        with self.optimizer.agreed("train_batch"):
+        with self.optimizer.live.agreed("train_batch"):
             self._params.check_open()
-            self.optimizer.check_whole()
+            self.optimizer.live.check_whole()
             self._gradients.refuse_strays()
             self._gradients.refuse_frozen({id(param): name for name, param in self.module.named_parameters()})
         swap_buffers.rest_stock_buffers(self.module.parameters(), self.optimizer)
@@ -259,7 +259,7 @@ class VerticalEngine(SavingEngine):
             snake=vertical.snake,
             window=vertical.prefetch_layers,
             delayed=self.optimizer.regime.leaves_steps,
-            due=frozenset(self.optimizer.due),
+            due=frozenset(self.optimizer.driver.backlog.due),
             early=self.optimizer.regime.early,
             ahead=vertical.prefetch_layers > 0,
             hold=self.optimizer.holding,
@@ -276,9 +276,9 @@ class VerticalEngine(SavingEngine):
             WATCH.watching(),
             suspended_hooks(self, noted=noted),
             torch.enable_grad(),
-            self.optimizer.schedule_running(),
+            self.optimizer.live.schedule_running(),
         ):
-            return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer, scale)
+            return self._sweeps.train(schedule, bodies, self._gradients, self.optimizer.driver, scale)
 
     def _restore(self, level: int, take_back: Callable[[], None]) -> None:
         """Put in order what a call has left that ended by an error or an interrupt, cut anywhere; where that is cut, again. A
@@ -288,11 +288,11 @@ class VerticalEngine(SavingEngine):
                 self._activations.abandon()  # before the forwards end: see there
             self._sweeps.end_forwards()
             take_back()
-            self.optimizer.abandon()  # before the release: steps write into buffers handed over
+            self.optimizer.driver.abandon()  # before the release: steps write into buffers handed over
         self._params.release_all()
         if level == RUNNING:
             self._gradients.drop_all()
-            if self.optimizer.counts and self.optimizer.failure is None:
+            if self.optimizer.driver.phase.counts and self.optimizer.live.failure is None:
                 self._loop.conclude(self._num_running)
 
     def flush(self) -> None:
@@ -411,7 +411,7 @@ class OtherRanks:
 
     @property
     def num_reductions(self) -> int:
-        return self._optimizer.num_reductions
+        return self._optimizer.driver.num_reductions
 
     @property
     def num_votes(self) -> int:
@@ -427,6 +427,6 @@ class OtherRanks:
         return self._stopping.vote()
 
     def agree(self, error: Exception | None) -> None:
-        with self._optimizer.agreed("a pass"):
+        with self._optimizer.live.agreed("a pass"):
             if error is not None:
                 raise error

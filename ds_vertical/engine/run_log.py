@@ -25,7 +25,7 @@ class Follower:
         """The step that has just ended."""
         self._num_steps += 1
         ran = ExecutedStep(self._num_steps, self._engine.ran, self._due)
-        self._due = self._engine.optimizer._share  # of what this step has left to the next one
+        self._due = self._engine.optimizer.driver.backlog.share  # of what this step has left to the next one
         return ran
 
 
@@ -45,10 +45,10 @@ class Surveyor:
 def facts_of(engine: Any, tokens: int) -> RunInfo:
     """`tokens` of one micro-batch."""
     optimizer, units = engine.optimizer, engine.layers.units
-    chunks = {unit: [optimizer._stepper.chunks[index] for index in optimizer.scheduled_chunks_of(unit)] for unit in units}
+    chunks = {unit: [optimizer.stepper.chunks[index] for index in optimizer.scheduled_chunks_of(unit)] for unit in units}
     params = [param for members in units.values() for param in members]
     elements = {unit: sum(zero_params.full_numel(param) for param in members) for unit, members in units.items()}
-    on_ssd = sum(chunk.numel for chunk in optimizer._stepper.chunks if chunk.files)
+    on_ssd = sum(chunk.numel for chunk in optimizer.stepper.chunks if chunk.files)
     parts = [part for members in chunks.values() for chunk in members for part in (*chunk.early, *chunk.delayed)]
     world, num_bytes = ranks.world_size(), sum(map(zero_params.shard_bytes, params))
     return RunInfo(
@@ -61,7 +61,7 @@ def facts_of(engine: Any, tokens: int) -> RunInfo:
         dtype=str(params[0].dtype).removeprefix("torch."),
         num_shards=world,
         generations=optimizer.regime.generations,
-        slots=len(optimizer._slots),
+        slots=len(optimizer.slots),
         part_elements=max((part.numel for part in parts), default=0),
         parameters_on_ssd=sum(map(zero_params.shard_bytes, filter(zero_params.is_on_ssd, params))) / (num_bytes or 1),
         state_on_ssd=min(1.0, on_ssd * world / (sum(elements.values()) or 1)),

@@ -219,10 +219,10 @@ class VerticalLoop(Loop):
             self.engine.tput_timer.start()
         seeds = [self.seed_of(index) for index in range(len(batches))]
         optimizer, random_state = self.engine.optimizer, torch.get_rng_state()
-        num_decided = optimizer.num_decided
+        num_decided = optimizer.driver.num_decided
 
         def put_back() -> None:
-            if optimizer.num_decided == num_decided:
+            if optimizer.driver.num_decided == num_decided:
                 torch.set_rng_state(random_state)
 
         with Changed(put_back, only_if_failed=True):

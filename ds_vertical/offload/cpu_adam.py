@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ds_vertical.compat.ops.load import AdamModule
 from ds_vertical.offload.chunking import LANE, Cut, Part, cuts_within
 
 
@@ -72,10 +73,17 @@ class CpuAdam:
     """`module`: DeepSpeed's compiled CPU Adam, or a binding with its functions; `opt_id`: the object in it, called by nobody
     else; `betas`: those that it was made with. Not for several threads at a time."""
 
-    def __init__(self, module: Any, opt_id: int, betas: tuple[float, float]) -> None:
+    def __init__(self, module: AdamModule, opt_id: int, betas: tuple[float, float]) -> None:
         self._module = module
+        self._is_closed = False
         self._opt_id = opt_id
         self._powers = Powers.made_with(betas)
+
+    def close(self) -> None:
+        """Destroy the object: a later `update` raises ValueError. Twice is harmless."""
+        if not self._is_closed:
+            self._module.destroy_adam(self._opt_id)
+        self._is_closed = True
 
     def update(self, settings: AdamSettings, part: Part, cuts: Sequence[Cut], tensors: Sequence[torch.Tensor]) -> None:
         """Step a part in place. `tensors`: master, gradient, exp_avg, exp_avg_sq of the part, 1-d fp32."""

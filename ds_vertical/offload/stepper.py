@@ -76,7 +76,7 @@ class Stepper:
     ) -> None:
         self.chunks = chunks
         self.generations = Generations(chunks, checksums)
-        self._kernel = kernel
+        self.kernel = kernel
         self._pipeline = pipeline
         self._updates = updates
         self._overlap = overlap
@@ -105,6 +105,11 @@ class Stepper:
     def _complete(self, unit: Unit) -> None:
         self._pipeline.drain()
         self._updates.complete_update(unit)
+
+    def complete(self) -> None:
+        """Return when all issued steps are computed and where they rest. Raises the first error."""
+        self._pipeline.drain()
+        self._updates.close_updates()
 
     def expect(self, unit: Unit, indices: Sequence[int], share: StepShare) -> None:
         """The unit's `step` is the next one: start reading its state where there is room."""
@@ -176,7 +181,7 @@ class Stepper:
         start = 0 if chunk.resident is None else part.start
         master, exp_avg, exp_avg_sq = (piece.narrow(0, start, part.numel) for piece in whole)
         gradient = self._scaled(gradient, due.factor)
-        self._kernel.update(due.settings[part.chunk], part, chunk.cuts, (master, gradient, exp_avg, exp_avg_sq))
+        self.kernel.update(due.settings[part.chunk], part, chunk.cuts, (master, gradient, exp_avg, exp_avg_sq))
         for param, in_shard, in_part, count in chunk.overlaps(part):
             targets[id(param)].narrow(0, in_shard, count).copy_(master.narrow(0, in_part, count))
 

@@ -77,7 +77,7 @@ def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any
         forecast = Forecast(engine.layers, groups_of(model, None, None), config, engine.vertical)
         items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.settings)}
         optimizer, tiers = engine.optimizer, bytes_by_tier(engine.layers)
-        slots = [slot.numel() for slot in optimizer._slots]
+        slots = [slot.numel() for slot in optimizer.slots]
         assert [list(chunk.params) for chunk in forecast.chunks] == optimizer.fp16_groups
         assert items["parameter buffers"] == engine._params.host_bytes > 0
         assert items.get("optimizer slots", 0) == sum(slots)

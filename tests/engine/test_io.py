@@ -124,7 +124,7 @@ class OneStep:
 
 def complete_transfers(engine: Any) -> None:
     """What was issued is on the disk, or read; what is due stays due."""
-    engine.optimizer._pipeline.wait_idle()
+    engine.optimizer.pipeline.wait_idle()
     engine.optimizer.gradients._file.complete()
     engine._params._writer.native.wait_all()
     for copy in engine._params._ahead.values():  # of the next step: still in flight, it would count in neither step or in both

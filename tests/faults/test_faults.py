@@ -254,8 +254,8 @@ def early_target(engine: Any, kind: str, unit: Any) -> Path:
 def part_of(engine: Any, unit: Any, files: Callable[[Any, Any], Any]) -> Path:
     """The file of the first moment of a unit's first early part."""
     optimizer = engine.optimizer
-    part = next(part for index in optimizer.chunks_of(unit) for part in optimizer._stepper.chunks[index].early)
-    return files(optimizer._stepper.generations, part)[1].path
+    part = next(part for index in optimizer.chunks_of(unit) for part in optimizer.stepper.chunks[index].early)
+    return files(optimizer.stepper.generations, part)[1].path
 
 
 @slow

@@ -24,6 +24,7 @@ from places import SUPPORT
 
 from ds_vertical.compat import zero_optimizer
 from ds_vertical.compat.ops.load import new_disk_queue
+from ds_vertical.engine.zero3.step_driver import StepPhase
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.stepper import Stepper
 
@@ -54,7 +55,7 @@ def test_a_checkpoint_loaded_while_a_step_is_due_is_the_checkpoint(tmp_path: Pat
         engine.save_checkpoint(str(tmp_path / "saved"))
         saved = outcome(engine, model)
         engine.train_batch(iter(STEPS[1]))
-        assert engine.optimizer.pending
+        assert engine.optimizer.driver.backlog.pending
         engine.load_checkpoint(str(tmp_path / "saved"))
         assert not differing(saved, outcome(engine, model))
         engine.train_batch(iter(STEPS[1]))
@@ -69,14 +70,14 @@ def test_a_step_interrupted_after_its_norm_counts_whole(tmp_path: Path, monkeypa
         expected = outcome(engine, model)
     with running(on_ssd(tmp_path / "b", 0.0), BUILD, vertical=True) as (engine, model):
         engine.train_batch(iter(STEPS[0]))
-        conclude = engine.optimizer.conclude_early
+        conclude = engine.optimizer.driver.conclude_early
 
         def interrupted() -> None:
-            assert engine.optimizer._hit
-            monkeypatch.setattr(engine.optimizer, "conclude_early", conclude)
+            assert engine.optimizer.driver.phase is StepPhase.COMMITTING
+            monkeypatch.setattr(engine.optimizer.driver, "conclude_early", conclude)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(engine.optimizer, "conclude_early", interrupted)
+        monkeypatch.setattr(engine.optimizer.driver, "conclude_early", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.train_batch(iter(STEPS[1]))
         assert not differing(expected, outcome(engine, model))
@@ -93,7 +94,7 @@ def test_an_interrupt_while_a_step_is_made_to_count_tears_the_state_loudly(
 
         def interrupted(*arguments: Any) -> Any:
             asked.append(arguments)
-            if place == "parameters" or (engine.optimizer.counts and len(asked) % 3 == 0):
+            if place == "parameters" or (engine.optimizer.driver.phase.counts and len(asked) % 3 == 0):
                 raise KeyboardInterrupt
             return moments(*arguments)
 
@@ -147,7 +148,7 @@ def test_a_flush_interrupted_in_its_wait_leaves_the_step_to_the_next_forward(
         monkeypatch.setattr(Ticket, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.flush()
-        assert 2 in engine.optimizer.pending
+        assert 2 in engine.optimizer.driver.backlog.pending
         assert engine.train_batch(iter(STEPS[1])).item() == losses[1]
         assert not differing(expected, outcome(engine, model))
 
@@ -174,7 +175,7 @@ def test_whether_a_gradient_is_gone_does_not_depend_on_time(tmp_path: Path) -> N
                 LateSteps(engine)
             engine.train_batch(iter(STEPS[0]))
             if not late:
-                engine.optimizer._pipeline.wait_idle()
+                engine.optimizer.pipeline.wait_idle()
             seen.append(gone(model))
     assert seen == [[True, True, False, False]] * 2
 

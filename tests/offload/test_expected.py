@@ -174,7 +174,7 @@ def test_the_engine_reads_the_state_of_each_step_before_it_issues_it(
     config = base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=clip)
     config["vertical_schedule"] |= {"optimizer_delay": delay, "optimizer_speculation": False}
     with running(config, partial(MixerModel, 4, 512), vertical=True) as (engine, _):
-        optimizer, pipeline = engine.optimizer, engine.optimizer._pipeline
+        driver, pipeline = engine.optimizer.driver, engine.optimizer.pipeline
         first: list[Any] = []
 
         def is_being_read(unit: Any) -> bool:
@@ -194,7 +194,7 @@ def test_the_engine_reads_the_state_of_each_step_before_it_issues_it(
             return ticket
 
         for name in ("step_early", "step_unit"):
-            setattr(optimizer, name, partial(step, submit=getattr(optimizer, name)))
+            setattr(driver, name, partial(step, submit=getattr(driver, name)))
         for batch in token_batches(3, 2):
             engine.train_batch(iter(batch))
         assert first == untold

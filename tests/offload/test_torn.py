@@ -43,7 +43,7 @@ def step(engine: Any, number: int) -> float:
 def cut_state_file(engine: Any) -> str:
     """Cut the second layer's first moment short, in both generations; the name of the file."""
     chunk = engine.optimizer.chunks_of(1)[0]
-    files = engine.optimizer._stepper.chunks[chunk].files
+    files = engine.optimizer.stepper.chunks[chunk].files
     for generation in files:
         if generation[1].exists():
             os.truncate(generation[1], 4096)
@@ -124,8 +124,7 @@ def test_an_error_of_the_kernel_tears_state_in_memory(tmp_path: Path) -> None:
 
 
 def tear(engine: Any) -> None:
-    engine.optimizer._destroy_kernel()
-    engine.optimizer._destroy_kernel = lambda: None
+    engine.optimizer.kernel.close()
     with pytest.raises(ValueError, match="no CPU Adam optimizer") as raised:
         step(engine, 1)
         engine.flush()

@@ -99,7 +99,7 @@ def flip(path: Path, offset: int) -> None:
 def spoil(engine: Any, model: Any, what: str) -> tuple[Path, int, Any]:
     """Flip a bit of the last layer's: the file, the offset, and the part that must not be computed with it."""
     optimizer = engine.optimizer
-    optimizer._pipeline.wait_idle()
+    optimizer.pipeline.wait_idle()
     if what.startswith("parameters"):
         if what == "parameters, whole":
             engine.flush()  # else they go to the next forward in memory
@@ -108,9 +108,9 @@ def spoil(engine: Any, model: Any, what: str) -> tuple[Path, int, Any]:
         path, offset, part = Path(shard.path), 100, None  # in the part that is stepped early
     else:
         share = "early" if what == "early state" else "delayed"
-        chunks = [optimizer._stepper.chunks[index] for index in optimizer.chunks_of(LAST)]
+        chunks = [optimizer.stepper.chunks[index] for index in optimizer.chunks_of(LAST)]
         part = next(part for chunk in chunks for part in chunk.parts(share))
-        extents = optimizer.gradients.extents(part) if what == "gradients" else optimizer._stepper.generations.source(part)
+        extents = optimizer.gradients.extents(part) if what == "gradients" else optimizer.stepper.generations.source(part)
         path, offset = extents[-1].path, extents[-1].offset + part.numel * 2
     flip(path, offset)
     return path, offset, part
@@ -118,14 +118,14 @@ def spoil(engine: Any, model: Any, what: str) -> tuple[Path, int, Any]:
 
 def computed_by(engine: Any) -> list[Any]:
     """The parts that CPU Adam computes from now on."""
-    stepper, computed = engine.optimizer._stepper, []
-    update = stepper._kernel.update
+    stepper, computed = engine.optimizer.stepper, []
+    update = stepper.kernel.update
 
     def recorded(settings: Any, part: Any, *args: Any) -> None:
         computed.append(part)
         update(settings, part, *args)
 
-    stepper._kernel = SimpleNamespace(update=recorded)
+    stepper.kernel = SimpleNamespace(update=recorded)
     return computed
 
 
@@ -174,7 +174,7 @@ def test_without_verify_nobody_notices(tmp_path: Path) -> None:
 
 def amounts(engine: Any) -> tuple[int, int, int]:
     """Bytes read by steps, bytes checked, bytes learned or passed."""
-    pipeline, sums = engine.optimizer._pipeline, engine.optimizer.checksums
+    pipeline, sums = engine.optimizer.pipeline, engine.optimizer.checksums
     pipeline.wait_idle()
     read = engine.param_store.reads.num_read_bytes + pipeline._reader.num_read_bytes
     return read, sums.num_checked_bytes, sums.num_learned_bytes + sums.num_passed_bytes

@@ -89,7 +89,7 @@ def test_reads_for_the_next_step_are_issued_before_train_batch_returns_and_once(
             issued = reads.issued[before : len(reads.issued) - len(reads.left)]
             twice = {layer: 1 if layer in kept else 2 for layer in range(NUM_LAYERS)}
             assert reads_by_unit(engine, issued) == {"pre": 1} | twice
-        assert engine.optimizer.pending == ()
+        assert engine.optimizer.driver.backlog.pending == ()
 
 
 def test_nothing_is_issued_ahead_without_a_window(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_without_overlap_no_read_of_parameters_is_under_way_beside_cpu_adam(
     """What a part of a shard's new values lies beside is read before the step, and its pieces are stepped after that."""
     left: list[int] = []
     with running(config_in(tmp_path, 0.5, 0, overlap=False), BUILD, vertical=True) as (engine, _):
-        reads, kernel = LateReads.of(engine), engine.optimizer._stepper._kernel
+        reads, kernel = LateReads.of(engine), engine.optimizer.stepper.kernel
         update = kernel.update
 
         def watched(*args: Any) -> None:
@@ -129,13 +129,14 @@ def test_delayed_steps_are_issued_before_train_batch_returns_and_once(tmp_path: 
             for number in range(3):
                 losses[-1].append(step(engine, number))
                 computed = late.num_parts
-                assert engine.optimizer.pending == ("pre", *range(NUM_LAYERS))
-                assert engine.optimizer.due == (tuple(range(2, NUM_LAYERS)) if window else engine.optimizer.pending)
+                backlog = engine.optimizer.driver.backlog
+                assert backlog.pending == ("pre", *range(NUM_LAYERS))
+                assert backlog.due == (tuple(range(2, NUM_LAYERS)) if window else backlog.pending)
                 assert bool(late.num_left) == (window > 0)
                 assert late.num_parts == computed, "train_batch waited for what the next step needs"
             engine.flush()
-            assert engine.optimizer.pending == ()
-            pipeline = engine.optimizer._pipeline
+            assert engine.optimizer.driver.backlog.pending == ()
+            pipeline = engine.optimizer.pipeline
             state_bytes.append((pipeline._reader.num_read_bytes, pipeline._writer.num_written_bytes))
             ends.append(end(engine, model))
     assert losses[0] == losses[1] and not differing(*ends)
@@ -190,7 +191,7 @@ def trained(config: dict[str, Any], between: Callable[[Any, Any], list[float]], 
         for number in range(3):
             seen.append(step(engine, number))
             if arrive is not None:
-                assert params._ahead or engine.optimizer._ahead, "nothing is in flight"
+                assert params._ahead or engine.optimizer.driver.backlog.ahead, "nothing is in flight"
             seen += between(engine, model)
         seen.append(engine.train_batch(iter(BATCHES[3][:1])).item())
         engine.flush()
@@ -275,12 +276,12 @@ def test_a_step_ahead_that_fails_between_two_calls_is_told_by_the_next_one(tmp_p
         step(engine, 0)
         optimizer: VerticalStage3 = engine.optimizer
         optimizer.flush()
-        chunk = optimizer._stepper.chunks[optimizer.chunks_of(1)[0]]
+        chunk = optimizer.stepper.chunks[optimizer.chunks_of(1)[0]]
         assert chunk.files is not None
         name = chunk.files[0][1].name
         cut(str(chunk.files[0][1]))
         step(engine, 1)
-        optimizer._pipeline.wait_idle()
+        optimizer.pipeline.wait_idle()
         with pytest.raises(DiskError, match="failed in read at offset 4096") as raised:
             step(engine, 2)
         assert name in str(raised.value) and "live state is torn" in "".join(raised.value.__notes__)
@@ -299,4 +300,4 @@ def test_destroy_completes_what_is_ahead(tmp_path: Path, delay: float) -> None:
         computed = late.num_parts
         engine.destroy()
         assert not reads.left and (late.num_parts > computed) == (delay == DELAYED)
-        assert not engine._params._buffers and engine.optimizer._slots == []
+        assert not engine._params._buffers and engine.optimizer.slots == []

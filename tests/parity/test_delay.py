@@ -89,7 +89,7 @@ def test_every_delay_is_bit_identical_to_stock(
     regimes: list[tuple[bool, bool, bool]] = []
 
     def note(engine: Any, step: int) -> None:
-        due = engine.optimizer.pending
+        due = engine.optimizer.driver.backlog.pending
         regimes.append((engine.optimizer.regime.early, bool(due), len(due) == NUM_LAYERS + 1))
 
     made = config(tmp_path, dtype, clip_of(clips), delay)
@@ -245,10 +245,10 @@ def test_an_error_anywhere_in_a_step_loses_no_step_that_is_due(
     made["vertical_schedule"]["gradient_host_share"] = 0.5
     batches = token_batches(len(PLACES) + 1, 2)
     with running(made, TrappedModel, vertical=True) as (engine, model):
-        engine.optimizer._stepper._kernel = SlowKernel(engine.optimizer._stepper._kernel)
+        engine.optimizer.stepper.kernel = SlowKernel(engine.optimizer.stepper.kernel)
         losses = [engine.train_batch(iter(batches[0])).item()]
         for place, step in zip(PLACES, batches[1:], strict=True):
-            assert engine.optimizer.pending, "nothing was due"
+            assert engine.optimizer.driver.backlog.pending, "nothing was due"
             fail_once(model, place)
             with pytest.raises(Fault, match=place):
                 engine.train_batch(iter(step))
@@ -278,7 +278,7 @@ def test_what_is_due_after_an_error_is_there_for_whoever_reads_the_weights(
     seen: list[dict[str, torch.Tensor]] = []
     for place in (None, "glue 0", "glue 0 backward"):
         with running(made, TrappedModel, vertical=True) as (engine, model):
-            engine.optimizer._stepper._kernel = SlowKernel(engine.optimizer._stepper._kernel)
+            engine.optimizer.stepper.kernel = SlowKernel(engine.optimizer.stepper.kernel)
             engine.train_batch(iter(batches[0]))
             if place is not None:
                 fail_once(model, place)
@@ -314,7 +314,7 @@ def test_destroy_completes_the_writes_under_way_before_their_memory_goes(tmp_pat
         late = engine._params._writer._native = LateWrites(engine._params._writer.native)
         for step in token_batches(2, 2):
             engine.train_batch(iter(step))
-        engine.optimizer._pipeline.wait_idle()  # what is issued ahead has come to its writes
+        engine.optimizer.pipeline.wait_idle()  # what is issued ahead has come to its writes
         assert late.left, "nothing was under way"
         engine.destroy()
         assert late.left == {}

@@ -75,13 +75,13 @@ class Pair:
         batch = next(self.batches)
         losses = {vertical: engine.train_batch(iter(batch)).item() for vertical, (engine, _) in self.arms.items()}
         assert losses[False] == losses[True]
-        optimizer = self.vertical.optimizer
+        backlog = self.vertical.optimizer.driver.backlog
         if self.leaves_steps:
-            assert optimizer.pending == ("pre", 0, 1, 2) and optimizer.due == (2,), "nothing is left to do"
+            assert backlog.pending == ("pre", 0, 1, 2) and backlog.due == (2,), "nothing is left to do"
             assert self.late.num_left, "nothing is in flight"
             assert self.reads is None or self.reads.left or self.reads.done, "nothing is read ahead"
         else:
-            assert list(self.vertical._params._ahead) == [0] and not optimizer.pending
+            assert list(self.vertical._params._ahead) == [0] and not backlog.pending
 
     @property
     def vertical(self) -> Any:
@@ -403,7 +403,7 @@ def test_generate(tmp_path: Path) -> None:
         with running(config, partial(tiny_gpt2, 2), vertical=vertical) as (engine, model):
             for step in token_batches(2, NUM_MICRO_BATCHES):
                 engine.train_batch(iter(step))
-            assert not vertical or engine.optimizer.pending
+            assert not vertical or engine.optimizer.driver.backlog.pending
             model.eval()
             ids = token_ids()
             found = model.generate(
@@ -427,7 +427,7 @@ def test_destroying_the_engine_takes_the_steps_that_were_left(tmp_path: Path, re
         engine, model = build_engine(config_in(tmp_path, **REGIMES[regime]), build_model, vertical=True)
         for step in batches:
             engine.train_batch(iter(step))
-        assert engine.optimizer.pending
+        assert engine.optimizer.driver.backlog.pending
         if flushes:
             ends.append(read_weights(model) | read_state(engine, model))
         else:

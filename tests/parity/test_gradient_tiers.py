@@ -238,7 +238,7 @@ def test_a_gradient_that_cannot_be_written_fails_the_step_whole(tmp_path: Path, 
             with pytest.raises(DiskError) as raised:
                 engine.train_batch(iter(batches[1]))
             assert raised.value.filename == str(path) and raised.value.operation == "write"
-            assert engine.optimizer.failure is None
+            assert engine.optimizer.live.failure is None
         path.rmdir()
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)

@@ -211,7 +211,7 @@ def test_what_stays_on_the_device_is_there_after_a_step_that_ends_the_run(tmp_pa
         assert all(bias.numel() == 512 and bias.any() for bias in before)
         with pytest.raises(NonFiniteError):
             step(engine, 1, ("last", NAN))
-        assert (engine.optimizer.failure is not None) == (clip == 0)
+        assert (engine.optimizer.live.failure is not None) == (clip == 0)
         assert [torch.equal(block.bias, bias) for block, bias in zip(model.blocks, before, strict=True)] == [True] * 3
 
 

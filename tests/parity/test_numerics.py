@@ -62,7 +62,7 @@ class Layout:
     @classmethod
     def of(cls, engine: Any) -> Layout:
         unit_of = engine.layers.unit_of()
-        groups = engine.optimizer._stock_groups
+        groups = engine.optimizer.stock_groups
         return cls(
             tuple(tuple(dict.fromkeys(unit_of[id(p)] for p in group)) for group in groups),
             tuple(sum(p.ds_numel for p in group) for group in groups),

@@ -130,14 +130,14 @@ MUTATIONS = (
     # disks that fail
     Mutation(
         "early-writes-not-awaited-by-the-norm",
-        "engine/zero3/optimizer.py",
+        "offload/stepper.py",
         "        self._pipeline.drain()\n        self._updates.close_updates()\n",
         "        self._updates.close_updates()\n",
         f"{_FAULTS}the_last_early_part_that_cannot_be_written_is_noticed_by_its_own_step[state]",
     ),
     Mutation(
         "early-parameters-not-awaited-by-the-norm",
-        "engine/zero3/optimizer.py",
+        "offload/stepper.py",
         "        self._pipeline.drain()\n        self._updates.close_updates()\n",
         "        self._pipeline.drain()\n",
         f"{_FAULTS}the_last_early_part_that_cannot_be_written_is_noticed_by_its_own_step[parameter]",
@@ -172,8 +172,8 @@ MUTATIONS = (
     ),
     Mutation(
         "state-set-within-a-step",
-        "engine/zero3/state.py",
-        "        if self._inside and self.calls.is_mine:\n",
+        "engine/zero3/live_state.py",
+        "        if self.num_inside and self._calls.is_mine:\n",
         "        if False:\n",
         "test_flush.py::test_state_cannot_be_set_within_a_step[write_full_moments]",
     ),
@@ -532,7 +532,7 @@ MUTATIONS = (
     Mutation(
         "norm-per-layer",
         "engine/zero3/optimizer.py",
-        "for group in self._stock_groups]",
+        "for group in self.stock_groups]",
         "for group in self.fp16_groups]",
         _ODD,
     ),
@@ -631,15 +631,15 @@ MUTATIONS = (
     ),
     Mutation(
         "persistent-left-partitioned-by-a-step-that-ends-the-run",
-        "engine/zero3/optimizer.py",
-        "ranks.raise_after(error, self.gather_persistent)",
+        "engine/zero3/step_driver.py",
+        "ranks.raise_after(error, optimizer.gather_persistent)",
         "raise error",
         "test_nonfinite.py::test_what_stays_on_the_device_is_there_after_a_step_that_ends_the_run",
     ),
     Mutation(
         "persistent-gathered-ahead-of-its-step",
-        "engine/zero3/optimizer.py",
-        'self.step_persistent(lambda unit, chunks: self._stepper.step(unit, chunks, due, "all"))',
+        "engine/zero3/step_driver.py",
+        'self._optimizer.step_persistent(lambda unit, chunks: self._stepper.step(unit, chunks, due, "all"))',
         "pass",
         _BARE,
     ),
@@ -667,8 +667,8 @@ MUTATIONS = (
     Mutation(
         "flush-forgets-what-it-issued",
         "engine/zero3/optimizer.py",
-        "if ticket := self.step_ahead(unit):  #",
-        "if ticket := self.step_unit(unit):  #",
+        "if ticket := driver.step_ahead(unit):  #",
+        "if ticket := driver.step_unit(unit):  #",
         "test_interrupts.py::test_a_flush_interrupted_in_its_wait_leaves_the_step_to_the_next_forward",
     ),
     # what is issued ahead of the next step
@@ -720,8 +720,8 @@ MUTATIONS = (
     Mutation("process-ends-during-reads", "io/aio.py", "        _OPEN.add(self)\n", "", f"{_END}[all early, on SSD-]"),
     Mutation(
         "skipped-step-committed",
-        "engine/zero3/optimizer.py",
-        "if hit := self._hit:\n",
+        "engine/zero3/step_driver.py",
+        "if hit := self.phase is StepPhase.COMMITTING:\n",
         "if hit := True:\n",
         f"{_SKIPPED}[False-None]",
     ),
@@ -816,7 +816,7 @@ MUTATIONS = (
     Mutation(
         "powers-of-a-resume-forgotten",
         "engine/checkpoint/run_state.py",
-        'engine.optimizer.powers = Powers(**numbers["powers"])',
+        'engine.optimizer.driver.powers = Powers(**numbers["powers"])',
         "pass",
         f"{_RESUME}a_resumed_run_has_the_bits_of_one_that_never_stopped[fp32-0.0-0.25-5]",
     ),
@@ -830,7 +830,7 @@ MUTATIONS = (
     Mutation(
         "saves-within-a-step",
         "engine/checkpoint/mixin.py",
-        "if self.optimizer._inside and self.optimizer.calls.is_mine:",
+        "if self.optimizer.live.num_inside and self.optimizer.calls.is_mine:",
         "if False:",
         f"{_RESUME}a_save_within_a_step_or_into_the_runs_folder_is_refused",
     ),
@@ -1092,7 +1092,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lost-parameters-are-saved",
-        "engine/zero3/optimizer.py",
+        "engine/zero3/live_state.py",
         " or isinstance(error, ChecksumError)",
         "",
         f"{_FLIPPED}parameters, whole]",
@@ -1122,8 +1122,8 @@ MUTATIONS = (
     # a run that stops
     Mutation(
         "stop-skips",
-        "engine/zero3/optimizer.py",
-        "if norm is None and self.regime.stops:",
+        "engine/zero3/step_driver.py",
+        "if norm is None and optimizer.regime.stops:",
         "if False:",
         f"{_TEARS}[fp32-first]",
     ),
@@ -1165,8 +1165,8 @@ MUTATIONS = (
     # gradients that wait
     Mutation(
         "gradient-that-may-be-redone-given-up",
-        "engine/zero3/optimizer.py",
-        "final = early and self.regime.final and self.clip_grad == 0.0",
+        "engine/zero3/step_driver.py",
+        "final = early and regime.final and optimizer.clip_grad == 0.0",
         "final = early",
         f"{_TIERS}[fp32-0.05-0.3-True-0.5]",
     ),
@@ -1179,9 +1179,9 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients-dropped-while-due",
-        "engine/zero3/optimizer.py",
-        "self.gradients.abandon(self._left)",
-        "self.gradients.abandon(())",
+        "engine/zero3/step_driver.py",
+        "self._gradients.abandon(self.backlog.units)",
+        "self._gradients.abandon(())",
         f"{_ERROR}[False]",
     ),
     Mutation(
@@ -1334,8 +1334,8 @@ MUTATIONS = (
     ),
     Mutation(
         "half-a-commit-is-whole",
-        "engine/zero3/optimizer.py",
-        "            with self.condition.torn_if_interrupted():  # masters that count and parameters that do not\n",
+        "engine/zero3/step_driver.py",
+        "            with self._optimizer.condition.torn_if_interrupted():  # masters that count and parameters that do not\n",
         "            if True:\n",
         "test_interrupts.py::test_an_interrupt_while_a_step_is_made_to_count_tears_the_state_loudly[parameters]",
     ),
@@ -1390,7 +1390,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reductions-uncounted",
-        "engine/zero3/optimizer.py",
+        "engine/zero3/step_driver.py",
         "        self.num_reductions += 1  # not before: an error ahead of the collective leaves the other ranks alone in it\n",
         "",
         "test_ranks.py::test_a_disk_fault_of_one_rank_is_told_on_both_and_the_step_is_taken_when_it_is_over",

@@ -48,8 +48,8 @@ LOSSES = {"kill": kill, "signal": ask, "finish": ask, "asked": ask_and_raise}
 
 def cut_state(engine: Any) -> None:
     """Cut every file of state short, so that the next read of one fails."""
-    engine.optimizer._pipeline.wait_idle()
-    for chunk in engine.optimizer._stepper.chunks:
+    engine.optimizer.pipeline.wait_idle()
+    for chunk in engine.optimizer.stepper.chunks:
         for path in (path for files in chunk.files or () for path in files if path.exists()):
             os.truncate(path, 4096)
 

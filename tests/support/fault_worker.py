@@ -145,7 +145,7 @@ class Worker:
             with injected.failing(case.name, case.kind, case.number, number, 1 if case.last else case.count):
                 error = hear(lambda: (train(engine, range(2, 3)), engine.flush()))
                 seconds, failed = time.monotonic() - start, injected.num_failed()
-                state: State = "unharmed" if error is None else "whole" if engine.optimizer.failure is None else "torn"
+                state: State = "unharmed" if error is None else "whole" if engine.optimizer.live.failure is None else "torn"
                 if state == "whole":
                     engine.save_checkpoint(str(rescued), tag="rescued")
                 elif state == "torn":

@@ -72,11 +72,11 @@ class LateSteps:
 
     def __init__(self, engine: Any) -> None:
         optimizer = engine.optimizer
-        self.pipeline = optimizer._pipeline
-        self.kernel = optimizer._stepper._kernel
+        self.pipeline = optimizer.pipeline
+        self.kernel = optimizer.stepper.kernel
         self.num_parts = 0
         self.waited = threading.Event()
-        optimizer._stepper._kernel = self
+        optimizer.stepper.kernel = self
         for name in ("_wait", "wait_idle", "close"):
             setattr(self.pipeline, name, self._opening(getattr(self.pipeline, name)))
 

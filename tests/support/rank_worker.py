@@ -341,7 +341,7 @@ def exits(folder: Path, rank: int, dtype: str) -> dict[str, Any]:
         engine.save_checkpoint(str(saved))
         engine.save_checkpoint(str(portable), portable=True)
         masters, weights, before = harness.read_state(engine, model), harness.read_weights(model), contents(engine, model)
-        engine.optimizer.powers = Powers.made_with((0.9, 0.999))
+        engine.optimizer.driver.powers = Powers.made_with((0.9, 0.999))
         engine.train_batch(iter(steps[2]))
         after = contents(engine, model)
     with harness.running(config(folder, dtype, tier="cpu"), OddModel, vertical=False) as (engine, model):

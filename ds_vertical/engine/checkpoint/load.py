@@ -236,7 +236,7 @@ class _Loading:
         """Returns the client state."""
         with torch.no_grad():
             self._load_weights()
-            for index, chunk in enumerate(self._optimizer._stepper.chunks):
+            for index, chunk in enumerate(self._optimizer.stepper.chunks):
                 if chunk.files is None:
                     self._load_resident(chunk)
                 else:

@@ -109,10 +109,10 @@ class SavingEngine(engine.DeepSpeedEngine):
 
     def _check_between_steps(self, call: str) -> None:
         """Raise unless the state is whole and at rest, or may be brought there."""
-        if self.optimizer._inside and self.optimizer.calls.is_mine:
+        if self.optimizer.live.num_inside and self.optimizer.calls.is_mine:
             raise CheckpointError(
                 f"{call}: called within a step or an evaluation (by a signal's handler, a hook or the loss), where the state"
                 " is half-way; call it between two steps: let a handler set a flag"
             )
         with ranks.all_or_none(call):
-            self.optimizer.check_whole()
+            self.optimizer.live.check_whole()

@@ -41,7 +41,7 @@ def numbers_of(engine: Any) -> dict[str, Any]:
         "loss_scaler": zero_optimizer.loss_scaler_numbers(engine.optimizer),
         "adam_w_mode": bool(engine.optimizer.optimizer.adam_w_mode),
         "groups": groups,
-        "powers": asdict(engine.optimizer.powers),
+        "powers": asdict(engine.optimizer.driver.powers),
         "has_scheduler": engine.lr_scheduler is not None,
         "stream_seed": engine.stream_seed,
         "checked_model": engine.checked_model,
@@ -52,7 +52,7 @@ def set_optimizer(engine: Any, numbers: Mapping[str, Any]) -> None:
     """The optimizer's groups, its powers of beta and the loss scaler."""
     for group, saved in zip(_groups(engine), numbers["groups"], strict=True):
         group |= {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
-    engine.optimizer.powers = Powers(**numbers["powers"])
+    engine.optimizer.driver.powers = Powers(**numbers["powers"])
     zero_optimizer.set_loss_scaler_numbers(engine.optimizer, numbers["loss_scaler"])
 
 

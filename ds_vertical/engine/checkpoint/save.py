@@ -130,7 +130,7 @@ class RankSave:
         self._exclude_frozen = exclude_frozen
         self._engine = engine
         self._optimizer = engine.optimizer
-        self._generations = engine.optimizer._stepper.generations
+        self._generations = engine.optimizer.stepper.generations
         self._folder = folder
         self._names = {id(param): name for name, param in engine.module.named_parameters()}
         self._sources: dict[Path, str] = {}  # files of the run -> names in the checkpoint
@@ -164,7 +164,7 @@ class RankSave:
 
     def _find_state(self) -> None:
         sets: dict[int, list[Any]] = {}
-        chunks = self._optimizer._stepper.chunks
+        chunks = self._optimizer.stepper.chunks
         for index, part, paths in self._generations.on_ssd():
             known = sets.setdefault(index, [])
             if paths not in known:

@@ -110,20 +110,20 @@ class _Scratch:
 
 def _num_bytes(optimizer: Any) -> int:
     """Of this rank's masters and moments."""
-    numel = sum(param.partition_numel() for params in optimizer._stock_groups for param in params)
+    numel = sum(param.partition_numel() for params in optimizer.stock_groups for param in params)
     return len(KINDS) * FP32_BYTES * numel
 
 
 def _gather(optimizer: Any, scratch: _Scratch) -> list[StockGroup]:
     """All state of this rank, in stock's sub-groups."""
-    groups = [_group(optimizer, params, scratch) for params in optimizer._stock_groups]
+    groups = [_group(optimizer, params, scratch) for params in optimizer.stock_groups]
     places = {id(param): (group, start) for group in groups for param, start in _starts(group.params)}
 
     def targets(param: Any, first: int, count: int) -> list[torch.Tensor]:
         group, start = places[id(param)]
         return [getattr(group, kind).narrow(0, start + first, count) for kind in KINDS]
 
-    stepper = optimizer._stepper
+    stepper = optimizer.stepper
     for index, part, paths in stepper.generations.on_ssd():
         for param, first, in_part, count in stepper.chunks[index].overlaps(part):
             for target, path in zip(targets(param, first, count), paths, strict=True):

@@ -1,8 +1,8 @@
 """ZeRO-3 whose sub-groups are chunks: parameters of one unit (a layer, or what lies outside the layers).
 
-Overridden private methods of DeepSpeed are marked `override` and listed in `compat.deepspeed_members`.
+`ChunkedStage3` makes DeepSpeed's sub-groups along units; `make_chunks` describes each for the optimizer step.
 
-How this rank's parameters lie in chunks: all that a step needs to know of each.
+Overridden private methods of DeepSpeed are marked `override` and listed in `compat.deepspeed_members`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.offload.chunking import ChunkPiece, adam_cuts
+from ds_vertical.offload.consistency import StateGuard
+from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.offload.state_files import Chunk
 from ds_vertical.planner.memory_budget import PART_ELEMENTS
 from ds_vertical.schedule.events import Unit
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: object) -> None:
     """Raise ConfigError unless `optimizer` is DeepSpeed's CPU Adam, whose rounding the chunks reproduce."""
     if type(optimizer) is not DeepSpeedCPUAdam:
         raise ConfigError(
@@ -36,12 +38,19 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 class ChunkedStage3(StateRoutes):
-    """Stage 3 over the units of `layers`."""
+    """Stage 3 over the units of `layers`. `stock_groups`: the sub-groups that stock would have made, whose numerics are kept.
+
+    `regime`: when parts of a step are taken; `condition`: what tore the state, and the last good checkpoint. The subclass sets
+    both, and `live`.
+    """
+
+    condition: StateGuard
+    regime: StepTiming
 
     def __init__(self, *args: Any, layers: LayerMap, **kwargs: Any) -> None:
-        self._layer_map = layers
+        self.layer_map = layers
         self._unit_of = layers.unit_of()
-        self._stock_groups: list[list[zero_params.ZeroParam]] = []
+        self.stock_groups: list[list[zero_params.ZeroParam]] = []
         self._persistent: set[int] = set()
         super().__init__(*args, **kwargs)
         zero_optimizer.place_as_stock(self)
@@ -50,10 +59,10 @@ class ChunkedStage3(StateRoutes):
     def _create_fp16_sub_groups(self, params_group: list[nn.Parameter]) -> list[list[nn.Parameter]]:  # override
         """Chunks: parameters of one unit, split by sub_group_size, those that stay on the device apart from the others.
         Stock's own sub-groups are remembered for the numerics."""
-        self._stock_groups += super()._create_fp16_sub_groups(params_group)
+        self.stock_groups += super()._create_fp16_sub_groups(params_group)
         self._persistent |= {id(param) for param in params_group if zero_params.is_persistent(param)}
         chunks: list[list[nn.Parameter]] = []
-        for unit in self._layer_map.in_chunk_order(self.params_in_nvme_and_cpu):
+        for unit in self.layer_map.in_chunk_order(self.params_in_nvme_and_cpu):
             members = [param for param in params_group if self._unit_of[id(param)] == unit]
             for stays in (False, True):
                 if chosen := [param for param in members if (id(param) in self._persistent) == stays]:
@@ -78,8 +87,8 @@ class ChunkedStage3(StateRoutes):
 
     def step_persistent(self, step: Callable[[Unit, list[int]], Ticket | None]) -> None:
         """Step what stays on the device, and wait for it. `step` issues a unit's chunks."""
-        tickets = []
-        for unit in self._layer_map.units:
+        tickets: list[Ticket | None] = []
+        for unit in self.layer_map.units:
             if indices := list(filter(self.is_persistent_chunk, self.chunks_of(unit))):
                 tickets.append(step(unit, indices))
         for ticket in tickets:
@@ -90,7 +99,7 @@ class ChunkedStage3(StateRoutes):
         """Bring what stays on the device back there, with its new values: users read it without DeepSpeed, on one rank alone,
         too. Collective where it is not there. `settled`: nothing is due, of those either that count as persistent and lay on
         SSD when chunks were made."""
-        with self.inside():
+        with self.live.inside():
             zero_optimizer.gather_persistent(self, lambda param: settled or not self._waits(param))
 
     def _waits(self, param: zero_params.ZeroParam) -> bool:
@@ -110,12 +119,13 @@ class ChunkedStage3(StateRoutes):
             )
 
 
-def make_chunks(optimizer: Any, stock_groups: Sequence[Sequence[Any]], early_share: float, generations: int) -> list[Chunk]:
-    """The chunks of a ZeRO-3 optimizer, in its order. `stock_groups`: stock's own sub-groups, whose rounding is kept.
+def make_chunks(optimizer: ChunkedStage3, early_share: float, generations: int) -> list[Chunk]:
+    """The chunks of a ZeRO-3 optimizer, in its order, cut so that the rounding is that of stock's own sub-groups.
+
     `early_share`: of every chunk on SSD that the schedule steps, the share that may be stepped early; `generations`: of its
     files."""
     place: dict[int, tuple[int, int]] = {}
-    for group in stock_groups:
+    for group in optimizer.stock_groups:
         total, offset = sum(param.partition_numel() for param in group), 0
         for param in group:
             place[id(param)] = (offset, total)
@@ -125,9 +135,9 @@ def make_chunks(optimizer: Any, stock_groups: Sequence[Sequence[Any]], early_sha
 
 
 def _chunk(
-    optimizer: Any,
+    optimizer: ChunkedStage3,
     index: int,
-    params: Sequence[Any],
+    params: Sequence[zero_params.ZeroParam],
     place: dict[int, tuple[int, int]],
     early_share: float,
     generations: int,

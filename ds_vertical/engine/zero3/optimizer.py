@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,26 @@ from torch import nn
 
 from ds_vertical.compat import accelerator, pinned_memory, zero_optimizer, zero_params
 from ds_vertical.compat.ops import load
+from ds_vertical.compat.zero_optimizer import DeepSpeedCPUAdam
 from ds_vertical.config.resolve import Resolved
-from ds_vertical.distributed import ranks
 from ds_vertical.engine import disk_check
 from ds_vertical.engine.call_guard import FLUSHED, Calls
 from ds_vertical.engine.zero3.chunks import ChunkedStage3, make_chunks
-from ds_vertical.errors import NonFiniteError, StorageError
-from ds_vertical.interrupts import Changed
+from ds_vertical.engine.zero3.live_state import LiveState
+from ds_vertical.engine.zero3.step_driver import StepDriver, StepPhase
 from ds_vertical.io import files
 from ds_vertical.io.aio import DiskQueue
-from ds_vertical.io.checksums import ChecksumError, Checksums
-from ds_vertical.io.ticket import Ticket
+from ds_vertical.io.checksums import Checksums
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.consistency import WHOLE, StateGuard
-from ds_vertical.offload.cpu_adam import AdamSettings, CpuAdam, Powers
+from ds_vertical.offload.consistency import StateGuard
+from ds_vertical.offload.cpu_adam import CpuAdam, Powers
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, beyond_host
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.offload.state_files import StepShare
 from ds_vertical.offload.step_pipeline import StepPipeline
-from ds_vertical.offload.stepper import PendingStep, Stepper, Updates, bytes_read
+from ds_vertical.offload.stepper import Stepper, Updates, bytes_read
 from ds_vertical.planner import memory_budget
-from ds_vertical.schedule.events import DELAYED, EVERYTHING, Unit
+from ds_vertical.schedule.events import DELAYED, EVERYTHING
 from ds_vertical.schedule.trace import Tracer
 
 _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that DeepSpeed counts up, in case they share a table
@@ -46,8 +45,11 @@ _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that Deep
 class VerticalStage3(ChunkedStage3):
     """Stage 3 whose sub-groups are chunks of one unit (a layer, or what lies outside the layers).
 
-    A step is `open_step` (norm, overflow), then `step_unit` for each unit, at once or in the next forward. Numbers are
+    Here are DeepSpeed's methods that it overrides, and its life: set-up, flush, end. `driver` takes the steps. Numbers are
     those of stock's own sub-groups: the norm is combined in stock's grouping and CPU Adam is cut as in `chunking`.
+
+    Public attributes: `regime`, `condition`, `calls`, `live`, `checksums` from the start on; `driver`, `stepper`, `pipeline`,
+    `kernel`, `slots`, `gradients`, `holding` and `gradients_on_ssd` from `start_pipeline` on.
     """
 
     def __init__(self, *args: Any, layers: LayerMap, vertical: Resolved, **kwargs: Any) -> None:
@@ -56,18 +58,9 @@ class VerticalStage3(ChunkedStage3):
         self._new_regime = partial(StepTiming, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
         self.regime = self._new_regime(certain=False, on_ssd=False)  # another where the state turns out to be on SSD
         self.condition, self.calls = StateGuard(), Calls()
+        self.live = LiveState(self.condition, self.calls)
         self.checksums = Checksums(vertical.verify)  # of this rank's files of state and parameters
         self._dynamic_scale = bool(kwargs.get("dynamic_loss_scale"))
-        self._tried = self._hit = False  # whether parts of this step have been taken early; count, and are not committed yet
-        self._share: StepShare = "delayed"  # of every unit that is due
-        self.counts = False  # a step has been decided, be it to skip it, that the engine has not counted yet
-        self._apart = False  # the ranks have not agreed that all is well since one of them failed
-        self._settled = True  # nothing due, nothing in flight
-        self._due: PendingStep | None = None
-        self._left: dict[Unit, None] = {}  # units whose step is due, in the order of their next use
-        self._ahead: dict[Unit, Ticket] = {}  # steps issued for the next forward, which has not taken them over yet
-        self._norm_memory = zero_optimizer.NormMemory()
-        self._inside = self.num_reductions = self.num_decided = 0  # running schedules; units reduced, steps that count
         super().__init__(*args, layers=layers, **kwargs)
 
     def start_pipeline(
@@ -75,9 +68,9 @@ class VerticalStage3(ChunkedStage3):
     ) -> None:
         """Make the optimizer's own pipeline; `updates` takes the new parameters, `begin` is called on its thread."""
         early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
-        chunks = make_chunks(self, self._stock_groups, early_share, self.regime.generations)
+        chunks = make_chunks(self, early_share, self.regime.generations)
         share: StepShare = "delayed" if self.regime.final else "all"
-        units, chunks_of = self._layer_map.units, self.scheduled_chunks_of
+        units, chunks_of = self.layer_map.units, self.scheduled_chunks_of
         waiting = {unit: [p for i in chunks_of(unit) for p in chunks[i].parts(share)] for unit in units}
         beyond = beyond_host(waiting, self._vertical.gradient_host_share)
         self.holding = None if not beyond else DELAYED if self.regime.final else EVERYTHING
@@ -88,21 +81,16 @@ class VerticalStage3(ChunkedStage3):
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, accelerator.device_name() != "cpu")
         sizes = bytes_read(chunks, file.extents)
         overlap = self._vertical.overlap
-        self._slots = [pinned_memory.lock_host_bytes(max(sizes)) for _ in range(memory_budget.num_slots(len(sizes), overlap))]
-        self._pipeline = StepPipeline(self._slots, new_queue(), new_queue(), tracer, begin, self.checksums, overlap)
+        self.slots = [pinned_memory.lock_host_bytes(max(sizes)) for _ in range(memory_budget.num_slots(len(sizes), overlap))]
+        self.pipeline = StepPipeline(self.slots, new_queue(), new_queue(), tracer, begin, self.checksums, overlap)
         self._updates = updates
-        made_of = (chunks, self._kernel(self.optimizer), self._pipeline, updates, self.checksums)
-        self._stepper = Stepper(*made_of, overlap=overlap)
-        self.powers = Powers.made_with(self.optimizer.defaults["betas"])
-
-    def _kernel(self, adam: Any) -> CpuAdam:
-        """CPU Adam outside the interpreter lock, with the settings of DeepSpeed's optimizer object."""
-        module, kernel_id = load.free_adam(), _KERNEL_IDS + adam.opt_id
-        group = adam.defaults
-        rates = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-        module.create_adam(kernel_id, *rates, adam.adam_w_mode, False)
-        self._destroy_kernel = lambda: module.destroy_adam(kernel_id)
-        return CpuAdam(module, kernel_id, group["betas"])
+        adam = self.optimizer
+        assert isinstance(adam, DeepSpeedCPUAdam)  # see `check_optimizer`
+        self.kernel = _own_kernel(adam)
+        self.stepper = Stepper(chunks, self.kernel, self.pipeline, updates, self.checksums, overlap=overlap)
+        self.live.watch(lambda: self.stepper.torn, self.pipeline, updates)
+        powers = Powers.made_with(self.optimizer.defaults["betas"])
+        self.driver = StepDriver(self, self.stepper, self.pipeline, self.gradients, powers)
 
     def describe(self) -> str:
         """When the optimizer steps, for the start-up line."""
@@ -111,7 +99,7 @@ class VerticalStage3(ChunkedStage3):
     @property
     def host_bytes(self) -> int:
         """Bytes of the pipeline's slots and of held gradients."""
-        return sum(slot.numel() for slot in self._slots) + self.gradients.num_bytes
+        return sum(slot.numel() for slot in self.slots) + self.gradients.num_bytes
 
     # ---- set-up
 
@@ -152,258 +140,76 @@ class VerticalStage3(ChunkedStage3):
         """None: the schedule reduces each unit once. (Stock also reads every parameter here to install its hooks.)"""
         self.leaf_parameters = defaultdict(list)
 
-    def reduce_unit(
-        self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
-    ) -> bool:
-        """Average a unit's summed gradients over the ranks and hold each rank's share until its step.
-
-        `sums`: one flat sum per parameter of `in_chunk_order(unit)`, in the accumulation dtype (overwritten), all of them
-        neighbours in `flat`. Returns whether `flat` itself is held now: then it goes to `give_back`, from any thread.
-        """
-        params = self.in_chunk_order(unit)
-        shares = zero_optimizer.reduce(self, params, sums) if params else []
-        self.num_reductions += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
-        if not params:
-            return False
-        for param, share in zip(params, shares, strict=True):
-            zero_optimizer.note_gradient(self, param, share, self._norm_memory)
-        early = self.regime.early
-        final = early and self.regime.final and self.clip_grad == 0.0
-        return self.gradients.hold(unit, self.chunks_of(unit), shares, flat, give_back, early=early, final=final)
-
-    def hold_unit(self, unit: Unit) -> Ticket | None:
-        """Start writing what of a unit's gradients waits on SSD."""
-        return self.gradients.write(unit)
-
     def _get_norm_groups(self) -> list[torch.Tensor]:  # override
         """Stock rounds the norm to fp32 once per sub-group, so it is combined in stock's grouping, not in chunks."""
-        return [zero_optimizer.group_norm(self, group) for group in self._stock_groups]
+        return [zero_optimizer.group_norm(self, group) for group in self.stock_groups]
 
-    def held_share(self, param: Any) -> torch.Tensor | None:  # for the routes
+    def held_share(self, param: nn.Parameter) -> torch.Tensor | None:
+        """See `StateRoutes.held_share`."""
         for index, chunk in enumerate(self.fp16_groups):
             for place, member in enumerate(chunk):
                 if member is param:
-                    if ticket := self._ahead.get(self._unit_of[id(param)]):
+                    if ticket := self.driver.backlog.ahead.get(self._unit_of[id(param)]):
                         ticket.wait()  # so that it is given up on every rank or on none: gathering is a collective
                     return self.gradients.share(index, place)
         return None
 
-    # ---- the step
-
-    @property
-    def due(self) -> tuple[Unit, ...]:
-        """Units whose step of the last train_batch has not been issued yet."""
-        return tuple(self._left)
-
-    @property
-    def pending(self) -> tuple[Unit, ...]:
-        """Units whose step of the last train_batch nobody has waited for: issued for the next forward, or due."""
-        return (*self._ahead, *self._left)
-
-    def open_step(self) -> None:
-        """Take the global norm and decide whether the step is skipped (non-finite norm, overflow); else what is not
-        stepped early is due. Raises NonFiniteError instead of skipping where the regime stops; OtherRankError where another
-        rank's part of the step has failed. What stays on the device is back there, also where all ranks raise."""
-        with self.agreed("train_batch"):
-            if self._left:
-                raise RuntimeError(f"units {list(self._left)} have not taken the step before this one")
-        self._settled = False  # the persistent parameters have been partitioned, whatever comes of the norm
-        guess = float(self.loss_scale)  # before it is updated
-        scale_as_before = partial(zero_optimizer.set_loss_scaler_numbers, self, zero_optimizer.loss_scaler_numbers(self))
-        with Changed(lambda: self.counts or scale_as_before(), only_if_failed=True):
-            norm = zero_optimizer.open_step(self)
-            self._norm_memory.clear()
-            if norm is None and self.regime.stops:
-                error = NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
-                ranks.raise_after(error, self.gather_persistent)
-            with self.agreed("train_batch", self.gather_persistent):
-                if norm is not None:
-                    self._let_count(zero_optimizer.combined_scale(self, norm), guess)
-                else:
-                    self.counts = True
-                    self.regime.note(self._tried, False)
-                    if not self._tried:
-                        self.gradients.conclude((), hit=False)
-
-    def _let_count(self, scale: Any, guess: float) -> None:
-        came_true = float(scale) == guess
-        self.regime.note(self._tried, came_true)
-        settings = self._settings()
-        with self.condition.torn_if_interrupted():
-            self.counts = True
-            due = self._decide(settings, scale, hit=came_true and self._tried)
-            self.step_persistent(lambda unit, chunks: self._stepper.step(unit, chunks, due, "all"))
-
-    def _decide(self, settings: list[AdamSettings], scale: Any, hit: bool) -> PendingStep:
-        """The step counts: all chunks are one step further, and what has not been stepped early is due."""
-        for index, setting in enumerate(settings):
-            zero_optimizer.moments(self, index)["step"] = setting.step
-        self.powers = settings[-1].powers
-        self._due = due = PendingStep(settings, self.gradients, None if float(scale) == 1.0 else 1.0 / scale)
-        self._share = "delayed" if hit else "all"
-        share, chunks, units = self._share, self._stepper.chunks, self._layer_map.units
-        self._left = dict.fromkeys(u for u in units if any(chunks[i].parts(share) for i in self.scheduled_chunks_of(u)))
-        self._hit = hit
-        self.num_decided += 1
-        return due
-
-    def _settings(self) -> list[AdamSettings]:
-        """Per chunk the hyper-parameters of the step that is being taken, with the powers of beta that stock has then: it goes
-        from group to group, as chunks are numbered."""
-        settings, powers = [], self.powers
-        for index in range(len(self.fp16_groups)):
-            group = zero_optimizer.parameter_group(self, index)
-            powers = powers.after(zero_optimizer.moments(self, index)["step"] + 1, *group["betas"])
-            settings.append(AdamSettings.of_group(group, powers))
-        return settings
-
-    def step_early(self, unit: Unit) -> Ticket | None:
-        """Issue the early parts of a unit whose gradient is complete; `conclude_early` says whether they count."""
-        self._tried = True
-        guess = float(self.loss_scale)  # the divisor, if the norm asks for no clipping
-        due = PendingStep(self._settings(), self.gradients, None if guess == 1.0 else 1.0 / guess)
-        return self._stepper.step(unit, self.scheduled_chunks_of(unit), due, "early")
-
-    def early_writes(self) -> Ticket | None:
-        """What of the early steps is on its way to the second generation; None where there is nothing."""
-        return Ticket("early writes", self._complete) if self._tried and self.regime.generations > 1 else None
-
-    def _complete(self) -> None:
-        self._pipeline.drain()
-        self._updates.close_updates()
-
-    def conclude_early(self) -> None:
-        """Commit the early steps if the norm has left the factor they were taken with; else discard them. A step that
-        counts is then due whole."""
-        if hit := self._hit:
-            with self.condition.torn_if_interrupted():  # masters that count and parameters that do not
-                self._stepper.commit()
-        else:
-            self._stepper.discard()
-        self._hit = False
-        self.gradients.conclude(self._left, hit)
-        if self._left and self._stepper.torn:
-            raise RuntimeError("steps taken in place have not come true: clipping or the loss scale were changed in mid-step")
-
-    def expect_step(self, unit: Unit, early: bool) -> None:
-        if early or unit in self._left:
-            self._stepper.expect(unit, self.scheduled_chunks_of(unit), "early" if early else self._share)
-
-    def step_unit(self, unit: Unit) -> Ticket | None:
-        """Issue what is due of a unit: read state, CPU Adam, write state and parameters."""
-        if unit not in self._left or self._due is None:
-            return None
-        with self.condition.torn_if_interrupted():  # the unit's step is neither taken nor due
-            ticket = self._stepper.step(unit, self.scheduled_chunks_of(unit), self._due, self._share)
-            del self._left[unit]
-        return ticket
-
-    def step_ahead(self, unit: Unit) -> Ticket | None:
-        """Issue what is due of a unit in the step that made it; the next forward waits for `stepped_ahead`."""
-        with self.condition.torn_if_interrupted():  # nobody would wait for it
-            if ticket := self.step_unit(unit):
-                self._ahead[unit] = ticket
-        return ticket
-
-    def stepped_ahead(self, unit: Unit) -> Ticket | None:
-        return self._ahead.pop(unit, None)
-
     def step(self, closure: Any = None) -> None:  # override
         """Conclude the step that the schedule opened; the engine calls this where stock would take the whole step."""
-        if not self.counts:
+        if not self.driver.phase.counts:
             raise RuntimeError("optimizer.step() outside a schedule: call engine.train_batch(data_iter)")
-        self.counts = self._tried = False
+        self.driver.transition(StepPhase.IDLE)
         zero_optimizer.close_step(self)
 
     # ---- outside the schedule
 
-    @contextlib.contextmanager
-    def schedule_running(self) -> Iterator[None]:
-        """Within the block the schedule fetches parameters, and knows what is due: no flush. Raises as `check_whole`."""
-        self.check_whole()
-        with self.inside():
-            try:
-                yield
-            except BaseException as error:
-                if self._stepper.torn or isinstance(error, ChecksumError):
-                    self.condition.tear(error)
-                if self.failure is not None:
-                    self.condition.tell(error)
-                elif isinstance(error, (OSError, StorageError)):
-                    error.add_note(WHOLE)
-                raise
-
-    @contextlib.contextmanager
-    def agreed(self, what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """As `ranks.all_or_none`. After another rank's failure nothing is done with it that it may not be there for."""
-        self._apart = ranks.world_size() > 1
-        with ranks.all_or_none(what, then):
-            yield
-        self._apart = False
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What kept a step from being completed: a transfer or computation of state or of new parameters."""
-        return self.condition.failure or self._pipeline.error or self._updates.error
-
-    def check_whole(self) -> None:
-        """Raise where a step failed in part: what failed, if nobody has been told, else TornStateError."""
-        if failure := self.failure:
-            self.condition.refuse(failure)
-
-    def abandon(self) -> None:
-        """After an error in a schedule: complete what is in flight and let early steps not have been (in place, they have torn
-        the state), unless the norm has made them count: the rest of that step is due. What failed beside the current state is
-        forgotten with the early steps. Raises nothing; twice is harmless."""
-        self._pipeline.wait_idle()
-        if error := self.gradients.abandon(self._left):
-            self.condition.tear(error)
-        if self._hit and self.failure is None:
-            self.conclude_early()
-        else:
-            self._stepper.discard()
-            self._pipeline.recover()
-        self._ahead.clear()  # complete, or torn
-        self._tried = self._hit = False
-
     def flush(self) -> None:
         """Take what is left of the last step and bring all state to where it rests. Every use of the weights, gradients
         or state outside a schedule calls this first."""
-        if self._inside and self.calls.is_mine:
+        if self.live.num_inside and self.calls.is_mine:
             return
+        driver, backlog = self.driver, self.driver.backlog
         with self.calls.joined("flush"):
-            if self._settled:
-                self.check_whole()
+            if backlog.settled:
+                self.live.check_whole()
                 return
             self.calls.leaves(FLUSHED)
             with contextlib.ExitStack() as finally_:
                 finally_.callback(self.gather_persistent, settled=True)  # all ranks are in it, whatever has failed on this one
-                with self.schedule_running():
-                    for unit in tuple(self._left):
-                        if ticket := self.step_ahead(unit):  # the next forward waits for it where an interrupt ends this wait
+                with self.live.schedule_running():
+                    for unit in backlog.due:
+                        if ticket := driver.step_ahead(unit):  # the next forward waits for it where an interrupt ends this wait
                             ticket.wait()
                         self._updates.close_updates()
-                    self._complete()
-            self._ahead.clear()
-            self._settled = True
+                    self.stepper.complete()
+            backlog.ahead.clear()
+            backlog.settled = True
 
     def flush_state(self) -> None:
         """`flush`, and all optimizer state in the files in which DeepSpeed looks for it."""
         self.flush()
-        if not self._inside:
-            self._stepper.gather_state()
+        if not self.live.num_inside:
+            self.stepper.gather_state()
 
     def close(self) -> None:
         """`flush_state`, then end the pipeline's thread and give its memory back; harmless when called twice."""
-        if not hasattr(self, "_pipeline"):
+        if not hasattr(self, "pipeline"):
             return
         try:
-            if self.failure is None and not self._apart:
+            if self.live.failure is None and not self.live.apart:
                 self.flush_state()
         finally:
-            self._pipeline.close()
+            self.pipeline.close()
             self.gradients.close()
-            self._destroy_kernel()
-            self._destroy_kernel = lambda: None
-            while self._slots:
-                pinned_memory.unlock_host_bytes(self._slots.pop())
+            self.kernel.close()
+            while self.slots:
+                pinned_memory.unlock_host_bytes(self.slots.pop())
+
+
+def _own_kernel(adam: DeepSpeedCPUAdam) -> CpuAdam:
+    """CPU Adam outside the interpreter lock, with the settings of DeepSpeed's optimizer object."""
+    module, kernel_id = load.free_adam(), _KERNEL_IDS + adam.opt_id
+    group = adam.defaults
+    rates = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    module.create_adam(kernel_id, *rates, adam.adam_w_mode, False)
+    return CpuAdam(module, kernel_id, group["betas"])

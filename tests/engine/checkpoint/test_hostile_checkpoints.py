@@ -159,12 +159,12 @@ def cases() -> dict[str, tuple[Change, str]]:
 def refused(engine: Any, model: Any, folder: Path, tag: str | None, said: str) -> None:
     """The load is refused with these words, and weights, masters and moments have the bits that they had."""
     before, steps = contents(engine, model), engine.global_steps
-    rates, powers = [group["lr"] for group in engine.optimizer.optimizer.param_groups], engine.optimizer.powers
+    rates, powers = [group["lr"] for group in engine.optimizer.optimizer.param_groups], engine.optimizer.driver.powers
     random = torch.get_rng_state()
     with pytest.raises(CheckpointError, match=said):
         engine.load_checkpoint(str(folder), tag=tag)
     assert differing(before, contents(engine, model)) == [], tag
-    assert engine.global_steps == steps and engine.optimizer.powers == powers
+    assert engine.global_steps == steps and engine.optimizer.driver.powers == powers
     assert [group["lr"] for group in engine.optimizer.optimizer.param_groups] == rates
     assert torch.equal(torch.get_rng_state(), random)
 

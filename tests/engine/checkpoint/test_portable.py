@@ -86,7 +86,7 @@ def assert_stock_goes_on(tmp_path: Path, dtype: str, num_steps: int, **options: 
     train(engine, more)
     uninterrupted = contents(engine, model)
     engine.load_checkpoint(own)
-    engine.optimizer.powers = Powers.made_with(BETAS)  # as in a new process of stock's
+    engine.optimizer.driver.powers = Powers.made_with(BETAS)  # as in a new process of stock's
     losses, expected, ends = train(engine, more), contents(engine, model), saved_counters(engine)
     dispose(engine)
 
@@ -190,7 +190,7 @@ def test_a_due_step_that_cannot_be_taken_fails_the_save_and_tears_the_state(tmp_
     made["vertical_schedule"] |= {"optimizer_delay": 1.0}
     with running(made, partial(MixerModel, 4, 512), vertical=True) as (engine, _):
         engine.train_batch(iter(token_batches(1, 2)[0]))
-        assert engine.optimizer.due
+        assert engine.optimizer.driver.backlog.due
         failing_worker.cut_state(engine)
         with pytest.raises(DiskError, match="the file ends at byte"):
             engine.save_checkpoint(str(tmp_path / "saved"), portable=True)

@@ -195,7 +195,7 @@ def test_a_save_shares_files_and_reads_no_state(tmp_path: Path) -> None:
         frozen = {path.stat().st_ino for path in shared}
         train(engine, range(2, 5))
         engine.optimizer.flush_state()
-        chunks = engine.optimizer._stepper.chunks
+        chunks = engine.optimizer.stepper.chunks
         live = {path for chunk in chunks if chunk.files for generation in chunk.files for path in generation}
         live |= {Path(path) for shard in engine.param_store.shards() for path in shard.paths}
         assert not frozen & {path.stat().st_ino for path in live}
