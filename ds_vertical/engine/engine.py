@@ -43,7 +43,7 @@ from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.model.state.restart import until_known
 from ds_vertical.offload.activation_store import ActivationStore
-from ds_vertical.offload.grad_accumulator import GradientStore
+from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.offload.param_store import ParamStore
 from ds_vertical.offload.tensor_swapper import AwayTier, HostMemory, TensorSwapper
 from ds_vertical.planner.activation_policy import spread
@@ -126,9 +126,7 @@ class VerticalEngine(SavingEngine):
         return GradientStore(
             in_chunk_order(self.layers, self.optimizer),
             self.optimizer.gradient_accumulation_dtype,
-            zero_params.full_numel,
-            partial(zero_optimizer.rounding_dtype, self.optimizer),
-            self.optimizer.steps,
+            ParamFacts(zero_params.full_numel, partial(zero_optimizer.rounding_dtype, self.optimizer), self.optimizer.steps),
             self.optimizer.gradients.drop,
             accelerator.device_name(),
             pairs=accelerator.is_one_memory() and self.vertical.order == "vertical",  # otherwise layers take turns

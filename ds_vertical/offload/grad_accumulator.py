@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,11 +19,42 @@ _PIECE = 1 << 19  # elements that are added to at a time, or more: in fp32 as mu
 _GRAIN = 1 << 15  # of which torch gives each thread this many at least
 
 
+@dataclass(frozen=True)
+class ParamFacts:
+    """What the sums need to know of a parameter, which may be partitioned while it is asked.
+
+    `numel`: its elements, all ranks' together; `rounding`: the dtype that stock would communicate its gradient in; `steps`:
+    whether the optimizer has it.
+    """
+
+    numel: Callable[[nn.Parameter], int]
+    rounding: Callable[[nn.Parameter], torch.dtype]
+    steps: Callable[[nn.Parameter], bool] = lambda _: True
+
+
+@dataclass(frozen=True)
+class UnitSums:
+    """A unit's sums under way: `totals`, flat, one per trainable parameter, one after the other from the start of `flat`;
+    `touched`: whether anything has been added to each, whose content is undefined before."""
+
+    flat: torch.Tensor
+    totals: list[torch.Tensor]
+    touched: list[bool]
+
+    def add(self, *by_micro_batch: Gradients) -> None:
+        """Add the gradients of micro-batches, one after the other."""
+        for index, (total, *contributions) in enumerate(zip(self.totals, *by_micro_batch, strict=True)):
+            grads = [grad for grad in contributions if grad is not None]
+            for piece, *parts in _pieces(total, grads):
+                _accumulate(piece, parts, self.touched[index])
+            self.touched[index] = self.touched[index] or bool(grads)
+
+
 class GradientStore:
     """Sums of `param.grad` per unit, in the gradient accumulation dtype, on `device`.
 
-    `steps` tells the parameters that the optimizer has; gradients of the others are thrown away. `begin` hears of a unit
-    whose next sums are about to be made: what others hold of its last ones is wanted no longer.
+    Gradients of parameters that the optimizer does not have are thrown away. The store calls `begin` with a unit whose next
+    sums are about to be made: nobody needs what is held of its last ones any longer.
 
     The first contribution is copied and later ones are added in the order of the `add` calls, each after rounding to the
     dtype that stock would communicate it in: the bits of stock's accumulation.
@@ -38,25 +70,20 @@ class GradientStore:
         self,
         units: Mapping[Unit, Sequence[nn.Parameter]],
         dtype: torch.dtype,
-        numel: Callable[[nn.Parameter], int],
-        rounding: Callable[[nn.Parameter], torch.dtype],
-        steps: Callable[[nn.Parameter], bool] = lambda _: True,
+        facts: ParamFacts,
         begin: Callable[[Unit], None] = lambda _: None,
         device: str = "cpu",
         pairs: bool = False,
     ) -> None:
         trainable = {unit: [p for p in params if p.requires_grad] for unit, params in units.items()}
-        self._units = {unit: [p for p in params if steps(p)] for unit, params in trainable.items()}
+        self._units = {unit: [p for p in params if facts.steps(p)] for unit, params in trainable.items()}
         # gradients of parameters that the optimizer does not have: made by autograd, wanted by nobody
-        self._unwanted = {unit: [p for p in params if not steps(p)] for unit, params in trainable.items()}
-        self._numel = numel
-        self._rounding = rounding
+        self._unwanted = {unit: [p for p in params if not facts.steps(p)] for unit, params in trainable.items()}
+        self._facts = facts
         self._begin = begin
         self._on_host = torch.device(device).type == "cpu"
         self._pairs = pairs
-        self._flat: dict[Unit, torch.Tensor] = {}
-        self._sums: dict[Unit, list[torch.Tensor]] = {}
-        self._touched: dict[Unit, list[bool]] = {}
+        self._sums: dict[Unit, UnitSums] = {}
         self._waiting: tuple[Unit, Gradients] | None = None
         self.reserve = Reserve(lambda numel: torch.empty(numel, dtype=dtype, device=device))
 
@@ -64,7 +91,9 @@ class GradientStore:
     def num_bytes(self) -> int:
         """Bytes of the sums under way, and of the gradients that wait for the next ones."""
         waiting = [grad for grad in self._waiting[1] if grad is not None] if self._waiting else []
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self._flat.values(), *waiting))
+        return sum(
+            tensor.numel() * tensor.element_size() for tensor in (*(sums.flat for sums in self._sums.values()), *waiting)
+        )
 
     def params(self, unit: Unit) -> list[nn.Parameter]:
         """The unit's trainable parameters, in the order of `take`'s sums."""
@@ -105,40 +134,21 @@ class GradientStore:
             return
         if unit not in self._sums:
             self._open(unit)
-        grads = [self._taken(param) for param in params]
+        grads = [_take(param, self._facts.rounding) for param in params]
         if self._waiting is not None and self._waiting[0] == unit:
             (_, earlier), self._waiting = self._waiting, None
-            self._sum(unit, earlier, grads)
+            self._sums[unit].add(earlier, grads)
         elif self._pairs and unit != "pre" and all(grad is None or is_alone(grad) for grad in grads):
             self._settle()
             self._waiting = unit, grads
         else:
-            self._sum(unit, grads)
-
-    def _taken(self, param: nn.Parameter) -> torch.Tensor | None:
-        """The parameter's gradient, rounded as stock does, cleared there."""
-        if param.grad is None:
-            return None
-        grad, rounding = param.grad.detach(), self._rounding(param)
-        param.grad = None
-        if rounding != grad.dtype and torch.finfo(rounding).bits <= torch.finfo(grad.dtype).bits:
-            grad = grad.to(rounding)
-        return grad
+            self._sums[unit].add(grads)
 
     def _settle(self) -> None:
         """Sum what waits."""
         if self._waiting is not None:
             (unit, grads), self._waiting = self._waiting, None
-            self._sum(unit, grads)
-
-    def _sum(self, unit: Unit, *by_micro_batch: Gradients) -> None:
-        """Add the gradients of micro-batches, one after the other."""
-        sums, touched = self._sums[unit], self._touched[unit]
-        for index, (total, *contributions) in enumerate(zip(sums, *by_micro_batch, strict=True)):
-            grads = [grad for grad in contributions if grad is not None]
-            for piece, *parts in _pieces(total, grads):
-                _accumulate(piece, parts, touched[index])
-            touched[index] = touched[index] or bool(grads)
+            self._sums[unit].add(grads)
 
     def take(self, unit: Unit) -> list[torch.Tensor]:
         """The unit's sums, flat, one per trainable parameter; zeros where no micro-batch contributed."""
@@ -146,29 +156,28 @@ class GradientStore:
             self._settle()
         if unit not in self._sums:
             self._open(unit)
-        for total, touched in zip(self._sums[unit], self._touched[unit], strict=True):
+        sums = self._sums[unit]
+        for total, touched in zip(sums.totals, sums.touched, strict=True):
             if not touched:
                 total.zero_()
-        return self._sums[unit]
+        return sums.totals
 
     def flat(self, unit: Unit) -> torch.Tensor:
         """The memory of the unit's sums, which lie in it one after the other from its start."""
-        return self._flat[unit]
+        return self._sums[unit].flat
 
     def drop(self, unit: Unit) -> None:
         """Give the unit's memory back for the next one."""
-        flat = self._flat.get(unit)
+        sums = self._sums.get(unit)
         self.give_away(unit)
-        if flat is not None:
-            self.reserve.put_back(flat)
+        if sums is not None:
+            self.reserve.put_back(sums.flat)
 
     def give_away(self, unit: Unit) -> None:
         """Forget the unit's sums: their memory belongs to somebody else now, who may put it back into `reserve`."""
         if self._waiting is not None and self._waiting[0] == unit:
             self._waiting = None
-        self._flat.pop(unit, None)
         self._sums.pop(unit, None)
-        self._touched.pop(unit, None)
 
     def free(self) -> None:
         """The step's last gradient has left: give up the memory kept for further units, where the next forward wants it.
@@ -179,10 +188,8 @@ class GradientStore:
     def drop_all(self) -> None:
         """Forget all sums and gradients, after an error."""
         self._waiting = None
-        for unit in list(self._flat):
+        for unit in list(self._sums):
             self.drop(unit)
-        self._sums.clear()  # of a unit that an interrupt has given away in part
-        self._touched.clear()
         self.free()
         for params in self._units.values():
             for param in params:
@@ -190,12 +197,22 @@ class GradientStore:
 
     def _open(self, unit: Unit) -> None:
         params = self._units[unit]
-        sizes = [self._numel(param) for param in params]
+        sizes = [self._facts.numel(param) for param in params]
         self._begin(unit)
         flat = self.reserve.take(sum(sizes))
-        self._flat[unit] = flat
-        self._sums[unit] = list(flat.narrow(0, 0, sum(sizes)).split(sizes)) if sizes else []
-        self._touched[unit] = [False] * len(params)
+        totals = list(flat.narrow(0, 0, sum(sizes)).split(sizes)) if sizes else []
+        self._sums[unit] = UnitSums(flat, totals, [False] * len(params))
+
+
+def _take(param: nn.Parameter, rounding: Callable[[nn.Parameter], torch.dtype]) -> torch.Tensor | None:
+    """The parameter's gradient, rounded as stock does, cleared there."""
+    if param.grad is None:
+        return None
+    grad, dtype = param.grad.detach(), rounding(param)
+    param.grad = None
+    if dtype != grad.dtype and torch.finfo(dtype).bits <= torch.finfo(grad.dtype).bits:
+        grad = grad.to(dtype)
+    return grad
 
 
 def _pieces(total: torch.Tensor, grads: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_vertical.offload import grad_accumulator
-from ds_vertical.offload.grad_accumulator import GradientStore
+from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.events import Unit
 
 LARGE = 2 * grad_accumulator._PIECE + 77
@@ -19,7 +19,7 @@ LARGE = 2 * grad_accumulator._PIECE + 77
 def new_store(
     units: dict[Unit, list[nn.Parameter]], dtype: torch.dtype = torch.float32, rounding: torch.dtype | None = None
 ) -> GradientStore:
-    return GradientStore(units, dtype, nn.Parameter.numel, lambda param: rounding or param.dtype, pairs=True)
+    return GradientStore(units, dtype, ParamFacts(nn.Parameter.numel, lambda param: rounding or param.dtype), pairs=True)
 
 
 def new_params(*sizes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
@@ -170,7 +170,7 @@ def test_what_autograd_makes_itself_does_wait() -> None:
 
 def test_without_pairs_no_gradient_waits() -> None:
     params = new_params((1000,))
-    store = GradientStore({0: params}, torch.float32, nn.Parameter.numel, lambda param: param.dtype)
+    store = GradientStore({0: params}, torch.float32, ParamFacts(nn.Parameter.numel, lambda param: param.dtype))
     set_gradients(params, 0)
     store.add(0)
     assert store.num_bytes == 1000 * 4

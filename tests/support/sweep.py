@@ -39,7 +39,7 @@ from ds_vertical.model.layers import check_trainable, map_layers
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.model.state.restart import until_known
 from ds_vertical.model.thread_state import ThreadState, applied
-from ds_vertical.offload.grad_accumulator import GradientStore
+from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.passes import build_training
 
 NUM_MICRO_BATCHES = 2
@@ -86,7 +86,7 @@ def run_vertical(model: nn.Module, bodies: Sequence[Callable[[], torch.Tensor]])
     state = ForwardState(model, layers, lambda: 0)
 
     def step() -> list[torch.Tensor]:
-        sums = GradientStore(layers.units, torch.float32, numel, dtype, pairs=True)
+        sums = GradientStore(layers.units, torch.float32, ParamFacts(numel, dtype), pairs=True)
         sweeps = ScheduleRunner(layers, params, overlap=True, state=state)
         return sweeps.train(schedule, runs, sums, optimizer, lambda loss: loss / len(runs))
 

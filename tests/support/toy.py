@@ -13,7 +13,7 @@ from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap, map_layers
 from ds_vertical.model.thread_state import ThreadState, applied
-from ds_vertical.offload.grad_accumulator import GradientStore
+from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.events import Event, Op, Schedule, Unit
 from ds_vertical.schedule.executor import Handler
 
@@ -181,7 +181,10 @@ class ToyTraining:
         self.params = MemoryParams(self.layers)
         self.optimizer = MemoryOptimizer(self.params, early)
         self.gradients = GradientStore(
-            self.layers.units, torch.float32, lambda p: self.params.home[id(p)].numel(), lambda p: p.dtype, pairs=True
+            self.layers.units,
+            torch.float32,
+            ParamFacts(lambda p: self.params.home[id(p)].numel(), lambda p: p.dtype),
+            pairs=True,
         )
         self.sweeps = ScheduleRunner(self.layers, self.params, overlap=overlap)
 

@@ -22,7 +22,7 @@ from torch import nn
 from ds_vertical.io.host import keep_freed_memory
 from ds_vertical.model.hf import build_model, read_fields
 from ds_vertical.model.layers import LayerMap, map_layers
-from ds_vertical.offload.grad_accumulator import GradientStore
+from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 
 _CALLS = 4  # of a layer in a row, of which the first two are left out: gradients are summed in pairs
 _LEAST_S = 3.0  # of measuring a piece: on a shared machine a burst of others' work is shorter than half of it
@@ -70,9 +70,9 @@ class BlockTimer:
         self.network: nn.Module = build_model(str(model), read_fields(model), _shorten).to(device=device, dtype=dtype)
         self.layers: LayerMap = map_layers(self.network, None)
         self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
-        numel, rounding = nn.Parameter.numel, lambda param: param.dtype
+        facts = ParamFacts(nn.Parameter.numel, lambda param: param.dtype)
         self.on_host = device == "cpu"
-        self.sums = GradientStore(self.layers.units, torch.float32, numel, rounding, device=device, pairs=self.on_host)
+        self.sums = GradientStore(self.layers.units, torch.float32, facts, device=device, pairs=self.on_host)
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     @cached_property

@@ -33,7 +33,7 @@ from ds_vertical.cli.bench.ssd_bench import median_s
 from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import map_layers
-from ds_vertical.offload.grad_accumulator import GradientStore
+from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.events import Op, Unit
 from ds_vertical.schedule.passes import build_training
 
@@ -193,7 +193,8 @@ def event_s(rounds: int) -> float:
     """Seconds per event of computation (F, HEAD, B), 0 or more: the median of `rounds`."""
     model, memory = _Model(), _Memory()
     layers = map_layers(model, ["blocks"])
-    sums = GradientStore(layers.units, torch.float32, nn.Parameter.numel, lambda param: param.dtype, pairs=True)
+    facts = ParamFacts(nn.Parameter.numel, lambda param: param.dtype)
+    sums = GradientStore(layers.units, torch.float32, facts, pairs=True)
     sweeps = ScheduleRunner(layers, memory, overlap=True)
     schedule = build_training(_LAYERS, _MICRO_BATCHES)
     runs: list[Callable[[], Any]] = [partial(model, torch.ones(1)) for _ in range(_MICRO_BATCHES)]
