@@ -8,6 +8,7 @@ from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -16,6 +17,7 @@ import torch._dynamo
 from deepspeed import comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled  # noqa: F401 - used by others
 from deepspeed.runtime.zero import stage3
+from torch.utils.hooks import RemovableHandle
 
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.interrupts import Changed
@@ -28,10 +30,42 @@ def stock_initialize(**kwargs: Any) -> tuple[Any, Any, Any, Any]:
     return deepspeed.initialize(**kwargs)
 
 
+def model_of(engine: DeepSpeedEngine) -> torch.nn.Module:
+    """The user's model, as the engine holds it now."""
+    module: Any = engine.module
+    return module
+
+
+def conclude_step(engine: DeepSpeedEngine) -> None:
+    """Do what DeepSpeed's own `step` does at the boundary of gradient accumulation: optimizer, scheduler, counters, monitor,
+    printing. `engine` itself may override `step`."""
+    engine.set_gradient_accumulation_boundary(True)
+    try:
+        DeepSpeedEngine.step(engine)
+    finally:
+        forget_boundary(engine)
+
+
 def forget_boundary(engine: Any) -> None:
     """Let the engine find the gradient accumulation boundary itself again."""
     engine._is_gradient_accumulation_boundary = None
     engine.optimizer.set_gradient_accumulation_boundary(True)
+
+
+@dataclass(frozen=True)
+class ModuleHooks:
+    """Handles of the hooks that DeepSpeed has put on the model's modules. `others`: None where there is no such hook."""
+
+    forward: tuple[RemovableHandle, ...]
+    backward: tuple[RemovableHandle, ...]
+    others: tuple[RemovableHandle | None, ...]
+
+
+def module_hooks(engine: Any) -> ModuleHooks:
+    """Those of ZeRO stage 3, and the engine's own two around the whole model."""
+    offload = engine.optimizer.parameter_offload
+    others = offload.fwd_pre_hook, engine.module_forward_pre_hook, engine.module_forward_post_hook
+    return ModuleHooks(tuple(offload.forward_hooks), tuple(offload.backward_hooks), others)
 
 
 @contextlib.contextmanager

@@ -20,12 +20,13 @@ from ds_vertical.config.resolve import Resolved, explain, resolve
 from ds_vertical.config.section import load_section
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import disk_check, machine_cache
+from ds_vertical.engine.assembly import HostBudget
 from ds_vertical.engine.autotune import choose_gradient_tier, choose_timing
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, host_room
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.signals import leave_on_sigterm
-from ds_vertical.engine.train_loop import Loop, StockLoop
+from ds_vertical.engine.train_loop import StockLoop, TrainLoop
 from ds_vertical.engine.zero3.chunks import check_optimizer
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import preflight
@@ -212,12 +213,13 @@ def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: A
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")
     kept_bytes = backward_bytes(forecast.shape, forecast.settings) if accelerator.is_one_memory() else 0
-    made_of = dict(vertical=resolved, layers=layers, folder=run_folder(prepared), budget=(host_bytes, kept_bytes, left))
-    with compat_engine.substituted_engine(partial(VerticalEngine, **made_of)):
+    budget = HostBudget(host_bytes, kept_bytes, left)
+    factory = partial(VerticalEngine, vertical=resolved, layers=layers, folder=run_folder(prepared), budget=budget)
+    with compat_engine.substituted_engine(factory):
         return compat_engine.stock_initialize(config=prepared, **kwargs)
 
 
-def _bind(engine: Any, loop: Loop) -> None:
+def _bind(engine: Any, loop: TrainLoop) -> None:
     """Give a plain engine the two calls; the loop holds the engine, as a bound method would."""
     engine.train_batch = MethodType(lambda _, data_iter=None, loss_fn=None: loop.train_batch(data_iter, loss_fn), engine)
     engine.eval_batch = MethodType(lambda _, data_iter, loss_fn=None: loop.eval_batch(data_iter, loss_fn), engine)

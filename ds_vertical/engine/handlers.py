@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,8 @@ from ds_vertical.offload.grad_accumulator import GradientStore
 from ds_vertical.schedule.events import EARLY, Event, Op, Schedule, Unit
 from ds_vertical.schedule.executor import Executor, Handler
 from ds_vertical.schedule.trace import Tracer
+
+LossScale = Callable[[torch.Tensor], torch.Tensor]  # of a micro-batch's loss what its backward starts from; both 0-d
 
 
 class Params(Protocol):
@@ -94,32 +96,40 @@ class Body:
     functions: tuple[Any, ...] = ()
 
 
-class ScheduleRunner:
-    """Runs schedules over one model: holds what every pass shares. `others`: the ranks of the run, None where there is one.
-    `leave` is asked behind each layer, ahead of the norm: where it says yes (on all ranks) the pass ends there, in StepLeft.
-    `state`: what the modules hold that belongs to one forward; None: nothing is."""
+@dataclass(frozen=True)
+class PassParts:
+    """What the handlers of one pass over the layers work on.
 
-    def __init__(
-        self,
-        layers: LayerMap,
-        params: Params,
-        *,
-        overlap: bool,
-        tracer: Tracer | None = None,
-        activations: ActivationStore | None = None,
-        others: Others | None = None,
-        leave: Callable[[], bool] = lambda: False,
-        state: ForwardState | None = None,
-    ) -> None:
-        self.state = state
-        self.leave = leave
-        self.layers = layers
-        self.params = params
-        self.overlap = overlap
-        self.tracer = tracer
-        self.activations = activations
-        self.others = others
-        self._live: Sequence[MicroBatch] = ()  # of the pass under way, or of one that was cut
+    `leave`: see `ScheduleRunner`. `replay`: takes part in the other ranks' collectives where this rank's part of the pass
+    fails; None where there is one rank.
+    """
+
+    schedule: Schedule
+    micro_batches: Sequence[MicroBatch]
+    params: Params
+    leave: Callable[[], bool]
+    replay: CollectiveReplay | None
+
+
+@dataclass(eq=False)
+class ScheduleRunner:
+    """Runs schedules over one model: holds what every pass of one engine shares.
+
+    `params` may be replaced between two passes. `others`: the ranks of the run, None where there is one. `leave` is asked after
+    each layer, ahead of the norm: where it returns True (on all ranks) the pass ends there, in StepLeft. `state`: what the
+    modules hold that belongs to one forward; None: nothing is.
+    """
+
+    layers: LayerMap
+    params: Params
+    _: KW_ONLY
+    overlap: bool
+    tracer: Tracer | None = None
+    activations: ActivationStore | None = None
+    others: Others | None = None
+    leave: Callable[[], bool] = lambda: False
+    state: ForwardState | None = None
+    _live: Sequence[MicroBatch] = field(default=(), init=False)  # of the pass under way, or of one that was cut
 
     def train(
         self,
@@ -127,16 +137,15 @@ class ScheduleRunner:
         bodies: Sequence[Body],
         gradients: GradientStore,
         optimizer: Optimizer,
-        scale: Callable[[torch.Tensor], torch.Tensor],
+        scale: LossScale,
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=True, moved=schedule.moved)
-            company = self._company()
-            parts = gradients, optimizer, scale, self.activations
+            parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay())
             hints = schedule.coming if self.overlap else {}
-            training = _Training(schedule, micro_batches, self.params, self.leave, company, *parts, hints)
-            self._run(schedule, training.handlers(), company, gradients, optimizer, self.tracer)
+            training = _Training(parts, gradients, scale, optimizer, self.activations, hints)
+            self._run(parts, training.handlers(), gradients, optimizer, self.tracer)
         return training.losses
 
     def check(
@@ -144,33 +153,33 @@ class ScheduleRunner:
         schedule: Schedule,
         bodies: Sequence[Body],
         gradients: GradientStore,
-        scale: Callable[[torch.Tensor], torch.Tensor],
+        scale: LossScale,
         note_gradient: Callable[[int, nn.Parameter], None],
     ) -> list[torch.Tensor]:
         """Forwards and backwards of a training step, nothing else. `note_gradient` hears of each parameter of a layer that has
         its gradient, with the micro-batch's number; the sums of `pre` are left to the caller. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=True)
-            company = self._company(only_gathers=True)
-            parts = self.params, company, gradients, scale, self.layers, note_gradient
-            checking = _Checking(schedule, micro_batches, *parts)
-            self._run(schedule, checking.handlers(), company, gradients)
+            parts = PassParts(schedule, micro_batches, self.params, lambda: False, self._replay(only_gathers=True))
+            checking = _Checking(parts, gradients, scale, self.layers, note_gradient)
+            self._run(parts, checking.handlers(), gradients)
         return checking.losses
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
         with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies, training=False) as modules:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=False)
-            company = self._company()
-            evaluation = _Evaluation(schedule, micro_batches, self.params, self.leave, company)
-            self._run(schedule, evaluation.handlers(), company)
-            if company is not None:
-                company.conclude()
+            replay = self._replay()
+            parts = PassParts(schedule, micro_batches, self.params, self.leave, replay)
+            evaluation = _Evaluation(parts)
+            self._run(parts, evaluation.handlers())
+            if replay is not None:
+                replay.conclude()
         if len(bodies) == 1 and bodies[0].seed is None:
             micro_batches[0].leave_random_numbers()  # the caller's go on where this forward has left them, as in stock
         return evaluation.results
 
-    def _company(self, only_gathers: bool = False) -> CollectiveReplay | None:
+    def _replay(self, only_gathers: bool = False) -> CollectiveReplay | None:
         return None if self.others is None else CollectiveReplay(self.others, only_gathers)
 
     def _state_of(self, bodies: Sequence[Body], training: bool = True) -> contextlib.AbstractContextManager[StepState | None]:
@@ -192,7 +201,7 @@ class ScheduleRunner:
         return live
 
     def end_forwards(self) -> None:
-        """No forward outlives its pass, wherever that was cut."""
+        """Close the forwards of the last pass, wherever an interrupt has cut it: none outlives its pass."""
         with contextlib.ExitStack() as ends:
             for micro_batch in self._live:
                 ends.callback(micro_batch.close)
@@ -200,9 +209,8 @@ class ScheduleRunner:
 
     def _run(
         self,
-        schedule: Schedule,
+        parts: PassParts,
         handlers: Mapping[Op, Handler],
-        company: CollectiveReplay | None,
         gradients: GradientStore | None = None,
         optimizer: Optimizer | None = None,
         tracer: Tracer | None = None,
@@ -222,7 +230,7 @@ class ScheduleRunner:
             tracer=tracer,
         )
         try:
-            executor.run(schedule)
+            executor.run(parts.schedule)
             self._live = ()
         except BaseException as error:
             try:
@@ -230,8 +238,8 @@ class ScheduleRunner:
             except Exception as later:  # the first one is the cause
                 error.add_note(f"and while that was cleaned up: {type(later).__name__}: {later}")
             finally:
-                if company is not None and isinstance(error, Exception):
-                    company.accompany(schedule, self.overlap, error)
+                if parts.replay is not None and isinstance(error, Exception):
+                    parts.replay.accompany(parts.schedule, self.overlap, error)
             raise
 
     def _clean_up(self, gradients: GradientStore | None, optimizer: Optimizer | None) -> None:
@@ -250,19 +258,12 @@ class ScheduleRunner:
 class _Pass:
     """Handlers that training and evaluation share."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        micro_batches: Sequence[MicroBatch],
-        params: Params,
-        leave: Callable[[], bool],
-        company: CollectiveReplay | None,
-    ) -> None:
-        self.fused = schedule.fused
-        self.micro_batches = micro_batches
-        self.params = params
-        self.leave = leave
-        self.company = company
+    def __init__(self, parts: PassParts) -> None:
+        self.fused = parts.schedule.fused
+        self.micro_batches = parts.micro_batches
+        self.params = parts.params
+        self.leave = parts.leave
+        self.replay = parts.replay
 
     def handlers(self) -> dict[Op, Handler]:
         return {Op.FETCH: self.fetch, Op.RELEASE: self.release, Op.F: self.forward}
@@ -277,8 +278,8 @@ class _Pass:
     def release(self, event: Event) -> None:
         self.params.release(_unit(event))
         if self.leave():
-            if self.company is not None:
-                self.company.conclude()
+            if self.replay is not None:
+                self.replay.conclude()
             raise StepLeft
 
     def forward(self, event: Event) -> None:
@@ -290,8 +291,8 @@ class _Pass:
 
 
 class _Evaluation(_Pass):
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, parts: PassParts) -> None:
+        super().__init__(parts)
         self.results: list[Any] = [None] * len(self.micro_batches)
 
     def forward(self, event: Event) -> None:
@@ -305,20 +306,11 @@ class _Evaluation(_Pass):
 class _WithBackward(_Pass):
     """Handlers that training and the self-check share."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        micro_batches: Sequence[MicroBatch],
-        params: Params,
-        leave: Callable[[], bool],
-        company: CollectiveReplay | None,
-        gradients: GradientStore,
-        scale: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        super().__init__(schedule, micro_batches, params, leave, company)
+    def __init__(self, parts: PassParts, gradients: GradientStore, scale: LossScale) -> None:
+        super().__init__(parts)
         self.gradients = gradients
         self.scale = scale
-        self.losses: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
+        self.losses: list[torch.Tensor] = [torch.empty(0)] * len(parts.micro_batches)
 
     def head(self, event: Event) -> None:
         """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
@@ -334,18 +326,14 @@ class _WithBackward(_Pass):
 class _Training(_WithBackward):
     def __init__(
         self,
-        schedule: Schedule,
-        micro_batches: Sequence[MicroBatch],
-        params: Params,
-        leave: Callable[[], bool],
-        company: CollectiveReplay | None,
+        parts: PassParts,
         gradients: GradientStore,
+        scale: LossScale,
         optimizer: Optimizer,
-        scale: Callable[[torch.Tensor], torch.Tensor],
         activations: ActivationStore | None,
         hints: Mapping[Event, Event],
     ) -> None:
-        super().__init__(schedule, micro_batches, params, leave, company, gradients, scale)
+        super().__init__(parts, gradients, scale)
         self.hints = hints
         self.activations = activations
         self.optimizer = optimizer
@@ -410,8 +398,8 @@ class _Training(_WithBackward):
 
     def norm(self, _: Event) -> None:
         self.gradients.free()
-        if self.company is not None:
-            self.company.decided = True
+        if self.replay is not None:
+            self.replay.decided = True
         self.optimizer.open_step()
 
     def step(self, event: Event) -> Ticket | None:
@@ -434,16 +422,13 @@ class _Checking(_WithBackward):
 
     def __init__(
         self,
-        schedule: Schedule,
-        micro_batches: Sequence[MicroBatch],
-        params: Params,
-        company: CollectiveReplay | None,
+        parts: PassParts,
         gradients: GradientStore,
-        scale: Callable[[torch.Tensor], torch.Tensor],
+        scale: LossScale,
         layers: LayerMap,
         note_gradient: Callable[[int, nn.Parameter], None],
     ) -> None:
-        super().__init__(schedule, micro_batches, params, lambda: False, company, gradients, scale)
+        super().__init__(parts, gradients, scale)
         self.layers = layers
         self.note_gradient = note_gradient
 
@@ -452,8 +437,8 @@ class _Checking(_WithBackward):
         return nothing | super().handlers() | {Op.HEAD: self.head, Op.B: self.backward, Op.NORM: self.norm}
 
     def norm(self, _: Event) -> None:
-        if self.company is not None:
-            self.company.conclude()
+        if self.replay is not None:
+            self.replay.conclude()
 
     def backward(self, event: Event) -> None:
         micro_batch = self.micro_batch(event)

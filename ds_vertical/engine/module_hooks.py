@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from ds_vertical.compat.engine import DeepSpeedEngine, model_of, module_hooks
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_params import apply_to_tensors_only
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.compiled_blocks import any_compiled, graph_break, refuse_compiled_around
+from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.tensor_refs import note_alias
+
+Hook = Callable[..., Any]  # a module's, of any of torch's kinds
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -41,7 +46,7 @@ def load_joint() -> Callable[[torch.Tensor], torch.Tensor]:
     return joint
 
 
-def _joint_hook(noted: bool, breaks: bool) -> Callable[..., Any]:
+def _joint_hook(noted: bool, breaks: bool) -> Hook:
     """What stands where one of stock's backward hooks stood: see [Note: joints]. `noted`: its tensor is known as one over the
     memory of the tensor before it. `breaks`: no compiler looks into it."""
     joint = load_joint()
@@ -54,7 +59,7 @@ def _joint_hook(noted: bool, breaks: bool) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def suspended_hooks(engine: Any, *, noted: bool = False) -> Iterator[None]:
+def suspended_hooks(engine: DeepSpeedEngine, layers: LayerMap, *, noted: bool = False) -> Iterator[None]:
     """Take DeepSpeed's own module hooks off for the block; users' hooks stay, and every order is as before afterwards.
 
     [Note: joints] To hear of the backward pass, stock puts an identity node at every module's positional inputs and at its
@@ -64,41 +69,52 @@ def suspended_hooks(engine: Any, *, noted: bool = False) -> Iterator[None]:
     `noted`: what they make is told to `tensor_refs`. Where modules are compiled hooks that do nothing stay, see
     [Note: compiled blocks].
     """
-    offload = engine.optimizer.parameter_offload
-    handles: list[Any] = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
-    handles += [engine.module_forward_pre_hook, engine.module_forward_post_hook]
-    breaks = any_compiled(engine.module)
-    in_place: dict[int, Callable[..., Any]] = {}
+    stock, model = module_hooks(engine), model_of(engine)
+    breaks = any_compiled(model)
+    in_place: dict[int, Hook] = {}
     if breaks:
-        refuse_compiled_around(engine.module, engine.layers.blocks)
-        in_place |= {handle.id: graph_break for handle in list[Any]([*offload.forward_hooks, *offload.backward_hooks])}
-    in_place |= dict.fromkeys((handle.id for handle in list[Any](offload.backward_hooks)), _joint_hook(noted, breaks))
-    ids: dict[int, set[int]] = {}
-    hooks: dict[int, Any] = {}
-    for handle in handles:
-        owner: Any = handle.hooks_dict_ref() if handle is not None else None
-        if handle is not None and owner is not None:
-            hooks[id(owner)] = owner
-            ids.setdefault(id(owner), set()).add(handle.id)
-    kept = {key: list(owner.items()) for key, owner in hooks.items()}
-    as_before: dict[int, list[tuple[int, Any]]] = {}
-
-    def suspend() -> None:
-        for key, owner in hooks.items():
-            for hook_id in ids[key]:
-                if hook_id in in_place:
-                    owner[hook_id] = in_place[hook_id]
-                else:
-                    owner.pop(hook_id, None)
-
-    def put_back() -> None:
-        for key, owner in hooks.items():
-            if key not in as_before:  # an interrupt may have emptied it since
-                added = [item for item in owner.items() if item[0] not in dict(kept[key])]
-                removed = {hook_id for hook_id, _ in kept[key]} - ids[key] - set(owner)
-                as_before[key] = [(hook_id, own) for hook_id, own in kept[key] if hook_id not in removed] + added
-            owner.clear()
-            owner.update(as_before[key])
-
-    with Changed(put_back, suspend):
+        refuse_compiled_around(model, layers.blocks)
+        in_place |= {handle.id: graph_break for handle in (*stock.forward, *stock.backward)}
+    in_place |= dict.fromkeys((handle.id for handle in stock.backward), _joint_hook(noted, breaks))
+    hooks = _HooksOfModules((*stock.forward, *stock.backward, *stock.others), in_place)
+    with Changed(hooks.put_back, hooks.suspend):
         yield
+
+
+class _HooksOfModules:
+    """The tables in which torch keeps modules' hooks, as far as some of their handles are in them.
+
+    `in_place`: by the id of a handle, the hook that takes the place of its own while hooks are suspended.
+    """
+
+    def __init__(self, handles: Iterable[RemovableHandle | None], in_place: Mapping[int, Hook]) -> None:
+        self._in_place = in_place
+        self._ids: dict[int, set[int]] = {}  # of the handles, by the id of their table
+        self._tables: dict[int, MutableMapping[int, Hook]] = {}
+        for handle in handles:
+            table: MutableMapping[int, Hook] | None = handle.hooks_dict_ref() if handle is not None else None
+            if handle is not None and table is not None:
+                self._tables[id(table)] = table
+                self._ids.setdefault(id(table), set()).add(handle.id)
+        self._kept = {key: list(table.items()) for key, table in self._tables.items()}
+        self._as_before: dict[int, list[tuple[int, Hook]]] = {}
+
+    def suspend(self) -> None:
+        """Take the handles' hooks off, or replace them."""
+        for key, table in self._tables.items():
+            for hook_id in self._ids[key]:
+                if hook_id in self._in_place:
+                    table[hook_id] = self._in_place[hook_id]
+                else:
+                    table.pop(hook_id, None)
+
+    def put_back(self) -> None:
+        """Every hook in its place, but those that somebody has removed meanwhile; what was added since comes last."""
+        for key, table in self._tables.items():
+            ids, kept = self._ids[key], self._kept[key]
+            if key not in self._as_before:  # an interrupt may have emptied it since
+                added = [item for item in table.items() if item[0] not in dict(kept)]
+                removed = {hook_id for hook_id, _ in kept} - ids - set(table)
+                self._as_before[key] = [(hook_id, own) for hook_id, own in kept if hook_id not in removed] + added
+            table.clear()
+            table.update(self._as_before[key])

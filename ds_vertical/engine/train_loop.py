@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator
+from ds_vertical.compat import accelerator, swap_buffers
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import metrics
+from ds_vertical.engine.assembly import StepParts, moved_tiers
+from ds_vertical.engine.call_guard import RUNNING
 from ds_vertical.engine.handlers import Body
 from ds_vertical.engine.metrics import StepRecorder
+from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import Surveyor, model_config
+from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.interrupts import Changed
+from ds_vertical.io import host
+from ds_vertical.io.openmp_wait import WATCH
 from ds_vertical.model import batch as micro
 from ds_vertical.model.batch import LossFn
 from ds_vertical.model.layers import check_trainable, refuse_batch_flags
 from ds_vertical.model.state.module_state import global_generators_seeded
+from ds_vertical.model.state.restart import until_known
 from ds_vertical.model.thread_state import ThreadState, applied
 from ds_vertical.planner.run_record import DTYPES
+from ds_vertical.schedule.events import Schedule
+from ds_vertical.schedule.passes import build_evaluation, build_training
+from ds_vertical.schedule.trace import Tracer
 
 
-class Loop:
+class TrainLoop:
     """One arm's training loop over an engine; subclasses do the work of a step.
 
     `seed`: base of the micro-batches' random streams, None where the caller's own stream is used. `progress`: hears of every
     step.
     """
 
-    def __init__(self, engine: Any, seed: int | None, progress: Progress) -> None:
+    def __init__(self, engine: compat_engine.DeepSpeedEngine, seed: int | None, progress: Progress) -> None:
         self.engine = engine
+        self.ran: Schedule | None = None  # of the last step; a plain engine runs none
         self.seed = seed
         self.progress = progress
         self.device = torch.device(accelerator.device_name())
@@ -44,7 +55,6 @@ class Loop:
         self._surveyor: Surveyor | None = None
         self._own_data: Iterator[Any] | None = None
         self._gauged_tokens = 0
-        self._num_evaluations = 0
 
     # ---- the work, by arm
 
@@ -139,11 +149,16 @@ class Loop:
 
     def _survey(self, recorder: StepRecorder, tokens: int, gauge_s: float | None) -> None:
         """The vertical arm's account of the step, beside its record."""
-        if "ran" not in vars(self.engine) or ranks.rank() != 0:  # a plain engine runs no schedule
+        if self.ran is None or ranks.rank() != 0:
             return
         if self._surveyor is None:
             self._surveyor = Surveyor(self.engine, recorder.folder, tokens)
         self._surveyor.step(gauge_s)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether `ds-vertical ab` has asked for a record of each step; known from the first `train_batch` on."""
+        return self._recorder is not None
 
     def _metrics(self) -> StepRecorder | None:
         if not self._recorder_asked:
@@ -180,7 +195,7 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-class StockLoop(Loop):
+class StockLoop(TrainLoop):
     """Stock's own forward, backward and step, one micro-batch after the other."""
 
     def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
@@ -208,17 +223,27 @@ class StockLoop(Loop):
         return [micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn) for batch in batches]
 
 
-class VerticalLoop(Loop):
-    """The vertical arm: all micro-batches of the step at once."""
+class VerticalLoop(TrainLoop):
+    """The vertical arm: a step takes all its micro-batches, builds their schedule, runs it and concludes."""
 
-    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+    def __init__(self, parts: StepParts, check: FirstStepCheck, tracer: Tracer, progress: Progress) -> None:
+        vertical = parts.vertical
+        super().__init__(parts.engine, vertical.seed if vertical.seed_micro_batches else None, progress)
+        self._parts = parts
+        self._check = check
+        self._tracer = tracer
+        self._num_running = 0  # micro-batches of the step under way, or of the one before
+        self._num_evaluations = 0
+
+    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
+        """One step over the micro-batches. A step that does not count leaves torch's random state as it was."""
         check_trainable(self.engine.module)
         for batch in batches:
             refuse_batch_flags(batch)
         if self.engine.training_dataloader is None:
             self.engine.tput_timer.start()
         seeds = [self.seed_of(index) for index in range(len(batches))]
-        optimizer, random_state = self.engine.optimizer, torch.get_rng_state()
+        optimizer, random_state = self._parts.optimizer, torch.get_rng_state()
         num_decided = optimizer.driver.num_decided
 
         def put_back() -> None:
@@ -228,31 +253,133 @@ class VerticalLoop(Loop):
         with Changed(put_back, only_if_failed=True):
             fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
             bodies = [self._body(*each, loss_fn) for each in zip(batches, fresh, strict=True)]
-            if self._recorder is None or self.engine.vertical.self_check:  # `ab` compares the losses itself
-                self.engine.check_itself(bodies)
-            with self.engine.tracer.step():
-                losses = self.engine.train_step(bodies)
+            if not self.is_recorded or self._parts.vertical.self_check:  # `ab` compares the losses itself
+                self._check.run(bodies)
+            with self._tracer.step():
+                losses = until_known(partial(self._run_schedule, bodies), self._parts.state.forget, _log)
                 self.conclude(len(batches))
         return losses
 
-    def conclude(self, num_micro_batches: int) -> None:
-        """A step counts: so do its samples."""
-        with self.engine.optimizer.condition.torn_if_interrupted():
-            self.count_samples(num_micro_batches)
-            self.engine.conclude_step(num_micro_batches)
+    def _run_schedule(self, bodies: list[Body]) -> list[torch.Tensor]:
+        """The step up to and including the units' optimizer steps. Returns the losses."""
+        parts = self._parts
+        self._check_ready()
+        swap_buffers.rest_stock_buffers(parts.module.parameters(), parts.optimizer)
+        tiers = moved_tiers(parts.vertical, len(bodies))
+        if parts.activations is not None:
+            parts.activations.open_step(tiers)
+        schedule = self.ran = self._schedule(len(bodies), tuple(tiers))
+        noted = parts.activations is not None
+        self._num_running = len(bodies)
+        with (
+            parts.optimizer.calls.running(),
+            WATCH.watching(),
+            suspended_hooks(parts.engine, parts.layers, noted=noted),
+            torch.enable_grad(),
+            parts.optimizer.live.schedule_running(),
+        ):
+            return parts.runner.train(schedule, bodies, parts.gradients, parts.optimizer.driver, parts.mean_over(len(bodies)))
 
-    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+    def _check_ready(self) -> None:
+        """Raise, on every rank, where a step cannot begin on one."""
+        parts = self._parts
+        with parts.optimizer.live.agreed("train_batch"):
+            parts.params.check_open()
+            parts.optimizer.live.check_whole()
+            parts.gradients.refuse_strays()
+            parts.gradients.refuse_frozen({id(param): name for name, param in parts.module.named_parameters()})
+
+    def _schedule(self, num_micro_batches: int, moved: tuple[int, ...]) -> Schedule:
+        """The step's events. `moved`: micro-batches whose activations leave the device."""
+        vertical, optimizer = self._parts.vertical, self._parts.optimizer
+        return build_training(
+            self._parts.layers.num_layers,
+            num_micro_batches,
+            order=vertical.order,
+            snake=vertical.snake,
+            window=vertical.prefetch_layers,
+            delayed=optimizer.regime.leaves_steps,
+            due=frozenset(optimizer.driver.backlog.due),
+            early=optimizer.regime.early,
+            ahead=vertical.prefetch_layers > 0,
+            hold=optimizer.holding,
+            moved=moved,
+        )
+
+    def conclude(self, num_micro_batches: int) -> None:
+        """A step counts: so do its samples. What stock's `step` does at the boundary: optimizer, scheduler, counters, monitor,
+        printing."""
+        with self._parts.optimizer.condition.torn_if_interrupted():
+            self.count_samples(num_micro_batches)
+            compat_engine.conclude_step(self.engine)
+            self.engine.micro_steps += num_micro_batches - 1
+            if self._parts.budget.kept:  # not before the first step has allocated what stays
+                host.keep_freed_memory(self._parts.budget.kept)
+            rate = self._parts.optimizer.regime.hit_rate
+            if rate is not None and self.engine.global_steps % self.engine.steps_per_print() == 0:
+                _log(f"step {self.engine.global_steps}: {rate:.0%} of the steps tried early came true")
+
+    def restore(self, level: int, take_back: Callable[[], None]) -> None:
+        """Put in order what a call of the engine has left that ended by an error or an interrupt, cut anywhere; where that is
+        cut, again. A step that counts is concluded. `level`, `take_back`: see `Calls`."""
+        parts = self._parts
+        if level == RUNNING:
+            if parts.activations is not None:
+                parts.activations.abandon()  # before the forwards end: see there
+            parts.runner.end_forwards()
+            take_back()
+            parts.optimizer.driver.abandon()  # before the release: steps write into buffers handed over
+        parts.params.release_all()
+        if level == RUNNING:
+            parts.gradients.drop_all()
+            if parts.optimizer.driver.phase.counts and parts.optimizer.live.failure is None:
+                self.conclude(self._num_running)
+
+    # ---- without training
+
+    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
+        """Losses of the micro-batches without training."""
         seeds = self._evaluation_seeds(len(batches))
-        return self.engine.evaluate([self._body(*each, loss_fn) for each in zip(batches, seeds, strict=True)])
+        return self._results([self._body(*each, loss_fn) for each in zip(batches, seeds, strict=True)])
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's outputs for one call, without training."""
+        return self._results([Body(partial(self._call_module, *inputs, **kwargs), None, micro.form_of((inputs, kwargs)))])[0]
+
+    def _results(self, bodies: list[Body]) -> list[Any]:
+        """Run forwards without training, layer-major or, with "horizontal", one after the other; returns what each returned."""
+        with ranks.collective_section("evaluate"):
+            return self._run_evaluation(bodies)
+
+    def _run_evaluation(self, bodies: list[Body]) -> list[Any]:
+        parts = self._parts
+        in_turn = parts.vertical.order == "horizontal"
+        with parts.optimizer.live.agreed("evaluation"):
+            parts.optimizer.flush()
+        with (
+            parts.optimizer.calls.running(),
+            WATCH.watching(),
+            suspended_hooks(parts.engine, parts.layers),
+            parts.optimizer.live.schedule_running(),
+        ):
+            together = [[each] for each in bodies] if in_turn else [bodies]
+            return [result for some in together for result in self._evaluated(some)]
+
+    def _evaluated(self, bodies: list[Body]) -> list[Any]:
+        parts = self._parts
+        schedule = build_evaluation(parts.layers.num_layers, len(bodies), window=parts.vertical.prefetch_layers)
+        return until_known(partial(parts.runner.evaluate, schedule, bodies), parts.state.forget)
 
     def _evaluation_seeds(self, num_micro_batches: int) -> Sequence[int | None]:
         """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
         What the caller draws afterwards is what it would have drawn."""
-        if num_micro_batches == 1 or self.engine.vertical.order == "horizontal":
+        if num_micro_batches == 1 or self._parts.vertical.order == "horizontal":
             return [None] * num_micro_batches
         self._num_evaluations += 1
         base, rank = torch.initial_seed(), ranks.rank()
         return [micro.stream_seed(base, -self._num_evaluations, index, rank) for index in range(num_micro_batches)]
+
+    # ---- one micro-batch
 
     def _body(self, batch: Any, seed: int | None, loss_fn: LossFn | None) -> Body:
         functions = () if loss_fn is None else (loss_fn,)
@@ -260,4 +387,13 @@ class VerticalLoop(Loop):
 
     def _loss(self, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
         inputs = compat_engine.inputs_of(self.engine, batch)
-        return micro.loss_of(micro.call_model(self.engine.call_module, inputs), batch, loss_fn)
+        return micro.loss_of(micro.call_model(self._call_module, inputs), batch, loss_fn)
+
+    def _call_module(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's own forward under the JSON's torch_autocast; the loss function runs outside it, as in stock."""
+        with compat_engine.autocast_if_enabled(self.engine):
+            return self.engine.module(*inputs, **kwargs)
+
+
+def _log(line: str) -> None:
+    accelerator.log(f"ds_vertical: {line}")

@@ -27,7 +27,7 @@ from processes import status
 
 from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
-from ds_vertical.engine.engine import bytes_by_tier
+from ds_vertical.engine.assembly import bytes_by_tier
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
 from ds_vertical.planner.memory_budget import budget

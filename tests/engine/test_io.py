@@ -107,7 +107,7 @@ class OneStep:
             *before, last = token_batches(3, num_micro_batches)
             for step in before:
                 engine.train_batch(iter(step))
-            self.params = engine._sweeps.params = RecordingParams(engine._params)
+            self.params = engine._runner.params = RecordingParams(engine._params)
             complete_transfers(engine)
             read, written = read_bytes(), disk_bytes("write")
             engine.train_batch(iter(last))

@@ -14,7 +14,7 @@ from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 from harness import TwoMemories, assert_identical, base_config, run_arm, running
 from models import MixerModel, token_batches
 
-import ds_vertical.engine.engine
+import ds_vertical.engine.assembly
 from ds_vertical.compat import pinned_memory
 from ds_vertical.compat.ops import load
 from ds_vertical.errors import MemoryBudgetError
@@ -142,7 +142,7 @@ HALVES = {"device": "ssd", "share": 0.5, "host_share": 0.5}
 def test_the_same_bits_from_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     batches = token_batches(3, 4, rows=1, shortest=5)
     expected = run_arm(config_in(tmp_path), MIXER, batches, vertical=True)
-    monkeypatch.setattr(ds_vertical.engine.engine, "accelerator", TwoMemories())
+    monkeypatch.setattr(ds_vertical.engine.assembly, "accelerator", TwoMemories())
     most = 0
     put = TensorSwapper.put
 
@@ -161,7 +161,7 @@ def test_too_many_micro_batches_for_the_budget_are_refused_in_the_first_step_and
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = token_batches(2, 4, rows=1, shortest=5)
-    monkeypatch.setattr(ds_vertical.engine.engine, "accelerator", TwoMemories())
+    monkeypatch.setattr(ds_vertical.engine.assembly, "accelerator", TwoMemories())
     given = config_in(tmp_path, activations={"device": "host"})
     expected = run_arm(given, MIXER, batches, vertical=True)
     with running(given, MIXER, vertical=True) as (engine, _):

@@ -31,7 +31,7 @@ from spoilt import GOOD, INF, SPOILT, SpoilableModel, spoilt_batches
 from torch import nn
 
 from ds_vertical.compat.zero_optimizer import NormMemory
-from ds_vertical.engine.engine import bytes_by_tier
+from ds_vertical.engine.assembly import bytes_by_tier
 from ds_vertical.offload.chunking import LANE
 
 CLIP = 0.05  # far below every gradient norm here, so clipping acts on every step

@@ -44,7 +44,7 @@ def numbers_of(engine: Any) -> dict[str, Any]:
         "powers": asdict(engine.optimizer.driver.powers),
         "has_scheduler": engine.lr_scheduler is not None,
         "stream_seed": engine.stream_seed,
-        "checked_model": engine.checked_model,
+        "checked_model": engine.self_check.checked_model,
     }
 
 
@@ -62,7 +62,7 @@ def set_counters(engine: Any, numbers: Mapping[str, Any]) -> None:
         setattr(engine, name, value)
     if engine.stream_seed is not None and "vertical_schedule.seed" not in settings_of(engine):
         engine.stream_seed = numbers["stream_seed"]
-    engine.checked_model = numbers.get("checked_model")
+    engine.self_check.checked_model = numbers.get("checked_model")
 
 
 def _groups(engine: Any) -> list[dict[str, Any]]:

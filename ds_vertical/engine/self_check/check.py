@@ -43,7 +43,6 @@ from ds_vertical.model.thread_state import ThreadState, applied, preserved
 from ds_vertical.offload.grad_accumulator import GradientStore
 from ds_vertical.schedule.events import Event, Op, Schedule
 
-NUM_MICRO_BATCHES: Final = 2
 _MOST_SUSPECTS: Final = 5  # that a message names
 _RESOURCES: Final = (torch.OutOfMemoryError, MemoryError, OSError)  # what is lacking there is no difference of the orders
 _MEND: Final = "change what the model does there"

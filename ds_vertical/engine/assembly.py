@@ -1,0 +1,259 @@
+"""Assembles what a VerticalEngine is made of besides DeepSpeed's own parts, each from those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vertical.compat import accelerator, pinned_memory, swap_buffers, zero_optimizer, zero_params
+from ds_vertical.compat import engine as compat_engine
+from ds_vertical.compat.ops.load import new_disk_queue
+from ds_vertical.config.resolve import Resolved
+from ds_vertical.distributed import ranks
+from ds_vertical.engine.handlers import LossScale, ScheduleRunner
+from ds_vertical.engine.signals import Stopping
+from ds_vertical.engine.zero3.optimizer import VerticalStage3
+from ds_vertical.errors import ConfigError
+from ds_vertical.io import host
+from ds_vertical.io.aio import DiskQueue
+from ds_vertical.model.layers import LayerMap
+from ds_vertical.model.state.forward_state import ForwardState
+from ds_vertical.offload.activation_store import ActivationStore
+from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
+from ds_vertical.offload.param_store import ParamStore
+from ds_vertical.offload.tensor_swapper import AwayTier, HostMemory, TensorSwapper
+from ds_vertical.planner.activation_policy import spread
+from ds_vertical.planner.memory_budget import layer_buffers
+from ds_vertical.schedule.activations import LOOK_AHEAD
+from ds_vertical.schedule.events import Unit
+from ds_vertical.schedule.trace import RecordingTracer, Tracer
+
+
+@dataclass(frozen=True)
+class HostBudget:
+    """Bytes of this rank's host memory, as the memory check has counted them before the engine is built.
+
+    `needed`: in all, without activations. `kept`: of what one layer's backward frees, kept for the next one's. `left`: for
+    activations.
+    """
+
+    needed: int
+    kept: int
+    left: int
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What every step and evaluation of one engine works with.
+
+    `engine`: for DeepSpeed's own module, hooks and counters. `folder`: of the run, on SSD; None: the run has none.
+    """
+
+    engine: compat_engine.DeepSpeedEngine
+    vertical: Resolved
+    layers: LayerMap
+    optimizer: VerticalStage3
+    params: ParamStore
+    gradients: GradientStore
+    activations: ActivationStore | None
+    state: ForwardState
+    runner: ScheduleRunner
+    folder: Path | None
+    budget: HostBudget
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model."""
+        return compat_engine.model_of(self.engine)
+
+    def mean_over(self, num_micro_batches: int) -> LossScale:
+        """What the backward of each of so many micro-batches starts from: its share of the mean loss, times the loss scale."""
+
+        def scale(loss: torch.Tensor) -> torch.Tensor:
+            return self.optimizer.scale_if_loss(loss / num_micro_batches)
+
+        return scale
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Makes the parts of one engine, in the order of the methods. `optimizer`: DeepSpeed has set it up. `aio`: the JSON's
+    section with DeepSpeed's defaults."""
+
+    module: nn.Module
+    optimizer: VerticalStage3
+    vertical: Resolved
+    layers: LayerMap
+    tracer: Tracer
+    aio: Mapping[str, Any]
+
+    def give_memory_back(self) -> None:
+        """Return to the system what DeepSpeed's set-up no longer needs: the pages of stock's buffers, and what stock has freed
+        of the fp32 copies from which it wrote the optimizer's state."""
+        swap_buffers.rest_stock_buffers(self.module.parameters(), self.optimizer)
+        host.trim()
+
+    def open_params(self) -> ParamStore:
+        """The store of parameters with its host buffers."""
+        window = self.vertical.prefetch_layers
+        num_buffers = layer_buffers(window, self.layers.num_layers)
+        files = self.optimizer.regime.generations, self.optimizer.checksums
+        new_queue = self._new_queue
+        return ParamStore(self.layers.units, new_queue, num_buffers, self._device, new_queue(), window, *files)
+
+    def start_pipeline(self, params: ParamStore) -> None:
+        """Start the optimizer's own transfers and steps, and let every read or write of a parameter from outside the schedule
+        take what is due of the last step first."""
+        begin = partial(host.serve_device, self._device, ranks.ranks_on_these_cores())
+        self.optimizer.start_pipeline(self._new_queue, params, self.tracer, begin)
+        every = [param for members in self.layers.units.values() for param in members]
+        zero_params.guard_parameters(every, self.optimizer.flush, params.note_writing, params.note_write)
+
+    def open_gradients(self) -> GradientStore:
+        """The sums of the micro-batches' gradients."""
+        return GradientStore(
+            in_chunk_order(self.layers, self.optimizer),
+            self.optimizer.gradient_accumulation_dtype,
+            ParamFacts(zero_params.full_numel, partial(zero_optimizer.rounding_dtype, self.optimizer), self.optimizer.steps),
+            self.optimizer.gradients.drop,
+            accelerator.device_name(),
+            pairs=accelerator.is_one_memory() and self.vertical.order == "vertical",  # otherwise layers take turns
+        )
+
+    def open_activations(self, folder: Path | None, host_limit: int) -> ActivationStore | None:
+        """The store of what passes between layers, below the run's folder; None where nothing moves. `host_limit`: bytes of
+        host memory that the budget leaves for it."""
+        vertical, layers = self.vertical, self.layers
+        on_ssd = vertical.moved_shares[1] > 0
+        if not on_ssd and (not vertical.moved_shares[0] or accelerator.is_one_memory()):
+            return None
+        path = folder / "activations" / f"rank{ranks.rank()}.bin" if on_ssd and folder is not None else None
+        memory = HostMemory(pinned_memory.lock_host_bytes, pinned_memory.unlock_host_bytes)
+        most_loads = (LOOK_AHEAD + 1) * (2 if max(map(len, layers.layers)) == 1 else 3)  # inputs, blocks' inputs, gradients
+        return ActivationStore(TensorSwapper(path, self._new_queue, memory, self._device, most_loads, host_limit))
+
+    def watch_state(self) -> ForwardState:
+        """What the modules hold that belongs to one forward."""
+        optimizer, in_turn = self.optimizer, self.vertical.order == "horizontal"
+        return ForwardState(self.module, self.layers, lambda: optimizer.driver.num_decided, in_turn, self.vertical.snake)
+
+    def new_runner(
+        self, params: ParamStore, activations: ActivationStore | None, stopping: Stopping, state: ForwardState
+    ) -> ScheduleRunner:
+        """What runs schedules over the model."""
+        return ScheduleRunner(
+            self.layers,
+            params,
+            overlap=self.vertical.overlap,
+            tracer=self.tracer,
+            activations=activations,
+            others=OtherRanks(params, self.optimizer, stopping) if ranks.world_size() > 1 else None,
+            leave=stopping.vote,
+            state=state,
+        )
+
+    def describe(self, params: ParamStore) -> str:
+        """The start-up line."""
+        tiers = ", ".join(f"{tier} {count}" for tier, count in bytes_by_tier(self.layers).items())
+        return (
+            f"vertical schedule ACTIVE: order {self.vertical.order}, {self.layers.describe()}; bytes of parameters on this"
+            f" rank: {tiers}; host buffers {params.host_bytes}; {describe_activations(self.vertical)}; optimizer"
+            f" {self.optimizer.describe()}"
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(accelerator.device_name())
+
+    @property
+    def _new_queue(self) -> Callable[[], DiskQueue]:
+        return partial(new_disk_queue, self.aio, self.tracer)
+
+
+_TIERS: tuple[AwayTier, ...] = ("host", "ssd")
+
+
+def open_tracer(folder: str | None) -> Tracer:
+    """The tracer that writes to the JSON's `trace`; one that records nothing for None. Raises ConfigError."""
+    if folder is None:
+        return Tracer()
+    try:
+        return RecordingTracer(Path(folder), ranks.rank())
+    except OSError as error:
+        raise ConfigError(
+            f'vertical_schedule.trace: got "{folder}"; cannot write there ({error}); write a writable folder, or null'
+        ) from error
+
+
+def in_chunk_order(layers: LayerMap, optimizer: VerticalStage3) -> dict[Unit, list[nn.Parameter]]:
+    """Each unit's parameters, the optimizer's first and chunk by chunk."""
+    return {
+        unit: [*optimizer.in_chunk_order(unit), *(param for param in params if not optimizer.steps(param))]
+        for unit, params in layers.units.items()
+    }
+
+
+def bytes_by_tier(layers: LayerMap) -> dict[str, int]:
+    """Bytes of this rank's shards per tier, where they rest between uses."""
+    tiers = {"device": 0, "host": 0, "ssd": 0}
+    for param in (param for params in layers.units.values() for param in params):
+        tiers[zero_params.shard_tier(param)] += zero_params.shard_bytes(param)
+    return tiers
+
+
+def moved_tiers(vertical: Resolved, num_micro_batches: int) -> dict[int, AwayTier]:
+    """Where the activations of each micro-batch that moves rest; none go to host memory where that is the device's."""
+    numbers = enumerate(spread(num_micro_batches, vertical.moved_shares))
+    chosen: list[tuple[int, AwayTier]] = [(m, _TIERS[number]) for m, number in numbers if number >= 0]
+    return {m: tier for m, tier in chosen if tier == "ssd" or not accelerator.is_one_memory()}
+
+
+def describe_activations(vertical: Resolved) -> str:
+    """One phrase for the start-up line."""
+    host, ssd = vertical.moved_shares
+    shares = [f"{share:g} of the micro-batches on {tier}" for tier, share in (("host", host), ("ssd", ssd)) if share]
+    if not shares:
+        return "activations stay on the device"
+    same = " (host memory is the device's: no copy)" if host and accelerator.is_one_memory() else ""
+    return f"activations: {', '.join(shares)}{same}"
+
+
+class OtherRanks:
+    """The ranks of the run, for `CollectiveReplay`: see `collective_replay.Others`."""
+
+    def __init__(self, params: ParamStore, optimizer: VerticalStage3, stopping: Stopping) -> None:
+        self._params = params
+        self._optimizer = optimizer
+        self._stopping = stopping
+
+    @property
+    def num_gathers(self) -> int:
+        return self._params.num_gathers
+
+    @property
+    def num_reductions(self) -> int:
+        return self._optimizer.driver.num_reductions
+
+    @property
+    def num_votes(self) -> int:
+        return self._stopping.num_votes
+
+    def gather(self, unit: Unit) -> None:
+        self._params.gather_for_others(unit)
+
+    def reduce(self, unit: Unit) -> None:
+        self._optimizer.reduce_for_others(unit)
+
+    def vote(self) -> bool:
+        return self._stopping.vote()
+
+    def agree(self, error: Exception | None) -> None:
+        with self._optimizer.agreed("a pass"):
+            if error is not None:
+                raise error

@@ -1,0 +1,70 @@
+"""The self-check ahead of an engine's first step: whether it runs, and on what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from ds_vertical.compat import accelerator
+from ds_vertical.engine.assembly import StepParts
+from ds_vertical.engine.handlers import Body
+from ds_vertical.engine.module_hooks import suspended_hooks
+from ds_vertical.engine.self_check.check import SelfCheck, model_fingerprint
+from ds_vertical.io import host
+from ds_vertical.io.openmp_wait import WATCH
+from ds_vertical.schedule.passes import build_training
+
+NUM_MICRO_BATCHES: Final = 2
+
+
+class FirstStepCheck:
+    """Checks one engine once, where the JSON asks for it, or leaves it open and this model has not been checked.
+
+    `checked_model`: fingerprint of the model that was checked by this engine, or by the one whose checkpoint was loaded; None
+    where neither has checked one.
+    """
+
+    def __init__(self, parts: StepParts) -> None:
+        self.checked_model: str | None = None
+        self._parts = parts
+        self._is_done = False
+
+    def run(self, bodies: list[Body]) -> None:
+        """Before a step over these micro-batches: see `SelfCheck`. Raises SelfCheckError on every rank."""
+        vertical = self._parts.vertical
+        wanted = vertical.self_check
+        if self._is_done or wanted is False:
+            return
+        model = model_fingerprint(self._parts.module, vertical)
+        if wanted or self.checked_model != model:
+            count = min(len(bodies), NUM_MICRO_BATCHES)  # a single one has no other beside it in the steps either
+            self._compare([replace(bodies[index], seed=index) for index in range(count)])
+        self._is_done, self.checked_model = True, model
+
+    def _compare(self, bodies: list[Body]) -> None:
+        parts, vertical = self._parts, self._parts.vertical
+        order, snake, window = vertical.order, vertical.snake, vertical.prefetch_layers
+        schedule = build_training(parts.layers.num_layers, len(bodies), order=order, snake=snake, window=window)
+        with parts.optimizer.live.agreed("self_check"):
+            parts.params.check_open()
+            parts.gradients.refuse_strays()
+            parts.optimizer.flush()
+        check = SelfCheck(
+            parts.module, parts.layers, parts.runner, parts.gradients, schedule, parts.mean_over(len(bodies)), parts.folder
+        )
+        with (
+            parts.optimizer.calls.running(),
+            WATCH.watching(),
+            suspended_hooks(parts.engine, parts.layers),
+            torch.enable_grad(),
+            parts.optimizer.live.schedule_running(),
+        ):
+            line, error = check.run(bodies)
+        host.trim()  # what whole graphs took is not the steps' memory
+        parts.state.forget()
+        accelerator.log(f"ds_vertical: {line}")
+        with parts.optimizer.live.agreed("self_check"):
+            if error is not None:
+                raise error
