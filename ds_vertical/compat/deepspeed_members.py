@@ -117,14 +117,14 @@ CALLED: Final[Mapping[str, Rows]] = {
         ("_save_zero_checkpoint", "compat.stock_checkpoint", "self, save_path, tag"),
         ("_copy_recovery_script", "compat.stock_checkpoint", "self, save_path"),
         ("_get_param_fragment_func", "compat.stock_checkpoint", "self, param"),
-        ("set_gradient_accumulation_boundary", "engine.engine", "self, is_boundary"),
-        ("steps_per_print", "engine.engine", "self"),
+        ("set_gradient_accumulation_boundary", "compat.engine", "self, is_boundary"),
+        ("steps_per_print", "engine.train_loop", "self"),
         ("gradient_accumulation_steps", "engine.train_loop", "self"),
         ("train_micro_batch_size_per_gpu", "engine.train_loop", "self"),
         ("gradient_clipping", "engine.checkpoint.run_state", "self"),
         ("zero_sub_group_size", "engine.checkpoint.run_state", "self"),
     ),
-    "deepspeed.runtime.engine": (("autocast_if_enabled", "engine.engine", "engine"),),
+    "deepspeed.runtime.engine": (("autocast_if_enabled", "engine.train_loop", "engine"),),
     STAGE3: (
         ("set_gradient_accumulation_boundary", "compat.engine", "self, is_boundary"),
         ("checkpoint_event_prologue", "compat.engine", "self"),
@@ -153,7 +153,7 @@ CALLED: Final[Mapping[str, Rows]] = {
         ("_create_fp32_partitions", "compat.zero_optimizer", "self"),
         ("_create_next_swappable_fp32_groups", "compat.zero_optimizer", "self"),
         ("initialize_optimizer_states", "compat.zero_optimizer", "self"),
-        ("scale_if_loss", "engine.engine", "self, value"),
+        ("scale_if_loss", "engine.assembly", "self, value"),
     ),
     OPTIMIZER_SWAPPER: (
         ("_io_aligned_numel", "compat.zero_optimizer", "self, numel"),
@@ -197,7 +197,10 @@ CALLED: Final[Mapping[str, Rows]] = {
 
 READ: Final[Mapping[str, Rows]] = {
     ENGINE: (
-        ("compat.engine", "optimizer module _config _is_gradient_accumulation_boundary"),
+        (
+            "compat.engine",
+            "optimizer module _config _is_gradient_accumulation_boundary module_forward_pre_hook module_forward_post_hook",
+        ),
         ("compat.stock_checkpoint", "checkpoint_engine"),
         ("engine.train_loop", "training_dataloader tput_timer"),
         ("engine.progress", "monitor"),
@@ -211,8 +214,12 @@ READ: Final[Mapping[str, Rows]] = {
             " sub_group_to_group_id params_in_nvme_and_cpu trainable_param_groups offload_param grad_partitions_flat_buffer"
             " gradient_accumulation_dtype _global_grad_norm _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
         ),
+        ("compat.engine", "parameter_offload"),
         ("compat.stock_checkpoint", "fp16_groups sub_group_to_group_id fp32_partitioned_groups_flat"),
         ("engine.zero3.optimizer", "leaf_parameters swap_optimizer dtype"),
+    ),
+    "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": (
+        ("compat.engine", "forward_hooks backward_hooks fwd_pre_hook"),
     ),
     OPTIMIZER_SWAPPER: (
         ("compat.zero_optimizer", "swap_folder swap_element_size"),

@@ -205,7 +205,7 @@ class BusyMeter(Tracer):
         self.resources = tuple(resources)
         self._inner = inner
         self._spans: deque[tuple[str, float, float]] = deque(maxlen=_MOST_SPANS)  # append and popleft are atomic
-        self.wait, self.count = inner.wait, inner.count
+        self.wait, self.count, self.step = inner.wait, inner.count, inner.step
 
     def span(
         self, resource: str, name: object, start: float, end: float, num_bytes: int = 0, *, issue: float | None = None
@@ -213,9 +213,6 @@ class BusyMeter(Tracer):
         if resource in self.resources:
             self._spans.append((resource, start, end))
         self._inner.span(resource, name, start, end, num_bytes, issue=issue)
-
-    def step(self) -> contextlib.AbstractContextManager[None]:
-        return self._inner.step()
 
     def take(self, start: float, end: float) -> dict[str, float]:
         """Seconds in which each resource was busy between two times, by the spans it has heard of; these are forgotten."""

@@ -81,8 +81,8 @@ class TrainLoop:
         if recorder is not None:
             recorder.check_budget()
         batches = micro.collect(self._iterator(data_iter), self.engine.gradient_accumulation_steps(), self.device)
-        if not self.engine.module.training:
-            self.engine.module.train()
+        if not self.module.training:
+            self.module.train()
         with self.progress.step():
             losses = self._recorded(recorder, batches, loss_fn)
         loss = micro.mean_loss(losses)
@@ -95,7 +95,7 @@ class TrainLoop:
         Raises StopIteration when no micro-batch is left.
         """
         batches = micro.collect(micro.as_iterator(data_iter), self.engine.gradient_accumulation_steps(), self.device)
-        with torch.no_grad(), evaluating(self.engine.module):
+        with torch.no_grad(), evaluating(self.module):
             return micro.mean_loss(self.evaluate(batches, loss_fn))
 
     # ---- shared details
@@ -130,7 +130,7 @@ class TrainLoop:
             engine=type(self.engine).__name__,
             losses=[float(loss) for loss in losses],
             tokens=micro.count_tokens(batches),
-            tied=shares_weights(self.engine.module),
+            tied=shares_weights(self.module),
         )
         tokens = micro.count_tokens(batches[:1])
         self._survey(recorder, tokens, self._gauged(tokens))
@@ -142,7 +142,7 @@ class TrainLoop:
         if not (metrics.asked() and accelerator.is_one_memory() and ranks.world_size() == 1):
             return None
         self._gauged_tokens = self._gauged_tokens or tokens  # of the step for which `limits` measures, however long others are
-        module, sequences = self.engine.module, self.engine.train_micro_batch_size_per_gpu()
+        module, sequences = self.module, self.engine.train_micro_batch_size_per_gpu()
         dtype = DTYPES.get(str(next(module.parameters()).dtype).removeprefix("torch."))
         batch = {"tokens": self._gauged_tokens, "sequences": sequences, "dtype": dtype}
         return metrics.measure_between_steps(model_config(module) if dtype else None, batch, torch.get_num_threads())
@@ -154,6 +154,11 @@ class TrainLoop:
         if self._surveyor is None:
             self._surveyor = Surveyor(self.engine, recorder.folder, tokens)
         self._surveyor.step(gauge_s)
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model."""
+        return compat_engine.model_of(self.engine)
 
     @property
     def is_recorded(self) -> bool:
@@ -237,7 +242,7 @@ class VerticalLoop(TrainLoop):
 
     def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
         """One step over the micro-batches. A step that does not count leaves torch's random state as it was."""
-        check_trainable(self.engine.module)
+        check_trainable(self.module)
         for batch in batches:
             refuse_batch_flags(batch)
         if self.engine.training_dataloader is None:
@@ -392,7 +397,7 @@ class VerticalLoop(TrainLoop):
     def _call_module(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's own forward under the JSON's torch_autocast; the loss function runs outside it, as in stock."""
         with compat_engine.autocast_if_enabled(self.engine):
-            return self.engine.module(*inputs, **kwargs)
+            return self.module(*inputs, **kwargs)
 
 
 def _log(line: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from ds_vertical.compat import accelerator, engine
 from ds_vertical.distributed import ranks
@@ -56,7 +56,7 @@ class SavingEngine(engine.DeepSpeedEngine):
         exclude_frozen_parameters: bool = False,
         *,
         portable: bool = False,
-    ) -> bool:
+    ) -> Literal[True]:
         """Save the whole state as `<save_dir>/<tag>`; `tag`: None for `global_step<n>`. Complete or absent, whatever happens.
 
         Whatever tiers the state rests in; it may be loaded into others. `client_state`: tensors, numbers, strings and
