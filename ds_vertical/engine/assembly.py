@@ -254,6 +254,6 @@ class OtherRanks:
         return self._stopping.vote()
 
     def agree(self, error: Exception | None) -> None:
-        with self._optimizer.agreed("a pass"):
+        with self._optimizer.live.agreed("a pass"):
             if error is not None:
                 raise error
