@@ -39,6 +39,7 @@ def points(found: Sequence[report.Result]) -> dict[int, report.Result]:
 
 
 def seconds(shown: Mapping[int, report.Result], arm: str) -> dict[int, float]:
+    """By M, the seconds of an arm's step: the median of the record."""
     return {count: result.content["arms"][arm]["step_s"] for count, result in shown.items()}
 
 
@@ -143,6 +144,7 @@ def replaced(text: str, found: Sequence[report.Result]) -> str:
 
 
 def main() -> None:
+    """Prints the chart's points and the table, or writes both. Raises ValueError for records that do not fit together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="rewrite chart and table")
     write, found = parser.parse_args().write, report.results(RECORDS)

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_LINES = 25
@@ -137,7 +137,7 @@ def arms(options: argparse.Namespace, stock: Path | None = None) -> Any:
 
 
 @contextlib.contextmanager
-def scratch_folder(options: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Path]:
+def scratch_folder(options: argparse.Namespace, config: dict[str, Any]) -> Iterator[Path]:
     """A folder on the SSD, for as long as the block runs."""
     from ds_vertical.cli.bench.arms import ssd_folders
 
@@ -211,7 +211,9 @@ def _batches(options: argparse.Namespace, vocabulary: int, device: Any) -> Itera
 
     samples = Samples(vocabulary, options.tokens, bool(options.loaders))
     ahead = AHEAD if options.loaders else None
-    loader = torch.utils.data.DataLoader(samples, num_workers=options.loaders, prefetch_factor=ahead)
+    loader = torch.utils.data.DataLoader(
+        cast("torch.utils.data.Dataset[torch.Tensor]", samples), num_workers=options.loaders, prefetch_factor=ahead
+    )
     return (train.to_batch(ids.numpy(), device) for ids in loader)
 
 

@@ -27,7 +27,7 @@ import run
 
 from ds_vertical.cli.bench.arms import ssd_folders
 from ds_vertical.cli.plan.command import time_pieces
-from ds_vertical.cli.plan.deepspeed_json import write_config
+from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
 from ds_vertical.cli.plan.fake_run import read_outline
 from ds_vertical.model.hf import read_fields
 from ds_vertical.planner import memory_budget, search
@@ -58,6 +58,7 @@ class Row:
 
     @property
     def name(self) -> str:
+        """Names the row in the record and the folder of its run."""
         layers = "_16_layers" if self.dims else ""
         delay = "clip" if self.delay is None else f"a{self.delay:g}"
         sizes = f"_b{self.size}" * (self.size > 1) + f"_{self.blocks}_blocks" * (self.blocks > 1)
@@ -94,6 +95,7 @@ LITTLE = 1.3e9  # bytes of host memory in which the sweep's model does not find 
 
 @cache
 def outline_of(model: str, tokens: int, dims: tuple[str, ...], dtype: str) -> tuple[Outline, dict[str, Any]]:
+    """A shape's outline and its configuration, with `dims` ("KEY=JSON") put into that."""
     fields = read_fields(run.ROOT / "configs" / "models" / f"{model}.json")
     fields |= {key: json.loads(value) for key, _, value in (dim.partition("=") for dim in dims)}
     return read_outline(model, fields, tokens, dtype), fields
@@ -163,7 +165,8 @@ def train(row: Row, name: str, found: Candidate, outline: Outline, steps: int, o
     """Seconds of each step but the first, of a run of `row`'s model and disk as `found` would have it. Raises
     CalledProcessError."""
     clip = 1.0 if row.delay is None else 0.0
-    config = write_config(found, outline, clip=clip, nvme_path="/tmp/ds_vertical", locked=False, learning_rate=LEARNING_RATE)
+    training = TrainingOptions(clip, "/tmp/ds_vertical", locked=False, learning_rate=LEARNING_RATE)
+    config = write_config(found, outline, training)
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(config, indent=2))
@@ -218,6 +221,7 @@ def main() -> None:
 
 
 def report_machine() -> dict[str, Any]:
+    """The fields about this machine that every record has."""
     from ds_vertical.cli.bench.machine_info import describe_machine
 
     return describe_machine()

@@ -51,10 +51,12 @@ class Row:
 
     @property
     def straight(self) -> bool:
+        """Whether this is the fit of a straight line over several M."""
         return isinstance(self.micro_batches, tuple)
 
     @property
     def name(self) -> str:
+        """What --only calls the row, and the end of its record's name."""
         dtype = "" if self.dtype == "bf16" else f"_{self.dtype}"
         if self.straight:
             return ("straight" if self.tokens == 8 else f"straight_s{self.tokens}") + dtype

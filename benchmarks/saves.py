@@ -87,6 +87,7 @@ def measured(call: Any) -> dict[str, float]:
 
 
 def counted() -> dict[str, int]:
+    """Bytes that this process has read from disks and given to the kernel to write, as /proc/self/io counts them."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {name: int(fields[name]) for name in ("read_bytes", "write_bytes")}
 

@@ -57,6 +57,7 @@ def replaced(text: str) -> str:
 
 
 def main() -> None:
+    """Prints the table, or writes it into README.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write it into README.md")
     if parser.parse_args().write:

@@ -21,10 +21,12 @@ import portable  # noqa: E402
 
 
 def git(*arguments: str) -> str:
+    """What git prints; empty where it fails."""
     return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def machine() -> dict[str, object]:
+    """What the tests ran on, with the versions of torch and DeepSpeed."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     model = next(
         (
@@ -68,6 +70,7 @@ def condense(junit: Path) -> dict[str, object]:
 
 
 def main() -> int:
+    """Writes the record of a report, as the module says. Returns 0."""
     junit, result = map(Path, sys.argv[1:3])
     # the file is committed after the run: the commit it names is the one that was tested, "dirty" if there was more
     record = {

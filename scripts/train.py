@@ -136,6 +136,7 @@ class Trainer:
             log.held_out(log.num_steps, self.held_out_loss())
 
     def save_checkpoint(self) -> None:
+        """Saves into the folder that --checkpoint names."""
         self.engine.save_checkpoint(str(self.args.checkpoint))
 
     def held_out_loss(self) -> float:
@@ -155,6 +156,7 @@ class Trainer:
         return sum(mean_over_ranks(loss) for loss in losses) / num_calls
 
     def tokens_per_step(self) -> int:
+        """Of all ranks."""
         return self.engine.train_batch_size() * self.args.seq
 
     def _train_batches(self, step: int) -> Iterator[Batch]:

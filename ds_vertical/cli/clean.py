@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ds_vertical import errors
 from ds_vertical.cli.common import gib
@@ -42,11 +42,12 @@ class ListedRun:
 
     @property
     def name(self) -> str:
+        """The run's id, which is its folder's name."""
         return self.tenant.folder.name
 
     @property
     def word(self) -> str:
-        """Under which it is counted."""
+        """What the line says of the run, and under which the last line counts it: what came of its removal, else its state."""
         return self.result or self.tenant.state
 
 
@@ -176,7 +177,7 @@ def _summary(entries: list[ListedRun], counts: Counter[str], freed: int, missing
         yield f"{name}: no folder of a run has that name"
 
 
-def _described(entry: ListedRun) -> dict[str, Any]:
+def _described(entry: ListedRun) -> dict[str, object]:
     """JSON form; `since`: when the first of its owners took its lock."""
     tenant = entry.tenant
     owners = [

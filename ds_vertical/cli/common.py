@@ -1,9 +1,12 @@
-"""Amounts of bytes as users write them: `300M`, `1.5GiB`, `3e8`."""
+"""What several subcommands share: amounts of bytes as users write them (`300M`, `1.5GiB`, `3e8`), and an error in one line."""
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Any, Final
+
+JsonObject = dict[str, Any]
+"""An object of a JSON file that the user wrote, or that a command did: whoever takes a value out of it checks its type."""
 
 _DECIMAL: Final = {letter: 1000**power for power, letter in enumerate("KMGT", 1)}
 _BINARY: Final = {f"{letter}I": 1024**power for power, letter in enumerate("KMGT", 1)}
@@ -22,6 +25,7 @@ def parse_bytes(text: str) -> int:
 
 
 def first_line(error: BaseException) -> str:
+    """The error's class and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

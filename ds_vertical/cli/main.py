@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
+    """A subcommand: its line in `--help`, and the function that takes the words behind it and returns the exit status."""
+
     help: str
     module: str
     function: str

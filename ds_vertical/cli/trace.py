@@ -7,8 +7,8 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.cli.report.chrome_trace import events, to_json
 from ds_vertical.cli.report.run_folder import LIMITS, TO_TRACE, RecordedRun, open_folder, read_limits
 from ds_vertical.cli.report.timeline import Timeline, simulated
@@ -101,7 +101,7 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     return wanted
 
 
-def describe(lines: Sequence[Timeline], out: Path) -> dict[str, Any]:
+def describe(lines: Sequence[Timeline], out: Path) -> JsonObject:
     """What was written: the file, its events, and per rank and step the seconds of `trace.summarize`."""
     made = []
     for line in lines:
@@ -112,7 +112,7 @@ def describe(lines: Sequence[Timeline], out: Path) -> dict[str, Any]:
     return {"file": str(out), "kind": lines[0].kind, "run": lines[0].name, "events": len(events(lines)), "steps": made}
 
 
-def _text(report: dict[str, Any], lines: Sequence[Timeline]) -> list[str]:
+def _text(report: JsonObject, lines: Sequence[Timeline]) -> list[str]:
     step = max(lines[0].steps, key=lambda step: step.step)
     ranks = f"rank {lines[0].rank}" if len(lines) == 1 else f"{len(lines)} ranks"
     numbers = [step.step for step in lines[0].steps]

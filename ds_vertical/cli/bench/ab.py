@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ds_vertical.cli.bench import disk_limit, efficiency, host_speed_server
 from ds_vertical.cli.bench.arms import Arms, build_arms, ssd_folders
@@ -29,6 +28,7 @@ from ds_vertical.cli.bench.comparison import (
 )
 from ds_vertical.cli.bench.launch import RunError, Script, terminations_raised
 from ds_vertical.cli.bench.machine_info import describe_machine, versions
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.section import SECTION
 from ds_vertical.engine import metrics
 from ds_vertical.engine.metrics import ARMS, TRACED, Agreement, encode_float
@@ -53,7 +53,7 @@ class AbPlan:
     ssd_limit: disk_limit.Limit | None
     with_stock: bool = True
     with_trace: bool = False
-    machine: dict[str, Any] | None = None  # None: measured ahead of and after each run of the vertical arm
+    machine: JsonObject | None = None  # None: measured ahead of and after each run of the vertical arm
     with_bound: bool = True
 
 
@@ -112,14 +112,7 @@ def parse(arguments: Sequence[str]) -> AbPlan:
     options = _parser().parse_args(own)
     if not separator or not script:
         raise ConfigError("no script given: write `-- SCRIPT [ARGS]` at the end, e.g. -- scripts/train.py --seq 64")
-    for name, value, least in (
-        ("--steps", options.steps, 2),
-        ("--repeat", options.repeat, 1),
-        ("--num-ranks", options.num_ranks, 1),
-    ):
-        if value < least:
-            why = "; the first step of a run is left out of the medians" if name == "--steps" else ""
-            raise ConfigError(f"{name} {value}: write {least} or more{why}")
+    _check_counts(options)
     path = Path(script[0])
     if not path.is_file():
         raise ConfigError(f"{path}: no such script; write the path of a Python file after `--`")
@@ -150,6 +143,14 @@ def parse(arguments: Sequence[str]) -> AbPlan:
         machine=efficiency.read_machine(options.machine) if options.machine else None,
         with_bound=not options.no_bound,
     )
+
+
+def _check_counts(options: argparse.Namespace) -> None:
+    counts = (("--steps", options.steps, 2), ("--repeat", options.repeat, 1), ("--num-ranks", options.num_ranks, 1))
+    for name, value, least in counts:
+        if value < least:
+            why = "; the first step of a run is left out of the medians" if name == "--steps" else ""
+            raise ConfigError(f"{name} {value}: write {least} or more{why}")
 
 
 def _split_at_separator(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
@@ -250,7 +251,7 @@ def _runs(
     return runs, reports
 
 
-_Measured = dict[str, Any] | str  # a report of `ds-vertical limits`, or why there is none
+_Measured = JsonObject | str  # a report of `ds-vertical limits`, or why there is none
 
 
 def _machine_now(plan: AbPlan, group: disk_limit.LimitedGroup | None, run: Run) -> _Measured:
@@ -270,7 +271,7 @@ _NO_ACCOUNT = "the vertical arm kept no account of its steps"
 
 def _yardstick(
     plan: AbPlan, measured: Mapping[int, Sequence[_Measured]], runs: Sequence[Run], stock: ArmSummary | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """The bound and what else the vertical step is measured against; {"missing": why} where it cannot be had."""
     faults = [found for reports in measured.values() for found in reports if isinstance(found, str)]
     if faults:
@@ -300,7 +301,7 @@ def _report(
     started: datetime.datetime,
     verdict: LossVerdict,
     summaries: dict[str, ArmSummary],
-) -> dict[str, Any]:
+) -> JsonObject:
     """What ab.json holds. Speed is null where the losses differ beyond the contract."""
     comparable = verdict.agreement is not Agreement.DIFFERENT
     speedup = summaries["stock"].step_s / summaries["vertical"].step_s if comparable and plan.with_stock else None
@@ -329,5 +330,5 @@ def _report(
     }
 
 
-def _json(value: Any) -> Any:
+def _json(value: object) -> object:
     return encode_float(value) if isinstance(value, float) else value

@@ -12,8 +12,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.compat.stock_config import check_zero
 from ds_vertical.config.cross_check import check
 from ds_vertical.config.deepspeed_keys import AIO_KEYS, TOP_LEVEL_KEYS
@@ -51,8 +52,8 @@ TRANSFER_SECTION = "aio"
 class Arms:
     """The DeepSpeed configuration of each arm, and what is odd about them without being wrong."""
 
-    stock: dict[str, Any]
-    vertical: dict[str, Any]
+    stock: JsonObject
+    vertical: JsonObject
     warnings: tuple[str, ...]
 
 
@@ -84,15 +85,15 @@ def build_arms(
     return Arms(stock=arms[0], vertical=arms[1], warnings=tuple(check(arms[1], section)))
 
 
-def ssd_folders(config: Mapping[str, Any]) -> list[str]:
+def ssd_folders(config: JsonObject) -> list[str]:
     """Where a configuration keeps parameters and optimizer state on SSD; empty where it keeps neither there."""
     sections = [config[_ZERO].get(name) or {} for name in ("offload_param", "offload_optimizer")]
     found = [section.get("nvme_path") for section in sections if section.get("device") == "nvme"]
     return sorted({str(path) for path in found if path})
 
 
-def _read_assigned(source: str | os.PathLike[str], assignments: Sequence[str]) -> dict[str, Any]:
-    if not os.path.isfile(source):
+def _read_assigned(source: str | os.PathLike[str], assignments: Sequence[str]) -> JsonObject:
+    if not Path(source).is_file():
         raise ConfigError(f"{source}: no such file; write the path of a DeepSpeed JSON")
     config = read_config(source)
     for assignment in assignments:
@@ -100,7 +101,7 @@ def _read_assigned(source: str | os.PathLike[str], assignments: Sequence[str]) -
     return config
 
 
-def _assign(config: dict[str, Any], assignment: str) -> None:
+def _assign(config: JsonObject, assignment: str) -> None:
     """Applies one `dotted.key=JSON` in place, making the objects on the way. Raises ConfigError for nonsense."""
     key, equals, text = assignment.partition("=")
     parts = key.strip().split(".")
@@ -133,7 +134,7 @@ def _unknown_key(key: str, known: frozenset[str]) -> str:
     return f"DeepSpeed knows no key {json.dumps(key)} there and would ignore it; {guess}"
 
 
-def _with_enabled(config: Mapping[str, Any], enabled: bool) -> dict[str, Any]:
+def _with_enabled(config: JsonObject, enabled: bool) -> JsonObject:
     """A copy whose section says which arm it is; the section is made where it is absent."""
     copied = copy.deepcopy(dict(config))
     section = copied.setdefault(SECTION, {})
@@ -142,7 +143,7 @@ def _with_enabled(config: Mapping[str, Any], enabled: bool) -> dict[str, Any]:
     return copied
 
 
-def _check_arm(config: Mapping[str, Any], num_ranks: int) -> None:
+def _check_arm(config: JsonObject, num_ranks: int) -> None:
     section = load_section(config)
     assert section is not None
     # The stock arm must pass as well: both train the same thing, and a file that cannot be the vertical arm's base
@@ -152,7 +153,7 @@ def _check_arm(config: Mapping[str, Any], num_ranks: int) -> None:
     _check_batch(config, num_ranks)
 
 
-def _check_batch(config: Mapping[str, Any], num_ranks: int) -> None:
+def _check_batch(config: JsonObject, num_ranks: int) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     train, micro, accumulation = (config.get(key) for key in keys)
     if train and micro and accumulation and train != micro * accumulation * num_ranks:
@@ -162,7 +163,7 @@ def _check_batch(config: Mapping[str, Any], num_ranks: int) -> None:
         )
 
 
-def _refuse_unlike(vertical: Mapping[str, Any], stock: Mapping[str, Any], config: str, stock_config: str) -> None:
+def _refuse_unlike(vertical: JsonObject, stock: JsonObject, config: str, stock_config: str) -> None:
     faults = [
         f"{path}: {_show(left)} in {config}, {_show(right)} in {stock_config}"
         for path, left, right in _differences(vertical, stock, ())
@@ -175,7 +176,7 @@ def _refuse_unlike(vertical: Mapping[str, Any], stock: Mapping[str, Any], config
         )
 
 
-def _differences(left: Any, right: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(left: object, right: object, path: tuple[str, ...]) -> Iterator[tuple[str, object, object]]:
     """(dotted path, left, right) of every leaf that is not the same; an absent key is `_ABSENT`."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         for key in sorted({*left, *right}):
@@ -193,5 +194,5 @@ def _may_differ(path: str) -> bool:
     return section in (TRANSFER_SECTION, SECTION) or path in TRANSFER_PATHS
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     return "absent" if value is _ABSENT else json.dumps(value)

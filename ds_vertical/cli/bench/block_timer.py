@@ -8,13 +8,13 @@ Memory that is freed is kept, as in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
@@ -24,11 +24,15 @@ from ds_vertical.model.hf import build_model, read_fields
 from ds_vertical.model.layers import LayerMap, map_layers
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 _CALLS = 4  # of a layer in a row, of which the first two are left out: gradients are summed in pairs
 _LEAST_S = 3.0  # of measuring a piece: on a shared machine a burst of others' work is shorter than half of it
 _MOST_ROUNDS = 100
 _ANY_NUMBER = 1 << 30
 _KEPT_BYTES = 1 << 30
+Output = torch.Tensor | tuple[torch.Tensor, ...]  # of a layer: hidden states, with what some layers return behind them
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,15 @@ class BlockBatch:
 class _Capture:
     """What the first layer is called with, and what the last one returns."""
 
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] | None = None
+    args: tuple[object, ...] = ()
+    kwargs: dict[str, object] | None = None
     prefix_end: float = 0.0
     suffix_start: float = 0.0
     entered: torch.Tensor | None = None  # the first layer's input, at the end of the prefix's graph
     left: torch.Tensor | None = None  # the last layer's output, cut off from the graph behind it
 
 
-def _shorten(config: Any) -> None:
+def _shorten(config: PreTrainedConfig) -> None:
     config.num_hidden_layers, config.use_cache = 2, False  # the least that has layers to be found
 
 
@@ -77,6 +81,7 @@ class BlockTimer:
 
     @cached_property
     def once(self) -> _Capture:
+        """One forward of the model, run when first asked for."""
         return self._run()
 
     def rates(self, rounds: int) -> dict[str, float]:
@@ -101,12 +106,12 @@ class BlockTimer:
         """The whole forward, with the graph cut before the suffix."""
         seen = _Capture()
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             self.synchronize()
             seen.prefix_end, seen.args, seen.kwargs = perf_counter(), args, kwargs
             seen.entered = next(value for value in (*args, *kwargs.values()) if _differentiable(value))
 
-        def after(_: nn.Module, args: Any, output: Any) -> Any:
+        def after(_: nn.Module, args: object, output: Output) -> Output:
             tensor = output[0] if isinstance(output, tuple) else output
             seen.left = tensor.detach().requires_grad_()
             self.synchronize()
@@ -168,10 +173,10 @@ def _rounds(least: int, least_s: float, most: int = _MOST_ROUNDS) -> Iterator[in
         yield count
 
 
-def _differentiable(value: Any) -> bool:
-    return torch.is_tensor(value) and value.requires_grad
+def _differentiable(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _leaves(values: Sequence[Any] | Any) -> tuple[Any, ...]:
+def _leaves(values: Iterable[object]) -> tuple[object, ...]:
     """Inputs of a layer as they are in its backward: those that carry a gradient are leaves."""
     return tuple(value.detach().requires_grad_() if _differentiable(value) else value for value in values)

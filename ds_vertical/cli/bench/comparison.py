@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.section import SECTION
 from ds_vertical.engine.metrics import ENGINES, TRACED, Agreement, StepRecord, encode_float
 
@@ -35,10 +35,12 @@ class Run:
 
     @property
     def name(self) -> str:
+        """What its files are called: the arm, or "traced", and the repeat."""
         return f"{TRACED if self.traced else self.arm}.{self.repeat}"
 
     @property
     def num_steps(self) -> int:
+        """The steps that every rank recorded."""
         return min(len(records) for records in self.ranks.values())
 
     def step(self, index: int) -> list[StepRecord]:
@@ -103,9 +105,9 @@ class ArmSummary:
     peak_host_bytes: int
     losses: tuple[float, ...]
 
-    def to_json(self, with_speed: bool) -> dict[str, Any]:
+    def to_json(self, with_speed: bool) -> dict[str, object]:
         """Fields for ab.json; without speed when the losses forbid to speak of it."""
-        fields: dict[str, Any] = {"engine": self.engine}
+        fields: dict[str, object] = {"engine": self.engine}
         if with_speed:
             fields |= {"step_s": self.step_s, "tokens_per_s": self.tokens_per_s}
             fields["step_s_by_repeat"] = [list(steps) for steps in self.step_s_by_repeat]
@@ -118,7 +120,7 @@ class ArmSummary:
         return fields
 
 
-def contract_of(config: Mapping[str, Any], num_ranks: int, tied: bool | None) -> Contract:
+def contract_of(config: JsonObject, num_ranks: int, tied: bool | None) -> Contract:
     """The contract of a run of this configuration. tied None: the run did not say whether weights are tied."""
     narrow = any(_enabled(config, name) for name in ("bf16", "bfloat16", "fp16", "torch_autocast"))
     model_dtype = next((name for name in ("bf16", "fp16") if _enabled(config, name)), "fp32")
@@ -138,7 +140,7 @@ def contract_of(config: Mapping[str, Any], num_ranks: int, tied: bool | None) ->
     return Contract(_TOLERANCE_NARROW if narrow else _TOLERANCE_FP32, tuple(reasons))
 
 
-def _enabled(config: Mapping[str, Any], section: str) -> bool:
+def _enabled(config: JsonObject, section: str) -> bool:
     return bool((config.get(section) or {}).get("enabled"))
 
 

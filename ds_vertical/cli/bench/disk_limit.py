@@ -136,9 +136,11 @@ class LimitedGroup:
         return ["/bin/sh", "-c", _ENTER, str(self.folder / "cgroup.procs"), *command]
 
     def describe(self) -> str:
+        """The limits, the disks and the kernel's interface, for the terminal."""
         return f"{self.limit}, on {', '.join(map(str, self.disks))}, cgroup v{self.version}"
 
     def to_json(self) -> dict[str, object]:
+        """The same for ab.json."""
         return {
             "read_bytes_per_s": self.limit.read_bps,
             "write_bytes_per_s": self.limit.write_bps,

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ds_vertical.cli.bench.comparison import ArmSummary, Run
 from ds_vertical.cli.bench.disk_limit import LimitedGroup
 from ds_vertical.cli.bench.host_speed import Conditions, Report
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.engine.metrics import ARMS
 from ds_vertical.errors import ConfigError
 from ds_vertical.planner.bound import Bound, step_bound
@@ -63,7 +63,7 @@ def accounts(runs: Sequence[Run], out: Path) -> list[Ran]:
 # ---- the machine
 
 
-def measure_machine(account: Account, out: Path, folder: Path, group: LimitedGroup | None) -> dict[str, Any]:
+def measure_machine(account: Account, out: Path, folder: Path, group: LimitedGroup | None) -> JsonObject:
     """The report of `ds-vertical limits` for this run's model and settings, in a process in the run's group.
 
     `folder` lies on the disk to measure, which the run has used. Raises ConfigError with what the process said if it failed.
@@ -91,7 +91,7 @@ def measure_machine(account: Account, out: Path, folder: Path, group: LimitedGro
     return json.loads(target.read_text())
 
 
-def read_machine(path: Path) -> dict[str, Any]:
+def read_machine(path: Path) -> JsonObject:
     """A file of `ds-vertical limits`. Raises ConfigError."""
     try:
         report = json.loads(path.read_text())
@@ -107,7 +107,7 @@ def read_machine(path: Path) -> dict[str, Any]:
 Reports = Mapping[int, Sequence[Report]]  # ahead of and after the vertical run, by its repeat
 
 
-def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, out: Path) -> dict[str, Any]:
+def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, out: Path) -> JsonObject:
     """All figures, for ab.json. Raises CostsError for rates that are none."""
     conditions = {repeat: Conditions(found) for repeat, found in reports.items()}
     ran, traced = [each for each in every if not each.run.traced], [each for each in every if each.run.traced]
@@ -119,7 +119,7 @@ def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, ou
     drifts = {each.run.repeat: _drift(each, conditions) for each in ran if each.run.repeat in ratios}
     known = {repeat: drift <= _STEADY for repeat, drift in drifts.items() if drift is not None}
     steady = [ratio for repeat, ratio in ratios.items() if known.get(repeat, True)]
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "step_s": measured,
         "bound_s": middle.seconds,
         "resource": middle.resource,
@@ -178,7 +178,7 @@ def _simulated(ran: Ran, conditions: Conditions) -> float:
     return simulate(step.schedule, machine, shape, steps=_STEADY_STEPS, slots=slots, overlap=overlap, parts=parts).step_s
 
 
-def _bytes(ran: Sequence[Ran], rates: Mapping[str, float]) -> dict[str, Any] | None:
+def _bytes(ran: Sequence[Ran], rates: Mapping[str, float]) -> JsonObject | None:
     """SSD bytes against the table, medians over the counted steps that took a whole optimizer step or more.
 
     Of a run's second step only where there is no third: it may read moments that were never written, which costs no transfer.
@@ -197,14 +197,14 @@ def _bytes(ran: Sequence[Ran], rates: Mapping[str, float]) -> dict[str, Any] | N
     return {"read_over_table": read, "written_over_table": written, "over_table": both}
 
 
-def _memory(ran: Sequence[Ran], stock: ArmSummary | None) -> dict[str, Any]:
+def _memory(ran: Sequence[Ran], stock: ArmSummary | None) -> JsonObject:
     peak = max(sum(r.peak_host_bytes for r in each.run.step(each.run.num_steps - 1)) for each in ran)
     formula = max(each.account.facts.num_shards * each.account.facts.host_bytes for each in ran)  # rank 0's, of all ranks
     found = {"peak_bytes": peak, "formula_bytes": formula, "peak_over_formula": peak / formula if formula else None}
     return found | {"stock_peak_bytes": stock.peak_host_bytes if stock else None}
 
 
-def _traced(traced: Sequence[Ran], measured: float, conditions: Mapping[int, Conditions], out: Path) -> dict[str, Any]:
+def _traced(traced: Sequence[Ran], measured: float, conditions: Mapping[int, Conditions], out: Path) -> JsonObject:
     """What needs a trace: time outside all resources, the optimizer's overlap, what tracing costs, and where the computation
     takes longer than it did by itself."""
     steps: list[tuple[Ran, int, StepTrace]] = []
@@ -256,7 +256,7 @@ def _kind(event: Event) -> str:
 # ---- lines
 
 
-def efficiency_lines(found: Mapping[str, Any]) -> list[str]:
+def efficiency_lines(found: JsonObject) -> list[str]:
     """For the terminal, below the table of the arms."""
     if "bound_s" not in found:
         return [f"no bound: {found['missing']}"] if "missing" in found else []

@@ -9,9 +9,9 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from ds_vertical.cli.common import JsonObject
 
 ABSENT = "fio is not installed (Debian: apt-get install fio): the SSD's rates are not checked against it"
 _HUGE_PAGE_BYTES = 2 << 20
@@ -20,10 +20,11 @@ _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 def installed() -> bool:
+    """Whether this machine has fio on its path."""
     return shutil.which("fio") is not None
 
 
-def fio_rates(folder: Path, num_bytes: int, rounds: int, aio: Mapping[str, Any]) -> dict[str, float]:
+def fio_rates(folder: Path, num_bytes: int, rounds: int, aio: JsonObject) -> dict[str, float]:
     """Bytes/s of each direction alone and of both together, `fio_*`. `aio`: DeepSpeed's settings. Raises OSError."""
     found = {}
     for name, directions in (("write", ["write"]), ("read", ["read"]), ("together", ["read", "write"])):
@@ -34,7 +35,7 @@ def fio_rates(folder: Path, num_bytes: int, rounds: int, aio: Mapping[str, Any])
     return found
 
 
-def command(folder: Path, num_bytes: int, rounds: int, aio: Mapping[str, Any], directions: list[str]) -> list[str]:
+def command(folder: Path, num_bytes: int, rounds: int, aio: JsonObject, directions: list[str]) -> list[str]:
     """The command line: one job per direction, each on a file of its own that exists in full before it starts."""
     threads = aio["intra_op_parallelism"]
     shared = [
@@ -47,7 +48,7 @@ def command(folder: Path, num_bytes: int, rounds: int, aio: Mapping[str, Any], d
     return ["fio", *shared, *(option for job in jobs for option in job)]
 
 
-def _run(folder: Path, num_bytes: int, rounds: int, aio: Mapping[str, Any], directions: list[str]) -> list[dict[str, Any]]:
+def _run(folder: Path, num_bytes: int, rounds: int, aio: JsonObject, directions: list[str]) -> list[JsonObject]:
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), _HUGE_PAGES]))
     env = os.environ | {"GLIBC_TUNABLES": tunables}
     done = subprocess.run(command(folder, num_bytes, rounds, aio, directions), capture_output=True, text=True, env=env)

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -108,7 +107,7 @@ def _products() -> Callable[[float], float]:
     import torch
 
     inputs = torch.ones(_TOKENS, _WIDTH)
-    weights: list[Any] = [torch.ones(_WIDTH, _WIDTH) for _ in range(_WEIGHTS)]
+    weights: list[torch.Tensor] = [torch.ones(_WIDTH, _WIDTH) for _ in range(_WEIGHTS)]
 
     def compute(seconds: float) -> float:
         count, start = 0, time.perf_counter()
@@ -197,7 +196,7 @@ def event_s(rounds: int) -> float:
     sums = GradientStore(layers.units, torch.float32, facts, pairs=True)
     sweeps = ScheduleRunner(layers, memory, overlap=True)
     schedule = build_training(_LAYERS, _MICRO_BATCHES)
-    runs: list[Callable[[], Any]] = [partial(model, torch.ones(1)) for _ in range(_MICRO_BATCHES)]
+    runs: list[Callable[[], torch.Tensor]] = [partial(model, torch.ones(1)) for _ in range(_MICRO_BATCHES)]
 
     def scheduled() -> None:
         for _ in range(_STEPS):

@@ -4,14 +4,14 @@ host was between its steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import harmonic_mean, mean
-from typing import Any
 
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.run_record import ExecutedStep
 
-Report = Mapping[str, Any]  # of `ds-vertical limits`
+Report = JsonObject  # of `ds-vertical limits`
 _GAUGE = "gauge_s"
 
 
@@ -47,9 +47,9 @@ class Conditions:
 _HOST_SECONDS = ("layer_forward_s", "layer_backward_s", "pre_forward_s", "pre_backward_s", "head_s")
 
 
-def _means(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _means(every: Sequence[JsonObject]) -> JsonObject:
     """By key, the mean of the seconds: of a rate's reciprocals, since it is work over them. What is no float is the first's."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for key, first in every[0].items():
         values = [each[key] for each in every if isinstance(each.get(key), float)]
         if isinstance(first, float) and len(values) == len(every):

@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ds_vertical.cli.common import JsonObject
 
 if TYPE_CHECKING:
     from ds_vertical.cli.bench.block_timer import BlockTimer
@@ -60,7 +62,7 @@ def serve(path: str) -> None:
         while True:
             client, _ = server.accept()
             with contextlib.suppress(Exception), client, client.makefile("rw") as line:  # the next one is answered all the same
-                asked: dict[str, Any] = json.loads(line.readline())
+                asked: JsonObject = json.loads(line.readline())
                 torch.set_num_threads(asked["threads"])
                 with _stopped(asked["pid"]):
                     seconds = _timer(timers, asked, Path(path).parent).block_s(_LEAST_S)
@@ -77,7 +79,7 @@ def _stopped(pid: int) -> Iterator[None]:
         yield
 
 
-def _timer(timers: dict[str, BlockTimer], asked: Mapping[str, Any], folder: Path) -> BlockTimer:
+def _timer(timers: dict[str, BlockTimer], asked: JsonObject, folder: Path) -> BlockTimer:
     from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
 
     key = json.dumps([asked["model"], asked["batch"], asked["zero_linear"]])

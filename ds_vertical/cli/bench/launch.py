@@ -155,6 +155,7 @@ class LaunchProgress:
             print(self._text(now), flush=True)
 
     def finish(self, good: bool) -> None:
+        """Leaves the last line about the run. `good`: it ended with status 0."""
         start, end = ("\r\033[K", "") if self._terminal else ("", "")
         print(f"{start}{self._text(time.monotonic())}, {'done' if good else 'failed'}{end}", flush=True)
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ds_vertical.cli.bench import disk_limit, fio
 from ds_vertical.cli.bench.host_bench import core_s_per_byte, core_share
 from ds_vertical.cli.bench.machine_info import accelerator, describe_machine, versions
 from ds_vertical.cli.bench.ssd_bench import median_s, transfer_s, tune_aio
-from ds_vertical.cli.common import first_line
+from ds_vertical.cli.common import JsonObject, first_line
 from ds_vertical.config.file import read_config
 from ds_vertical.engine.machine_cache import check_keeping, keep_report
 from ds_vertical.errors import ConfigError
@@ -29,6 +29,11 @@ from ds_vertical.io import host as hostmemory
 from ds_vertical.io.atomic_file import check_out, write_out
 from ds_vertical.model.hf import build_config, named_shape, read_fields
 from ds_vertical.planner.machine import Machine
+
+if TYPE_CHECKING:
+    import torch
+
+    from ds_vertical.io.aio import DiskQueue
 
 _BAD_INPUT = 2
 _EXAMPLE = """example:
@@ -65,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _lines(report: dict[str, Any], kept: Path | None, out: Path | None) -> list[str]:
+def _lines(report: JsonObject, kept: Path | None, out: Path | None) -> list[str]:
     """For the terminal."""
     lines = [rates_table(report["rates"]), fio_line(report["rates"])]
     lines += [f"fastest aio: {json.dumps(report['aio'])}"] if report["aio"] else []
@@ -76,7 +81,7 @@ def _lines(report: dict[str, Any], kept: Path | None, out: Path | None) -> list[
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="ds-vertical limits", description=__doc__, epilog=_EXAMPLE, formatter_class=form)
-    parser.add_argument("--path", type=Path, default=Path("."), help="folder on the disk to measure (default: here)")
+    parser.add_argument("--path", type=Path, default=Path(), help="folder on the disk to measure (default: here)")
     parser.add_argument("--config", type=Path, help="DeepSpeed JSON whose aio section is used (default: DeepSpeed's)")
     parser.add_argument("--model", type=Path, help="Hugging Face config, or a shape's name: whose layer is timed")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the layer (default bf16)")
@@ -101,21 +106,9 @@ def _run_limited(options: argparse.Namespace, arguments: list[str]) -> int:
         return subprocess.run(group.wrap(command)).returncode
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The report. Raises ConfigError for options that make no sense, OSError where `path` cannot be written."""
-    for name in ("tokens", "sequences", "threads", "size_mb", "rounds"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: write 1 or more")
-    if options.tokens % options.sequences:
-        raise ConfigError(f"--tokens {options.tokens}: write a multiple of --sequences, {options.sequences}")
-    if not options.path.is_dir():
-        raise ConfigError(f"--path {options.path}: no such folder; name one on the disk to measure")
-    try:
-        tempfile.TemporaryDirectory(dir=options.path).cleanup()
-    except OSError as error:
-        why = f"cannot be written ({error.strerror})"
-        raise ConfigError(f"--path {options.path}: {why}; name a folder on the disk to measure") from error
+def measure(options: argparse.Namespace) -> JsonObject:
+    """The report. Raises ConfigError for options that make no sense, and for a folder that cannot be written."""
+    _check(options)
     if options.model:
         options.model = named_shape(str(options.model))
         build_config(str(options.model), read_fields(options.model))  # refused before a minute of measuring
@@ -127,15 +120,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = read_config(options.config) if options.config else {}
     tuned, tried = tune_aio(options.path, num_bytes, options.rounds) if options.tune_aio else (None, None)
     config = config if tuned is None else config | {"aio": tuned}
-    rates = ssd_rates(options.path, num_bytes, options.rounds, config, not options.no_fio)
-    rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
-    rates |= product_rates(options.rounds)
-    if accelerator() == "cpu":
-        from ds_vertical.cli.bench.host_bench import event_s
-
-        rates |= adam_share(options.rounds) | {"compute_latency_s": event_s(options.rounds)}
-    if options.model:
-        rates |= layer_seconds(options, config)
+    rates = _rates(options, num_bytes, config)
     settings = {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(options).items()}
     return {
         "machine": _as_machine(rates),
@@ -151,6 +136,35 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _check(options: argparse.Namespace) -> None:
+    """Raises ConfigError for options that make no sense, and for a folder that cannot be written."""
+    for name in ("tokens", "sequences", "threads", "size_mb", "rounds"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: write 1 or more")
+    if options.tokens % options.sequences:
+        raise ConfigError(f"--tokens {options.tokens}: write a multiple of --sequences, {options.sequences}")
+    if not options.path.is_dir():
+        raise ConfigError(f"--path {options.path}: no such folder; name one on the disk to measure")
+    try:
+        tempfile.TemporaryDirectory(dir=options.path).cleanup()
+    except OSError as error:
+        why = f"cannot be written ({error.strerror})"
+        raise ConfigError(f"--path {options.path}: {why}; name a folder on the disk to measure") from error
+
+
+def _rates(options: argparse.Namespace, num_bytes: int, config: JsonObject) -> dict[str, float]:
+    """Every rate that the options ask for, measured one after the other."""
+    rates = ssd_rates(options.path, num_bytes, options.rounds, config, not options.no_fio)
+    rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
+    rates |= product_rates(options.rounds)
+    if accelerator() == "cpu":
+        from ds_vertical.cli.bench.host_bench import event_s
+
+        rates |= adam_share(options.rounds) | {"compute_latency_s": event_s(options.rounds)}
+    return rates | (layer_seconds(options, config) if options.model else {})
+
+
 def fio_ratios(rates: dict[str, float]) -> dict[str, float]:
     """Our rates over fio's, for those that fio has measured."""
     names = ("read", "write", "read_together", "write_together")
@@ -159,14 +173,15 @@ def fio_ratios(rates: dict[str, float]) -> dict[str, float]:
 
 
 def fio_line(rates: dict[str, float]) -> str:
+    """Our rates over fio's in one line, or why there are none."""
     ratios = ", ".join(f"{name.replace('_', ' ')} {ratio:.2f}" for name, ratio in fio_ratios(rates).items())
     return f"ours / fio: {ratios}" if ratios else fio.ABSENT
 
 
-def _as_machine(rates: dict[str, float]) -> dict[str, Any]:
+def _as_machine(rates: dict[str, float]) -> JsonObject:
     """The rates as `machine.Machine.from_dict` reads them."""
     known = {field.name for field in fields(Machine)}
-    own: dict[str, Any] = {key: value for key, value in rates.items() if key in known}
+    own: JsonObject = {key: value for key, value in rates.items() if key in known}
     one_memory = accelerator() == "cpu"
     return own | {"host_cores": len(os.sched_getaffinity(0)), "one_memory": one_memory, "adam_cores": 1 if one_memory else None}
 
@@ -193,7 +208,7 @@ def rates_table(rates: dict[str, float]) -> str:
 # ---- SSD
 
 
-def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any], with_fio: bool = True) -> dict[str, float]:
+def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: JsonObject, with_fio: bool = True) -> dict[str, float]:
     """Bytes/s past the page cache through the queues that training uses: each direction alone, and both together; what they
     take from computation on the host; beside them what fio finds, where it is installed and asked."""
     from ds_vertical.compat import pinned_memory
@@ -210,25 +225,7 @@ def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any],
         with tempfile.TemporaryDirectory(prefix="ds_vertical.limits.", dir=folder) as scratch:
             for buffer in buffers:
                 buffer.fill_(1)
-            files = [Path(scratch, name) for name in ("read", "write")]
-
-            def read(rounds: int) -> float:
-                return transfer_s([queues[0].read], buffers[:1], files[:1], rounds)
-
-            def write(rounds: int) -> float:
-                return transfer_s([queues[1].write], buffers[1:], files[1:], rounds)
-
-            transfer_s([queues[0].write, queues[1].write], buffers, files, 1)
-            rates = {"ssd_read_bytes_per_s": num_bytes / read(rounds), "ssd_write_bytes_per_s": num_bytes / write(rounds)}
-            # Shares of the file in proportion to the rates, so that both directions work to the end.
-            fastest = max(rates.values())
-            shares = [int(num_bytes * rate / fastest) // _ALIGNMENT * _ALIGNMENT for rate in rates.values()]
-            pieces = [buffer[: max(_ALIGNMENT, share)] for buffer, share in zip(buffers, shares, strict=True)]
-            together = transfer_s([queues[0].read, queues[1].write], pieces, files, rounds)
-            for way, piece, alone in zip(("read", "write"), pieces, list(rates.values()), strict=True):
-                rates[f"ssd_{way}_together_bytes_per_s"] = min(alone, piece.numel() / together)
-            if accelerator() == "cpu":
-                rates["ssd_core_s_per_byte"] = _load(queues, pieces, files, rounds)
+            rates = _own_rates(queues, buffers, [Path(scratch, name) for name in ("read", "write")], rounds)
             return rates | (fio.fio_rates(Path(scratch), num_bytes, rounds, aio) if with_fio and fio.installed() else {})
     finally:
         for queue, buffer in zip(queues, buffers, strict=True):
@@ -236,7 +233,28 @@ def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: dict[str, Any],
             pinned_memory.unlock_host_bytes(buffer)
 
 
-def _load(queues: Sequence[Any], pieces: Sequence[Any], files: Sequence[Path], rounds: int) -> float:
+def _own_rates(
+    queues: Sequence[DiskQueue], buffers: Sequence[torch.Tensor], files: Sequence[Path], rounds: int
+) -> dict[str, float]:
+    """Through two queues, one for each direction, with a whole buffer and a file of its own each."""
+    num_bytes = buffers[0].numel()
+    transfer_s([queue.write for queue in queues], buffers, files, 1)
+    read_s = transfer_s([queues[0].read], buffers[:1], files[:1], rounds)
+    write_s = transfer_s([queues[1].write], buffers[1:], files[1:], rounds)
+    rates = {"ssd_read_bytes_per_s": num_bytes / read_s, "ssd_write_bytes_per_s": num_bytes / write_s}
+    # Shares of the file in proportion to the rates, so that both directions work to the end.
+    fastest = max(rates.values())
+    shares = [int(num_bytes * rate / fastest) // _ALIGNMENT * _ALIGNMENT for rate in rates.values()]
+    pieces = [buffer[: max(_ALIGNMENT, share)] for buffer, share in zip(buffers, shares, strict=True)]
+    together = transfer_s([queues[0].read, queues[1].write], pieces, files, rounds)
+    for way, piece, alone in zip(("read", "write"), pieces, list(rates.values()), strict=True):
+        rates[f"ssd_{way}_together_bytes_per_s"] = min(alone, piece.numel() / together)
+    if accelerator() == "cpu":
+        rates["ssd_core_s_per_byte"] = _load(queues, pieces, files, rounds)
+    return rates
+
+
+def _load(queues: Sequence[DiskQueue], pieces: Sequence[torch.Tensor], files: Sequence[Path], rounds: int) -> float:
     """Seconds of a core that a byte takes from what computes beside it; by an eighth of the pieces at a time."""
     shares = [max(_ALIGNMENT, piece.numel() // 8 // _ALIGNMENT * _ALIGNMENT) for piece in pieces]
 
@@ -375,7 +393,7 @@ def capacity(folder: Path) -> dict[str, int | None]:
     return {"device_bytes": device, "host_bytes": hostmemory.available_bytes(), "ssd_bytes": disk.f_bavail * disk.f_frsize}
 
 
-def layer_seconds(options: argparse.Namespace, config: dict[str, Any]) -> dict[str, float]:
+def layer_seconds(options: argparse.Namespace, config: JsonObject) -> dict[str, float]:
     """Seconds of a model's pieces for one micro-batch, see `block_timer`; with DeepSpeed's linear where the JSON's stage 3 puts
     it in torch's place."""
     from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer

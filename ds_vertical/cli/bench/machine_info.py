@@ -8,7 +8,6 @@ import platform
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 
 def accelerator() -> str:
@@ -18,7 +17,7 @@ def accelerator() -> str:
     return os.environ.get("DS_ACCELERATOR") or get_accelerator().device_name()
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, object]:
     """JSON fields of this machine; the load average says whether others used it at the same time."""
     import torch
 

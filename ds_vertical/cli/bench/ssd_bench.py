@@ -11,12 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.deepspeed_keys import AIO
 
+if TYPE_CHECKING:
+    import torch
 
-def median_s(run: Callable[[], Any], rounds: int) -> float:
+    from ds_vertical.io.aio import Transfer
+
+    Issue = Callable[[int, int, Path], Transfer]  # `read` or `write` of a DiskQueue: (address, bytes, file)
+
+
+def median_s(run: Callable[[], object], rounds: int) -> float:
     """Median seconds of `rounds` runs, after one that does not count."""
     run()  # warm: pages touched, threads started
     seconds = []
@@ -27,7 +35,7 @@ def median_s(run: Callable[[], Any], rounds: int) -> float:
     return median(seconds)
 
 
-def transfer_s(issues: Sequence[Callable[..., Any]], buffers: Sequence[Any], files: Sequence[Path], rounds: int) -> float:
+def transfer_s(issues: Sequence[Issue], buffers: Sequence[torch.Tensor], files: Sequence[Path], rounds: int) -> float:
     """Seconds of one whole-file transfer per queue, all at once. Raises DiskError."""
 
     def run() -> None:
@@ -46,7 +54,7 @@ THREADS: Final = (1, 4)
 _WORTH: Final = 1.03  # a gain that is no gain is noise: the default stays
 
 
-def combinations() -> Iterator[dict[str, Any]]:
+def combinations() -> Iterator[JsonObject]:
     """The default first."""
     yield dict(AIO)
     for block_size, queue_depth, threads in itertools.product(BLOCK_SIZES, QUEUE_DEPTHS, THREADS):
@@ -55,22 +63,22 @@ def combinations() -> Iterator[dict[str, Any]]:
             yield settings
 
 
-def choose_fastest(seconds: list[tuple[dict[str, Any], float]]) -> dict[str, Any]:
+def choose_fastest(seconds: list[tuple[JsonObject, float]]) -> JsonObject:
     """Of (settings, seconds of a read and a write), the default first: the fastest, if it is worth it."""
     default, own_s = seconds[0]
     best, best_s = min(seconds, key=lambda entry: entry[1])
     return best if best_s * _WORTH < own_s else default
 
 
-def tune_aio(folder: Path, num_bytes: int, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def tune_aio(folder: Path, num_bytes: int, rounds: int) -> tuple[JsonObject, list[JsonObject]]:
     """(the JSON's "aio" section, what was measured). Raises DiskError, OSError."""
     from ds_vertical.compat import pinned_memory
     from ds_vertical.compat.ops import load
 
     buffer = pinned_memory.lock_host_bytes(num_bytes)
     buffer.fill_(1)
-    measured: list[tuple[dict[str, Any], float]] = []
-    table: list[dict[str, Any]] = []
+    measured: list[tuple[JsonObject, float]] = []
+    table: list[JsonObject] = []
     try:
         with tempfile.TemporaryDirectory(prefix="ds_vertical.aio.", dir=folder) as scratch:
             file = Path(scratch, "file")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_vertical.cli.common import JsonObject
+
 Severity = Literal["ok", "warning", "error"]
 Arm = Literal["stock", "vertical"]
 _OFFLOADS = ("offload_param", "offload_optimizer")
@@ -16,7 +18,9 @@ _OFFLOADS = ("offload_param", "offload_optimizer")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """`found`: one sentence. `remedy`: the command or the JSON line that mends it, empty where nothing is wrong."""
+    """What one check says of one thing.
+
+    `found`: one sentence. `remedy`: the command or the JSON line that mends it, empty where nothing is wrong."""
 
     severity: Severity
     found: str
@@ -25,14 +29,17 @@ class CheckResult:
 
 
 def ok(found: str) -> CheckResult:
+    """A check that found nothing to mend: `found` says what it saw."""
     return CheckResult("ok", found)
 
 
 def warning(found: str, remedy: str) -> CheckResult:
+    """Something that a run gets over, with what mends it."""
     return CheckResult("warning", found, remedy)
 
 
 def error(found: str, remedy: str) -> CheckResult:
+    """Something that keeps a run from working, with what mends it."""
     return CheckResult("error", found, remedy)
 
 
@@ -52,7 +59,7 @@ class Target:
     arm: Literal["stock", "vertical", "both"] | None = None
 
     @functools.cached_property
-    def config(self) -> dict[str, Any] | None:
+    def config(self) -> JsonObject | None:
         """The JSON; None where there is none, or none that can be read, which is a finding of one check only."""
         from ds_vertical.config.file import read_config
         from ds_vertical.errors import ConfigError

@@ -21,7 +21,7 @@ _EPILOG: Final = """example:
 Exit status: 0 where nothing was found that keeps a run from working, 1 with an error among the findings, 2 for bad usage.
 Nothing is compiled, and nothing is left on the disk."""
 
-# A further check is a further row: a function of a Case that yields Findings. In order: those before `internals` import no
+# A further check is a further row: it takes a Target and yields CheckResults. In order: those before `internals` import no
 # DeepSpeed through `compat`, which clears stale compile locks.
 CHECKS: Final = (
     Check("versions", "ds_vertical.cli.doctor.installation.supported_versions"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
-from ds_vertical.cli.common import first_line
+from ds_vertical.cli.common import JsonObject, first_line
 from ds_vertical.cli.doctor.check import CheckResult, Target, error, ok, split_fault, warning
 from ds_vertical.compat.stock_config import check_zero
 from ds_vertical.config.cross_check import check, find_unfilled
@@ -68,19 +68,18 @@ def deepspeed_reader(case: Target) -> Iterator[CheckResult]:
         yield ok("DeepSpeed's own reader accepts it")
 
 
-def _for_any_number_of_ranks(config: dict[str, Any]) -> dict[str, Any]:
+def _for_any_number_of_ranks(config: JsonObject) -> JsonObject:
     """The JSON without what can be judged only once the ranks are counted; `cross_check` has judged the rest of it."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
     return {key: value for key, value in config.items() if key != keys[0] or config.get(keys[1]) is None}
 
 
-def _without_auto(value: Any) -> Any:
-    """A copy without the keys that are "auto"; the batch sizes become 1."""
-    if not isinstance(value, Mapping):
-        return copy.deepcopy(value)
-    kept = {key: _without_auto(below) for key, below in value.items() if below != "auto"}
+def _without_auto(section: Mapping[str, object]) -> JsonObject:
+    """A copy of the JSON, or of a section of it, without the keys that are "auto"; the batch sizes become 1."""
+    written = {key: value for key, value in section.items() if value != "auto"}
+    kept = {key: _without_auto(value) if isinstance(value, Mapping) else copy.deepcopy(value) for key, value in written.items()}
     ones = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    return kept | {key: 1 for key in ones if value.get(key) == "auto"}
+    return kept | {key: 1 for key in ones if section.get(key) == "auto"}
 
 
 def near_misses(case: Target) -> Iterator[CheckResult]:

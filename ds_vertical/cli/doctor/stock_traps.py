@@ -1,6 +1,7 @@
 """What stock DeepSpeed 0.19.8 does with a JSON that nobody would expect, as far as the JSON alone shows it.
 
-One row of `TRAPS` per trap: the arms that step into it, and a function of a Case that yields Findings with the line to write.
+One row of `TRAPS` per trap: the arms that step into it, and a function that takes a Target and yields CheckResults with
+the line to write.
 Imports neither torch nor deepspeed. The defaults are those of 0.19.8 (zero/config.py, zero/offload_config.py).
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ds_vertical.cli.doctor.check import Arm, CheckResult, Target, error, split_fault, warning
 from ds_vertical.config.cross_check import max_in_cpu_warning
@@ -24,6 +25,8 @@ _OLD_AIO_KEYS: Final = {"num_threads": "intra_op_parallelism", "thread_count": "
 
 
 class Trap(NamedTuple):
+    """The arms that step into a trap, and the function that looks for it in a Target's JSON."""
+
     arms: frozenset[Arm]
     find: Callable[[Target], Iterator[CheckResult]]
 
@@ -44,10 +47,11 @@ def _state_on_ssd(case: Target) -> bool:
     return case.at(f"{_STATE}.device") == "nvme"
 
 
-def _number(value: Any, default: float) -> tuple[float, str]:
+def _number(value: object, default: float) -> tuple[float, str]:
     """A setting's value and where it comes from; its default where it is not written, or is no number."""
-    written = isinstance(value, int | float) and not isinstance(value, bool)
-    return (value, "as written") if written else (default, "DeepSpeed's default")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value, "as written"
+    return default, "DeepSpeed's default"
 
 
 def _stage3(case: Target, name: str, default: float) -> tuple[float, str]:

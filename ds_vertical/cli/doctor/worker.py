@@ -21,9 +21,9 @@ import traceback
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, NamedTuple
 
-from ds_vertical.cli.common import first_line
+from ds_vertical.cli.common import JsonObject, first_line
 from ds_vertical.cli.doctor.check import CheckResult, Target, error
 
 LIMIT_S = 180.0  # of silence: a first import of torch from a slow disk takes a minute
@@ -34,8 +34,11 @@ _REPORT = "this is a fault of the check or of what it looked at; the other check
 
 
 class Check(NamedTuple):
-    """`function`: dotted name of a function that takes a Case and yields Findings; imported in the worker. `remedy`: what to
-    do where the check itself dies or hangs."""
+    """A row of the command's table.
+
+    `function`: dotted name of a function that takes a Target and yields CheckResults; the worker imports it. `remedy`: what to
+    do where the check itself dies or hangs.
+    """
 
     name: str
     function: str
@@ -78,7 +81,7 @@ def _one_worker(checks: Sequence[Check], case: Target, limit_s: float) -> Genera
 
 
 @contextlib.contextmanager
-def _worker(checks: Sequence[Check], case: Target, words: Any) -> Iterator[subprocess.Popen[bytes]]:
+def _worker(checks: Sequence[Check], case: Target, words: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """A worker that has its orders; it and its children are ended with the block, whatever happens in it."""
     orders = {"checks": [check[:2] for check in checks], "case": asdict(case)}
     command = [sys.executable, "-P", "-c", _WORKER, *sys.path]
@@ -96,7 +99,7 @@ def _worker(checks: Sequence[Check], case: Target, words: Any) -> Iterator[subpr
             worker.wait(_GOODBYE_S)
 
 
-def _reports(worker: subprocess.Popen[bytes], limit_s: float) -> Iterator[dict[str, Any]]:
+def _reports(worker: subprocess.Popen[bytes], limit_s: float) -> Iterator[JsonObject]:
     """The worker's lines until it ends. Raises TimeoutError where none comes for `limit_s` seconds."""
     assert worker.stdout is not None
     rest = b""
@@ -117,14 +120,14 @@ def _cause(status: int | None) -> str:
     return f"exit status {status}"
 
 
-def _last_words(words: Any) -> str:
+def _last_words(words: IO[bytes]) -> str:
     words.seek(0, os.SEEK_END)
     words.seek(max(0, words.tell() - 4000))
     lines = [line.strip() for line in words.read().decode(errors="replace").splitlines() if line.strip()]
     return lines[-1][-300:] if lines else ""
 
 
-def _quoted(words: Any) -> str:
+def _quoted(words: IO[bytes]) -> str:
     last = _last_words(words)
     return f"; its last words: {last}" if last else ""
 
@@ -149,7 +152,7 @@ def main() -> int:
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def report(**words: Any) -> None:
+    def report(**words: object) -> None:
         print(json.dumps(words), file=reports, flush=True)
 
     paths = {key: None if value is None else Path(value) for key, value in orders["case"].items() if key != "arm"}

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from ds_vertical.cli.common import parse_bytes
-from ds_vertical.cli.plan.deepspeed_json import write_config
+from ds_vertical.cli.common import JsonObject, parse_bytes
+from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
+from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
 from ds_vertical.engine.machine_cache import cached_report
 from ds_vertical.errors import ConfigError, CostsError
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan(options: argparse.Namespace) -> dict[str, Any]:
+def plan(options: argparse.Namespace) -> JsonObject:
     """The plan as JSON fields. Raises ConfigError, CostsError, PlanError."""
     _check(options)
     whole = _profile(options)
@@ -102,8 +102,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--micro-batch-size {options.micro_batch_size}: {has}; {advice}")
     found = choose(task, machine.machine, _limits(machine, options))
     locked = not machine.machine.one_memory
-    tuned: dict[str, Any] = {"aio": machine.aio} if machine.aio else {}
-    config = write_config(found.chosen, outline, clip=options.clip, nvme_path=options.nvme_path, locked=locked, **tuned)
+    training = TrainingOptions(options.clip, options.nvme_path, locked, machine.aio or AIO)
+    config = write_config(found.chosen, outline, training)
     if options.host_memory is not None:
         config[SECTION]["host_memory_bytes"] = _host_bytes(options)
     return _report(found, task, machine, options) | {"config": config}
@@ -141,7 +141,7 @@ def _profile(options: argparse.Namespace) -> Profile:
     return Profile.from_dict("this machine", report)
 
 
-def _outline(options: argparse.Namespace) -> tuple[Outline, dict[str, Any]]:
+def _outline(options: argparse.Namespace) -> tuple[Outline, JsonObject]:
     path = named_shape(options.model)
     from ds_vertical.cli.plan.fake_run import read_outline
 
@@ -150,7 +150,7 @@ def _outline(options: argparse.Namespace) -> tuple[Outline, dict[str, Any]]:
     return read_outline(Path(options.model).stem, fields, length, options.dtype), fields
 
 
-def _positions(fields: dict[str, Any]) -> int:
+def _positions(fields: JsonObject) -> int:
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     found = [fields[name] for name in names if isinstance(fields.get(name), int)]
     return next((positions for positions in found if positions > 0), 2048)  # -1 means that there is no limit
@@ -163,9 +163,7 @@ def _limits(machine: Profile, options: argparse.Namespace) -> TierLimits:
     return TierLimits(machine.device_bytes, *share)
 
 
-def _seconds(
-    options: argparse.Namespace, machine: Profile, outline: Outline, fields: dict[str, Any]
-) -> Callable[[int], Seconds]:
+def _seconds(options: argparse.Namespace, machine: Profile, outline: Outline, fields: JsonObject) -> Callable[[int], Seconds]:
     """Of the model's pieces by sequences per micro-batch: timed where this is the machine, else from its operations."""
     if options.machine is None:
         timed = _timed(outline, fields)
@@ -177,7 +175,7 @@ def _seconds(
     return lambda size: estimated(outline, size, rate)
 
 
-def _timed(outline: Outline, fields: dict[str, Any]) -> Callable[[int], Seconds]:
+def _timed(outline: Outline, fields: JsonObject) -> Callable[[int], Seconds]:
     @cache
     def timed(size: int) -> Seconds:
         if size > _TIMED_SIZES[-1]:
@@ -191,7 +189,7 @@ def _timed(outline: Outline, fields: dict[str, Any]) -> Callable[[int], Seconds]
     return timed
 
 
-def time_pieces(outline: Outline, fields: dict[str, Any], size: int) -> Seconds:
+def time_pieces(outline: Outline, fields: JsonObject, size: int) -> Seconds:
     """Of a micro-batch of `size` sequences, measured on this machine."""
     from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
     from ds_vertical.cli.bench.machine_info import accelerator
@@ -213,7 +211,7 @@ def time_pieces(outline: Outline, fields: dict[str, Any], size: int) -> Seconds:
 # ---- what is shown
 
 
-def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespace) -> dict[str, Any]:
+def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespace) -> JsonObject:
     chosen, outline, ranks = found.chosen, task.outline, options.num_ranks
     tokens = chosen.setting.micro_batch_size * chosen.setting.num_micro_batches * outline.sequence_length * ranks
     return {
@@ -236,7 +234,7 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
     }
 
 
-def _stock(task: Task, machine: Profile, limits: TierLimits) -> dict[str, Any]:
+def _stock(task: Task, machine: Profile, limits: TierLimits) -> JsonObject:
     """The least that a step of stock ZeRO-Infinity takes on as many tokens, with the micro-batches that suit it best of those
     whose layers fit into the device; its activations rest in host memory, those of one micro-batch at a time."""
     steps: list[tuple[float, int]] = []
@@ -258,7 +256,7 @@ def _drive_writes(chosen: Candidate, machine: Profile, ranks: int) -> float | No
     return written / machine.ssd_bytes if machine.ssd_bytes else None
 
 
-def plan_lines(found: dict[str, Any]) -> list[str]:
+def plan_lines(found: JsonObject) -> list[str]:
     """For the terminal."""
     setting, model, traffic = found["setting"], found["model"], found["traffic"]
     machine, place = found["machine"], setting["placement"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
 from ds_vertical.planner.model_shape import Outline
@@ -14,17 +16,20 @@ _LARGE: Final = 50_000_000  # elements of a parameter, from which on stock's poo
 _MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
 
 
-def write_config(
-    candidate: Candidate,
-    outline: Outline,
-    *,
-    clip: float,
-    nvme_path: str,
-    locked: bool,
-    aio: Mapping[str, Any] = AIO,
-    learning_rate: float = 1e-4,
-) -> dict[str, Any]:
-    """The JSON as a dict. `locked`: page-locked memory, for a device with memory of its own."""
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What the JSON says and the planner does not choose. `clip`: the norm to clip to, 0 for none; `nvme_path`: a folder on the
+    SSD; `locked`: page-locked memory, for a device with memory of its own."""
+
+    clip: float
+    nvme_path: str
+    locked: bool
+    aio: Mapping[str, object] = field(default_factory=lambda: AIO)
+    learning_rate: float = 1e-4
+
+
+def write_config(candidate: Candidate, outline: Outline, training: TrainingOptions) -> JsonObject:
+    """The JSON as a dict: the planner's settings for the model, with the options that were given."""
     setting = candidate.setting
     precision = {"bf16": {"enabled": outline.dtype == "bf16"}}
     if outline.dtype == "fp16":
@@ -32,21 +37,21 @@ def write_config(
     return {
         "train_micro_batch_size_per_gpu": setting.micro_batch_size,
         "gradient_accumulation_steps": setting.num_micro_batches,
-        "gradient_clipping": clip,
+        "gradient_clipping": training.clip,
         "steps_per_print": 10,
         **precision,
         "data_types": {"grad_accum_dtype": "fp32"},
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": learning_rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+            "params": {"lr": training.learning_rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
         },
-        "zero_optimization": _zero(setting, outline, nvme_path, locked),
-        "aio": dict(aio),
+        "zero_optimization": _zero(setting, outline, training),
+        "aio": dict(training.aio),
         SECTION: section(setting),
     }
 
 
-def section(setting: Setting) -> dict[str, Any]:
+def section(setting: Setting) -> JsonObject:
     """Every timing key written out, so that what was planned is what runs."""
     placement = setting.placement
     return {
@@ -59,28 +64,28 @@ def section(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _activations(setting: Setting) -> dict[str, Any]:
+def _activations(setting: Setting) -> JsonObject:
     host, ssd = (round(share, 6) for share in (setting.placement.activations_on_host, setting.placement.activations_on_ssd))
     if ssd:
         return {"device": "ssd", "share": ssd} | ({"host_share": host} if host else {})
     return {"device": "host", "share": host} if host else {"device": "device"}
 
 
-def _zero(setting: Setting, outline: Outline, nvme_path: str, locked: bool) -> dict[str, Any]:
-    largest, elements = outline.largest_parameter, outline.num_elements
+def _zero(setting: Setting, outline: Outline, training: TrainingOptions) -> JsonObject:
+    largest, elements, locked = outline.largest_parameter, outline.num_elements, training.locked
     in_host = 1 - setting.placement.parameters_on_ssd
     everything = in_host > 1 - 1e-6
-    parameters: dict[str, Any] = {"device": "cpu" if everything else "nvme", "pin_memory": locked}
+    parameters: JsonObject = {"device": "cpu" if everything else "nvme", "pin_memory": locked}
     if not everything:
         parameters |= {
-            "nvme_path": nvme_path,
+            "nvme_path": training.nvme_path,
             "buffer_count": 8 if largest >= _LARGE else 32,
             "buffer_size": largest,
             "max_in_cpu": int(in_host * elements),
         }
-    state: dict[str, Any] = {"device": "nvme" if setting.placement.state_on_ssd else "cpu", "pin_memory": locked}
+    state: JsonObject = {"device": "nvme" if setting.placement.state_on_ssd else "cpu", "pin_memory": locked}
     if setting.placement.state_on_ssd:
-        state |= {"nvme_path": nvme_path, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False}
+        state |= {"nvme_path": training.nvme_path, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False}
     return {
         "stage": 3,
         "overlap_comm": True,

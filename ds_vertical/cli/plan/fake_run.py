@@ -4,20 +4,25 @@ shapes and no memory. (Models ask about the values of tensors on the meta device
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import FlopCounterMode
 
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.errors import ConfigError, LayerError
 from ds_vertical.model.hf import build_model, refused
 from ds_vertical.model.layers import map_layers
 from ds_vertical.planner.model_shape import Outline
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -26,7 +31,7 @@ class _Attention(torch.autograd.Function):
     """Attention as fused kernels do it: keeps its inputs and its output, never the square of the sequence length."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: FunctionCtx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         ctx.save_for_backward(query, key, value, out)
         return out
@@ -41,15 +46,23 @@ class _Meter:
     weights: frozenset[int] = frozenset()
     alive: list[torch.Tensor] = field(default_factory=list)  # a storage's number is free again once it is gone
 
-    def attention(self, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: object = None,
+        *args: object,
+        **kwargs: object,
+    ) -> torch.Tensor:
         """In the place of torch's; two products of the length squared, halved where the mask is causal."""
         causal = kwargs.get("is_causal", len(args) > 1 and args[1])
         products = 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
         self.attention_flops += products / 2 if causal else products
-        result: Any = _Attention.apply(query, key, value)
-        return result
+        return cast(torch.Tensor, _Attention.apply(query, key, value))
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Counts the bytes of a tensor that a backward will want, each storage once. Returns the tensor."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self.weights and number not in self.kept:
@@ -67,7 +80,7 @@ class _Mark:
     passed_bytes: int
 
 
-def read_outline(name: str, fields: Mapping[str, Any], sequence_length: int, dtype: str) -> Outline:
+def read_outline(name: str, fields: JsonObject, sequence_length: int, dtype: str) -> Outline:
     """The outline of a causal language model. `fields`: of its Hugging Face configuration.
 
     Raises ConfigError where transformers cannot build it, or it has no layers to be found.
@@ -76,7 +89,7 @@ def read_outline(name: str, fields: Mapping[str, Any], sequence_length: int, dty
         return _read(name, _model(name, fields, dtype), sequence_length, dtype)
 
 
-def _read(name: str, model: Any, sequence_length: int, dtype: str) -> Outline:
+def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -> Outline:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and 0 < positions < sequence_length:  # XLNet's are -1: no limit
         raise ConfigError(f"--sequence-length {sequence_length}: {name} has {positions} positions; write {positions} or less")
@@ -108,28 +121,28 @@ def _read(name: str, model: Any, sequence_length: int, dtype: str) -> Outline:
     )
 
 
-def _model(name: str, fields: Mapping[str, Any], dtype: str) -> Any:
-    def adjust(config: Any) -> None:
+def _model(name: str, fields: JsonObject, dtype: str) -> PreTrainedModel:
+    def adjust(config: PreTrainedConfig) -> None:
         config.get_text_config().use_cache = config.use_cache = False
 
     return build_model(name, fields, adjust, dtype=_DTYPES[dtype], attn_implementation="sdpa").train()
 
 
-def _run(model: Any, blocks: list[nn.Module], sequence_length: int) -> tuple[list[_Mark], _Mark]:
+def _run(model: PreTrainedModel, blocks: list[nn.Module], sequence_length: int) -> tuple[list[_Mark], _Mark]:
     """One sequence through the model: a mark where each block is entered and left, and one at the end."""
     meter = _Meter(weights=frozenset(param.untyped_storage()._cdata for param in model.parameters()))
     counter = FlopCounterMode(display=False)
     marks: list[_Mark] = []
 
-    def mark(value: Any = None) -> _Mark:
+    def mark(value: object = None) -> _Mark:
         tensor = value[0] if isinstance(value, tuple) and value else value
-        passed = tensor.numel() * tensor.element_size() if torch.is_tensor(tensor) else 0
+        passed = tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
         return _Mark(counter.get_total_flops() + meter.attention_flops, sum(meter.kept.values()), passed)
 
-    def entered(_: nn.Module, args: tuple[Any, ...]) -> None:
+    def entered(_: nn.Module, args: tuple[object, ...]) -> None:
         marks.append(mark(args))
 
-    def left(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def left(_: nn.Module, args: tuple[object, ...], output: object) -> None:
         marks.append(mark(output))
 
     hooks = [hook for b in blocks for hook in (b.register_forward_pre_hook(entered), b.register_forward_hook(left))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from ds_vertical.cli.report.colors import ARM_COLORS, FAINT, INK, STALL, colour
 from ds_vertical.cli.report.stalls import Stall
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
+_Given = ParamSpec("_Given")
 WIDTH_IN = 11.0
 DPI = 150
 TITLES = {
@@ -54,11 +54,11 @@ _STYLE: dict[Any, Any] = {
 _PIXEL = 1 / 1400  # of a chart's width: gaps below it cannot be seen
 
 
-def _chart(draw: Callable[..., Figure]) -> Callable[..., bytes]:
+def _chart(draw: Callable[_Given, Figure]) -> Callable[_Given, bytes]:
     """The PNG of what `draw` draws. Raises ConfigError where matplotlib is missing."""
 
     @functools.wraps(draw)
-    def drawn(*args: Any, **options: Any) -> bytes:
+    def drawn(*args: _Given.args, **options: _Given.kwargs) -> bytes:
         try:
             import matplotlib
         except ImportError as error:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.cli.report.colors import ISSUE_STREAM, OTHER_STREAM, STEP_STREAM, STREAMS, WAIT_STREAM
 from ds_vertical.cli.report.timeline import Timeline, kind_of
 from ds_vertical.schedule.trace import RESOURCES, Span, StepTrace, Wait
+
+Record = Span | Wait | StepTrace
 
 _STEPS: Final = "step"
 _WAITS: Final = "wait"
@@ -26,13 +29,13 @@ def to_json(lines: Sequence[Timeline]) -> str:
     return json.dumps({"traceEvents": events(lines), "displayTimeUnit": "ms", "otherData": _about(lines)}, allow_nan=False)
 
 
-def events(lines: Sequence[Timeline]) -> list[dict[str, Any]]:
+def events(lines: Sequence[Timeline]) -> list[JsonObject]:
     """Metadata first, then everything in order of time. Raises ValueError without a step."""
     if not any(line.steps for line in lines):
         raise ValueError("no step to export")
     zero = min(_first(step) for line in lines for step in line.steps)
-    metadata: list[dict[str, Any]] = []
-    timed: list[dict[str, Any]] = []
+    metadata: list[JsonObject] = []
+    timed: list[JsonObject] = []
     for line in lines:
         rows = _rows(line)
         metadata += _metadata(line, list(rows))
@@ -47,7 +50,7 @@ def events(lines: Sequence[Timeline]) -> list[dict[str, Any]]:
     return metadata + sorted(timed, key=lambda event: event["ts"])
 
 
-def _about(lines: Sequence[Timeline]) -> dict[str, Any]:
+def _about(lines: Sequence[Timeline]) -> JsonObject:
     return {"run": lines[0].name, "kind": lines[0].kind, "ranks": [line.rank for line in lines]}
 
 
@@ -63,7 +66,7 @@ def _micros(time: float, zero: float) -> float:
 # ---- rows
 
 
-def _rows(line: Timeline) -> dict[str, list[Any]]:
+def _rows(line: Timeline) -> dict[str, Sequence[Record]]:
     """Row name -> its records, disjoint and in order; rows in the order in which they are shown."""
     spans: dict[str, list[Span]] = {resource: [] for resource in RESOURCES}
     waits: list[Wait] = []
@@ -72,16 +75,16 @@ def _rows(line: Timeline) -> dict[str, list[Any]]:
         for span in step.spans:
             spans.setdefault(span.resource or _ISSUING, []).append(span)
     issuing = spans.pop(_ISSUING, [])
-    rows: dict[str, list[Any]] = {_STEPS: list(line.steps)}
+    rows: dict[str, Sequence[Record]] = {_STEPS: list(line.steps)}
     for name, records in ((_WAITS, waits), *spans.items(), (_ISSUING, issuing)):
         for index, row in enumerate(disjoint(records)):
             rows[f"{name} +{index}" if index else name] = row
     return rows
 
 
-def disjoint(records: Iterable[Span | Wait]) -> Iterator[list[Any]]:
+def disjoint(records: Iterable[Span | Wait]) -> Iterator[list[Span | Wait]]:
     """The records, on as few rows as hold them without an overlap; none for none."""
-    rows: list[list[Any]] = []
+    rows: list[list[Span | Wait]] = []
     for record in sorted(records, key=lambda record: (record.start, record.end)):
         row = next((row for row in rows if row[-1].end <= record.start), None)
         if row is None:
@@ -94,7 +97,7 @@ def disjoint(records: Iterable[Span | Wait]) -> Iterator[list[Any]]:
 # ---- events
 
 
-def _metadata(line: Timeline, names: Sequence[str]) -> list[dict[str, Any]]:
+def _metadata(line: Timeline, names: Sequence[str]) -> list[JsonObject]:
     pid = line.rank
     made = [_meta(pid, 0, "process_name", name=f"rank {pid}, {line.kind}"), _meta(pid, 0, "process_sort_index", sort_index=pid)]
     for row, name in enumerate(names):
@@ -102,11 +105,11 @@ def _metadata(line: Timeline, names: Sequence[str]) -> list[dict[str, Any]]:
     return made
 
 
-def _meta(pid: int, tid: int, what: str, **args: object) -> dict[str, Any]:
+def _meta(pid: int, tid: int, what: str, **args: object) -> JsonObject:
     return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": args}
 
 
-def _complete(pid: int, row: int, row_name: str, record: Any, zero: float) -> dict[str, Any]:
+def _complete(pid: int, row: int, row_name: str, record: Record, zero: float) -> JsonObject:
     start, end = _micros(record.start, zero), _micros(record.end, zero)
     name, stream, args = _described(record)
     category, colour = stream
@@ -114,7 +117,7 @@ def _complete(pid: int, row: int, row_name: str, record: Any, zero: float) -> di
     return event | {"cat": category, "cname": colour, "args": args | {"step": record.step}}
 
 
-def _described(record: Any) -> tuple[str, tuple[str, str], dict[str, Any]]:
+def _described(record: Record) -> tuple[str, tuple[str, str], JsonObject]:
     """A record's name, category and colour, and what else there is to say of it."""
     if isinstance(record, StepTrace):
         return f"step {record.step}", STEP_STREAM, {}
@@ -123,7 +126,7 @@ def _described(record: Any) -> tuple[str, tuple[str, str], dict[str, Any]]:
     if not record.resource:
         return record.name, ISSUE_STREAM, {}
     kind, seconds = kind_of(record), record.end - record.start
-    args: dict[str, Any] = {"kind": kind}
+    args: JsonObject = {"kind": kind}
     if record.issue < record.start:
         args["issued_us_earlier"] = round((record.start - record.issue) * _MICRO, 3)
     if record.bytes:

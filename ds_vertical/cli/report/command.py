@@ -9,10 +9,11 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ds_vertical import __version__
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.cli.report import summary
 from ds_vertical.cli.report.charts import title
 from ds_vertical.cli.report.colors import RESOURCE_COLORS
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(_finite(written), indent=2, allow_nan=False))
         return 0
     for run in written["runs"]:
-        print(_line(run["summary"]))
+        print(_line(summary.RunSummary(**run["summary"])))
         for missing in run["missing"]:
             print(f"  left out: {missing}")
     print(f"written: {written['page']}, and {len(written['charts'])} charts beside it")
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def write(folders: Sequence[Path], out: Path, step: int | None = None) -> dict[str, Any]:
+def write(folders: Sequence[Path], out: Path, step: int | None = None) -> JsonObject:
     """The page and its charts, written to `out`. Returns where they are, and all figures. Raises ConfigError."""
     opened = [open_folder(folder) for folder in folders]
     try:
@@ -96,10 +97,10 @@ def _prefix(run: RunReport, runs: Sequence[RunReport]) -> str:
     return "" if len(runs) == 1 else f"{re.sub(r'[^A-Za-z0-9._-]+', '-', run.name)}.{run.slug}."
 
 
-def _described(found: Findings, run: RunReport) -> dict[str, Any]:
+def _described(found: Findings, run: RunReport) -> JsonObject:
     missing = [f"{section.title}: {section.missing}" for section in run.sections if section.missing]
     shown = {section.key: section.data for section in run.sections}
-    return {"summary": summary.summary(found), "missing": missing, "sections": shown}
+    return {"summary": asdict(summary.summary(found)), "missing": missing, "sections": shown}
 
 
 def _about(found: Findings) -> list[str]:
@@ -120,30 +121,30 @@ def _compared(every: Sequence[Findings]) -> Table:
     for found in every:
         each = summary.summary(found)
         rows.append(
-            [each["run"], number(each["stock_s"]), number(each["vertical_s"]), number(each["speedup"]), number(each["bound_s"])]
+            [each.run, number(each.stock_s), number(each.vertical_s), number(each.speedup), number(each.bound_s)]
             + [
-                title(each["busiest"]) if each["busiest"] else NONE,
-                number(each["step_over_bound"]),
-                number(each["simulated_s"]),
+                title(each.busiest) if each.busiest else NONE,
+                number(each.step_over_bound),
+                number(each.simulated_s),
             ]
-            + [share(each["compute_share"]), share(each["optimizer_overlap"]), megabytes(each["peak_host_bytes"])]
-            + [number(each["last_loss"], 4)]
+            + [share(each.compute_share), share(each.optimizer_overlap), megabytes(each.peak_host_bytes)]
+            + [number(each.last_loss, 4)]
         )
     return Table("", head, rows, frozenset({5}))
 
 
-def _line(each: dict[str, Any]) -> str:
+def _line(each: summary.RunSummary) -> str:
     parts = [
-        (each["vertical_s"], "step {:.3f} s"),
-        (each["speedup"], "stock / vertical {:.2f}"),
-        (each["step_over_bound"], "step / bound {:.2f}"),
-        (each["compute_share"], "computing {:.1%}"),
-        (each["optimizer_overlap"], "optimizer beside computation {:.1%}"),
+        (each.vertical_s, "step {:.3f} s"),
+        (each.speedup, "stock / vertical {:.2f}"),
+        (each.step_over_bound, "step / bound {:.2f}"),
+        (each.compute_share, "computing {:.1%}"),
+        (each.optimizer_overlap, "optimizer beside computation {:.1%}"),
     ]
-    return f"{each['run']}: " + (", ".join(words.format(value) for value, words in parts if value is not None) or "no figures")
+    return f"{each.run}: " + (", ".join(words.format(value) for value, words in parts if value is not None) or "no figures")
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """JSON has no number for a loss that is not finite: its name."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}

@@ -6,12 +6,13 @@ A folder of `ds-vertical ab`, one with traces or step records in it, or one whos
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.cli.report.timeline import Timeline
 from ds_vertical.engine.metrics import ARMS, ENGINES, StepRecord, read_records
 from ds_vertical.errors import ConfigError
@@ -22,6 +23,7 @@ from ds_vertical.schedule.trace import read_trace
 AB, LIMITS = "ab.json", "limits.json"
 TO_TRACE = 'add --trace to `ds-vertical ab`, or write "trace": "FOLDER" into the JSON\'s vertical_schedule'
 _RANKS = "rank*.jsonl"
+_Content = TypeVar("_Content")
 _MEND = "remove the line if the run was killed while it wrote, or run again"
 
 
@@ -44,6 +46,7 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
+        """The folder's own name."""
         return self.path.resolve().name
 
     def timelines(self) -> list[Timeline]:
@@ -78,7 +81,7 @@ class RecordedRun:
         return next((account for account in accounts if account is not None and account.steps), None)
 
     @cached_property
-    def ab(self) -> dict[str, Any] | None:
+    def ab(self) -> JsonObject | None:
         """ab.json's content."""
         return _read(_object, self.path / AB) if (self.path / AB).is_file() else None
 
@@ -123,21 +126,21 @@ def read_limits(path: Path) -> LimitsReport:
     return _limits(path, _read(_object, path))
 
 
-def _limits(path: Path, report: dict[str, Any]) -> LimitsReport:
+def _limits(path: Path, report: JsonObject) -> LimitsReport:
     try:
         return LimitsReport(Machine.from_dict(report), dict(report.get("rates", {})))
     except (ValueError, TypeError) as error:  # CostsError is a ValueError
         raise ConfigError(f"{path}: {error}; write a file with `ds-vertical limits --out`") from error
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(path: Path) -> JsonObject:
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return found
 
 
-def _read(reader: Any, path: Path) -> Any:
+def _read(reader: Callable[[Path], _Content], path: Path) -> _Content:
     try:
         return reader(path)
     except (OSError, ValueError) as error:

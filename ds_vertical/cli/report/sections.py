@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
 
 from ds_vertical.cli.report import charts
 from ds_vertical.cli.report import summary as findings
@@ -31,14 +30,17 @@ def sections(found: Findings) -> list[ReportSection]:
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """A number as the page shows it; a dash where there is none."""
     return NONE if value is None else f"{value:,.{digits}f}{unit}"
 
 
 def share(value: float | None) -> str:
+    """A share as a percentage; a dash where there is none."""
     return NONE if value is None else f"{value:.1%}"
 
 
 def megabytes(value: float | None) -> str:
+    """Bytes as MB, without the unit; a dash where there are none."""
     return NONE if value is None else f"{value / 1e6:,.0f}"
 
 
@@ -51,6 +53,7 @@ def _shown(found: Findings) -> list[tuple[str, StepTrace]]:
 
 
 def timeline(found: Findings) -> ReportSection:
+    """The step shown, as measured and as simulated, and the times in which nothing was computed, by their causes."""
     key, head = "timeline", "Timeline of a step, and why nothing was computed"
     shown = _shown(found)
     if not shown:
@@ -127,6 +130,7 @@ def _top_stalls(caption: str, top: Sequence[Stall], step: StepTrace) -> Table:
 
 
 def kinds(found: Findings) -> ReportSection:
+    """Seconds and bytes of each kind of event, measured beside predicted."""
     key, head = "kinds", "Measured and predicted, per kind of event"
     if found.measured is None:
         return ReportSection(key, head, missing=_NO_TRACE)
@@ -153,6 +157,7 @@ def kinds(found: Findings) -> ReportSection:
 
 
 def rates(found: Findings) -> ReportSection:
+    """What the SSD read and wrote per second in the step, beside what the drive can do."""
     key, head = "rates", "SSD throughput against the drive's limits"
     step = found.measured or found.predicted
     known = findings.measured_rates(step, found) if step else {}
@@ -180,7 +185,7 @@ def rates(found: Findings) -> ReportSection:
     return ReportSection(key, head, lines, [Table("", columns, rows)], charts.throughput(known), about, missing, data)
 
 
-def _limit(limited: dict[str, Any]) -> str:
+def _limit(limited: Mapping[str, float]) -> str:
     return f"{megabytes(limited['read_bytes_per_s'])} MB/s read, {megabytes(limited['write_bytes_per_s'])} MB/s written"
 
 
@@ -188,6 +193,7 @@ def _limit(limited: dict[str, Any]) -> str:
 
 
 def bound(found: Findings) -> ReportSection:
+    """The step's seconds beside what each resource needs at least for it."""
     key, head = "bound", "The step against its bound"
     if found.bound is None:
         return ReportSection(key, head, missing=_NO_RATES.replace("prediction", "bound"))
@@ -212,6 +218,7 @@ def bound(found: Findings) -> ReportSection:
 
 
 def memory(found: Findings) -> ReportSection:
+    """Bytes in each tier over the step, and the run's peak beside the memory formula."""
     key, head = "memory", "Memory per tier over a step"
     tiers: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for kind, step in _shown(found):
@@ -249,6 +256,7 @@ def memory(found: Findings) -> ReportSection:
 
 
 def arms(found: Findings) -> ReportSection:
+    """Stock and vertical side by side, as `ds-vertical ab` compared them."""
     key, head = "arms", "Stock and vertical"
     told = found.ab.get("arms", {})
     if len(told) < 2:
@@ -278,6 +286,7 @@ def arms(found: Findings) -> ReportSection:
 
 
 def losses(found: Findings) -> ReportSection:
+    """The training loss of each arm, step by step."""
     key, head = "losses", "Loss of both arms"
     curves = {arm: found.losses[arm] for arm in ARMS if found.losses.get(arm)}
     if not curves:
@@ -292,6 +301,7 @@ def losses(found: Findings) -> ReportSection:
 
 
 def overlap(found: Findings) -> ReportSection:
+    """How much of the optimizer's work went on beside computation."""
     key, head = "overlap", "Optimizer overlap achieved"
     known = {kind: each for kind, step in _shown(found) if (each := findings.overlap_of(step)) is not None}
     if found.measured is None:

@@ -39,6 +39,7 @@ class Stall:
 
     @property
     def seconds(self) -> float:
+        """From its start to its end."""
         return self.end - self.start
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
-from typing import Any
 
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.cli.report.run_folder import RecordedRun
 from ds_vertical.cli.report.timeline import Timeline, Work, by_time, bytes_within, simulated, work_by_kind
 from ds_vertical.engine.metrics import ARMS, TRACED, Agreement
@@ -31,10 +31,12 @@ class Rate:
 
     @property
     def while_busy(self) -> float:
+        """Over the time in which the direction moved anything."""
         return self.num_bytes / self.busy_s if self.busy_s else 0.0
 
     @property
     def over_step(self) -> float:
+        """Over the whole step."""
         return self.num_bytes / self.step_s
 
 
@@ -47,6 +49,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
+        """Of the optimizer's seconds those beside computation."""
         return self.beside_s / self.total_s
 
 
@@ -67,7 +70,8 @@ class Findings:
     peak_bytes: dict[str, int]
 
     @property
-    def ab(self) -> dict[str, Any]:
+    def ab(self) -> JsonObject:
+        """What `ds-vertical ab` wrote; {} where it did not run."""
         return self.folder.ab or {}
 
     @property
@@ -77,6 +81,7 @@ class Findings:
 
     @property
     def step_over_bound(self) -> float | None:
+        """The vertical arm's steady step over the bound; None where one of them is not known."""
         step_s = self.steady_s.get(ARMS[1])
         return step_s / self.bound.seconds if self.bound and self.bound.seconds and step_s else None
 
@@ -169,6 +174,7 @@ def _bound_told(folder: RecordedRun) -> Bound | None:
 
 
 def step_s(step: StepTrace) -> float:
+    """Seconds from the step's begin to its end."""
     return step.end - step.start
 
 
@@ -234,23 +240,42 @@ def memory_points(step: StepTrace) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def summary(found: Findings) -> dict[str, Any]:
-    """The run in one row; None where a number cannot be had. Seconds and bytes."""
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in one row; None where a number cannot be had. Times are seconds. `busiest`: the resource that sets the bound."""
+
+    run: str
+    stock_s: float | None
+    vertical_s: float | None
+    speedup: float | None
+    bound_s: float | None
+    busiest: str | None
+    step_over_bound: float | None
+    simulated_s: float | None
+    outside_share: float | None
+    compute_share: float | None
+    optimizer_overlap: float | None
+    peak_host_bytes: int | None
+    last_loss: float | None
+
+
+def summary(found: Findings) -> RunSummary:
+    """The row of a run's findings."""
     stock, vertical = (found.steady_s.get(arm) for arm in ARMS)
     shown = summarize(found.measured) if found.measured else None
     taken = overlap_of(found.measured) if found.measured else None
-    return {
-        "run": found.name,
-        "stock_s": stock,
-        "vertical_s": vertical,
-        "speedup": stock / vertical if stock and vertical and found.agreement else None,
-        "bound_s": found.bound.seconds if found.bound else None,
-        "busiest": found.bound.resource if found.bound else None,
-        "step_over_bound": found.step_over_bound,
-        "simulated_s": step_s(found.predicted) if found.predicted else None,
-        "outside_share": shown.outside_s / shown.step_s if shown else None,
-        "compute_share": shown.busy_s["compute"] / shown.step_s if shown else None,
-        "optimizer_overlap": taken.share if taken else None,
-        "peak_host_bytes": found.peak_bytes.get(ARMS[1]),
-        "last_loss": found.losses[ARMS[1]][-1] if found.losses.get(ARMS[1]) else None,
-    }
+    return RunSummary(
+        run=found.name,
+        stock_s=stock,
+        vertical_s=vertical,
+        speedup=stock / vertical if stock and vertical and found.agreement else None,
+        bound_s=found.bound.seconds if found.bound else None,
+        busiest=found.bound.resource if found.bound else None,
+        step_over_bound=found.step_over_bound,
+        simulated_s=step_s(found.predicted) if found.predicted else None,
+        outside_share=shown.outside_s / shown.step_s if shown else None,
+        compute_share=shown.busy_s["compute"] / shown.step_s if shown else None,
+        optimizer_overlap=taken.share if taken else None,
+        peak_host_bytes=found.peak_bytes.get(ARMS[1]),
+        last_loss=found.losses[ARMS[1]][-1] if found.losses.get(ARMS[1]) else None,
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -166,8 +166,8 @@ def _run(account: Account, ran: ExecutedStep, machine: Machine, shape: ModelShap
     return simulate(ran.schedule, machine, shape, steps=steps, slots=slots, overlap=overlap, parts=parts)
 
 
-def _keep(steps: Sequence[StepTrace], time: float, keep) -> None:
-    """Give it to the step in which `time` is, as the tracer writes what has ended; to the first what was before it."""
+def _keep(steps: Sequence[StepTrace], time: float, keep: Callable[[StepTrace], None]) -> None:
+    """Calls `keep` with the step in which `time` is, as the tracer writes what has ended; a time before all is the first's."""
     step = next((step for step in steps if time <= step.end), None)
     if step is not None:
         keep(step)
