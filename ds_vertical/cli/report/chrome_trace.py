@@ -16,7 +16,7 @@ from ds_vertical.cli.report.colors import ISSUE_STREAM, OTHER_STREAM, STEP_STREA
 from ds_vertical.cli.report.timeline import Timeline, kind_of
 from ds_vertical.schedule.trace import RESOURCES, Span, StepTrace, Wait
 
-Record = Span | Wait | StepTrace
+TraceRecord = Span | Wait | StepTrace
 
 _STEPS: Final = "step"
 _WAITS: Final = "wait"
@@ -66,7 +66,7 @@ def _micros(time: float, zero: float) -> float:
 # ---- rows
 
 
-def _rows(line: Timeline) -> dict[str, Sequence[Record]]:
+def _rows(line: Timeline) -> dict[str, Sequence[TraceRecord]]:
     """Row name -> its records, disjoint and in order; rows in the order in which they are shown."""
     spans: dict[str, list[Span]] = {resource: [] for resource in RESOURCES}
     waits: list[Wait] = []
@@ -75,7 +75,7 @@ def _rows(line: Timeline) -> dict[str, Sequence[Record]]:
         for span in step.spans:
             spans.setdefault(span.resource or _ISSUING, []).append(span)
     issuing = spans.pop(_ISSUING, [])
-    rows: dict[str, Sequence[Record]] = {_STEPS: list(line.steps)}
+    rows: dict[str, Sequence[TraceRecord]] = {_STEPS: list(line.steps)}
     for name, records in ((_WAITS, waits), *spans.items(), (_ISSUING, issuing)):
         for index, row in enumerate(disjoint(records)):
             rows[f"{name} +{index}" if index else name] = row
@@ -109,7 +109,7 @@ def _meta(pid: int, tid: int, what: str, **args: object) -> JsonObject:
     return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": args}
 
 
-def _complete(pid: int, row: int, row_name: str, record: Record, zero: float) -> JsonObject:
+def _complete(pid: int, row: int, row_name: str, record: TraceRecord, zero: float) -> JsonObject:
     start, end = _micros(record.start, zero), _micros(record.end, zero)
     name, stream, args = _described(record)
     category, colour = stream
@@ -117,7 +117,7 @@ def _complete(pid: int, row: int, row_name: str, record: Record, zero: float) ->
     return event | {"cat": category, "cname": colour, "args": args | {"step": record.step}}
 
 
-def _described(record: Record) -> tuple[str, tuple[str, str], JsonObject]:
+def _described(record: TraceRecord) -> tuple[str, tuple[str, str], JsonObject]:
     """A record's name, category and colour, and what else there is to say of it."""
     if isinstance(record, StepTrace):
         return f"step {record.step}", STEP_STREAM, {}
