@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name in SLOW_MEMBERS & members.keys():
         members[name].add_marker(pytest.mark.slow)
     files = {item.path.name for item in items}
-    stale = [name for name in SLOW_MEMBERS - members.keys() if files > FIRST and not config.args_source.name == "ARGS"]
+    stale = [name for name in SLOW_MEMBERS - members.keys() if files > FIRST and config.args_source.name != "ARGS"]
     if stale:
         raise pytest.UsageError(f"tests/conftest.py, SLOW_MEMBERS: there are no such tests: {sorted(stale)}")
     without = [item for item in items if any(item.get_closest_marker(marker) for marker in ABSENT)]

@@ -60,9 +60,9 @@ def test_each_private_name_of_compat_is_in_the_table() -> None:
     known = {member.name for member in MEMBERS} | TORCHS_OWN
     for file in (PACKAGE / "compat").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Attribute) and re.match(r"_[A-Za-z]\w*$", node.attr):
-                if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
-                    assert node.attr in known, f"{file.name}:{node.lineno} {node.attr}"
+            private = isinstance(node, ast.Attribute) and re.match(r"_[A-Za-z]\w*$", node.attr)
+            if private and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                assert node.attr in known, f"{file.name}:{node.lineno} {node.attr}"
 
 
 def test_each_row_has_a_text_for_each_version() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import FAMILIES, NUM_LAYERS, Handwritten, Pair
+from families import FAMILIES, NUM_LAYERS, Family, Handwritten, Pair
 from places import ROOT
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
@@ -65,7 +65,7 @@ def assert_partition(model: nn.Module, layers: LayerMap) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_the_blocks_of_every_family_are_found(family) -> None:
+def test_the_blocks_of_every_family_are_found(family: Family) -> None:
     with torch.device("meta"):
         model = family.model_class()._from_config(family.config())
     layers = map_layers(model)

@@ -26,8 +26,7 @@ SSD = {"device": "ssd"}
 
 
 def config_in(folder: Path, num_micro_batches: int, section: dict[str, Any], dtype: str = "fp32") -> dict[str, Any]:
-    given = base_config(folder, num_micro_batches=num_micro_batches, dtype=dtype, params="cpu", section={"seed": 7} | section)
-    return given
+    return base_config(folder, num_micro_batches=num_micro_batches, dtype=dtype, params="cpu", section={"seed": 7} | section)
 
 
 def run(folder: Path, build: Callable[[], nn.Module], count: int, dtype: str = "fp32", **section: Any) -> Run:

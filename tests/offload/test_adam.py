@@ -73,7 +73,7 @@ def test_cuts_cover_a_chunk_once_in_order(regrouping: Regrouping) -> None:
         position = 0
         for cut in adam_cuts(pieces):
             assert cut.start == position and cut.numel > 0
-            assert 0 <= cut.offset and cut.offset + cut.numel <= cut.span
+            assert cut.offset >= 0 and cut.offset + cut.numel <= cut.span
             assert cut.span <= LANE or cut.in_place and cut.span % LANE == 0
             position += cut.numel
         assert position == sum(piece.numel for piece in pieces)

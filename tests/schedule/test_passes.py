@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from places import GOLDEN
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.dependencies import dependencies, validate
-from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
+from ds_vertical.schedule.events import Event, Op, Schedule, Unit, parse_events
 from ds_vertical.schedule.passes import (
     build_evaluation,
     build_training,
@@ -40,7 +41,7 @@ SETTINGS = ORDERS | STEPS
 
 
 @st.composite
-def schedules(draw) -> Schedule:
+def schedules(draw: st.DrawFn) -> Schedule:
     layers, micro_batches, window = draw(st.integers(1, 8)), draw(st.integers(1, 6)), draw(st.integers(0, 4))
     order = draw(st.sampled_from(["evaluation", *ORDERS]))
     if order == "evaluation":
@@ -50,13 +51,13 @@ def schedules(draw) -> Schedule:
     return build_training(layers, micro_batches, window=window, due=due, ahead=draw(st.booleans()), **steps, **ORDERS[order])
 
 
-def text(events) -> str:
+def text(events: Iterable[Event]) -> str:
     return " ".join(str(event) for event in events)
 
 
 @pytest.mark.parametrize("window", [0, 1])
 @pytest.mark.parametrize("order", ["evaluation", *SETTINGS])
-def test_whole_schedule_is_the_golden_one(order, window):
+def test_whole_schedule_is_the_golden_one(order: str, window: int) -> None:
     golden = (GOLDEN / f"{order}_w{window}.txt").read_text()
     if order == "evaluation":
         built = build_evaluation(3, 2, window=window)
@@ -66,18 +67,18 @@ def test_whole_schedule_is_the_golden_one(order, window):
     assert built == Schedule.from_text(golden)
 
 
-def test_every_golden_file_is_used():
+def test_every_golden_file_is_used() -> None:
     expected = {f"{order}_w{window}.txt" for order in ("evaluation", *SETTINGS) for window in (0, 1)}
     assert {path.name for path in GOLDEN.glob("*.txt")} >= expected
 
 
-def test_orders():
+def test_orders() -> None:
     assert text(vertical_order(2, 2)) == "preF0 preF1 0F0 0F1 1F0 sufHEAD0 1B0 1F1 sufHEAD1 1B1 0B0 0B1 preB0 preB1"
     assert text(horizontal_order(2, 2)) == ("preF0 0F0 1F0 sufHEAD0 1B0 0B0 preB0 preF1 0F1 1F1 sufHEAD1 1B1 0B1 preB1")
     assert text(forward_order(2, 2)) == "preF0 preF1 0F0 0F1 1F0 1F1 sufF0 sufF1"
 
 
-def test_snake_turns_every_second_layer_before_the_last_in_both_sweeps_and_nothing_else():
+def test_snake_turns_every_second_layer_before_the_last_in_both_sweeps_and_nothing_else() -> None:
     assert text(vertical_order(3, 3, snake=True)) == (
         "preF0 preF1 preF2 0F0 0F1 0F2 1F2 1F1 1F0 2F0 sufHEAD0 2B0 2F1 sufHEAD1 2B1 2F2 sufHEAD2 2B2 "
         "1B2 1B1 1B0 0B0 0B1 0B2 preB0 preB1 preB2"
@@ -96,7 +97,7 @@ def test_snake_turns_every_second_layer_before_the_last_in_both_sweeps_and_nothi
         ("preF0 0F0 sufF0", "preF0 0F0 sufF0"),
     ],
 )
-def test_place_gradients_reduces_after_the_last_backward(before, after):
+def test_place_gradients_reduces_after_the_last_backward(before: str, after: str) -> None:
     assert text(place_gradients(parse_events(before))) == after
 
 
@@ -115,11 +116,11 @@ def test_place_gradients_reduces_after_the_last_backward(before, after):
         (9, "0F0 1F0 1B0 0B0 preB0", "preFETCH 0FETCH 1FETCH 0F0 1F0 1B0 1RELEASE 0B0 0RELEASE preB0 preRELEASE"),
     ],
 )  # fmt: skip
-def test_place_parameters_fetches_ahead_and_releases(window, before, after):
+def test_place_parameters_fetches_ahead_and_releases(window: int, before: str, after: str) -> None:
     assert text(place_parameters(parse_events(before), window)) == after
 
 
-def test_place_optimizer_steps_everything_after_the_norm():
+def test_place_optimizer_steps_everything_after_the_norm() -> None:
     before = "2B0 2REDUCE 1B0 1REDUCE 0B0 0REDUCE preB0 preREDUCE preRELEASE"
     assert text(place_optimizer(parse_events(before), False)) == f"{before} NORM preSTEP 0STEP 1STEP 2STEP"
     assert text(place_optimizer(parse_events(before), True)) == f"{before} NORM"
@@ -138,7 +139,7 @@ def test_place_optimizer_steps_everything_after_the_norm():
         ("0REDUCE preREDUCE NORM preSTEP", "0REDUCE preREDUCE NORM COMMIT preSTEP"),
     ],
 )
-def test_place_early_steps_released_units_whose_gradient_is_complete(before, after):
+def test_place_early_steps_released_units_whose_gradient_is_complete(before: str, after: str) -> None:
     assert text(place_early(parse_events(before))) == after
 
 
@@ -166,11 +167,11 @@ FORWARD = "preFETCH preF0 0FETCH 0F0 1FETCH 1F0 2FETCH 2F0 3FETCH 3F0"
         ([3, 0], 9, f"0STEP.d0@-1 3STEP.d0@-1 {FORWARD}"),
     ],
 )
-def test_place_delayed_steps_lead_visits_ahead(due, lead, after):
+def test_place_delayed_steps_lead_visits_ahead(due: list[Unit], lead: int, after: str) -> None:
     assert text(place_delayed(parse_events(FORWARD), due, lead)) == after
 
 
-def test_place_delayed_counts_first_visits_only():
+def test_place_delayed_counts_first_visits_only() -> None:
     before = "0FETCH 0F0 0RELEASE 1FETCH 1F0 1B0 0FETCH 0B0"
     assert text(place_delayed(parse_events(before), [0, 1], 1)) == f"0STEP.d0@-1 1STEP.d0@-1 {before}"
 
@@ -185,12 +186,12 @@ def test_place_delayed_counts_first_visits_only():
         (3, 1, True, "preSTEP.d0 0STEP.d0 preFETCH@+1 0FETCH@+1"),
     ],
 )
-def test_place_ahead_issues_what_comes_first_in_the_next_forward(window, lead, delayed, after):
+def test_place_ahead_issues_what_comes_first_in_the_next_forward(window: int, lead: int, delayed: bool, after: str) -> None:
     before = "2REDUCE 1REDUCE 0REDUCE preREDUCE NORM"
     assert text(place_ahead(parse_events(before), window, lead, delayed)) == f"{before} {after}"
 
 
-def test_what_is_read_for_the_next_step_must_have_taken_this_one():
+def test_what_is_read_for_the_next_step_must_have_taken_this_one() -> None:
     schedule = build_training(3, 2, delayed=True, ahead=True)
     assert text(schedule.events).endswith("NORM preSTEP.d0 0STEP.d0 1STEP.d0 preFETCH@+1 0FETCH@+1")
     events = tuple(event for event in schedule.events if str(event) != "0STEP.d0")
@@ -208,7 +209,7 @@ def test_what_is_read_for_the_next_step_must_have_taken_this_one():
         ([0, 1, 2], "preFETCH 0FETCH 0F0 1FETCH 1F0 2FETCH 2F0 2B0 2RELEASE 0FETCH 1B0 1RELEASE 0B0 0RELEASE preRELEASE"),
     ],
 )  # fmt: skip
-def test_place_parameters_does_not_read_ahead_what_a_step_hands_over(handed_over, after):
+def test_place_parameters_does_not_read_ahead_what_a_step_hands_over(handed_over: list[int], after: str) -> None:
     placed = text(place_parameters(parse_events("0F0 1F0 2F0 2B0 1B0 0B0"), 1, handed_over))
     assert placed.replace("0F0 0RELEASE", "0F0") == after
 
@@ -227,14 +228,14 @@ def test_place_parameters_does_not_read_ahead_what_a_step_hands_over(handed_over
         (lambda: build_training(2, 2, due=frozenset({0}), lead=0), "lead must be a number of layers >= 1, got 0"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(call, told):
+def test_settings_that_do_not_fit_are_refused(call: Callable[[], object], told: str) -> None:
     with pytest.raises(ScheduleError, match=told):
         call()
 
 
 @settings(max_examples=40, deadline=None)
 @given(schedules())
-def test_built_schedules_are_valid_and_survive_their_text(schedule):
+def test_built_schedules_are_valid_and_survive_their_text(schedule: Schedule) -> None:
     validate(schedule)
     assert Schedule.from_text(schedule.to_text()) == schedule
     assert all(len(line) <= 120 for line in schedule.to_text().splitlines())
@@ -242,7 +243,7 @@ def test_built_schedules_are_valid_and_survive_their_text(schedule):
 
 @settings(max_examples=40, deadline=None)
 @given(schedules())
-def test_the_last_layers_forwards_keep_their_graphs_and_no_others(schedule):
+def test_the_last_layers_forwards_keep_their_graphs_and_no_others(schedule: Schedule) -> None:
     micro_batches = range(0 if schedule.order == "forward" else schedule.num_micro_batches)
     assert schedule.fused == {Event(Op.F, schedule.num_layers - 1, m) for m in micro_batches}
 
@@ -260,13 +261,13 @@ def test_the_last_layers_forwards_keep_their_graphs_and_no_others(schedule):
         ("preF0 preB0", ""),
     ],
 )
-def test_a_forward_is_fused_when_its_backward_is_the_next_work_on_a_layer(events, fused):
+def test_a_forward_is_fused_when_its_backward_is_the_next_work_on_a_layer(events: str, fused: str) -> None:
     assert Schedule(2, 2, parse_events(events)).fused == set(parse_events(fused))
 
 
 @settings(max_examples=40, deadline=None)
 @given(schedules())
-def test_fetched_layers_stay_within_the_window(schedule):
+def test_fetched_layers_stay_within_the_window(schedule: Schedule) -> None:
     fetched, most = set(), 0
     for event in schedule.events:
         if isinstance(event.layer, int) and event.op is Op.FETCH and not event.ahead:
@@ -281,7 +282,7 @@ def test_fetched_layers_stay_within_the_window(schedule):
 
 @settings(max_examples=40, deadline=None)
 @given(schedules())
-def test_number_of_fetches(schedule):
+def test_number_of_fetches(schedule: Schedule) -> None:
     fetches = [event.layer for event in schedule.events if event.op is Op.FETCH and not event.ahead]
     counts = [fetches.count(layer) for layer in range(schedule.num_layers)]
     assert fetches.count("pre") == 1
@@ -295,7 +296,7 @@ def test_number_of_fetches(schedule):
 
 @settings(max_examples=40, deadline=None)
 @given(schedules())
-def test_each_compute_event_has_what_it_needs(schedule):
+def test_each_compute_event_has_what_it_needs(schedule: Schedule) -> None:
     """Written from the rules of the model (what is computed from what), not from the code of dependencies()."""
     events, depends = schedule.events, dependencies(schedule.events)
     last = schedule.num_layers - 1
@@ -321,7 +322,7 @@ def test_each_compute_event_has_what_it_needs(schedule):
 
 @settings(max_examples=60, deadline=None)
 @given(schedules())
-def test_delayed_steps_come_once_ahead_of_their_fetch_and_early_ones_before_the_commit(schedule):
+def test_delayed_steps_come_once_ahead_of_their_fetch_and_early_ones_before_the_commit(schedule: Schedule) -> None:
     events = [str(event) for event in schedule.events]
     units = ["pre", *range(schedule.num_layers)]
     due = [unit for unit in units if f"{unit}STEP.d0@-1" in events]
@@ -338,7 +339,7 @@ def test_delayed_steps_come_once_ahead_of_their_fetch_and_early_ones_before_the_
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), st.integers(0, 3), st.integers(1, 4), st.sampled_from(["vertical", "horizontal"]))
-def test_at_most_lead_layers_are_stepped_and_not_yet_fetched(layers, window, lead, order):
+def test_at_most_lead_layers_are_stepped_and_not_yet_fetched(layers: int, window: int, lead: int, order: str) -> None:
     due = frozenset({"pre", *range(layers)})
     schedule = build_training(layers, 2, order=order, window=window, delayed=True, due=due, lead=lead)
     stepped, most = set(), 0

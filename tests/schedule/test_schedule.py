@@ -53,7 +53,7 @@ small_schedules = pytest.mark.parametrize("schedule", SMALL.values(), ids=SMALL.
         ("DISCARD", Event(Op.DISCARD)),
     ],
 )
-def test_event_text(text, event):
+def test_event_text(text: str, event: Event) -> None:
     assert str(event) == text
     assert parse_event(text) == event
 
@@ -64,7 +64,7 @@ def test_event_text(text, event):
     + ["HEAD0", "3NORM", "NORM0", "3STEP.x1", "3STEP.e", "3STEP.e01", "3STEP@1", "3STEP@0", "3STEP@-0", "3F0.e1"]
     + ["3F0@-1", "3JUMP", "3F0 3F1", " 3F0", "3F0\n", "midF0"],
 )  # fmt: skip
-def test_bad_event_text_is_refused_with_the_text_and_the_form(text):
+def test_bad_event_text_is_refused_with_the_text_and_the_form(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         parse_event(text)
     assert repr(text) in str(caught.value)
@@ -86,14 +86,14 @@ def test_bad_event_text_is_refused_with_the_text_and_the_form(text):
         ({"op": Op.NORM, "part": "e0"}, "NORM takes no part, got 'e0'"),
     ],
 )
-def test_fields_that_do_not_fit_the_operation_are_refused(fields, told):
+def test_fields_that_do_not_fit_the_operation_are_refused(fields: dict[str, object], told: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         Event(**fields)
     assert told in str(caught.value)
 
 
 @st.composite
-def events_of_any_kind(draw) -> Event:
+def events_of_any_kind(draw: st.DrawFn) -> Event:
     """Draws fields freely and keeps what Event takes: whatever can be built must survive its text."""
     counts = st.integers(0, 200)
     fields = {
@@ -114,18 +114,18 @@ def events_of_any_kind(draw) -> Event:
 
 @settings(max_examples=150, deadline=None)
 @given(events_of_any_kind())
-def test_event_text_round_trips(event):
+def test_event_text_round_trips(event: Event) -> None:
     assert parse_event(str(event)) == event
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(events_of_any_kind(), max_size=30), st.booleans(), st.booleans())
-def test_schedule_text_round_trips_whatever_the_events(events, delayed, early):
+def test_schedule_text_round_trips_whatever_the_events(events: list[Event], delayed: bool, early: bool) -> None:
     schedule = Schedule(3, 2, tuple(events), "vertical", True, 4, delayed, early)
     assert Schedule.from_text(schedule.to_text()) == schedule
 
 
-def test_schedule_text_takes_comments_and_any_white_space():
+def test_schedule_text_takes_comments_and_any_white_space() -> None:
     text = "\n  # ds_vertical schedule v1 order=forward layers=1 micro_batches=1 snake=0 window=0 delayed=0 early=0\n"
     text += "# seen on Tuesday\n\tpreFETCH   preF0\n\n  # and 9F9 is a comment\n0FETCH"
     assert Schedule.from_text(text).events == parse_events("preFETCH preF0 0FETCH")
@@ -145,13 +145,13 @@ def test_schedule_text_takes_comments_and_any_white_space():
         (f"# ds_vertical schedule v1 order=vertical layers=3 {HEADER_END.removesuffix(' early=0')}", "not a schedule header"),
     ],
 )
-def test_bad_schedule_text_is_refused(text, told):
+def test_bad_schedule_text_is_refused(text: str, told: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         Schedule.from_text(text)
     assert told in str(caught.value)
 
 
-def test_format_window_marks_the_event_and_shows_its_neighbours():
+def test_format_window_marks_the_event_and_shows_its_neighbours() -> None:
     events = parse_events("preFETCH preF0 0FETCH 0F0 0RELEASE")
     assert format_window(events, 2, radius=1) == "     1  preF0\n     2  0FETCH  <-- here\n     3  0F0"
     assert format_window(events, 0, radius=1) == "     0  preFETCH  <-- here\n     1  preF0"
@@ -163,7 +163,7 @@ def depended_on(schedule: Schedule) -> dict[str, str]:
     return {str(e): " ".join(str(schedule.events[i]) for i in n) for e, n in zip(schedule.events, needs, strict=True)}
 
 
-def test_dependencies_of_a_training_step():
+def test_dependencies_of_a_training_step() -> None:
     assert depended_on(build_training(2, 2)) == {
         "preFETCH": "",
         "preF0": "preFETCH",
@@ -195,7 +195,7 @@ def test_dependencies_of_a_training_step():
     }
 
 
-def test_dependencies_of_an_evaluation():
+def test_dependencies_of_an_evaluation() -> None:
     assert depended_on(build_evaluation(1, 1, window=0)) == {
         "preFETCH": "",
         "preF0": "preFETCH",
@@ -207,7 +207,7 @@ def test_dependencies_of_an_evaluation():
     }
 
 
-def test_a_second_fetch_waits_for_the_release_and_gives_to_what_follows_it():
+def test_a_second_fetch_waits_for_the_release_and_gives_to_what_follows_it() -> None:
     schedule = build_training(2, 1, window=0)
     needs = dependencies(schedule.events)
     first, second = (i for i, event in enumerate(schedule.events) if str(event) == "0FETCH")
@@ -216,13 +216,13 @@ def test_a_second_fetch_waits_for_the_release_and_gives_to_what_follows_it():
     assert second in needs[backward] and first not in needs[backward]
 
 
-def test_a_fetch_after_a_step_waits_for_it():
+def test_a_fetch_after_a_step_waits_for_it() -> None:
     schedule = build_training(1, 1, window=0)
     events = (*schedule.events, Event(Op.FETCH, 0))
     assert dependencies(events)[-1] == (events.index(Event(Op.RELEASE, 0)), events.index(Event(Op.STEP, 0)))
 
 
-def test_dependencies_refuse_an_event_that_no_rule_covers():
+def test_dependencies_refuse_an_event_that_no_rule_covers() -> None:
     with pytest.raises(ScheduleError, match=r"event 1 \(0WRITE\): no rule says what it depends on"):
         dependencies(parse_events("preFETCH 0WRITE"))
     for text in ("0STEP.d1@-1", "0STEP.d1", "0FETCH@+2", "0STEP.e0@-1", "0STEP.e1", "0STEP@-1", "0READ.d0@-1", "COMMIT.e0"):
@@ -307,7 +307,7 @@ def edited(schedule: Schedule, before: str, after: str) -> Schedule:
         ("vertical", "snake=0", "snake=1", "1B0): adds to a gradient sum where order vertical with snake wants 1B1"),
     ],
 )
-def test_validate_names_the_event_and_shows_its_neighbours(name, before, after, told):
+def test_validate_names_the_event_and_shows_its_neighbours(name: str, before: str, after: str, told: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         validate(edited(SMALL[name], before, after))
     assert told in str(caught.value)
@@ -323,7 +323,7 @@ def refused(schedule: Schedule, events: tuple[Event, ...]) -> bool:
 
 
 @small_schedules
-def test_a_schedule_with_one_event_less_is_refused(schedule):
+def test_a_schedule_with_one_event_less_is_refused(schedule: Schedule) -> None:
     """But for what is due from the step before, which no schedule says of itself: the optimizer refuses to lose it."""
     events = schedule.events
     kept = [events[i] for i in range(len(events)) if not refused(schedule, events[:i] + events[i + 1 :])]
@@ -331,7 +331,7 @@ def test_a_schedule_with_one_event_less_is_refused(schedule):
 
 
 @small_schedules
-def test_a_schedule_with_one_event_twice_is_refused(schedule):
+def test_a_schedule_with_one_event_twice_is_refused(schedule: Schedule) -> None:
     events = schedule.events
     places = [(e, j) for e in set(events) for j in range(len(events) + 1)]
     assert [(str(e), j) for e, j in places if not refused(schedule, events[:j] + (e,) + events[j:])] == []
@@ -365,7 +365,7 @@ def related(events: tuple[Event, ...], needs: tuple[tuple[int, ...], ...], i: in
 
 
 @small_schedules
-def test_one_event_elsewhere_is_refused_unless_it_passes_nothing_related_and_the_window_holds(schedule):
+def test_one_event_elsewhere_is_refused_unless_it_passes_nothing_related_and_the_window_holds(schedule: Schedule) -> None:
     """The moves that stay valid are exactly the free ones: timing, by the two conditions and no others."""
     events, needs = schedule.events, dependencies(schedule.events)
     wrong = []
@@ -378,7 +378,7 @@ def test_one_event_elsewhere_is_refused_unless_it_passes_nothing_related_and_the
     assert wrong == []
 
 
-def test_the_free_moves_of_the_smallest_step():
+def test_the_free_moves_of_the_smallest_step() -> None:
     """By hand: 0FETCH waits for nothing; 0RELEASE and preB0 do not touch, and 0RELEASE only has to come before 0STEP;
     preRELEASE and NORM do not touch; the steps of two units are free. All else is a chain."""
     schedule = SMALL["one of each"]

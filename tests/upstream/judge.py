@@ -15,10 +15,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as xml
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -95,7 +95,7 @@ def read_report(report: Path) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     if not report.exists():
         return found
-    for case in xml.parse(report).getroot().iter("testcase"):
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
         name = f"{case.get('classname', '').rsplit('.', 1)[-1]}::{case.get('name')}"
         outcome, why = "passed", ""
         for child in case:

@@ -112,7 +112,7 @@ def user(tmp_path: Path) -> Iterator[User]:
 
 
 @pytest.fixture
-def fresh_facts(monkeypatch: pytest.MonkeyPatch):
+def fresh_facts(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """`build_facts` is read once per process: forget it before and after."""
     cache.build_facts.cache_clear()
     yield monkeypatch
