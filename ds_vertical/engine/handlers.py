@@ -14,9 +14,12 @@ from ds_vertical.distributed.collective_replay import CollectiveReplay, Others
 from ds_vertical.errors import StepLeft
 from ds_vertical.io.host import memory_bytes
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.boundary_tensors import BoundaryTensors
+from ds_vertical.model.forward_coroutine import ForwardPass
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.micro_batch import MicroBatch
-from ds_vertical.model.state.forward_state import ForwardState, StepState
+from ds_vertical.model.state.forward_state import ForwardState
+from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.stubs import Stubs
 from ds_vertical.model.thread_state import ThreadState, preserved
 from ds_vertical.offload.activation_store import ActivationStore
@@ -194,10 +197,8 @@ class ScheduleRunner:
         state = ThreadState.capture()
         states = [state if body.seed is None else state.seeded(body.seed) for body in bodies]
         numbered = enumerate(zip(bodies, states, strict=True))
-        self._live = live = [
-            MicroBatch(body.run, self.layers, stubs, own, keep, run_on=index in moved, modules=modules, index=index)
-            for index, (body, own) in numbered
-        ]
+        shared = ForwardPass(self.layers, stubs, keep, modules)
+        self._live = live = [MicroBatch(body.run, shared, own, index, run_on=index in moved) for index, (body, own) in numbered]
         return live
 
     def end_forwards(self) -> None:
@@ -361,7 +362,7 @@ class _Training(_WithBackward):
         self.activations.require(event.layer, event.micro_batch)
         super().forward(event)
         if event not in self.fused:
-            self.activations.leave(event.layer, event.micro_batch, self.micro_batch(event))
+            self.activations.leave(event.layer, event.micro_batch, self.micro_batch(event).boundary)
 
     def fetch(self, event: Event) -> Ticket | None:
         if event.ahead:
@@ -462,8 +463,8 @@ def _move_handlers(store: ActivationStore, micro_batches: Sequence[MicroBatch]) 
         assert event.micro_batch is not None
         return _unit(event), event.micro_batch
 
-    def own(event: Event) -> MicroBatch:
-        return micro_batches[unit(event)[1]]
+    def own(event: Event) -> BoundaryTensors:
+        return micro_batches[unit(event)[1]].boundary
 
     return {
         Op.SAVE: lambda event: store.save(*layer(event), own(event)),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TypeGuard, overload
 
 import torch
 from torch import nn
@@ -23,75 +23,82 @@ class BlockGraph:
     """A block's autograd graph from end to end: the twins of its inputs by the inputs' ids, and its outputs (flattened)."""
 
     twins: dict[int, torch.Tensor]
-    outputs: list[Any]
+    outputs: list[object]
 
 
 @dataclass
 class BlockCall:
-    """What backward needs of one block call: its arguments (flattened), leaves made of its outputs, state at its entry.
+    """What the backward of one block call needs: its arguments, the thread's state at its entry, leaves made of its outputs.
 
-    `args`: the first `num_given` are arguments, the others tensors that the block found in `found`, the modules' state.
-    `leaves`: those of returned values, then those of what the block has written elsewhere, at the places `written`. `graph` is
-    None where backward recomputes.
+    `args`: the first `num_given` are the arguments, flattened by `spec`; the others are tensors that the block found in modules
+    and objects (`found`). `versions`: how often each tensor among them had been written in place at the call. The rest is
+    filled in once the block has run. `leaves`: those of the returned values, then those of what the block has written
+    elsewhere, at the positions `written`. `graph` is None where the backward recomputes the block.
     """
 
-    args: list[Any]
+    args: list[object]
     num_given: int
     spec: pytree.TreeSpec
     found: BlockState | None
-    written: list[Position]
-    leaves: list[Any]
     state: ThreadState
     context: contextvars.Context
     versions: list[int]
-    graph: BlockGraph | None
+    written: list[Position] = field(default_factory=list)
+    leaves: list[object] = field(default_factory=list)
+    graph: BlockGraph | None = None
 
     def drop_leaf_grads(self) -> list[torch.Tensor | None]:
+        """The gradients of the outputs, in the order of `leaves`, None for one that got none. Forgets the leaves."""
         grads = [leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
         self.leaves = []
         return grads
 
 
-def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
+def tensors_among(values: Iterable[object]) -> list[torch.Tensor]:
     """The tensors among the values, each once."""
     return list({id(value): value for value in values if isinstance(value, torch.Tensor)}.values())
 
 
-def is_given_as_it_is(kwargs: dict[str, Any], value: Any) -> bool:
-    """Whether a block gets an argument as the object that it is: it may write into a list or a dict."""
+def is_given_as_it_is(kwargs: dict[str, object], value: object) -> bool:
+    """Whether a block gets an argument as the very object that the caller gave: a list or dict, into which it may write."""
     return isinstance(value, list | dict) and value is not kwargs
 
 
-def with_state(flat: list[Any], found: BlockState | None) -> list[Any]:
+def with_state(flat: list[object], found: BlockState | None) -> list[object]:
     """A block's arguments and, behind them, the tensors that it finds elsewhere."""
     given = set(map(id, flat))
     return flat if found is None else [*flat, *(tensor for tensor in found.inputs() if id(tensor) not in given)]
 
 
-def written_by(found: BlockState | None, outputs: Sequence[Any], but: Collection[int] = ()) -> dict[Position, torch.Tensor]:
-    """What a block has written that requires grad, by position: into what it found, then into objects that it returned. `but`:
-    ids of tensors that were there before."""
+def written_by(found: BlockState | None, outputs: Sequence[object], but: Collection[int] = ()) -> dict[Position, torch.Tensor]:
+    """The tensors that require grad which a block has written, by position: into what it found, then into objects that it
+    returned. Those with an id in `but` were there before the call, and are left out."""
     written = {(0, *place): tensor for place, tensor in found.written(but).items()} if found is not None else {}
     return written | {(1, *place): tensor for place, tensor in tensors_in_objects(outputs) if id(tensor) not in but}
 
 
-def put_leaves(found: BlockState | None, outputs: Sequence[Any], leaves: dict[int, torch.Tensor]) -> None:
+def put_leaves(found: BlockState | None, outputs: Sequence[object], leaves: dict[int, torch.Tensor]) -> None:
+    """Let leaves stand for the tensors that a block has written, by the tensors' ids: in what it found and what it returned."""
     if found is not None:
         found.replace(leaves)
     replace_in_objects(outputs, leaves)
 
 
-def requires_grad(value: Any) -> bool:
+def requires_grad(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor that requires grad."""
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def versions_of(values: Sequence[Any]) -> list[int]:
+def versions_of(values: Sequence[object]) -> list[int]:
     """How often each tensor has been written in place; inference tensors keep no count (nor does autograd save them)."""
     return [value._version for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]
 
 
-def changed(values: Sequence[Any], versions: Sequence[int], kept: Collection[int]) -> bool:
-    """Whether one of the tensors has been written in place since, but those over storages that are `kept`."""
+def changed(values: Sequence[object], versions: Sequence[int], kept: Collection[int]) -> bool:
+    """Whether a tensor among the values has been written in place since its count stood in `versions`.
+
+    Tensors over storages with a key in `kept` do not count: the elements that they held are kept elsewhere.
+    """
     now = versions_of(values)
     if now == versions:
         return False
@@ -99,16 +106,30 @@ def changed(values: Sequence[Any], versions: Sequence[int], kept: Collection[int
     return any(a != b and key_of(t.untyped_storage()) not in kept for t, a, b in zip(counted, now, versions, strict=True))
 
 
-def leaf_of(value: Any) -> Any:
+@overload
+def leaf_of(value: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def leaf_of(value: object) -> object: ...
+
+
+def leaf_of(value: object) -> object:
+    """A leaf that stands for a tensor behind its block: the same storage, no graph. Any other value is itself."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
-def twins_of(values: Sequence[Any], twins: dict[int, torch.Tensor]) -> list[Any]:
+def twins_of(values: Sequence[object], twins: dict[int, torch.Tensor]) -> list[object]:
+    """The values with twins in the place of tensors: see `twin_of`."""
     return [twin_of(value, twins) for value in values]
 
 
-def twin_of(value: Any, twins: dict[int, torch.Tensor]) -> Any:
-    """A detached copy (same storage) of a boundary tensor, the same copy for the same tensor."""
+def twin_of(value: object, twins: dict[int, torch.Tensor]) -> object:
+    """A detached copy (same storage) of a tensor at a block's boundary, the same copy for the same tensor.
+
+    `twins`: the copies so far, by the tensors' ids; one that requires grad is added. Parameters and other values are
+    themselves.
+    """
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return value
     if not value.requires_grad:

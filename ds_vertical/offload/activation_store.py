@@ -23,12 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 
 from ds_vertical.io.ticket import Ticket
-from ds_vertical.model.micro_batch import MicroBatch
+from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.model.tensor_refs import Privacy, has_others, is_known, key_of, over
 from ds_vertical.offload.tensor_swapper import AwayTier, SwappedTensor, TensorSwapper
 from ds_vertical.schedule.events import Unit
@@ -81,43 +80,43 @@ class ActivationStore:
 
     # ---- layer inputs
 
-    def save(self, layer: int, index: int, micro_batch: MicroBatch) -> Ticket | None:
+    def save(self, layer: int, index: int, boundary: BoundaryTensors) -> Ticket | None:
         """Save what micro-batch `index` hands to the layer, and what only we still hold of layers that it has been through."""
         parcels: list[SwappedTensor] = []
         for used in range(max(0, layer - 1), layer + 1):
-            storages = self._movable(micro_batch.inputs(used), micro_batch)
-            ours = [storage for storage in storages if _is_ours(storage, micro_batch.lists(used))]
+            storages = self._movable(boundary.inputs(used), boundary)
+            ours = [storage for storage in storages if _is_ours(storage, boundary.lists(used))]
             if ours:
                 parcels.append(self._put(used, index, ours, used=True))
-        handed = self._handed(layer, micro_batch)
+        handed = self._handed(layer, boundary)
         if handed:
             parcels.append(self._put(layer, index, handed, used=False))
         return self._saved(f"save {layer} of {index}", parcels)
 
-    def _movable(self, tensors: Sequence[torch.Tensor], micro_batch: MicroBatch) -> list[torch.UntypedStorage]:
+    def _movable(self, tensors: Sequence[torch.Tensor], boundary: BoundaryTensors) -> list[torch.UntypedStorage]:
         """The storages of those tensors that are worth moving, and the micro-batch's own."""
         found = {
             key_of(storage): storage
             for tensor in tensors
             if type(tensor) is torch.Tensor and tensor.layout is torch.strided
-            if tensor.requires_grad and micro_batch.has_made(tensor)
+            if tensor.requires_grad and boundary.has_made(tensor)
             if key_of(storage := tensor.untyped_storage()) not in self._by_storage
             if storage.nbytes() >= SMALLEST_BYTES and storage.resizable()
         }
         return list(found.values())
 
-    def _handed(self, layer: int, micro_batch: MicroBatch) -> list[torch.UntypedStorage]:
-        given = micro_batch.handed_over(layer)
+    def _handed(self, layer: int, boundary: BoundaryTensors) -> list[torch.UntypedStorage]:
+        given = boundary.handed_over(layer)
         for tensor in given:
             kept = self._by_storage.get(key_of(tensor.untyped_storage()))
             if kept is not None:
                 kept.stays = True  # an earlier layer had it too
-        lists = micro_batch.lists(layer)
+        lists = boundary.lists(layer)
         handed: list[torch.UntypedStorage] = []
-        for storage in self._movable(given, micro_batch):
+        for storage in self._movable(given, boundary):
             tensors = over(storage, chain(given, *lists))
             if is_known(storage, tensors) and self._privacy.is_private(
-                tensors, micro_batch.frame, layer, [given, micro_batch.parked_call, *lists]
+                tensors, boundary.frame, layer, [given, boundary.parked_call, *lists]
             ):
                 handed.append(storage)
         return handed
@@ -163,11 +162,11 @@ class ActivationStore:
         if not all(kept.in_memory for kept in self._kept.get((layer, index), ())):
             raise RuntimeError(f"inputs of layer {layer}, micro-batch {index}, are away; the schedule did not load them")
 
-    def leave(self, layer: int, index: int, micro_batch: MicroBatch) -> None:
+    def leave(self, layer: int, index: int, boundary: BoundaryTensors) -> None:
         """The layer's forward is over: take the memory of its inputs away, of those that only we still hold."""
         for kept in self._kept.get((layer, index), ()):
             kept.used = True
-            if kept.stays or not _is_ours(kept.storage, micro_batch.lists(layer)):
+            if kept.stays or not _is_ours(kept.storage, boundary.lists(layer)):
                 kept.stays = True
             else:
                 kept.storage.resize_(0)
@@ -181,9 +180,9 @@ class ActivationStore:
 
     # ---- gradients between layers
 
-    def save_gradient(self, unit: Unit, index: int, micro_batch: MicroBatch) -> Ticket | None:
+    def save_gradient(self, unit: Unit, index: int, boundary: BoundaryTensors) -> Ticket | None:
         """Save the gradients that wait for the unit's backward."""
-        taken = micro_batch.take_gradients(unit, _is_movable_gradient)
+        taken = boundary.take_gradients(unit, _is_movable_gradient)
         if not taken:
             return None
         parcel = self._parcels.put([_dense_bytes(grad) for grad, _ in taken], self._tiers[index])
@@ -234,7 +233,7 @@ class ActivationStore:
         self._parcels.close()
 
 
-def _is_ours(storage: torch.UntypedStorage, lists: Sequence[list[Any]]) -> bool:
+def _is_ours(storage: torch.UntypedStorage, lists: Sequence[list[object]]) -> bool:
     """Whether nobody but these lists refers to the tensors over a storage."""
     tensors = over(storage, chain(*lists))
     if not is_known(storage, tensors):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from toy import facts
 
+from ds_vertical.model.forward_coroutine import ForwardPass
 from ds_vertical.model.layers import map_layers
 from ds_vertical.model.micro_batch import MicroBatch
 from ds_vertical.model.stubs import Stubs
@@ -223,7 +224,7 @@ class Turn:
             with applied(self.state):
                 self.result = contextvars.copy_context().run(run)
         else:
-            self.micro_batch = MicroBatch(run, map_layers(model), stubs, self.state, keep=True)
+            self.micro_batch = MicroBatch(run, ForwardPass(map_layers(model), stubs, keep=True), self.state)
 
     def _run(self, model: Witness, manner: str) -> torch.Tensor:
         with MANNERS[manner]():

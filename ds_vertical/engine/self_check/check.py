@@ -33,8 +33,13 @@ from ds_vertical.engine.self_check.plain_pass import PlainOrder
 from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.model.state.forward_state import key_of_item
-from ds_vertical.model.state.module_state import TensorItem, global_generators, global_generators_seeded, same_bits
+from ds_vertical.model.state.module_state import (
+    TensorItem,
+    global_generators,
+    global_generators_seeded,
+    key_of_item,
+    same_bits,
+)
 from ds_vertical.model.state.restart import until_known
 from ds_vertical.model.state.snapshot import Snapshot, StateChange, refuse_large
 from ds_vertical.model.state.survey import survey
@@ -159,11 +164,11 @@ class SelfCheck:
         state = self.sweeps.state
         if state is None:
             return self._run_schedule(bodies)
-        state.compares = True
+        state.learned.compares = True
         try:
             return until_known(partial(self._run_schedule, bodies), state.forget)
         finally:
-            state.compares = False
+            state.learned.compares = False
 
     def _run_schedule(self, bodies: Sequence[Body]) -> Record:
         record = Record()
@@ -177,7 +182,7 @@ class SelfCheck:
 
     def _choose_last(self, left: Sequence[tuple[StateChange, Any]], own: list[Any]) -> None:
         """Where torch's own order shows that forwards set an item anew, and add nothing to it, this is known from now on."""
-        known = {} if self.sweeps.state is None else {key_of_item(each.item): each for each in self.sweeps.state.items}
+        known = {} if self.sweeps.state is None else {key_of_item(each.item): each for each in self.sweeps.state.learned.items}
         for index, (change, plain) in enumerate(left):
             each = known.get(key_of_item(change.item))
             if each is None or each.replaced is None or _agrees(change, plain, own[index]):
@@ -189,7 +194,11 @@ class SelfCheck:
 
     def _of_backward(self) -> set[Hashable]:
         """Keys of what hooks of the backward write to: in another order of the layers, so it is not compared."""
-        return {key_of_item(each.item) for each in self.sweeps.state.items if each.backward} if self.sweeps.state else set()
+        return (
+            {key_of_item(each.item) for each in self.sweeps.state.learned.items if each.backward}
+            if self.sweeps.state
+            else set()
+        )
 
     def _sums(self) -> list[Digest]:
         pairs = zip(self.gradients.take("pre"), self.gradients.params("pre"), strict=True)
@@ -267,7 +276,7 @@ class SelfCheck:
         if layer is None or self.sweeps.state is None:
             return ""
         blocks = self.layers.layers[layer] if layer < self.layers.num_layers else ()
-        items = (each.item for each in self.sweeps.state.items if layer in each.writers or each.item.region in blocks)
+        items = (each.item for each in self.sweeps.state.learned.items if layer in each.writers or each.item.region in blocks)
         paths = list(dict.fromkeys(item.path for item in items))
         more = f" and {len(paths) - _MOST_SUSPECTS} more" if len(paths) > _MOST_SUSPECTS else ""
         return ", ".join(paths[:_MOST_SUSPECTS]) + more

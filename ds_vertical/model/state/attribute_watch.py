@@ -1,8 +1,8 @@
-"""Hears of every attribute that a forward sets on a module, ahead of it."""
+"""Tells of every attribute that a forward sets on, or deletes from, a module of the model, before it does."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from greenlet import getcurrent
 from torch import nn
@@ -10,26 +10,25 @@ from torch import nn
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.survey import OUTSIDE, is_state
+from ds_vertical.model.state.tracks import TrackedState
 from ds_vertical.model.stubs import Coroutine
 
 
-class Step(Protocol):
-    def note_attribute(self, owner: dict[str, Any], name: str, path: str, region: int) -> None:
-        """The entry of an owner, a module's attributes or buffers, is about to be set."""
-        ...
-
-
 class AttributeWatch:
-    """Tells a step of every attribute that a forward sets on a module of the model, ahead of it."""
+    """Tells a step's tracks of every attribute that a forward sets on a module of the model, before it does.
 
-    def __init__(self, step: Step, modules: dict[int, str], layers: LayerMap) -> None:
-        self._step = step
+    It stands in the place of `nn.Module`'s own `__setattr__` and `__delattr__` meanwhile, and tells only of what a coroutine
+    does: the forward of a micro-batch. `modules`: the model's, by id, with their paths.
+    """
+
+    def __init__(self, tracked: TrackedState, modules: dict[int, str], layers: LayerMap) -> None:
+        self._tracked = tracked
         self._modules = modules
         self._regions = {id(each): index for index, block in enumerate(layers.blocks) for each in block.module.modules()}
         self._set, self._delete = nn.Module.__setattr__, nn.Module.__delattr__
 
     def watching(self) -> Changed:
-        """Within the block modules tell."""
+        """Within the block the step is told."""
         return Changed(self._put_back, self._take_over)
 
     def _take_over(self) -> None:
@@ -60,4 +59,4 @@ class AttributeWatch:
             return
         owner = own["_buffers"] if name in own["_buffers"] else own
         where = f"{path}.{name}" if path else name
-        self._step.note_attribute(owner, name, where, self._regions.get(id(module), OUTSIDE))
+        self._tracked.note_attribute(owner, name, where, self._regions.get(id(module), OUTSIDE))

@@ -238,7 +238,7 @@ def _update(value: dict[Any, Any], contents: Mapping[Any, Any]) -> None:
 def containers(values: Iterable[Any], given: bool = False) -> list[Container]:
     """Every container that the values are or lead to, each once, in an order that depends on the contents alone.
 
-    `given`: as of `container_of`. Raises TooMany where there are more than MOST_CONTAINERS.
+    `given`: as of `container_of`. Raises TooManyError where there are more than MOST_CONTAINERS.
     """
     found: list[Container] = []
     seen: set[int] = set()
@@ -254,12 +254,12 @@ def containers(values: Iterable[Any], given: bool = False) -> list[Container]:
         seen.add(id(value))
         found.append(container)
         if len(found) > MOST_CONTAINERS:
-            raise TooMany
+            raise TooManyError
         waiting.extend(each for _, each in container.read().carriers)
     return found
 
 
-class TooMany(Exception):
+class TooManyError(Exception):
     """A value leads to more containers than a forward's state has."""
 
 

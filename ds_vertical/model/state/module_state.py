@@ -1,13 +1,14 @@
-"""State of a forward that changes, as items: a place and what lies below it, a tensor's elements, a generator.
+"""Items of state, which a forward may change: a place and what lies below it, a tensor's elements, a generator.
 
-An `Item` can be captured and put back. A capture holds references to what is replaced and copies of what is written in place.
+An item is captured, which gives a version, and a version is installed, which puts the state back. A version holds references to
+what a forward replaces, and copies of what it writes in place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,35 +17,53 @@ import torch
 from torch import nn
 
 from ds_vertical.errors import LayerError
-from ds_vertical.model.state.containers import Container, Contents, TooMany, containers, same_contents, tensors_in
+from ds_vertical.model.state.containers import (
+    Container,
+    Contents,
+    TooManyError,
+    containers,
+    owner_key,
+    same_contents,
+    tensors_in,
+)
 from ds_vertical.model.state.survey import OUTSIDE
 
 Pairs = tuple[tuple[Container, Contents], ...]
-Streams = tuple[Callable[[], Any], Callable[[Any], None]]  # what reads a generator's state, and what sets it
+Version = Any  # `Pairs` of a `PlaceItem`, a copy of the tensor of a `TensorItem`, the library's own object of a `GeneratorItem`
+Streams = tuple[Callable[[], Version], Callable[[Version], None]]  # reads the state of a generator; sets it
 
 
 # ---- items
 
 
 class Item(Protocol):
-    """State that changes. Of one version, nothing is written in place any more."""
+    """One piece of state that may change.
+
+    `path` names it in messages. `region`: the number of the block that alone leads to it, or `survey.OUTSIDE`. `is_global`: all
+    code may draw from it, as from Python's own generator.
+    """
 
     path: str
     region: int
     is_generator: bool
     is_global: bool
 
-    def capture(self, last: Any = None) -> Any:
-        """`last`: a version that may still stand there; then it is returned."""
+    def capture(self, last: Version = None) -> Version:
+        """The version that the item holds now, in which nothing is written in place any more. If that is `last`, `last`
+        itself."""
         ...
 
-    def install(self, version: Any) -> None: ...
+    def install(self, version: Version) -> None:
+        """Let the item hold a version."""
+        ...
 
-    def same(self, one: Any, other: Any) -> bool: ...
+    def same(self, one: Version, other: Version) -> bool:
+        """Whether two versions are equal."""
+        ...
 
 
 class PlaceItem:
-    """A place with all containers below what stands there. A version: pairs of container and contents."""
+    """A place with all containers below what stands there. A version: pairs of container and contents, the place's first."""
 
     is_generator = is_global = False
 
@@ -52,14 +71,17 @@ class PlaceItem:
         self.path, self.region, self.place = path, region, place
 
     def capture(self, last: Pairs | None = None) -> Pairs:
+        """The place and all containers below it with their contents now; `last` where they hold what they held then."""
         if last is not None and all(container.holds(contents) for container, contents in last):
             return last
         return deep(self.place, self.path)
 
     def install(self, version: Pairs) -> None:
+        """Let each container of a version hold its contents of then."""
         put_back(version)
 
     def same(self, one: Pairs, other: Pairs) -> bool:
+        """Whether two versions have the same containers with the same contents."""
         return (
             one is other
             or len(one) == len(other)
@@ -68,26 +90,33 @@ class PlaceItem:
 
 
 class TensorItem:
-    """The elements of a tensor, or of a NumPy array (`owner`), that is written in place. A version: a copy."""
+    """The elements of a tensor that is written in place. A version: a copy. `owner`: the tensor, or the NumPy array over whose
+    memory `tensor` lies."""
 
     is_generator = is_global = False
 
-    def __init__(self, path: str, region: int, tensor: torch.Tensor, owner: Any) -> None:
+    def __init__(self, path: str, region: int, tensor: torch.Tensor, owner: object) -> None:
         self.path, self.region, self.tensor, self.owner = path, region, tensor, owner
 
     def capture(self, last: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy of the elements."""
         return self.tensor.detach().clone()
 
     def install(self, version: torch.Tensor) -> None:
+        """Write the elements of a version into the tensor."""
         self.tensor.data.copy_(version)  # .data: what autograd has saved of it counts no write
 
     def same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two versions have the same bits."""
         return same_bits(one, other)
 
 
 class GeneratorItem:
-    """A generator of random numbers. `streams`: how its state is read and written; `is_global`: its numbers are anybody's, so
-    each micro-batch has a stream of its own, as of torch's."""
+    """A generator of random numbers. A version: its state, as its library gives it.
+
+    `streams`: the functions that read and write the state. `is_global`: all code draws from it (Python's own, NumPy's own), so
+    each micro-batch has a stream of its own, as of torch's.
+    """
 
     is_generator = True
 
@@ -95,14 +124,27 @@ class GeneratorItem:
         self.path, self.region, self.key, self.is_global = path, region, key, is_global
         self._read, self._write = streams
 
-    def capture(self, last: Any = None) -> Any:
+    def capture(self, last: Version = None) -> Version:
+        """The state of the generator."""
         return self._read()
 
-    def install(self, version: Any) -> None:
+    def install(self, version: Version) -> None:
+        """Set the state of the generator."""
         self._write(version)
 
-    def same(self, one: Any, other: Any) -> bool:
+    def same(self, one: Version, other: Version) -> bool:
+        """Whether two states are equal."""
         return _same_state(one, other)
+
+
+def key_of_item(item: Item) -> Hashable:
+    """Tells an item from others while what it stands for lives."""
+    if isinstance(item, PlaceItem):
+        return owner_key(item.place)
+    if isinstance(item, TensorItem):
+        return "tensor", id(item.owner)
+    assert isinstance(item, GeneratorItem)
+    return "generator", item.key
 
 
 def deep(place: Container, path: str) -> Pairs:
@@ -110,7 +152,7 @@ def deep(place: Container, path: str) -> Pairs:
     contents = place.read()
     try:
         below = containers(value for _, value in contents.carriers)
-    except TooMany:
+    except TooManyError:
         raise LayerError(
             f"{path} changes during the forward and holds too many objects to be kept for each micro-batch; keep what changes"
             ' in an object of its own, or set vertical_schedule.order to "horizontal", which is exact'
@@ -119,7 +161,7 @@ def deep(place: Container, path: str) -> Pairs:
 
 
 def put_back(pairs: Iterable[tuple[Container, Contents]]) -> None:
-    """Make the contents of containers what they were."""
+    """Let each container hold the contents it is paired with; one that holds them already is not written."""
     for container, contents in pairs:
         if not container.holds(contents):
             container.write(contents)
@@ -136,7 +178,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _same_state(one: Any, other: Any) -> bool:
+def _same_state(one: Version, other: Version) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, Mapping):
@@ -150,7 +192,7 @@ def _same_state(one: Any, other: Any) -> bool:
 
 
 def global_generators() -> list[GeneratorItem]:
-    """Python's and NumPy's own generators, which modules' code may use without holding them."""
+    """Python's and NumPy's own generators, which any code may use without holding them."""
     numpy_streams = (partial(np.random.get_state, legacy=False), np.random.set_state)
     return [
         GeneratorItem("Python's random", OUTSIDE, (random.getstate, random.setstate), id(random), is_global=True),
@@ -158,7 +200,7 @@ def global_generators() -> list[GeneratorItem]:
     ]
 
 
-def seeded_states(seed: int) -> list[Any]:
+def seeded_states(seed: int) -> list[Version]:
     """The states of `global_generators` for a seed, in their order."""
     legacy = np.random.RandomState(seed % (1 << 32))
     return [random.Random(seed).getstate(), legacy.get_state(legacy=False)]
@@ -178,8 +220,8 @@ def global_generators_seeded(seed: int) -> Iterator[None]:
             item.install(state)
 
 
-def streams_of(value: Any) -> Streams | None:
-    """Of a generator of random numbers that somebody holds; None for anything else."""
+def streams_of(value: object) -> Streams | None:
+    """The functions that read and set the state of a generator that a module or object holds; None for any other value."""
     if isinstance(value, torch.Generator) and value is not torch.default_generator:
         return value.get_state, partial(_call, value.set_state)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -192,12 +234,13 @@ def streams_of(value: Any) -> Streams | None:
     return None
 
 
-def _call(function: Callable[[Any], Any], value: Any) -> None:
+def _call(function: Callable[[Version], object], value: Version) -> None:
     function(value)
 
 
 def tensors_of(pairs: Iterable[tuple[Container, Contents]]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """The tensors that containers hold that require grad, with their positions: container, key, place in tuples, by number."""
+    """The tensors that require grad in containers, with their positions: the numbers of the container, of the key in it, and of
+    each tuple's member on the way."""
     for number, (_, contents) in enumerate(pairs):
         for index, value in contents.carriers:
             for place, tensor in tensors_in(value):

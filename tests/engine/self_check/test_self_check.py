@@ -93,7 +93,7 @@ def test_it_agrees_with_every_kind_of_state(tmp_path: Path, case: type[Base]) ->
 
 
 def without_handling(engine: Any) -> None:
-    engine._state.handled = False
+    engine._state.learned.handled = False
 
 
 def refused(folder: Path, case: Callable[[], nn.Module], loss_fn: Any = None, prepare: Any = None) -> str:

@@ -1,0 +1,196 @@
+"""The user's own forward of one micro-batch, run as a coroutine that parks where it calls a layer.
+
+Two sides take turns on one thread. The hub is the code that runs the schedule. The coroutine is a greenlet that runs the user's
+forward. The hub switches to it (`start`, `advance`, `finish`), and the coroutine switches back when it parks. What torch keeps
+per thread is the forward's while the coroutine runs, and the hub's otherwise: see `thread_state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from greenlet import GreenletExit, getcurrent
+from torch.utils import checkpoint
+
+from ds_vertical.errors import LayerError
+from ds_vertical.model.layers import LayerMap
+from ds_vertical.model.state.step_state import StepState
+from ds_vertical.model.stubs import Coroutine, Stubs
+from ds_vertical.model.thread_state import ThreadState, inference_guard
+
+NO_BLOCKS = range(0)  # the blocks that may run in the prefix and in the suffix
+PREFIX = -1  # the number that stands for the prefix where a layer's is expected
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What the forwards of all micro-batches of one pass over the model share.
+
+    `keep`: block calls are recorded for the backward (training), or not (evaluation). `modules`: the state of modules that
+    belongs to one micro-batch each; None: such state is left as it comes.
+    """
+
+    layers: LayerMap
+    stubs: Stubs
+    keep: bool
+    modules: StepState | None = None
+
+
+class ForwardCoroutine:
+    """One micro-batch's forward: the hub resumes it, and it parks at the end of a layer or ahead of the next one.
+
+    `body` runs the user's unmodified forward and returns anything. `run_block` runs one block, by its number. `index` is the
+    micro-batch's number in its step. `run_on`: the forward runs the glue behind a layer at once, up to the next block's call,
+    so that while it is parked no frame but its own holds what it hands to that block.
+    """
+
+    def __init__(
+        self,
+        body: Callable[[], object],
+        run_block: Callable[[int, tuple[object, ...], dict[str, object]], object],
+        shared: ForwardPass,
+        state: ThreadState,
+        index: int,
+        run_on: bool,
+    ) -> None:
+        self.index = index
+        self.first_node = 0  # autograd's sequence number as the forward began
+        self.parked_at = -1  # the block whose call the forward has parked ahead of
+        self.parked_call: list[object] = []  # that call's arguments, by position and by name
+        self._modules = shared.modules
+        self._layers = shared.layers
+        self._keep = shared.keep
+        self._run_block = run_block
+        self._run_on = run_on
+        self._result: Any = None
+        self._state = state.without_autocast_cache()
+        self._guard: object = None
+        self._target = NO_BLOCKS
+        self._done_block = -1
+        self._coroutine = Coroutine(lambda: self._run(body))
+        self._coroutine.micro_batch = self
+        self._coroutine.gr_context = contextvars.copy_context()
+
+    # ---- the hub's side
+
+    @property
+    def frame(self) -> FrameType | None:
+        """The innermost frame of the forward while it is parked; None before it has begun and once it is over."""
+        return self._coroutine.gr_frame
+
+    def start(self) -> None:
+        """Run the prefix: up to the first block's call."""
+        self.first_node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+        self._switch(NO_BLOCKS, PREFIX)
+
+    def advance(self, layer: int) -> None:
+        """Run the glue before layer `layer` and the layer itself. Raises LayerError when the model calls another one."""
+        blocks = self._layers.layers[layer]
+        self._switch(blocks, layer)
+        if self._done_block != blocks[-1]:
+            if not self._coroutine.dead:
+                self._wrong_order(f"the model called block {self._path(self.parked_at)} out of turn")
+            self._wrong_order(f"the model's forward ended before block {self._path(blocks[-1])}")
+
+    def finish(self) -> Any:
+        """Run the suffix to the end of the forward. Returns what `body` returned. Raises LayerError at another block's call."""
+        self._switch(NO_BLOCKS, None)
+        if not self._coroutine.dead:
+            self._wrong_order("the model called a block once more after its last layer")
+        result, self._result = self._result, None
+        return result
+
+    def leave_random_numbers(self) -> None:
+        """Let the caller's random streams go on where this forward, which is over, has left its own."""
+        self._state.apply_rng()
+
+    def close(self) -> None:
+        """End a parked forward (after an error), so that no frame of it outlives the step."""
+        if self._coroutine and not self._coroutine.dead:
+            with self._entered():
+                self._coroutine.throw(GreenletExit)
+
+    def _switch(self, target: range, layer: int | None) -> None:
+        """Let the forward go on, through a layer (PREFIX: up to the first, None: from the last to its end)."""
+        self._target = target
+        self._coroutine.parent = getcurrent()
+        if self._modules is not None:
+            self._modules.enter(self.index, layer)
+        with self._entered():
+            self._coroutine.switch()
+        if self._modules is not None:
+            self._modules.leave(self.index, layer)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """The forward's thread state for the block, the hub's afterwards."""
+        outer = ThreadState.capture()
+        self._guard = None  # back to the inference mode in which the forward parked
+        guard = inference_guard(self._state.inference)
+        self._state.apply()
+        try:
+            yield
+        finally:
+            self._state = ThreadState.capture()
+            del guard
+            # A forward may park inside its own inference mode: the hub's holds until it is entered again.
+            self._guard = inference_guard(outer.inference)
+            outer.apply()
+
+    def _wrong_order(self, what: str) -> NoReturn:
+        raise LayerError(
+            f"{what}; the schedule runs every block exactly once, in the order"
+            f" {', '.join(block.path for block in self._layers.blocks[:6])}, ...:"
+            " name the layers in their order of execution in vertical_schedule.layers, without those that some micro-batch does"
+            " not call"
+        )
+
+    def _path(self, block: int) -> str:
+        return self._layers.blocks[block].path
+
+    # ---- the coroutine's side
+
+    def _run(self, body: Callable[[], object]) -> None:
+        self._result = body()
+
+    def call_block(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Called in place of a block's forward: park until the schedule reaches the block, run it, park at the layer's end.
+
+        Raises LayerError where the model calls a block out of turn, or within torch's gradient checkpointing.
+        """
+        if block not in self._target or block <= self._done_block:
+            self.parked_at = block
+            self.parked_call = [args, kwargs]
+            self._park()
+            self.parked_call = []
+            if block not in self._target or block != self._done_block + 1:
+                self._wrong_order(f"the model called block {self._path(block)} out of turn")
+        if self._keep:
+            self._refuse_checkpoint(block)
+        result = self._run_block(block, args, kwargs)
+        self._done_block = block
+        if block == self._target[-1] and not (self._run_on and block + 1 < len(self._layers.blocks)):
+            self._park()
+        return result
+
+    def _park(self) -> None:
+        parent = self._coroutine.parent
+        assert parent is not None
+        parent.switch()
+
+    def _refuse_checkpoint(self, block: int) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename == checkpoint.__file__:
+                raise LayerError(
+                    f"block {self._path(block)} is called within torch.utils.checkpoint.checkpoint, which would run it once"
+                    " more in the backward: call it directly, the schedule recomputes each block already"
+                )
+            frame = frame.f_back

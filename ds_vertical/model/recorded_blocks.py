@@ -1,0 +1,218 @@
+"""The block calls of one micro-batch: recorded in its forward, and run backward from the record.
+
+[Note: grad mode] A block's forward runs with the grad mode and the requires_grad of its inputs that it has in stock, though
+most graphs are dropped at once: torch picks kernels by them (attention with a mask that requires grad takes another one),
+and modules ask for them. Only so does F give the bits of stock's forward and of the recompute in B, and only so has B
+the same bits with the graph that F made as with one that it makes anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ds_vertical.errors import LayerError
+from ds_vertical.model.autograd_segments import Segments, take_as_it_comes
+from ds_vertical.model.block_call import (
+    BlockCall,
+    BlockGraph,
+    changed,
+    is_given_as_it_is,
+    leaf_of,
+    put_leaves,
+    requires_grad,
+    twins_of,
+    versions_of,
+    with_state,
+    written_by,
+)
+from ds_vertical.model.forward_coroutine import ForwardPass
+from ds_vertical.model.layers import Block
+from ds_vertical.model.state.block_state import BlockState
+from ds_vertical.model.state.containers import container_of
+from ds_vertical.model.thread_state import ThreadState, applied
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
+
+
+class RecordedBlocks:
+    """Runs one micro-batch's blocks forward, keeps of each call what its backward needs, and runs them backward.
+
+    `calls`: the record by the block's number, from the block's forward to its backward. `keep_graph`: set ahead of a layer's
+    forward, so that its backward takes the graph made there instead of a recompute. `segments` belongs to the same micro-batch:
+    where the glue begins, and the gradients that wait for it.
+    """
+
+    def __init__(self, shared: ForwardPass, segments: Segments) -> None:
+        self.calls: dict[int, BlockCall] = {}
+        self.keep_graph = False
+        self._modules = shared.modules
+        self._blocks = shared.layers.blocks
+        self._raw = shared.stubs.raw
+        self._segments = segments
+
+    # ---- forward
+
+    def run_plain(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run a block of an evaluation, which has no backward. Returns what the block returned."""
+        return self._raw[block](*args, **kwargs)
+
+    def run_kept(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run a block of a training step and record the call.
+
+        The block gets detached copies (twins) of its tensors, and the caller gets detached leaves of its outputs: the block's
+        graph and the glue's meet nowhere. Returns the block's output made of these leaves. Raises LayerError for a KV cache,
+        for inputs that the block has written in place, and for outputs in which tensors cannot be found.
+        """
+        flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=partial(is_given_as_it_is, kwargs))
+        _refuse_cache(self._blocks[block], flat)
+        state = ThreadState.capture()
+        context = contextvars.copy_context()
+        found = self._find_state(block, flat, context)
+        inputs = with_state(flat, found)
+        call = BlockCall(inputs, len(flat), spec, found, state, context, versions_of(inputs))
+        twins: dict[int, torch.Tensor] = {}
+        given, _ = twins_of(flat, twins), twins_of(inputs[len(flat) :], twins)
+        args, kwargs = pytree.tree_unflatten(given, spec)
+        if found is not None:
+            found.lend(twins)
+        try:
+            output = self._raw[block](*args, **kwargs)  # see [Note: grad mode]
+        except RuntimeError as error:
+            if "in-place operation" in str(error):
+                _refuse_in_place(self._blocks[block], error)
+            raise
+        return self._record(block, call, twins, output)
+
+    def _record(self, block: int, call: BlockCall, twins: dict[int, torch.Tensor], output: object) -> object:
+        """A block has run: complete the record of its call. Returns the output with leaves in the place of its tensors."""
+        outputs, out_spec = pytree.tree_flatten(output)
+        _refuse_opaque(self._blocks[block], outputs)
+        leaves = [leaf_of(value) for value in outputs]
+        returned = pytree.tree_unflatten(leaves, out_spec)
+        found = call.found
+        originals = {id(value): value for value in call.args if id(value) in twins and isinstance(value, torch.Tensor)}
+        if found is not None:
+            found.settle(twins, originals)
+        kept = found.tensors() if found is not None else set[int]()
+        if changed(call.args, call.versions, kept):
+            _refuse_in_place(self._blocks[block], None)
+        written = written_by(found, outputs, originals)
+        replaced = {id(value): leaf for value, leaf in zip(outputs, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+        for position, value in list(written.items()):
+            if id(value) in replaced:
+                del written[position]
+            else:
+                replaced[id(value)] = leaf_of(value)
+        leaves += [replaced[id(value)] for value in written.values()]
+        put_leaves(found, outputs, replaced)
+        if any(map(requires_grad, leaves)):
+            call.written, call.leaves = list(written), leaves
+            call.graph = BlockGraph(twins, [*outputs, *written.values()]) if self.keep_graph else None
+            self.calls[block] = call
+        self._segments.begin(leaves)
+        return returned
+
+    def _find_state(self, block: int, flat: Sequence[object], context: contextvars.Context) -> BlockState | None:
+        """What the block finds as it is called, in modules, arguments and context variables; None where none of it changes."""
+        if self._modules is None:
+            return None
+        carriers = [value for value in flat if type(value) not in _PLAIN and container_of(value, given=True) is not None]
+        own = (value for value in context.values() if id(value) not in self._modules.outer_context)
+        carriers += [value for value in own if type(value) not in _PLAIN and container_of(value) is not None]
+        return self._modules.at_call(block, carriers)
+
+    # ---- backward
+
+    def backward(self, block: int) -> None:
+        """Run backward through a block, and forget its call. A block whose outputs got no gradient is left out.
+
+        Gradients of its parameters go to their `.grad`, those of its inputs wait for their segment. Raises LayerError for an
+        input that was written in place since the block's forward.
+        """
+        call = self.calls.pop(block, None)
+        if call is None:
+            return
+        grads = call.drop_leaf_grads()
+        if all(grad is None for grad in grads):
+            return
+        if changed(call.args, call.versions, call.found.tensors() if call.found is not None else ()):
+            raise LayerError(
+                f"an input of block {self._blocks[block].path} was changed in place after the block had run; its backward would"
+                " take the changed input: change a copy"
+            )
+        if call.graph is not None:
+            self._run_graph(call, call.graph, grads)
+            return
+        twins: dict[int, torch.Tensor] = {}
+        given = twins_of(call.args, twins)[: call.num_given]
+        # until the backward is through: autograd may have saved what the modules hold
+        with call.found.replayed(twins) if call.found is not None else contextlib.nullcontext() as put_places_back:
+            outputs = self._recompute(block, call, given)
+            if put_places_back is not None:
+                put_places_back()
+            self._run_graph(call, BlockGraph(twins, outputs), grads)
+
+    def _recompute(self, block: int, call: BlockCall, given: list[object]) -> list[object]:
+        """The block's outputs, with their graph."""
+        args, kwargs = pytree.tree_unflatten(given, call.spec)
+        with applied(call.state), torch.enable_grad():
+            output = call.context.run(self._raw[block], *args, **kwargs)
+        outputs = pytree.tree_leaves(output)
+        written = written_by(call.found, outputs) if call.written else {}
+        return [*outputs, *(written.get(position) for position in call.written)]
+
+    def _run_graph(self, call: BlockCall, graph: BlockGraph, grads: Sequence[torch.Tensor | None]) -> None:
+        """Run a block's graph backward from the gradients of its outputs; gradients of its inputs wait for their segment."""
+        pairs = [
+            (value, grad) for value, grad in zip(graph.outputs, grads, strict=True) if grad is not None and requires_grad(value)
+        ]
+        if not pairs:
+            return
+        twins = graph.twins
+        received = {id(value): value for value in call.args if id(value) in twins and isinstance(value, torch.Tensor)}
+        for key, value in received.items():
+            waiting = self._segments.take(value)
+            if waiting is not None:  # sums of later blocks start this block's sums: see [Note: segments]
+                pairs.append((twins[key], waiting))
+        nodes = [take_as_it_comes(twins[key]) for key in received]  # held as long as backward runs
+        torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+        for key, value in received.items():
+            grad = twins[key].grad
+            if grad is not None:
+                self._segments.wait(value, grad)
+        del nodes
+
+
+def _refuse_opaque(block: Block, values: Sequence[object]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor) or container_of(value, given=True) is not None:
+            continue
+        if any(map(requires_grad, getattr(value, "__dict__", {}).values())):
+            raise LayerError(
+                f"block {block.path} returned a {type(value).__name__}, whose tensors cannot be told apart; return a"
+                " tensor, tuple, list, dict or an object of a class of your own"
+            )
+
+
+def _refuse_in_place(block: Block, cause: Exception | None) -> NoReturn:
+    raise LayerError(
+        f"block {block.path} writes one of its inputs in place; its recompute would start from the changed"
+        " input: change the block to write a copy"
+    ) from cause
+
+
+def _refuse_cache(block: Block, flat: Sequence[object]) -> None:
+    for value in flat:
+        if any(cls.__name__ == "Cache" for cls in type(value).__mro__):
+            raise LayerError(
+                f"block {block.path} got a {type(value).__name__}: a recompute would append to the KV cache"
+                " twice; set model.config.use_cache = False for training"
+            )
