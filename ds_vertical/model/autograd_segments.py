@@ -14,14 +14,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 _Key = tuple[Node, int]
-Taken = tuple[torch.Tensor, Callable[[torch.Tensor], None]]  # a gradient, and what puts it back
+Taken = tuple[torch.Tensor, Callable[[torch.Tensor], None]]  # a gradient, and the function that puts it back
 
 
 @dataclass(frozen=True)
@@ -45,25 +44,26 @@ class Segments:
         # those that Python can own is kept until the prefix is done, and no more of the graph than that.
         self._owners: list[Node | GradientEdge] = []
 
-    def begin(self, leaves: Iterable[Any]) -> None:
-        """A block has run, and `leaves` stand for its outputs: what is made from here on belongs to the next segment."""
+    def begin(self, leaves: Iterable[object]) -> None:
+        """Begin the next segment: a block has run, `leaves` stand for its outputs, and nodes made from here on belong to it."""
         self._starts.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self._output_of[take_as_it_comes(leaf)] = len(self._starts) - 1
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The gradient that waits for `tensor`, which waits no longer."""
+        """Remove the gradient that waits at `tensor`, and return it; None where none waits."""
         edge = get_gradient_edge(tensor)
         waiting = self._waiting.pop((edge.node, edge.output_nr), None)
         return None if waiting is None else waiting.grad
 
     def wait(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        """Let a gradient of `tensor` wait for its segment, added to what waits already."""
+        """Let a gradient of `tensor` wait for the tensor's segment, added to one that waits already."""
         self._wait(_Waiting(get_gradient_edge(tensor), grad))
 
     def take_waiting(self, wanted: Callable[[torch.Tensor], bool]) -> list[Taken]:
-        """Take the wanted ones of the gradients that wait, each with what puts it back; their places in the order stay."""
+        """Take the wanted ones of the gradients that wait, each with the function that puts it back; its place in the order
+        stays."""
         taken: list[Taken] = []
         for key, waiting in self._waiting.items():
             if wanted(waiting.grad):
@@ -81,8 +81,11 @@ class Segments:
         self.run(len(self._starts) - 1)
 
     def run(self, segment: int) -> None:
-        """Run a segment backward: gradients of parameters and of the block outputs it starts from go to their `.grad`, those
-        of tensors made earlier wait."""
+        """Run a segment backward from the gradients that wait in it.
+
+        Gradients of parameters, and of the leaves of block outputs with which the segment starts, go to their `.grad`. Those of
+        tensors made in earlier segments wait.
+        """
         roots = [waiting for waiting in self._waiting.values() if self._segment_of(waiting.edge.node) == segment]
         for root in roots:
             del self._waiting[root.key]
@@ -100,7 +103,7 @@ class Segments:
         self._output_of = {node: own for node, own in self._output_of.items() if own < segment}
 
     def clear(self) -> None:
-        """Forget everything: after the prefix, or after an error."""
+        """Forget all gradients and nodes: after the prefix's backward, or after an error."""
         self._waiting.clear()
         self._output_of.clear()
         self._owners.clear()

@@ -44,7 +44,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def call_model(module: Callable[..., Any], batch: Any) -> Any:
-    """dict: keyword arguments; tuple or list: positional arguments; anything else: the one argument."""
+    """Call a model with a micro-batch: a dict as keyword arguments, a tuple or list as positional ones, any other value as
+    one."""
     if isinstance(batch, Mapping):
         return module(**batch)
     if isinstance(batch, tuple | list):
@@ -91,7 +92,7 @@ def count_tokens(batches: list[Any]) -> int:
 
 
 def form_of(batch: Any) -> Hashable:
-    """Equal for micro-batches of the same structure: keys, types, dtypes and numbers of dimensions."""
+    """A value that is equal for micro-batches of the same structure: keys, types, dtypes and numbers of dimensions."""
     leaves, spec = pytree.tree_flatten(batch)
     return repr(spec), tuple((v.dtype, v.dim()) if isinstance(v, torch.Tensor) else type(v) for v in leaves)
 

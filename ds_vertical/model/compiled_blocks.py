@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -36,12 +36,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def any_compiled(model: nn.Module) -> bool:
-    """Whether a module of the model is."""
+    """Whether calls of any module of the model go through `torch.compile`."""
     return any(map(is_compiled, model.modules()))
 
 
 def refuse_compiled_around(model: nn.Module, blocks: tuple[Block, ...]) -> None:
-    """Refuse what is compiled together with the blocks in it, at which a forward could not stop. Raises LayerError."""
+    """Refuse a module that is compiled together with blocks inside it: a forward could not stop at these. Raises LayerError."""
     above = {""} | {path.rsplit(".", count)[0] for path in (b.path for b in blocks) for count in range(1, path.count(".") + 1)}
     for path, module in model.named_modules():
         if path in above and is_compiled(module):
@@ -50,20 +50,20 @@ def refuse_compiled_around(model: nn.Module, blocks: tuple[Block, ...]) -> None:
 
 
 def refuse_engine_compile() -> NoReturn:
-    """Say why `engine.compile()` is not to be had. Raises RuntimeError."""
+    """Raises RuntimeError, which says why `engine.compile()` is not available, and what to compile instead."""
     raise RuntimeError(
         "engine.compile() is not available with vertical_schedule: it compiles the model as a whole, and layer-major order"
         f" stops at each block; {_REMEDY}, or set vertical_schedule.enabled to false"
     )
 
 
-def raw_forward(module: nn.Module) -> Callable[..., Any]:
+def raw_forward(module: nn.Module) -> Callable[..., object]:
     """A block's forward without its hooks, compiled where the block is."""
     compiled, own = module._compiled_call_impl, module.__dict__.get("forward")
     if compiled is None:
         return module.forward
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with _bare(module, own):
             return compiled(*args, **kwargs)
 
@@ -71,7 +71,7 @@ def raw_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _bare(module: nn.Module, own: Callable[..., Any] | None) -> Iterator[None]:
+def _bare(module: nn.Module, own: Callable[..., object] | None) -> Iterator[None]:
     """The module without hooks, and with its own forward (None: that of its class), which its compiled call looks for."""
     kept = {name: module.__dict__[name] for name in (*_HOOKS, "forward") if name in module.__dict__}
     try:
@@ -87,5 +87,5 @@ def _bare(module: nn.Module, own: Callable[..., Any] | None) -> Iterator[None]:
 
 
 @torch.compiler.disable
-def graph_break(*_: Any) -> None:
+def graph_break(*_: object) -> None:
     """A hook that ends the compiler's graph, as stock's do: see [Note: compiled blocks]."""

@@ -1,7 +1,4 @@
-"""A Hugging Face causal language model from its configuration.
-
-Models by name: the Hugging Face configurations of `configs/models`, and files.
-"""
+"""A Hugging Face causal language model from its configuration: a file, or one of `configs/models` by its name."""
 
 from __future__ import annotations
 
@@ -29,7 +26,8 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def build_config(name: str, fields: Mapping[str, Any]) -> Any:
-    """Transformers' own configuration. Raises ConfigError."""
+    """Transformers' own configuration from the fields of a config.json. `name`: the model's, for messages. Raises
+    ConfigError."""
     from transformers import AutoConfig
 
     given = dict(fields)
@@ -40,8 +38,11 @@ def build_config(name: str, fields: Mapping[str, Any]) -> Any:
 
 
 def build_model(name: str, fields: Mapping[str, Any], adjust: Callable[[Any], None], **options: Any) -> Any:
-    """A model with weights of any value. `adjust` changes its configuration first; `options`: of transformers' `from_config`.
-    Raises ConfigError."""
+    """A model with random weights from the fields of a config.json.
+
+    `adjust` changes its configuration first; `options` go to transformers' `from_config`. Raises ConfigError where transformers
+    cannot build it.
+    """
     from transformers import AutoModelForCausalLM
 
     config = build_config(name, fields)
@@ -53,7 +54,7 @@ def build_model(name: str, fields: Mapping[str, Any], adjust: Callable[[Any], No
 
 
 def refused(name: str, what: str, error: Exception) -> ConfigError:
-    """In one line."""
+    """The error for a model that transformers does not take: one line with what failed and what transformers said of it."""
     said = " ".join(str(error).split())
     said = said if len(said) <= _SHOWN else f"{said[:_SHOWN]} ..."
     return ConfigError(f"--model {name}: {what} ({type(error).__name__}: {said}); name another, or mend its config.json")
@@ -65,11 +66,12 @@ SHAPES: Final = _INSTALLED if _INSTALLED.is_dir() else _HERE.parents[1] / "confi
 
 
 def shape_names() -> list[str]:
+    """The names of the configurations in `configs/models`, sorted."""
     return sorted(path.stem for path in SHAPES.glob("*.json"))
 
 
 def named_shape(model: str) -> Path:
-    """The file of a shape's name, or `model` as a path. Raises ConfigError where there is neither."""
+    """The file of the configuration with this name, or `model` as a path. Raises ConfigError where neither exists."""
     named = SHAPES / f"{model}.json"
     if named.is_file():
         return named

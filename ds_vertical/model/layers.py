@@ -55,6 +55,7 @@ class LayerMap:
 
     @property
     def num_layers(self) -> int:
+        """How many layers the schedule walks."""
         return len(self.layers)
 
     def unit_of(self) -> dict[int, Unit]:
@@ -149,7 +150,8 @@ def _share(run: Sequence[Block], total: int) -> float:
 
 
 def _repeated(model: nn.Module, runs: Sequence[Sequence[Block]], total: int) -> list[list[Block]]:
-    """Where a model calls the same few modules again and again (ALBERT), what holds their list: it runs once per forward."""
+    """Where a model calls the same few modules again and again (ALBERT): the modules that hold their lists, as blocks. Each of
+    these runs once per forward."""
     config = getattr(model, "config", None)
     groups, depth = getattr(config, "num_hidden_groups", None), getattr(config, "num_hidden_layers", None)
     fewer = isinstance(groups, int) and isinstance(depth, int) and groups < depth
@@ -180,7 +182,7 @@ def _interleaved(model: nn.Module, runs: list[list[Block]], total: int) -> list[
 
 
 def _in_order(model: nn.Module, runs: list[list[Block]], above: str) -> list[list[Block]]:
-    """Stacks in the order in which the model's source calls what holds them; where that does not tell, as they are defined."""
+    """Stacks in the order in which the model's source calls the modules that hold them, or else in the order of definition."""
     start = len(above) + 1 if above else 0
     branches: dict[str, list[list[Block]]] = {}
     for run in runs:
@@ -195,7 +197,7 @@ def _in_order(model: nn.Module, runs: list[list[Block]], above: str) -> list[lis
 
 
 def _opened(run: Sequence[Block]) -> list[list[Block]]:
-    """The stacks to run in a list's place: lists in a list cannot be called, their members can."""
+    """A stack with the members of each list in it in that list's place: lists cannot be called, their members can."""
     groups: list[list[Block]] = [[]]
     for block in run:
         if isinstance(block.module, nn.ModuleList):

@@ -1,9 +1,10 @@
-"""Blocks whose calls go to the coroutine that makes them."""
+"""Stubs in the place of the blocks' forwards: each hands a block's call to the coroutine that makes it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Protocol
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -18,11 +19,13 @@ class Caller(Protocol):
 
     index: int
 
-    def call_block(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def call_block(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run a block, by its number in order of execution, when the schedule reaches it. Returns what the block returned."""
+        ...
 
 
 class Coroutine(greenlet):
-    """A greenlet that knows its micro-batch."""
+    """A greenlet that runs one micro-batch's forward, and knows what takes its block calls."""
 
     micro_batch: Caller
 
@@ -36,7 +39,7 @@ class Stubs:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
-        self.raw: list[Callable[..., Any]] = [raw_forward(block.module) for block in blocks]
+        self.raw: list[Callable[..., object]] = [raw_forward(block.module) for block in blocks]
         self._kept = [block.module.__dict__.get("forward") for block in blocks]
         self._compiled = {index: call for index, b in enumerate(blocks) if (call := b.module._compiled_call_impl) is not None}
         self._changed = Changed(self._put_back, self._take_over)
@@ -45,8 +48,8 @@ class Stubs:
         self._changed.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._changed.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._changed.__exit__(kind, error, trace)
 
     def _take_over(self) -> None:
         for index, block in enumerate(self.blocks):
@@ -63,11 +66,11 @@ class Stubs:
             else:
                 object.__setattr__(block.module, "forward", kept)
 
-    def _stub(self, index: int) -> Callable[..., Any]:
+    def _stub(self, index: int) -> Callable[..., object]:
         raw = self.raw[index]
 
         @torch.compiler.disable  # where the user's own compiled function calls a block, its graph ends here
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             current = getcurrent()
             if isinstance(current, Coroutine):
                 return current.micro_batch.call_block(index, args, kwargs)

@@ -1,4 +1,4 @@
-"""Who holds a tensor: may its memory be taken away without anybody reading it meanwhile?
+"""References to a tensor: may its memory be taken away without any code reading it meanwhile?
 
 [Note: holders] Python counts the references to a tensor, torch those of its own (what autograd saved) and the tensors over a
 storage: the leaf that stands for a block's output, and one for each joint (see `module_hooks`) that it has passed. So it can
@@ -58,7 +58,7 @@ _aliases: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage, by
 
 
 def note_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Know from now on that this tensor lies over its storage as well as the one it was made of. Returns it."""
+    """Note that a tensor lies over its storage beside the tensor that it was made of, so that `over` finds it. Returns it."""
     key, number = tensor.untyped_storage()._cdata, id(tensor)
     _aliases.setdefault(key, {})[number] = weakref.ref(tensor, lambda _: _forget_alias(key, number))
     return tensor
@@ -72,7 +72,7 @@ def _forget_alias(key: int, number: int) -> None:
 
 
 def key_of(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from others while it lives."""
+    """A number that tells a storage from others while it lives."""
     return storage._cdata
 
 
@@ -109,14 +109,20 @@ def _is_saved(tensor: torch.Tensor) -> bool:
 
 
 class Privacy:
-    """Whether tensors that a parked forward hands over are held by that forward alone. See [Note: holders]."""
+    """Finds out whether a parked forward alone holds the tensors that it hands to a block, and keeps the verdicts.
+
+    See [Note: holders].
+    """
 
     def __init__(self) -> None:
         self._verdicts: dict[_Site, bool] = {}
         self._codes: set[CodeType] = set()  # kept, so that no other code takes the id of one
 
     def is_private(self, tensors: list[torch.Tensor], frame: FrameType | None, layer: int, ours: Sequence[object]) -> bool:
-        """`frame`: the parked forward's innermost. `ours`: containers of the caller's that do not count."""
+        """Whether the forward alone holds the tensors with which it is parked ahead of a layer.
+
+        `frame`: its innermost frame. `ours`: the caller's own lists and tuples, which do not count as holders.
+        """
         frames = _chain(frame)
         self._codes.update(each.f_code for each in frames)
         counts = tuple(sorted(map(sys.getrefcount, tensors)))

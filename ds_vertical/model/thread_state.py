@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ class AutocastState:
     dtype: torch.dtype
 
     def apply(self) -> None:
+        """Set this thread's autocast for the device type: on or off, and its dtype."""
         torch.set_autocast_enabled(self.device_type, self.enabled)
         torch.set_autocast_dtype(self.device_type, self.dtype)
 
@@ -63,10 +63,11 @@ class ThreadState:
     rng: torch.Tensor
     device_rng: torch.Tensor | None
     device: int | None
-    stream: Any
+    stream: torch.cuda.Stream | None
 
     @classmethod
     def capture(cls) -> ThreadState:
+        """This thread's state now."""
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
             grad=torch.is_grad_enabled(),
@@ -89,13 +90,14 @@ class ThreadState:
             autocast.apply()
         torch.set_autocast_cache_enabled(self.autocast_cache)
         _set_autocast_nesting(self.autocast_nesting)
-        if self.device is not None:
+        if self.device is not None and self.stream is not None:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(self.stream)
         self.apply_rng()
         torch._C._set_grad_enabled(self.grad)
 
     def apply_rng(self) -> None:
+        """Put back only the random streams, of the host and of the current device."""
         torch.set_rng_state(self.rng)
         if self.device_rng is not None:
             torch.cuda.set_rng_state(self.device_rng)
@@ -113,11 +115,11 @@ class ThreadState:
         return replace(self, rng=now.rng, device_rng=now.device_rng)
 
     def without_autocast_cache(self) -> ThreadState:
-        """Autocast's cache of cast weights keeps a layer's weights alive past their release: it stays off."""
+        """This state with autocast's cache of cast weights off: it would keep a layer's weights alive past their release."""
         return replace(self, autocast_cache=False)
 
 
-def inference_guard(inference: bool) -> Any:
+def inference_guard(inference: bool) -> object:
     """A guard that sets inference mode while it lives, or None where nothing needs to change."""
     if torch.is_inference_mode_enabled() == inference:
         return None
@@ -128,7 +130,7 @@ def inference_guard(inference: bool) -> Any:
 def applied(state: ThreadState) -> Iterator[None]:
     """Run a block under `state` and put the caller's state back, after an exception too."""
     outer = ThreadState.capture()
-    guards: list[Any] = []
+    guards: list[object] = []
 
     def enter() -> None:
         guards.append(inference_guard(state.inference))

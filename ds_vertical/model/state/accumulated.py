@@ -1,15 +1,15 @@
-"""What all forwards of a step have added to something that each of them began with alike.
+"""Sums, at the end of a step, of what its forwards have each added to the same item of state.
 
 A hook that appends to a list, or counts, does so in every forward. In stock's order the next forward goes on where the last one
-ended; here each begins with what was there before the step, so what each has added is added up afterwards, in stock's order.
+ended. Here each forward begins with what the item held before the step. So what each has added is added up afterwards, in
+stock's order.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -18,11 +18,14 @@ from ds_vertical.model.state.module_state import Pairs
 
 
 def sum_up(before: Pairs, versions: Sequence[Pairs]) -> Pairs:
-    """The last version with everything that all of them (in the order of the micro-batches) have added to what was `before`: to
-    lists and sets behind what was there, to numbers that have grown. What a forward has set anew is the last one's."""
+    """The last of the `versions` (one for each micro-batch, in order) with what all of them have added to the version `before`.
+
+    Elements are added to lists and sets, behind those of before, and to numbers what they have grown by. A value that a forward
+    has set anew is the last version's.
+    """
     was = {owner_key(container): contents for container, contents in before}
     found = [{owner_key(container): contents for container, contents in version} for version in versions]
-    result: dict[Any, tuple[Container, Contents]] = {}
+    result: dict[Hashable, tuple[Container, Contents]] = {}
     for container, contents in versions[-1]:
         key = owner_key(container)
         own = [version[key] for version in found if key in version]
@@ -31,7 +34,7 @@ def sum_up(before: Pairs, versions: Sequence[Pairs]) -> Pairs:
 
 
 def sum_of_tensors(before: torch.Tensor, versions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What was `before` with everything that all versions have added to it, in their order; of truth values the last one."""
+    """`before` with what each version has added to it, element by element, in their order; of truth values the last version."""
     total = before
     if before.dtype == torch.bool:
         return versions[-1]
@@ -54,7 +57,7 @@ def _contents(container: Container, before: Contents, versions: Sequence[Content
     return Contents((key, _number(before.get(key, MISSING), found)) for key, found in own)
 
 
-def _sequence(before: list[Any], versions: Sequence[list[Any]]) -> list[Any]:
+def _sequence(before: list[object], versions: Sequence[list[object]]) -> list[object]:
     start = len(before)
     if any(len(each) < start or not _begins_with(each, before) for each in versions):
         return versions[-1]
@@ -62,9 +65,9 @@ def _sequence(before: list[Any], versions: Sequence[list[Any]]) -> list[Any]:
 
 
 def _of_bounded(longest: int, before: Contents, versions: Sequence[Contents]) -> Contents:
-    """What all forwards have put behind what was there: the last of it that finds room."""
+    """A deque with a greatest length: what was there and what all forwards have appended, the last of it that finds room."""
     start = list(before.values())
-    added: list[Any] = []
+    added: list[object] = []
     for each in versions:
         values = list(each.values())
         kept = next(
@@ -74,22 +77,23 @@ def _of_bounded(longest: int, before: Contents, versions: Sequence[Contents]) ->
     return Contents(enumerate([*start, *added][-longest:]))
 
 
-def _begins_with(values: list[Any], start: list[Any]) -> bool:
+def _begins_with(values: list[object], start: list[object]) -> bool:
     return all(map(operator.is_, start, values)) or all(map(same_value, start, values))
 
 
-def _number(before: Any, versions: Sequence[Any]) -> Any:
-    numbers = (int, float)
-    if any(isinstance(each, bool) or not isinstance(each, numbers) for each in versions) or len(versions) < 2:
+def _number(before: object, versions: Sequence[object]) -> object:
+    numbers = [each for each in versions if isinstance(each, int | float) and not isinstance(each, bool)]
+    if len(numbers) < len(versions) or len(versions) < 2:
         return versions[-1]
     start = 0 if before is MISSING else before
-    if isinstance(start, bool) or not isinstance(start, numbers) or any(each < start for each in versions):
+    if isinstance(start, bool) or not isinstance(start, int | float) or any(each < start for each in numbers):
         return versions[-1]
-    return start + sum(each - start for each in versions)
+    return start + sum(each - start for each in numbers)
 
 
-def _with_new_lists(result: Pairs, was: dict[Any, Contents], found: Sequence[dict[Any, Contents]]) -> Pairs:
-    """Lists that each forward has made anew under the same key of a container: the last one's holds the others' values, too."""
+def _with_new_lists(result: Pairs, was: dict[Hashable, Contents], found: Sequence[dict[Hashable, Contents]]) -> Pairs:
+    """Where each forward has put a new list under the same key of a container, let the last one hold the others' values,
+    too."""
     pairs = {owner_key(container): (container, contents) for container, contents in result}
     for key, (_, contents) in list(pairs.items()):
         for name, value in contents.items():

@@ -1,8 +1,9 @@
-"""What can be changed of the Python objects that a value leads to, read and put back one container at a time.
+"""Containers: the Python objects that a value leads to and whose contents a forward may change.
 
-A `Container` is one object whose contents may change: a list, a dict, a set, a deque, an object with attributes. Its contents
-are shallow: references, by key. `containers` finds all of them below some values. Modules, parameters, functions, classes and
-the objects of torch, DeepSpeed and this package end the search: what they hold is no state of one forward.
+A `Container` reads and writes the contents of one object: a list, a dict, a set, a deque, an object with attributes. Its
+contents are shallow: references, by key. `containers` finds every container that some values are or lead to. The search ends at
+modules, parameters, functions, classes, and objects of torch, DeepSpeed and this package: what these hold is no state of one
+forward. The second half of the file says what the code of a function can reach.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import nn
+
+_Member = types.MemberDescriptorType | types.GetSetDescriptorType
+_Collection = list[Any] | collections.deque[Any] | dict[Any, Any] | set[Any]
 
 MISSING: Final = object()  # in the place of a value that is not there
 MOST_CONTAINERS: Final = 20_000  # below one value; more are no state of a forward
@@ -32,6 +36,7 @@ MOST_CONTAINERS: Final = 20_000  # below one value; more are no state of a forwa
 _ATOMS: Final = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, nn.Module, torch.dtype, torch.device)
 _ATOMS_TOO: Final = (torch.Tensor, torch.Generator, types.ModuleType, types.CodeType, types.BuiltinFunctionType, range, slice)
 _CALLED: Final = (types.FunctionType, types.MethodType, partial)
+_LEAVES: Final = (*_ATOMS, *_ATOMS_TOO, *_CALLED)
 _LIBRARIES: Final = frozenset({"torch", "deepspeed", "ds_vertical", "greenlet", "numpy", "accelerate", "tokenizers"})
 _ENDS: Final = _LIBRARIES | (frozenset(sys.stdlib_module_names) - {"collections", "types", "__main__"})
 
@@ -41,19 +46,19 @@ SIMPLE: Final = frozenset({type(None), bool, int, float, complex, str, bytes, ty
 @functools.lru_cache(maxsize=4096)
 def _is_leaf(cls: type) -> bool:
     """Whether the values of a class have no contents that could change: numbers, modules, tensors, functions."""
-    return issubclass(cls, (*_ATOMS, *_ATOMS_TOO, *_CALLED))
+    return issubclass(cls, _LEAVES)
 
 
 class Contents(dict[Any, Any]):
-    """What a container holds at one moment: references, by key. Nobody changes it afterwards."""
+    """What a container holds at one moment: references, by key. It is not changed once it is made."""
 
     @functools.cached_property
-    def carriers(self) -> tuple[tuple[int, Any], ...]:
-        """The values that are more than numbers and strings, with their positions."""
+    def carriers(self) -> tuple[tuple[int, object], ...]:
+        """The values that are more than numbers and strings, with their positions: these may lead to other containers."""
         return tuple((index, value) for index, value in enumerate(self.values()) if type(value) not in SIMPLE)
 
-    def replaced(self, new: Callable[[Any], Any]) -> Contents | None:
-        """With `new` of each of those; None where that changes nothing."""
+    def replaced(self, new: Callable[[object], object]) -> Contents | None:
+        """These contents with `new(value)` in the place of each of the `carriers`; None where that changes none of them."""
         made = {index: other for index, value in self.carriers if (other := new(value)) is not value}
         if not made:
             return None
@@ -62,24 +67,29 @@ class Contents(dict[Any, Any]):
 
 @dataclass(frozen=True, eq=False)
 class Container:
-    """One object whose contents may change. `read`: key -> value, now; `write`: make the contents these."""
+    """One object whose contents may change: `read` gives them as they are now, `write` puts others in their place.
 
-    owner: Any
+    `owner`: the object, or for an entry of a dict or class a tuple that tells it from others. `live`: the list or dict whose
+    entries are the contents; None where there is none. `attributes`: those of an object that has a `live`, which are among the
+    contents, too. `is_constant`: the contents never change.
+    """
+
+    owner: object
     read: Callable[[], Contents]
     write: Callable[[Mapping[Any, Any]], None]
-    live: Any = None  # the list, or dict, whose entries are the contents
-    attributes: Mapping[str, Any] | None = None  # of a live one that may have some: they are among the contents, too
-    is_constant: bool = False  # its contents never change
+    live: Any = None
+    attributes: Mapping[str, Any] | None = None
+    is_constant: bool = False
 
     def is_list_or_dict(self) -> bool:
-        """Whether its contents are the entries of one list or dict now, and nothing else."""
+        """Whether its contents are the entries of one list or dict now, and no attributes beside them."""
         return self.live is not None and not self.attributes
 
     def holds(self, contents: Contents) -> bool:
         """Whether it holds these contents now."""
         live = self.live
-        if self.is_list_or_dict() and len(live) == len(contents):
-            if type(live) is list:
+        if live is not None and not self.attributes and len(live) == len(contents):
+            if isinstance(live, list):
                 if all(map(operator.is_, live, contents.values())):
                     return True
             elif all(map(operator.is_, live.values(), contents.values())) and all(map(operator.is_, live, contents)):
@@ -94,16 +104,16 @@ class Attribute:
     name: str
 
 
-HOMES: set[str] = {"__main__"}  # packages of the models and functions that were surveyed: whose objects are the user's own
+HOMES: set[str] = {"__main__"}  # top-level packages of the models and functions surveyed so far: their objects are the user's
 
 
-def note_home(value: Any) -> None:
-    """The objects of this class's, or function's, package are the user's own."""
+def note_home(value: object) -> None:
+    """Take the objects of the package of a class, or function, for the user's own from now on."""
     HOMES.add((getattr(value, "__module__", None) or "builtins").partition(".")[0])
 
 
-def note_home_of_attribute(value: Any) -> None:
-    """Something that a module holds: the objects of its class's package are the user's own, unless that is installed."""
+def note_home_of_attribute(value: object) -> None:
+    """Take the objects of the package of a value that a module holds for the user's own, unless that package is installed."""
     root = (type(value).__module__ or "builtins").partition(".")[0]
     if root not in HOMES and root not in _ENDS and not is_installed(root):
         HOMES.add(root)
@@ -114,10 +124,12 @@ def owner_key(container: Container) -> Hashable:
     return container.owner if isinstance(container.owner, tuple) else id(container.owner)
 
 
-def container_of(value: Any, given: bool = False) -> Container | None:
-    """The container that a value is; None for one that cannot change, or that ends the search: an object of a library. `given`:
-    it was handed to a block, or by one, so that only the objects of a few libraries end the search."""
-    if _is_leaf(type(value)) or isinstance(value, _ATOMS) or isinstance(value, _ATOMS_TOO) or isinstance(value, _CALLED):
+def container_of(value: object, given: bool = False) -> Container | None:
+    """The container that a value is; None for a value that cannot change, or that ends the search: an object of a library.
+
+    `given`: a block was handed the value, or returned it, so that only the objects of a few libraries end the search.
+    """
+    if _is_leaf(type(value)) or isinstance(value, _LEAVES):
         return None
     if isinstance(value, tuple | frozenset):
         return None
@@ -133,7 +145,7 @@ def container_of(value: Any, given: bool = False) -> Container | None:
     )
 
 
-def _collection(value: Any) -> Container:
+def _collection(value: _Collection) -> Container:
     """The elements of a collection and, of a subclass, its attributes."""
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict):
@@ -151,14 +163,14 @@ def _collection(value: Any) -> Container:
     return Container(value, read, write, live, attributes)
 
 
-def _elements(value: Any) -> Contents:
+def _elements(value: _Collection) -> Contents:
     if isinstance(value, dict):
         return Contents(value.items())
     return Contents((each, each) for each in value) if isinstance(value, set) else Contents(enumerate(value))
 
 
-def _set_elements(value: Any, contents: Mapping[Any, Any]) -> None:
-    """By the methods of the built-in types: a subclass may refuse its own."""
+def _set_elements(value: _Collection, contents: Mapping[Any, Any]) -> None:
+    """Write a collection's elements, by the methods of the built-in types: a subclass may refuse its own."""
     if isinstance(value, dict):
         _update(value, contents)
     elif isinstance(value, set):
@@ -173,16 +185,17 @@ def _set_elements(value: Any, contents: Mapping[Any, Any]) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _members_of(cls: type) -> tuple[Any, ...]:
+def _members_of(cls: type) -> tuple[_Member, ...]:
     """The descriptors of a class's slots, and of its objects' `__dict__`: no method of the class is asked."""
     own = vars(cls)
     slots = [each for each in own.values() if isinstance(each, types.MemberDescriptorType)] if "__slots__" in own else []
     held = own.get("__dict__")
-    of_dict = isinstance(held, types.GetSetDescriptorType | types.MemberDescriptorType) and held.__name__ == "__dict__"
-    return (*slots, held) if of_dict and held not in slots else tuple(slots)
+    if isinstance(held, _Member) and held.__name__ == "__dict__" and held not in slots:
+        return (*slots, held)
+    return tuple(slots)
 
 
-def _read_members(value: Any, members: Sequence[Any]) -> Contents:
+def _read_members(value: object, members: Sequence[_Member]) -> Contents:
     """What stands in an object's slots, and its `__dict__`, which is a container of its own."""
     held = Contents()
     for member in members:
@@ -191,7 +204,7 @@ def _read_members(value: Any, members: Sequence[Any]) -> Contents:
     return held
 
 
-def _write_members(value: Any, members: Sequence[Any], contents: Mapping[Any, Any]) -> None:
+def _write_members(value: object, members: Sequence[_Member], contents: Mapping[Any, Any]) -> None:
     for member in members:
         if member in contents:
             member.__set__(value, contents[member])
@@ -201,8 +214,8 @@ def _write_members(value: Any, members: Sequence[Any], contents: Mapping[Any, An
 
 
 def _ends_the_search(cls: type, given: bool) -> bool:
-    """Whether instances of a class are none of the user's: those of libraries (loggers, progress bars), which keep what they
-    keep."""
+    """Whether the instances of a class are a library's (loggers, progress bars), not the user's: their contents are left
+    alone."""
     root = cls.__module__.partition(".")[0]
     if issubclass(cls, collections.UserDict | collections.UserList | types.SimpleNamespace):
         return False
@@ -221,8 +234,8 @@ def is_installed(root: str) -> bool:
     return "site-packages" in path.parts or any(path.is_relative_to(Path(each).resolve()) for each in kept)
 
 
-def is_users_module(value: Any) -> bool:
-    """Whether a value is a module that the user has written."""
+def is_users_module(value: object) -> TypeGuard[types.ModuleType]:
+    """Whether a value is a module of Python (a file) that the user has written."""
     root = value.__name__.partition(".")[0] if isinstance(value, types.ModuleType) else "builtins"
     return root not in _ENDS and (root in HOMES or not is_installed(root)) and root != "builtins"
 
@@ -235,10 +248,10 @@ def _update(value: dict[Any, Any], contents: Mapping[Any, Any]) -> None:
         base.__setitem__(value, key, each)
 
 
-def containers(values: Iterable[Any], given: bool = False) -> list[Container]:
+def containers(values: Iterable[object], given: bool = False) -> list[Container]:
     """Every container that the values are or lead to, each once, in an order that depends on the contents alone.
 
-    `given`: as of `container_of`. Raises TooManyError where there are more than MOST_CONTAINERS.
+    `given`: see `container_of`. Raises TooManyError where there are more than MOST_CONTAINERS.
     """
     found: list[Container] = []
     seen: set[int] = set()
@@ -260,10 +273,10 @@ def containers(values: Iterable[Any], given: bool = False) -> list[Container]:
 
 
 class TooManyError(Exception):
-    """A value leads to more containers than a forward's state has."""
+    """Some values lead to more than MOST_CONTAINERS containers; it is caught where the path of the state is known."""
 
 
-def same_value(one: Any, other: Any) -> bool:
+def same_value(one: object, other: object) -> bool:
     """Whether two values are the same object, or numbers and strings that are equal."""
     if one is other:
         return True
@@ -282,7 +295,7 @@ def same_contents(one: Contents, other: Contents) -> bool:
     return all((a is c or (not isinstance(a, torch.Tensor) and a == c)) and same_value(b, d) for (a, b), (c, d) in pairs)
 
 
-def tensors_in(value: Any) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+def tensors_in(value: object) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """The tensors that a value is or that lie in its tuples, with their places in these."""
     if isinstance(value, torch.Tensor):
         yield (), value
@@ -292,7 +305,7 @@ def tensors_in(value: Any) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
                 yield (index, *place), tensor
 
 
-def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
+def with_tensors(value: object, replaced: Mapping[int, torch.Tensor]) -> object:
     """The value with tensors replaced, by id, in its tuples too; the same object where none of them is."""
     if isinstance(value, torch.Tensor):
         return replaced.get(id(value), value)
@@ -300,26 +313,27 @@ def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
         members = [with_tensors(member, replaced) for member in value]
         if all(new is old for new, old in zip(members, value, strict=True)):
             return value
-        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+        made: Any = type(value)
+        return made(*members) if hasattr(value, "_fields") else made(members)
     return value
 
 
 # ---- functions: what their code can reach
 
 
-def is_foreign(function: Any) -> bool:
+def is_foreign(function: object) -> bool:
     """Whether a function is a library's, whose globals are no state of a user's forward."""
     home = getattr(function, "__module__", None) or "builtins"
     return home.partition(".")[0] in _ENDS | {"transformers", "builtins"}
 
 
-def is_internal(function: Any) -> bool:
+def is_internal(function: object) -> bool:
     """Whether a function is this package's, or DeepSpeed's."""
     return (getattr(function, "__module__", None) or "").partition(".")[0] in ("ds_vertical", "deepspeed")
 
 
-def called(value: Any) -> Iterator[types.FunctionType]:
-    """The Python functions behind something that is called, unwrapped."""
+def called(value: object) -> Iterator[types.FunctionType]:
+    """The Python functions behind a callable: those that partials, methods and wrappers lead to."""
     while True:
         if isinstance(value, partial):
             value = value.func
@@ -334,8 +348,8 @@ def called(value: Any) -> Iterator[types.FunctionType]:
             yield from called(inner)
 
 
-def bound_objects(value: Any) -> Iterator[Any]:
-    """The objects that something which is called carries with it: arguments of a partial, the instance of a method."""
+def bound_objects(value: object) -> Iterator[object]:
+    """The objects that a callable carries with it: arguments of a partial, the instance of a method, default values."""
     while True:
         if isinstance(value, partial):
             yield from value.args

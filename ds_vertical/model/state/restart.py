@@ -1,9 +1,9 @@
-"""A step that starts over because state changed in a way that was not known as it began."""
+"""A step that starts over, because its forwards changed state of which that was not known as it began."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ds_vertical.errors import LayerError
 
@@ -12,9 +12,12 @@ _MOST_RUNS = 10  # of a step
 HORIZONTAL = 'or set vertical_schedule.order to "horizontal", which runs one micro-batch after the other'
 
 
-class StateMissed(LayerError):
-    """State has changed in another way than was known of it. What is known now is right: the step is to be run again, by all
-    ranks (`ranks.agreed`). `path`: what has changed; empty where this run was only to show who changes what."""
+class StateMissed(LayerError):  # noqa: N818 - a request to start over, as StopIteration is one to stop
+    """A forward has changed state in a way that was not known as the step began. It is known now: the step is to be run again.
+
+    All ranks run it again (`ranks.agreed`). `path`: the state that has changed; empty where this run was only to show which
+    code changes what. Users see the message only if each of the runs finds something new.
+    """
 
     starts_over = True
 
@@ -25,12 +28,16 @@ class StateMissed(LayerError):
             f" blocks, or in the model's forward, {HORIZONTAL}"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type, tuple[str]]:
         return type(self), (self.path,)
 
 
 def until_known(run: Callable[[], T], forget: Callable[[], None], say: Callable[[str], None] = lambda _: None) -> T:
-    """What a step returns. It is run again where state has changed in an unknown way, as long as each run learns more of it."""
+    """Run a step, and again wherever it raises StateMissed, at most _MOST_RUNS times. Returns what the step returns.
+
+    `forget` is called ahead of each further run, so that it learns anew; `say` gets a line for the user. Raises StateMissed
+    where the last run does.
+    """
     for _ in range(_MOST_RUNS - 1):
         try:
             return run()

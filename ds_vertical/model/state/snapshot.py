@@ -1,4 +1,8 @@
-"""The state of all places at one moment, and what of it has changed since."""
+"""A snapshot of all state that a survey has found, taken before a step, and the search for what has changed since.
+
+A step compares state with its snapshot many times, and nearly always nothing has changed. So lists, dicts and names are
+compared all at once, and single ones only where that comparison fails.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,16 @@ from torch import nn
 
 from ds_vertical.errors import LayerError
 from ds_vertical.model.state.containers import Container, Contents, container_of
-from ds_vertical.model.state.module_state import GeneratorItem, Item, Pairs, PlaceItem, TensorItem, same_bits, streams_of
+from ds_vertical.model.state.module_state import (
+    GeneratorItem,
+    Item,
+    Pairs,
+    PlaceItem,
+    TensorItem,
+    Version,
+    same_bits,
+    streams_of,
+)
 from ds_vertical.model.state.survey import OUTSIDE, Names, StateSlot
 
 LARGEST_NUMEL: Final = 1 << 24  # elements of a tensor that each micro-batch may have a copy of
@@ -25,25 +38,26 @@ SMALL_NUMEL: Final = 1 << 16  # elements of a tensor that is copied in every ste
 
 @dataclass(frozen=True)
 class StateChange:
-    """An item that has changed, and what it was; None of a tensor that is too large to be copied."""
+    """An item that has changed, and its version `before`; that is None for a tensor that was too large to be copied."""
 
     item: Item
-    before: Any
+    before: Version
 
 
 @dataclass(frozen=True, eq=False)
 class _Elements:
-    """A tensor, or an array, in a snapshot: `before` is a copy, None of one that is too large; `version`: its count of writes,
-    None where it keeps none."""
+    """A tensor, or a NumPy array (`owner`), in a snapshot. `before`: a copy of its elements; None where it is too large.
+    `version`: torch's count of its in-place writes; None where there is none."""
 
     path: str
     region: int
-    owner: Any
+    owner: object
     tensor: torch.Tensor
     before: torch.Tensor | None
     version: int | None
 
     def has_changed(self) -> bool:
+        """Whether the elements are others than then; without a copy, whether they were written."""
         if self.before is not None:  # some kernels write without counting (batch norm's)
             return not same_bits(self.tensor, self.before)
         return self.version is not None and self.tensor._version != self.version
@@ -53,7 +67,8 @@ _VALUES: Final = operator.methodcaller("values")
 
 
 class _ListsAndDicts:
-    """What many lists and dicts hold at one moment. They are nearly all that a snapshot compares, so it is done in one go."""
+    """What many lists and dicts held at the moment of a snapshot: nearly all that it compares, so one call compares them
+    all."""
 
     def __init__(self, names: Sequence[Names], containers: Sequence[tuple[Container, Contents]]) -> None:
         lists = [pair for pair in containers if isinstance(pair[0].live, list)]
@@ -67,7 +82,7 @@ class _ListsAndDicts:
         self._values = [value for _, before in (*held, *lists) for value in before.values()]
 
     def are_same(self) -> bool:
-        """Whether all of them hold the objects of then, under the same keys in the same order."""
+        """Whether all of them hold the same objects as then, under the same keys in the same order."""
         values = chain(map(_VALUES, self._dicts), self._lists)
         return (
             list(map(len, chain(self._dicts, self._lists))) == self._sizes
@@ -78,10 +93,10 @@ class _ListsAndDicts:
 
 
 class Snapshot:
-    """The state of all places at one moment; `changes` compares. See `survey`.
+    """The state at the places and names of a survey, and of all that they lead to, at one moment; `changes` compares.
 
-    `closely`: all tensors but the largest are copied and compared bit by bit; otherwise the small ones. Another one has changed
-    when its count of writes has. `names`: what attributes modules have.
+    `closely`: all tensors but the largest (LARGEST_NUMEL) are copied and compared bit by bit; otherwise only the small ones
+    (SMALL_NUMEL). Of any other tensor its count of in-place writes tells whether it has changed.
     """
 
     def __init__(self, slots: Sequence[StateSlot], names: Sequence[Names], closely: bool = True) -> None:
@@ -115,11 +130,11 @@ class Snapshot:
 
     @property
     def owners(self) -> set[int]:
-        """Ids of the dicts whose names are known."""
+        """Ids of the dicts that hold the survey's names."""
         return {id(names.owner) for names in self._names}
 
     def items(self) -> Iterator[Item]:
-        """What may change, as items."""
+        """An item for everything that the snapshot holds."""
         for slot in self._slots:
             yield PlaceItem(slot.path, slot.region, slot.place)
         for names in self._names:
@@ -132,8 +147,8 @@ class Snapshot:
         for item, _ in self._generators.values():
             yield item
 
-    def _note(self, path: str, region: int, values: Iterable[Any]) -> None:
-        """What some values lead to. What two regions lead to is nobody's alone."""
+    def _note(self, path: str, region: int, values: Iterable[object]) -> None:
+        """Note what some values lead to. What two regions lead to has the region OUTSIDE."""
         waiting = list(values)
         while waiting:
             value = waiting.pop()
@@ -155,7 +170,7 @@ class Snapshot:
             else:
                 self._note(path, OUTSIDE, (each for _, each in contents.carriers))
 
-    def _note_leaf(self, path: str, region: int, value: Any) -> None:
+    def _note_leaf(self, path: str, region: int, value: object) -> None:
         if isinstance(value, nn.Parameter) or (isinstance(value, torch.Tensor) and value.is_meta):
             return
         if isinstance(value, torch.Tensor | np.ndarray):
@@ -168,7 +183,7 @@ class Snapshot:
             self._held.append(value)
             self._note_generator(id(value), GeneratorItem(path, where, streams, id(value)))
 
-    def _note_elements(self, path: str, region: int, value: Any) -> None:
+    def _note_elements(self, path: str, region: int, value: torch.Tensor | np.ndarray) -> None:
         known = self._tensors.get(id(value))
         if known is not None:
             self._tensors[id(value)] = replace(known, region=region if known.region == region else OUTSIDE)
@@ -185,7 +200,7 @@ class Snapshot:
         self._generators[key] = (item, self._generators[key][1] if key in self._generators else item.capture())
 
     def changes(self, regions: Iterable[int] | None = None) -> Iterator[StateChange]:
-        """What has changed since, in these regions; None: in all."""
+        """What has changed since the snapshot, in these regions and OUTSIDE; None: everywhere."""
         wanted = None if regions is None else {OUTSIDE, *regions}
         most_are_same = self._lists_and_dicts.are_same()
         near = [] if most_are_same else [each for each in self._names if wanted is None or each.region in wanted]
@@ -201,7 +216,7 @@ class Snapshot:
                 yield StateChange(item, before)
 
     def _changed_names(self, touched: Sequence[Names], wanted: set[int] | None) -> Iterator[StateChange]:
-        """What has changed at places: those under none of the names, and those under names that are not the same."""
+        """What has changed at places: at those that belong to none of the names, and at those of the `touched` names."""
         for key in (None, *(names.key for names in touched)):
             for slot, before in self._places.get(key, ()):
                 if (wanted is None or slot.region in wanted) and not slot.place.holds(before):
@@ -214,7 +229,7 @@ class Snapshot:
                 yield StateChange(PlaceItem(path, names.region, place), ((place, Contents()),))
 
     def _pairs(self, place: Container, contents: Contents) -> Pairs:
-        """As `deep`, at the moment of the snapshot."""
+        """A place and all containers below it, with their contents at the moment of the snapshot (`module_state.deep`: now)."""
         pairs: dict[int, tuple[Container, Contents]] = {id(place.owner): (place, contents)}
         waiting = [value for _, value in contents.carriers]
         while waiting:
@@ -228,7 +243,7 @@ class Snapshot:
 
 
 def _tensor_over(array: np.ndarray) -> torch.Tensor | None:
-    """A tensor over the memory of an array; None where there is none."""
+    """A tensor over the memory of a NumPy array; None where torch has no such tensor, or the array cannot be written."""
     try:
         return torch.from_numpy(array) if array.flags.writeable else None
     except (TypeError, ValueError):
@@ -237,7 +252,8 @@ def _tensor_over(array: np.ndarray) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Within the block Python collects no garbage: thousands of new objects, none of them garbage, would make it do so."""
+    """Within the block Python's garbage collector is off. A survey makes thousands of objects, none of them garbage, and they
+    would set it going."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -248,7 +264,7 @@ def without_collection() -> Iterator[None]:
 
 
 def refuse_large(item: Item) -> NoReturn:
-    """Raises LayerError: a tensor has changed of which there is no copy."""
+    """Raise LayerError: the tensor of an item has changed, and there is no copy of what it held before."""
     assert isinstance(item, TensorItem)
     numel = item.tensor.numel()
     if numel > LARGEST_NUMEL:

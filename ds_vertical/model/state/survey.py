@@ -1,11 +1,17 @@
-"""The places where a model's forward may keep state: attributes and buffers of modules, and what their code and hooks use."""
+"""A survey of the places where a model's forward may keep state: what its modules hold, and what their code and hooks can
+reach.
+
+A place is a name under which a value stands: an attribute, a buffer, a global variable, a cell of a closure. A region says
+which block alone leads to a place. The survey is made once a step. `snapshot` then notes what stands at the places, and finds
+what has changed since.
+"""
 
 from __future__ import annotations
 
 import contextvars
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -30,7 +36,7 @@ from ds_vertical.model.state.containers import (
     owner_key,
 )
 
-OUTSIDE: Final = -1  # the region of what no block holds alone; otherwise the block's number
+OUTSIDE: Final = -1  # the region of what no block, or more than one, leads to; any other region is a block's number
 _FOLLOWED: Final = (types.FunctionType, types.MethodType, partial, nn.Module)
 
 # what torch and DeepSpeed keep in a module's __dict__
@@ -48,19 +54,21 @@ _INTERNAL: Final = (frozenset(vars(nn.Module())) - {"training"}) | {
 
 @dataclass(frozen=True, eq=False)
 class StateSlot:
-    """A name under which a value stands: an attribute, a buffer, a global. `path`: for messages; `place`: with that one key."""
+    """A place and its region. `path` names it in messages. The contents of `place` are one entry, or none while nothing stands
+    there."""
 
     path: str
     region: int
     place: Container
 
     @property
-    def value(self) -> Any:
+    def value(self) -> object:
+        """What stands at the place now; MISSING where nothing does."""
         return next(iter(self.place.read().values()), MISSING)
 
 
-def entry_of(owner: dict[str, Any], name: str) -> Container:
-    """The place of one entry of a dict."""
+def entry_of(owner: dict[str, object], name: str) -> Container:
+    """The place of one entry of a dict: `name` need not be among its keys now."""
 
     def read() -> Contents:
         return Contents({name: owner[name]} if name in owner else {})
@@ -101,7 +109,7 @@ def _cell(cell: types.CellType) -> Container:
     return Container(cell, read, write)
 
 
-def _constant(value: Any) -> Container:
+def _constant(value: object) -> Container:
     return Container(value, lambda: Contents({"": value}), lambda _: None, is_constant=True)
 
 
@@ -111,37 +119,40 @@ def is_state(name: str) -> bool:
 
 
 class Names:
-    """What stands under the names of one module, class or file, or in a dict of a module's hooks, at one moment.
+    """The names of one module, class or file, or the entries of a dict of a module's hooks, with the values of one moment.
 
-    `key`: the first part of the owner of a place of such a name. `before`: what stood there. The changes of some names are
-    found by the slots that have this key, and by `new`.
+    A step compares them all at once (`are_same`), and looks at single places only where that fails. `owner`: the dict.
+    `before`: a copy of it. `key`: the first part of the owner of a place with such a name (`Container.owner`), by which
+    `Snapshot` finds the slots of places among these names. A subclass gives the places that have no slot (`places`, `new`).
     """
 
-    def __init__(self, path: str, region: int, key: Any, owner: Mapping[Any, Any]) -> None:
+    def __init__(self, path: str, region: int, key: Hashable, owner: Mapping[Any, Any]) -> None:
         self.path, self.region, self.key, self.owner = path, region, key, owner
         self.before: Mapping[Any, Any] = dict(owner)
 
     def are_same(self) -> bool:
-        """Whether all names stand for the objects of then."""
+        """Whether the same names stand for the same objects as at that moment, in the same order."""
         now, then = self.owner, self.before
         same_values = len(now) == len(then) and all(map(operator.is_, now.values(), then.values()))
         return same_values and list(now) == list(then)
 
     def places(self) -> Iterator[tuple[str, Container, Contents]]:
-        """Of what stood there: path, place and contents of each that no slot has."""
+        """Path, place and contents of then, of each place that has no slot."""
         return iter(())
 
     def new(self) -> Iterator[tuple[str, Container]]:
-        """Places of state that were not there, with their paths."""
+        """Places of state that have come since, with their paths."""
         return iter(())
 
-    def carriers(self) -> list[tuple[str, Any]]:
-        """Values that stood at `places` and are more than numbers and strings, with their paths."""
+    def carriers(self) -> list[tuple[str, object]]:
+        """The values of then at `places` that are more than numbers and strings, with their paths."""
         return []
 
 
 class _NamesOfClass(Names):
-    """What stands under the names of a class that the user has written."""
+    """The attributes of a class that the user has written: the `key`."""
+
+    key: type
 
     def new(self) -> Iterator[tuple[str, Container]]:
         for name in self.owner:
@@ -150,14 +161,14 @@ class _NamesOfClass(Names):
 
 
 class _NamesOfModule(Names):
-    """A module's attributes, or its buffers. Few of them ever change, so each gets a place only once it has.
+    """A module's attributes, or its buffers. Few of them ever change, so each gets a place only once it has changed.
 
     `of`: whether a name is state.
     """
 
     owner: dict[str, Any]
 
-    def __init__(self, path: str, region: int, owner: dict[str, Any], of: Callable[[str], bool]) -> None:
+    def __init__(self, path: str, region: int, owner: dict[str, object], of: Callable[[str], bool]) -> None:
         super().__init__(path, region, id(owner), owner)
         self._of = of
 
@@ -171,7 +182,7 @@ class _NamesOfModule(Names):
             if name not in self.before and self._of(name):
                 yield f"{self.path}.{name}", entry_of(self.owner, name)
 
-    def carriers(self) -> list[tuple[str, Any]]:
+    def carriers(self) -> list[tuple[str, object]]:
         found = ((name, value) for name, value in self.before.items() if type(value) not in SIMPLE)
         return [(f"{self.path}.{name}", value) for name, value in found if self._of(name)]
 
@@ -181,7 +192,7 @@ class _Whole(Names):
 
     owner: dict[Any, Any]
 
-    def __init__(self, path: str, region: int, owner: dict[Any, Any]) -> None:
+    def __init__(self, path: str, region: int, owner: dict[Hashable, object]) -> None:
         super().__init__(path, region, id(owner), owner)
 
     def places(self) -> Iterator[tuple[str, Container, Contents]]:
@@ -197,10 +208,14 @@ def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
     return {id(each): index for index, block in enumerate(blocks) for each in block.modules()}
 
 
-def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Any]) -> tuple[list[StateSlot], list[Names]]:
-    """Every place where a model's forward may keep state: of its modules, of what their code and hooks use, of `functions`.
+def survey(
+    model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Callable[..., object]]
+) -> tuple[list[StateSlot], list[Names]]:
+    """Every place where a model's forward may keep state: in its modules, and in what their code, their hooks and `functions`
+    use.
 
-    What lies in one of the `blocks` has the block's number as region.
+    `functions`: those of the user that a forward calls, its `loss_fn` say. A place in one of the `blocks`, which are in order
+    of execution, has the block's number as region. Returns places, and names of which each gets a place once it has changed.
     """
     found = _Survey(set(map(id, model.modules())))
     region_of = _regions(blocks)
@@ -216,7 +231,7 @@ def survey(model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[An
 
 
 class _Survey:
-    """`registered`: ids of the model's modules, which are looked at one by one."""
+    """A survey under way. `registered`: ids of the model's modules, each of which is surveyed by a call of `module`."""
 
     def __init__(self, registered: set[int]) -> None:
         self.slots: list[StateSlot] = []
@@ -226,6 +241,8 @@ class _Survey:
         self._places: set[Any] = set()
 
     def module(self, path: str, module: nn.Module, region: int) -> None:
+        """Note a module's attributes and buffers, its dicts of hooks and modules, and what its hooks and its class's code
+        use."""
         own = vars(module)
         attributes = _NamesOfModule(path, region, own, is_state)
         for where, value in attributes.carriers():
@@ -249,7 +266,7 @@ class _Survey:
             self.function(f"{path}.forward", own["forward"], OUTSIDE)
         self._class(type(module))
 
-    def _hook(self, path: str, region: int, hook: Any) -> None:
+    def _hook(self, path: str, region: int, hook: object) -> None:
         functions = list(called(hook))
         if functions and all(map(is_internal, functions)) and not list(bound_objects(hook)):
             return  # a hook that DeepSpeed puts on every module: it reaches nothing of the user's
@@ -258,8 +275,8 @@ class _Survey:
             region = OUTSIDE  # several modules' hooks may share what they write to
         self.function(f"a hook of {path}", hook, region)
 
-    def function(self, path: str, function: Any, region: int) -> None:
-        """Closures, globals and bound objects of a function, and of the user's functions that it calls."""
+    def function(self, path: str, function: object, region: int) -> None:
+        """Note closures, globals and bound objects of a callable, and of the user's functions that it calls."""
         for value in bound_objects(function):
             self.constant(path, region, value)
         for each in called(function):
@@ -282,7 +299,7 @@ class _Survey:
                         for inner in names & vars(module).keys():
                             self._value(f"{module.__name__}.{inner}", OUTSIDE, entry_of(vars(module), inner))
 
-    def _file(self, own: dict[str, Any]) -> None:
+    def _file(self, own: dict[str, object]) -> None:
         if id(own) not in self._seen:
             self._seen.add(id(own))
             self.names.append(Names(str(own.get("__name__")), OUTSIDE, id(own), own))
@@ -318,15 +335,15 @@ class _Survey:
             for value in place.read().values():
                 self.follow(path, region, value)
 
-    def constant(self, path: str, region: int, value: Any) -> None:
-        """A value that stands under no name of its own."""
+    def constant(self, path: str, region: int, value: object) -> None:
+        """Note a value that stands under no name of its own: only what it leads to can change."""
         if container_of(value) is not None:
             self._add(path, region, _constant(value))
         else:
             self.follow(path, region, value)
 
-    def follow(self, path: str, region: int, value: Any) -> None:
-        """Go on to the functions, and to the modules that are not the model's, that a value leads to."""
+    def follow(self, path: str, region: int, value: object) -> None:
+        """Survey the functions, and the modules that are not the model's, that a value leads to."""
         waiting = [value]
         while waiting:
             value = waiting.pop()
@@ -338,7 +355,7 @@ class _Survey:
                 self._seen.add(id(value))
                 waiting.extend(each for _, each in container.read().carriers)
 
-    def _go_on(self, path: str, region: int, value: Any) -> None:
+    def _go_on(self, path: str, region: int, value: object) -> None:
         if not isinstance(value, nn.Module):
             self.function(path, value, region)
         elif id(value) not in self._registered:
