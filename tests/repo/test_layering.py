@@ -18,7 +18,10 @@ PACKAGE = ROOT / "ds_vertical"
 DRAWING = ROOT / "docs" / "architecture.md"
 MAX_FOLDER_FILES = 15
 MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 50
+MAX_FUNCTION_LINES = 40
+MAX_METHODS = 15  # of a class, properties and dunder methods included
+MAX_PARAMETERS = 6  # of a function, without self and cls
+MAX_ANY = 422  # parameters and results whose annotation says Any, in the whole package; to fall below 200
 LEAVES = frozenset({"errors", "interrupts", "types"})  # every package may import them
 FORBIDDEN = {
     "config": {"torch", "deepspeed"},
@@ -271,14 +274,208 @@ def test_files_fit_on_few_screens() -> None:
     assert {name: num for name, num in lines.items() if num > MAX_FILE_LINES} == {}
 
 
+def functions_of(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """(dotted name, function) of all functions, those in classes and in other functions included."""
+    for node in ast.iter_child_nodes(tree):
+        named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        name = f"{prefix}.{node.name}" if named else prefix
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield name, node
+        yield from functions_of(node, name)
+
+
+@functools.cache
+def functions() -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Module.Class.function -> the function, in the whole package; of two with one name (a property's) the second."""
+    return {name: node for module, tree in trees().items() for name, node in functions_of(tree, module)}
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    """Parameters by name, without self and cls, `*args` and `**kwargs`."""
+    each = function.args
+    return [arg for arg in (*each.posonlyargs, *each.args, *each.kwonlyargs) if arg.arg not in ("self", "cls")]
+
+
+def over(found: dict[str, int], limit: int, exceptions: dict[str, int]) -> dict[str, int]:
+    """What is above the limit and above its own ceiling."""
+    return {name: num for name, num in found.items() if num > max(limit, exceptions.get(name, 0))}
+
+
 def test_functions_fit_on_one_screen() -> None:
-    functions = (
-        (f"{name}.{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
-        for name, tree in trees().items()
+    lines = {name: (node.end_lineno or node.lineno) - node.lineno + 1 for name, node in functions().items()}
+    assert over(lines, MAX_FUNCTION_LINES, {}) == {}
+
+
+# as DeepSpeed's functions of these names have them
+SIGNATURES_OF_DEEPSPEED = {"engine.api.initialize": 8, "engine.checkpoint.mixin.SavingEngine.load_checkpoint": 7}
+# not finished: numbers as ceilings, each to be removed together with its cause
+MANY_PARAMETERS = {
+    "compat.stock_checkpoint.write_stock_files": 7,
+    "engine.autotune._chosen": 7,
+    "offload.grad_store.HeldGradients.hold": 7,
+    "offload.param_store.ParamStore.__init__": 8,
+    "offload.step_pipeline.StepPipeline.__init__": 7,
+    "planner.memory_budget._fitting": 7,
+    "planner.model_shape.shape_of": 8,
+    "planner.search._case": 7,
+    "planner.simulate.simulate": 10,
+    "schedule.passes.build_training": 12,
+}
+MANY_METHODS = {
+    "engine.memory_check.Forecast": 20,
+    "engine.self_check.check.SelfCheck": 18,
+    "engine.train_loop.VerticalLoop": 16,
+    "offload.activation_store.ActivationStore": 17,
+    "offload.grad_store.HeldGradients": 21,
+    "offload.param_store.ParamStore": 34,
+    "offload.step_pipeline.StepPipeline": 27,
+    "offload.tensor_swapper.TensorSwapper": 20,
+    "planner.costs._Pricer": 26,
+}
+
+
+def test_functions_take_few_parameters() -> None:
+    numbers = {name: len(parameters(node)) for name, node in functions().items()}
+    assert over(numbers, MAX_PARAMETERS, SIGNATURES_OF_DEEPSPEED | MANY_PARAMETERS) == {}
+
+
+def test_classes_have_few_methods() -> None:
+    numbers = {
+        f"{module}.{node.name}": sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+        for module, tree in trees().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
-    assert {name: num for name, num in functions if num > MAX_FUNCTION_LINES} == {}
+        if isinstance(node, ast.ClassDef)
+    }
+    assert over(numbers, MAX_METHODS, MANY_METHODS) == {}
+
+
+def annotations(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
+    """Those of all parameters and of the result."""
+    each = function.args
+    args = [*each.posonlyargs, *each.args, *each.kwonlyargs, *filter(None, (each.vararg, each.kwarg))]
+    return [given for given in (*(arg.annotation for arg in args), function.returns) if given is not None]
+
+
+def test_signatures_say_more_than_any() -> None:
+    """`Any` is for what DeepSpeed or the user gives."""
+    found = [
+        name
+        for module, tree in trees().items()
+        for name, node in functions_of(tree, module)
+        for given in annotations(node)
+        if re.search(r"\bAny\b", ast.unparse(given))
+    ]
+    assert len(found) <= MAX_ANY, Counter(room(name) for name in found)
+
+
+# ------------------------------------------------------------------------------------------------- what is a module's own
+
+# Private names of torch, of Python's sys, os and named tuples, and the mark that DeepSpeed sets on modules with parameters of
+# others, that are used outside of compat: there is no public way.
+PRIVATE_OF_LIBRARIES = frozenset(
+    {
+        "_C",
+        "_InferenceMode",
+        "_cdata",
+        "_compiled_call_impl",
+        "_exit",
+        "_external_params",
+        "_fields",
+        "_get_default_store",
+        "_get_sequence_nr",
+        "_getframe",
+        "_modules",
+        "_parameters",
+        "_sequence_nr",
+        "_set_grad_enabled",
+        "_storage_Use_Count",
+        "_torchdynamo_orig_callable",
+        "_use_count",
+        "_version",
+    }
+)
+
+
+NOT_FINISHED = {"io.streams": {"_nothing"}}  # module -> private names of another one of ours
+
+
+def uses_of_others_privates(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of every `x._y`, `getattr(x, "_y")` and `from ds_vertical.z import _y` with a name that the file does not
+    define; what `self`, `cls` and `super()` have is the object's own."""
+    own = defined_private_names(tree)
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and not is_itself(node.value):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and root_name(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            given = node.args[1] if len(node.args) > 1 and not is_itself(node.args[0]) else None
+            names = [given.value] if isinstance(given, ast.Constant) and isinstance(given.value, str) else []
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ds_vertical"):
+            names = [alias.name for alias in node.names]
+        yield from ((node.lineno, name) for name in names if is_private(name) and name not in own)
+
+
+def is_private(name: str) -> bool:
+    return bool(PRIVATE.match(name)) and not name.endswith("__")
+
+
+def is_itself(node: ast.expr) -> bool:
+    """Whether it is `self`, `cls` or `super()`."""
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+    return called or (isinstance(node, ast.Name) and node.id in ("self", "cls"))
+
+
+def test_what_is_private_stays_in_its_module() -> None:
+    """compat uses DeepSpeed's private names, but no other module's of ours (save those that override DeepSpeed's)."""
+    ours = {name for tree in trees().values() for name in defined_private_names(tree)} - deepspeed_private_names()
+    wrong = [
+        f"{module}, line {line}: {name}"
+        for module, tree in trees().items()
+        for line, name in uses_of_others_privates(tree)
+        if name not in PRIVATE_OF_LIBRARIES | NOT_FINISHED.get(module, set()) and (room(module) != "compat" or name in ours)
+    ]
+    assert wrong == []
+
+
+# ------------------------------------------------------------------------------------------------------------- docstrings
+
+
+def undocumented(tree: ast.Module) -> Iterator[str]:
+    """Public classes, functions and methods without a docstring, and the module itself as ""."""
+    if ast.get_docstring(tree) is None:
+        yield ""
+    yield from _undocumented(tree, "")
+
+
+def _undocumented(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        if ast.get_docstring(node) is None:
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from _undocumented(node, f"{prefix}{node.name}.")
+
+
+# rooms that are not finished: how many public names have no docstring, as ceilings
+UNDOCUMENTED = {
+    "compat": 16,
+    "config": 1,
+    "distributed": 3,
+    "engine": 55,
+    "io": 25,
+    "model": 2,
+    "offload": 25,
+    "planner": 22,
+    "schedule": 12,
+}
+
+
+def test_public_names_have_docstrings() -> None:
+    found = {f"{module}.{name}" for module, tree in trees().items() for name in undocumented(tree)}
+    rooms = Counter(map(room, found))
+    above = over(dict(rooms), 0, UNDOCUMENTED)
+    assert sorted(name for name in found if room(name) in above) == []
 
 
 # ------------------------------------------------------------------------------------------------------------------ names
@@ -358,3 +555,38 @@ def test_private_uses_are_found(code: str) -> None:
 )
 def test_own_and_public_names_pass(code: str) -> None:
     assert foreign_privates(ast.parse(code)) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("def f(x): return x._y", ["_y"]),
+        ("class A:\n  def f(self): return self.x._y", ["_y"]),
+        ("def f(x): return getattr(x, '_y')", ["_y"]),
+        ("from ds_vertical.io import _y", ["_y"]),
+        ("class A:\n  def f(self): return self._y, super()._y, self.__dict__", []),
+        ("class A:\n  def __init__(self, other): self._y = other._y", []),
+    ],
+)
+def test_uses_of_others_privates_are_found(code: str, names: list[str]) -> None:
+    assert [name for _, name in uses_of_others_privates(ast.parse(code))] == names
+
+
+def test_names_without_a_docstring_are_found() -> None:
+    code = """
+class A:
+    def f(self): ...
+    def _g(self): ...
+    def __len__(self): ...
+class _B:
+    def f(self): ...
+def g():
+    \"\"\"It has one.\"\"\"
+"""
+    assert list(undocumented(ast.parse(code))) == ["", "A", "A.f"]
+
+
+def test_parameters_and_annotations_are_those_of_the_signature() -> None:
+    (found,) = functions_of(ast.parse("class A:\n  def f(self, a: int, /, b, *c: str, d=1, **e: Any) -> None: ..."), "m")
+    assert found[0] == "m.A.f" and [arg.arg for arg in parameters(found[1])] == ["a", "b", "d"]
+    assert list(map(ast.unparse, annotations(found[1]))) == ["int", "str", "Any", "None"]
