@@ -1,0 +1,135 @@
+"""What two orders have computed over the same micro-batches, held against each other: outputs, losses, gradients, state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vertical.engine.self_check.digests import Digest, digest, digests_of, largest_distance, wrong_gradients
+from ds_vertical.model.layers import LayerMap
+from ds_vertical.model.state.module_state import TensorItem, key_of_item, same_bits
+from ds_vertical.model.state.snapshot import StateChange
+
+
+@dataclass(frozen=True)
+class Difference:
+    """`what` differs from torch's own order, as a sentence. `layer`: where (`num_layers`: behind the last; None: nobody's)."""
+
+    what: str
+    layer: int | None = None
+
+
+@dataclass
+class Record:
+    """What one order has computed: digests by micro-batch and block, or parameter."""
+
+    outputs: dict[tuple[int, int], list[Digest]] = field(default_factory=dict)
+    losses: list[Digest] = field(default_factory=list)
+    gradients: dict[tuple[int, int], Digest] = field(default_factory=dict)
+    around: list[Digest] = field(default_factory=list)
+
+    def note_output(self, micro_batch: int, block: int, output: object) -> None:
+        """A block has returned `output`."""
+        self.outputs[micro_batch, block] = digests_of(output)
+
+    def note_gradient(self, micro_batch: int, param: nn.Parameter) -> None:
+        """A parameter has its gradient of a micro-batch, which is given up."""
+        assert param.grad is not None
+        self.gradients[micro_batch, id(param)] = digest(param.grad)
+        param.grad = None
+
+
+class Comparison:
+    """Of two orders over one model. `around`: the parameters outside the layers, whose gradients are summed."""
+
+    def __init__(self, model: nn.Module, layers: LayerMap, around: Sequence[nn.Parameter]) -> None:
+        self._layers = layers
+        self._around = around
+        self._names = {id(param): name for name, param in model.named_parameters()}
+
+    def differences(self, plain: Record, ours: Record) -> Iterator[Difference]:
+        """Of outputs, losses and gradients, in the order in which the forward and the backward compute them."""
+        for (micro_batch, block), outputs in plain.outputs.items():
+            index, distance = largest_distance(ours.outputs.get((micro_batch, block), []), outputs)
+            if index >= 0:
+                what = f"{where(self._layers, block)}: output tensor {index} of micro-batch {micro_batch} {_differs(distance)}"
+                yield Difference(what, layer_of(self._layers, block))
+        index, distance = largest_distance(ours.losses, plain.losses)
+        if index >= 0:
+            what = f"the loss of micro-batch {index} {_differs(distance)}; the outputs of all layers agree"
+            yield Difference(what, self._layers.num_layers)
+        for micro_batch in range(len(plain.losses)):
+            for layer in reversed(range(self._layers.num_layers)):
+                yield from self._gradient_differences(micro_batch, layer, plain, ours)
+        around = [self._names[id(param)] for param in self._around]
+        sums = (dict(zip(around, record.around, strict=True)) for record in (ours, plain))
+        for name, distance in wrong_gradients(*sums).items():
+            what = f"outside the layers: the gradient of {name}, summed over micro-batches 0 to {len(plain.losses) - 1},"
+            yield Difference(f"{what} {_differs(distance)}; outputs, losses and the layers' gradients agree")
+
+    def _gradient_differences(self, micro_batch: int, layer: int, plain: Record, ours: Record) -> Iterator[Difference]:
+        keys = {self._names.get(id(param), "?"): (micro_batch, id(param)) for param in self._layers.units[layer]}
+        both = (
+            {name: record.gradients[key] for name, key in keys.items() if key in record.gradients} for record in (ours, plain)
+        )
+        for name, distance in wrong_gradients(*both).items():
+            what = f"the gradient of {name} for micro-batch {micro_batch} {_differs(distance)}; outputs and losses agree"
+            yield Difference(f"{where(self._layers, self._layers.layers[layer][0])}: {what}", layer)
+
+
+def layer_of(layers: LayerMap, block: int) -> int:
+    """The layer that has a block, by the block's number."""
+    return next(index for index, blocks in enumerate(layers.layers) if block in blocks)
+
+
+def where(layers: LayerMap, block: int) -> str:
+    """A block's layer and path, for messages."""
+    return f"layer {layer_of(layers, block)} ({layers.blocks[block].path})"
+
+
+def _differs(distance: float) -> str:
+    if distance == float("inf"):
+        return "differs wholly from torch's own order: one of both is missing, of another shape or not finite"
+    return f"differs by {distance:.1e} of its norm from torch's own order"
+
+
+def state_differences(
+    left: Sequence[tuple[StateChange, Any]], own: Sequence[Any], but: Collection[Hashable]
+) -> Iterator[Difference]:
+    """What modules hold after both orders: numbers and tensors; other objects are each order's own. `but`: not compared."""
+    for (change, plain), ours in zip(left, own, strict=True):
+        if key_of_item(change.item) not in but and not agrees(change, plain, ours):
+            what = f"{change.item.path}, which the forward changes, holds something else afterwards than in torch's own order"
+            yield Difference(f"{what}; outputs, losses and gradients agree")
+
+
+def agrees(change: StateChange, plain: Any, ours: Any) -> bool:
+    """Whether an item of state holds the same in two captures of it, tensors up to rounding."""
+    item = change.item
+    if item.is_generator:
+        return item.is_global or item.same(plain, ours)
+    if isinstance(item, TensorItem):
+        return _close(plain, ours)
+    values = [[value for _, contents in pairs for value in contents.values()] for pairs in (plain, ours)]
+    return len(values[0]) == len(values[1]) and all(map(_agree, *values))
+
+
+def _agree(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return _close(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_agree, one, other))
+    if isinstance(one, bool | int | float | complex | str | bytes):
+        return type(one) is type(other) and one == other
+    return type(one) is type(other)
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if same_bits(one, other):
+        return True
+    index, _ = largest_distance([digest(one)], [digest(other)])
+    return index < 0
