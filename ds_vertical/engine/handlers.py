@@ -470,9 +470,9 @@ def _move_handlers(store: ActivationStore, micro_batches: Sequence[MicroBatch]) 
         Op.SAVE: lambda event: store.save(*layer(event), own(event)),
         Op.LOAD: lambda event: store.load(*layer(event)),
         Op.DROP: lambda event: store.drop(*layer(event)),
-        Op.GSAVE: lambda event: store.save_gradient(*unit(event), own(event)),
-        Op.GLOAD: lambda event: store.load_gradient(*unit(event)),
-        Op.GDROP: lambda event: store.drop_gradient(*unit(event)),
+        Op.GSAVE: lambda event: store.gradients.save(*unit(event), own(event)),
+        Op.GLOAD: lambda event: store.gradients.load(*unit(event)),
+        Op.GDROP: lambda event: store.gradients.drop(*unit(event)),
     }
 
 

@@ -58,8 +58,63 @@ class KeptGradient:
     put_back: Callable[[torch.Tensor], None]
 
 
+class GradientsBetweenLayers:
+    """The gradients that wait for a unit's backward, away from the device meanwhile.
+
+    `tiers`: as in `ActivationStore.open_step`.
+    """
+
+    def __init__(self, parcels: TensorSwapper) -> None:
+        self.tiers: dict[int, AwayTier] = {}
+        self._parcels = parcels
+        self._kept: dict[tuple[Unit, int], tuple[SwappedTensor, list[KeptGradient]]] = {}  # by unit and micro-batch
+
+    def save(self, unit: Unit, index: int, boundary: BoundaryTensors) -> Ticket | None:
+        """Save the gradients that wait for the unit's backward."""
+        taken = boundary.take_gradients(unit, _is_movable_gradient)
+        if not taken:
+            return None
+        parcel = self._parcels.put([_dense_bytes(grad) for grad, _ in taken], self.tiers[index])
+        kept = [KeptGradient(g.size(), g.stride(), g.dtype, g.device, put_back) for g, put_back in taken]
+        self._kept[unit, index] = (parcel, kept)
+        return _saved(self._parcels, f"save gradient {unit} of {index}", [parcel])
+
+    def load(self, unit: Unit, index: int) -> Ticket | None:
+        """Bring the unit's gradients back; the ticket's wait puts them in their places."""
+        if (unit, index) not in self._kept:
+            return None
+        parcel, all_kept = self._kept[unit, index]
+        grads: list[torch.Tensor] = []
+
+        def land() -> list[torch.Tensor]:
+            grads.extend(torch.empty_strided(k.size, k.stride, dtype=k.dtype, device=k.device) for k in all_kept)
+            return [_dense_bytes(grad) for grad in grads]
+
+        def wait() -> None:
+            self._parcels.arrive(parcel)
+            for kept, grad in zip(all_kept, grads, strict=True):
+                kept.put_back(grad)
+            grads.clear()
+
+        self._parcels.fetch(parcel, land)
+        return Ticket(f"load gradient {unit} of {index}", wait, parcel.num_bytes)
+
+    def drop(self, unit: Unit, index: int) -> None:
+        """Forget what was saved of the unit's gradients: they are back."""
+        parcel, _ = self._kept.pop((unit, index), (None, []))
+        if parcel is not None:
+            self._parcels.drop(parcel)
+
+    def forget(self) -> None:
+        """Forget everything, after an error: `TensorSwapper.abandon` has."""
+        self._kept.clear()
+
+
 class ActivationStore:
-    """What moves and where it is. One micro-batch's methods are called by the schedule's events, in any order it allows."""
+    """Which layer inputs have moved and where they are; `gradients` has the gradients between layers.
+
+    The schedule's events call the methods, those of one micro-batch in the order that its dependencies leave.
+    """
 
     def __init__(self, parcels: TensorSwapper) -> None:
         self._parcels = parcels
@@ -67,7 +122,7 @@ class ActivationStore:
         self._tiers: dict[int, AwayTier] = {}
         self._kept: dict[tuple[int, int], list[Kept]] = {}  # by layer and micro-batch
         self._by_storage: dict[int, Kept] = {}
-        self._gradients: dict[tuple[Unit, int], tuple[SwappedTensor, list[KeptGradient]]] = {}
+        self.gradients = GradientsBetweenLayers(parcels)
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -76,7 +131,7 @@ class ActivationStore:
 
     def open_step(self, tiers: dict[int, AwayTier]) -> None:
         """`tiers`: where each micro-batch that moves rests, in the step that begins."""
-        self._tiers = tiers
+        self._tiers = self.gradients.tiers = tiers
 
     # ---- layer inputs
 
@@ -91,7 +146,7 @@ class ActivationStore:
         handed = self._handed(layer, boundary)
         if handed:
             parcels.append(self._put(layer, index, handed, used=False))
-        return self._saved(f"save {layer} of {index}", parcels)
+        return _saved(self._parcels, f"save {layer} of {index}", parcels)
 
     def _movable(self, tensors: Sequence[torch.Tensor], boundary: BoundaryTensors) -> list[torch.UntypedStorage]:
         """The storages of those tensors that are worth moving, and the micro-batch's own."""
@@ -129,16 +184,6 @@ class ActivationStore:
             self._by_storage[key_of(storage)] = kept
             storage.resize_(0)
         return parcel
-
-    def _saved(self, what: str, parcels: Sequence[SwappedTensor]) -> Ticket | None:
-        if not parcels:
-            return None
-
-        def wait() -> None:
-            for parcel in parcels:
-                self._parcels.wait_written(parcel)
-
-        return Ticket(what, wait, sum(parcel.num_bytes for parcel in parcels))
 
     def load(self, layer: int, index: int) -> Ticket | None:
         """Bring what was saved of the layer's inputs back; the ticket's wait completes it."""
@@ -178,43 +223,6 @@ class ActivationStore:
             del self._by_storage[key_of(kept.storage)]
             self._parcels.drop(kept.parcel)
 
-    # ---- gradients between layers
-
-    def save_gradient(self, unit: Unit, index: int, boundary: BoundaryTensors) -> Ticket | None:
-        """Save the gradients that wait for the unit's backward."""
-        taken = boundary.take_gradients(unit, _is_movable_gradient)
-        if not taken:
-            return None
-        parcel = self._parcels.put([_dense_bytes(grad) for grad, _ in taken], self._tiers[index])
-        kept = [KeptGradient(g.size(), g.stride(), g.dtype, g.device, put_back) for g, put_back in taken]
-        self._gradients[unit, index] = (parcel, kept)
-        return self._saved(f"save gradient {unit} of {index}", [parcel])
-
-    def load_gradient(self, unit: Unit, index: int) -> Ticket | None:
-        """Bring the unit's gradients back; the ticket's wait puts them in their places."""
-        if (unit, index) not in self._gradients:
-            return None
-        parcel, all_kept = self._gradients[unit, index]
-        grads: list[torch.Tensor] = []
-
-        def land() -> list[torch.Tensor]:
-            grads.extend(torch.empty_strided(k.size, k.stride, dtype=k.dtype, device=k.device) for k in all_kept)
-            return [_dense_bytes(grad) for grad in grads]
-
-        def wait() -> None:
-            self._parcels.arrive(parcel)
-            for kept, grad in zip(all_kept, grads, strict=True):
-                kept.put_back(grad)
-            grads.clear()
-
-        self._parcels.fetch(parcel, land)
-        return Ticket(f"load gradient {unit} of {index}", wait, parcel.num_bytes)
-
-    def drop_gradient(self, unit: Unit, index: int) -> None:
-        parcel, _ = self._gradients.pop((unit, index), (None, []))
-        if parcel is not None:
-            self._parcels.drop(parcel)
-
     # ---- the end
 
     def abandon(self) -> None:
@@ -226,11 +234,23 @@ class ActivationStore:
                 kept.storage.resize_(kept.num_bytes)
         self._kept.clear()
         self._by_storage.clear()
-        self._gradients.clear()
+        self.gradients.forget()
 
     def close(self) -> None:
         """Give buffers and queues back; twice is harmless."""
         self._parcels.close()
+
+
+def _saved(swapper: TensorSwapper, what: str, parcels: Sequence[SwappedTensor]) -> Ticket | None:
+    """Of parcels on their way out; None where there are none."""
+    if not parcels:
+        return None
+
+    def wait() -> None:
+        for parcel in parcels:
+            swapper.wait_written(parcel)
+
+    return Ticket(what, wait, sum(parcel.num_bytes for parcel in parcels))
 
 
 def _is_ours(storage: torch.UntypedStorage, lists: Sequence[list[object]]) -> bool:

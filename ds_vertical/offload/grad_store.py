@@ -1,6 +1,6 @@
-"""Gradients that wait for their optimizer step, in host memory and on SSD.
+"""Gradients that wait for their optimizer step: in host memory, and beyond the host's budget in one file of the run.
 
-Gradients beyond the host's budget: one file of the run, each part's fp32 elements at a place of their own.
+In the file each part's fp32 elements have a place of their own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -38,6 +38,26 @@ class Parted(Protocol):
     def delayed(self) -> Sequence[Part]: ...
 
 
+class CopyEvent(Protocol):
+    """The event behind a copy from a device that runs ahead of the host."""
+
+    def synchronize(self) -> None:
+        """Return once the copy is complete."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReducedSums:
+    """This rank's shares of a unit's summed gradients, one per parameter in the order of the unit's chunks.
+
+    `flat`: the memory that the sums lie in, 1-d, which goes to `give_back`, from any thread, where it is held.
+    """
+
+    shares: Sequence[torch.Tensor]
+    flat: torch.Tensor
+    give_back: Callable[[torch.Tensor], None]
+
+
 @dataclass(eq=False)
 class _Memory:
     """What the gradients of `num_users` parts lie in; given back when the last one is done with."""
@@ -54,16 +74,47 @@ class _Held:
     data: torch.Tensor
     memory: _Memory
     uses: set[Use]
-    copied: Any = None  # the event behind the copy from a device that runs ahead of the host
+    copied: CopyEvent | None = None
 
 
 @dataclass(eq=False)
 class _Unit:
-    """A unit's gradients: those in memory, and which are (or will be) in the file."""
+    """A unit's gradients: those in memory, and which are (or will be) in the file. `lock`: of all units, whose parts may lie
+    in one memory."""
 
+    lock: threading.Lock
     parts: dict[Part, _Held] = field(default_factory=dict)
     on_ssd: set[Part] = field(default_factory=set)
     writes: list[tuple[Part, Transfer]] = field(default_factory=list)
+
+    def wait_written(self) -> None:
+        """Return when all that is being written is on SSD, and give its memory back. Raises DiskError."""
+        for part, transfer in self.writes:
+            transfer.wait()
+            self.finish(part, "write")
+        self.writes.clear()
+
+    def finish(self, part: Part, use: Use) -> None:
+        """One use of a part's gradient is over; after the last one its memory is given up."""
+        with self.lock:
+            entry = self.parts.get(part)
+            if entry is None or use not in entry.uses:
+                return
+            entry.uses.discard(use)
+            over = not entry.uses
+        if over:
+            self.release(part)
+
+    def release(self, part: Part) -> None:
+        """Give a part's gradient up, and its memory back where no other part lies in it."""
+        with self.lock:
+            entry = self.parts.pop(part, None)
+            if entry is None:
+                return
+            entry.memory.num_users -= 1
+            last = entry.memory.num_users == 0
+        if last:
+            entry.memory.give_back(entry.memory.tensor)
 
 
 class HeldGradients:
@@ -85,49 +136,45 @@ class HeldGradients:
         self._file = file
         self._keep = keep
         self._lock = threading.Lock()
-        self._units: dict[Any, _Unit] = {}  # by Unit
+        self._units: dict[Unit, _Unit] = {}
         self._owner: dict[int, Unit] = {}  # by chunk
         self._reserve = Reserve(_page_locked if page_locked else aligned)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of copies, spare ones included; sums held in place are counted by whoever made them."""
+        """Bytes of copies, spare ones included. Sums held in place are not counted: the store of the sums counts them."""
         return self._reserve.num_bytes
 
     # ---- from REDUCE to the last use
 
-    def hold(
-        self,
-        unit: Unit,
-        indices: Sequence[int],
-        shares: Sequence[torch.Tensor],
-        flat: torch.Tensor,
-        give_back: Callable[[torch.Tensor], None],
-        *,
-        early: bool,
-        final: bool,
-    ) -> bool:
-        """Hold a unit's shares, one per parameter in the order of its chunks. `early`: its early parts are about to be
-        stepped; `final`: for good. Returns whether `flat` itself is held: then `give_back(flat)` will be called.
+    def hold(self, unit: Unit, indices: Sequence[int], sums: ReducedSums, *, early: bool, final: bool) -> bool:
+        """Hold a unit's shares until their step. `indices`: its chunks. `early`: its early parts are about to be stepped;
+        `final`: for good. Returns whether `sums.flat` itself is held: then `sums.give_back` will be called with it.
         """
         self.drop(unit)
-        held = self._units[unit] = _Unit()
-        uses = {part: self._uses(part, is_early, early, final) for index in indices for part, is_early in self._parts(index)}
+        shares, flat = sums.shares, sums.flat
+        held = self._units[unit] = _Unit(self._lock)
+        uses = {
+            part: self._uses(part, is_early and early, final)
+            for index in indices
+            for part, is_early in _parts_of(self._chunks[index])
+        }
         held.on_ssd = {part for part in uses if "write" in uses[part]}
         all_wait = all("step" in use or "reader" in use for use in uses.values())
         in_place = _lie_in(flat, shares, [size for index in indices for size in self._chunks[index].sizes])
-        whole = _Memory(flat, give_back)
+        whole = _Memory(flat, sums.give_back)
         start, left = 0, iter(shares)
         for index in indices:
             self._owner[index] = unit
             sizes = self._chunks[index].sizes
             pieces = [next(left) for _ in sizes]
-            for part in (part for part, _ in self._parts(index)):
+            for part in (part for part, _ in _parts_of(self._chunks[index])):
                 if in_place and (all_wait or uses[part] == {"early step"}):
                     whole.num_users += 1
                     held.parts[part] = _Held(flat.narrow(0, start + part.start, part.numel), whole, uses[part])
                 else:
-                    held.parts[part] = self._copy(part, sizes, pieces, uses[part])
+                    memory = _Memory(self._reserve.take(aligned_numel(part)), self._reserve.put_back, 1)
+                    held.parts[part] = _Held(_filled(memory.tensor, part, sizes, pieces), memory, uses[part])
             start += sum(sizes)
         if flat.device.type == "cuda":
             copied = torch.cuda.current_stream(flat.device).record_event()
@@ -144,7 +191,7 @@ class HeldGradients:
             self.wait(part)
             held.writes.append((part, self._file.write(part, held.parts[part].data)))
         num_bytes = sum(transfer.num_bytes for _, transfer in held.writes)
-        return Ticket(f"hold {unit}", lambda: self._written(held), num_bytes)
+        return Ticket(f"hold {unit}", held.wait_written, num_bytes)
 
     def extents(self, part: Part) -> list[Extent]:
         """Where the step of a part finds its gradient on SSD; nowhere if that is in memory."""
@@ -162,14 +209,15 @@ class HeldGradients:
     def wait(self, part: Part) -> None:
         """Return once a part's gradient has arrived in host memory. From any thread."""
         held = self._unit(part)
-        if held is not None and part in held.parts and held.parts[part].copied is not None:
-            held.parts[part].copied.synchronize()
+        entry = None if held is None else held.parts.get(part)
+        if entry is not None and entry.copied is not None:
+            entry.copied.synchronize()
 
     def finish(self, part: Part, use: Use) -> None:
         """One use of a part's gradient is over. From any thread."""
         held = self._unit(part)
         if held is not None:
-            self._finish(held, part, use)
+            held.finish(part, use)
 
     def conclude(self, due: Collection[Unit], hit: bool) -> None:
         """The step's fate is known, and no early step is under way: what is not due any more need not wait. `hit`: early
@@ -180,7 +228,8 @@ class HeldGradients:
             if unit not in due:
                 self.drop(unit)
             elif hit:
-                for part in [part for index in self._indices(unit) for part in self._chunks[index].early]:
+                indices = [index for index, owner in self._owner.items() if owner == unit]
+                for part in [part for index in indices for part in self._chunks[index].early]:
                     self.finish(part, "step")
 
     # ---- the end
@@ -190,7 +239,7 @@ class HeldGradients:
         held = self._units.get(unit)
         for part in list(held.parts) if held is not None else ():
             assert held is not None
-            self._release(held, part)
+            held.release(part)
         self._units.pop(unit, None)
 
     def abandon(self, due: Collection[Unit]) -> OSError | None:
@@ -203,12 +252,13 @@ class HeldGradients:
                 self.drop(unit)
                 continue
             try:
-                self._written(held)
+                held.wait_written()
             except OSError as error:
                 failure = failure or error
         return failure
 
     def close(self) -> None:
+        """Complete the writes in flight and give their queue back."""
         self._file.close()
 
     # ---- for readers
@@ -220,7 +270,7 @@ class HeldGradients:
         sizes = self._chunks[index].sizes
         first, count = sum(sizes[:place]), sizes[place]
         found = torch.empty(count, dtype=torch.float32)
-        for part, _ in self._parts(index):
+        for part, _ in _parts_of(self._chunks[index]):
             start, end = max(first, part.start), min(first + count, part.start + part.numel)
             if start < end:
                 found[start - first : end - first] = self.data(part)[start - part.start : end - part.start]
@@ -228,70 +278,41 @@ class HeldGradients:
 
     # ---- inside
 
-    def _parts(self, index: int) -> Iterator[tuple[Part, bool]]:
-        """A chunk's parts in order, and whether each is early."""
-        chunk = self._chunks[index]
-        yield from ((part, True) for part in chunk.early)
-        yield from ((part, False) for part in chunk.delayed)
-
-    def _indices(self, unit: Unit) -> list[int]:
-        return [index for index, owner in self._owner.items() if owner == unit]
-
-    def _uses(self, part: Part, is_early: bool, early: bool, final: bool) -> set[Use]:
-        """See [Note: how long]."""
+    def _uses(self, part: Part, early: bool, final: bool) -> set[Use]:
+        """What a part's gradient is needed for; see [Note: how long]. `early`: of an early step, too."""
         if self._keep:
             return {"reader"}
-        stepped: set[Use] = {"early step"} if is_early and early else set()
+        stepped: set[Use] = {"early step"} if early else set()
         if stepped and final:
             return stepped
         waits: set[Use] = {"write"} if part in self._file else {"step"}
         return stepped | waits
 
-    def _copy(self, part: Part, sizes: Sequence[int], pieces: Sequence[torch.Tensor], uses: set[Use]) -> _Held:
-        """A part's elements out of its chunk's shares; zeros where a share is shorter than its place."""
-        memory = _Memory(self._reserve.take(aligned_numel(part)), self._reserve.put_back, 1)
-        data = memory.tensor.narrow(0, 0, part.numel)
-        start = 0
-        for size, piece in zip(sizes, pieces, strict=True):
-            first, last = max(part.start, start), min(part.start + part.numel, start + size)
-            filled = min(last, start + piece.numel())
-            if first < filled:
-                source = piece.narrow(0, first - start, filled - first)
-                data.narrow(0, first - part.start, filled - first).copy_(source, non_blocking=True)
-            if max(first, filled) < last:
-                data.narrow(0, max(first, filled) - part.start, last - max(first, filled)).zero_()
-            start += size
-        return _Held(data, memory, uses)
-
     def _unit(self, part: Part) -> _Unit | None:
         unit = self._owner.get(part.chunk)
         return None if unit is None else self._units.get(unit)
 
-    def _written(self, held: _Unit) -> None:
-        for part, transfer in held.writes:
-            transfer.wait()
-            self._finish(held, part, "write")
-        held.writes.clear()
 
-    def _finish(self, held: _Unit, part: Part, use: Use) -> None:
-        with self._lock:
-            entry = held.parts.get(part)
-            if entry is None or use not in entry.uses:
-                return
-            entry.uses.discard(use)
-            over = not entry.uses
-        if over:
-            self._release(held, part)
+def _parts_of(chunk: Parted) -> Iterator[tuple[Part, bool]]:
+    """A chunk's parts in order, and whether each is early."""
+    yield from ((part, True) for part in chunk.early)
+    yield from ((part, False) for part in chunk.delayed)
 
-    def _release(self, held: _Unit, part: Part) -> None:
-        with self._lock:
-            entry = held.parts.pop(part, None)
-            if entry is None:
-                return
-            entry.memory.num_users -= 1
-            last = entry.memory.num_users == 0
-        if last:
-            entry.memory.give_back(entry.memory.tensor)
+
+def _filled(memory: torch.Tensor, part: Part, sizes: Sequence[int], pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A part's elements, copied into `memory` out of its chunk's shares; zeros where a share is shorter than its place."""
+    data = memory.narrow(0, 0, part.numel)
+    start = 0
+    for size, piece in zip(sizes, pieces, strict=True):
+        first, last = max(part.start, start), min(part.start + part.numel, start + size)
+        filled = min(last, start + piece.numel())
+        if first < filled:
+            source = piece.narrow(0, first - start, filled - first)
+            data.narrow(0, first - part.start, filled - first).copy_(source, non_blocking=True)
+        if max(first, filled) < last:
+            data.narrow(0, max(first, filled) - part.start, last - max(first, filled)).zero_()
+        start += size
+    return data
 
 
 def _page_locked(numel: int) -> torch.Tensor:
@@ -309,7 +330,7 @@ def _lie_in(flat: torch.Tensor, shares: Sequence[torch.Tensor], sizes: Sequence[
     return True
 
 
-def beyond_host(waiting: Mapping[Any, Sequence[Part]], host_share: float) -> list[Part]:
+def beyond_host(waiting: Mapping[Unit, Sequence[Part]], host_share: float) -> list[Part]:
     """Of the parts whose gradients wait for their step, by unit, those beyond the share that waits in host memory. `pre`, the
     last to be reduced and the first to be stepped, waits in memory first."""
     first = waiting.get("pre", ())
@@ -359,11 +380,13 @@ class GradientFile:
             self._writer.native.wait_all()
 
     def close(self) -> None:
+        """Complete the writes in flight and give the queue back."""
         if self._writer is not None:
             self._writer.close()
 
 
 def aligned_numel(part: Part) -> int:
+    """The part's elements, rounded up to the disk's alignment."""
     return part.numel + -part.numel % ALIGNMENT
 
 

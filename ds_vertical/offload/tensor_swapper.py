@@ -14,10 +14,10 @@ raised, before anything is taken.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -43,19 +43,98 @@ class HostMemory:
     unlock: Callable[[torch.Tensor], None]
 
 
+class CopyEvent(Protocol):
+    """The event behind a copy on the swapper's stream."""
+
+    def query(self) -> bool:
+        """Whether the copy is complete."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return once the copy is complete."""
+        ...
+
+
 @dataclass(eq=False)
 class SwappedTensor:
-    """Some tensors' bytes, one after another. `offset`: its place in the file; `host`: its memory in the host tier."""
+    """Some tensors' bytes, one after another. `offset`: its place in the file; `host`: its memory in the host tier.
+
+    `copied`: the event after which the copy out is complete, None where that is at once; `landed`: that of the copy back.
+    `buffer`: on the way, out or back. `land` gives the memory that the bytes go back to, once.
+    """
 
     tier: AwayTier
     num_bytes: int
     offset: int = -1
     host: torch.Tensor | None = None
-    copied: Any = None  # the event after which the copy out is complete
-    buffer: HostBuffer | None = None  # on the way, out or back
+    copied: CopyEvent | None = None
+    buffer: HostBuffer | None = None
     writes: list[Transfer] = field(default_factory=list)
-    land: Land | None = None  # gives the memory that it goes back to, once
-    landed: Any = None  # the event after which the copy back is complete
+    land: Land | None = None
+    landed: Any = None  # torch's own type, which differs with the accelerator
+
+
+class HostTier:
+    """Page-locked memory of the parcels that rest in host memory. `kept`: all parcels, those on SSD included.
+
+    `limit`: bytes that may rest here; None: any number.
+    """
+
+    def __init__(self, memory: HostMemory, limit: int | None, kept: Collection[SwappedTensor]) -> None:
+        self.limit = limit
+        self._memory = memory
+        self._kept = kept
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what rests in the host tier, and of memory that has held such."""
+        free = sum(data.numel() for sizes in self._free.values() for data in sizes)
+        return free + sum(parcel.host.numel() for parcel in self._kept if parcel.host is not None)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Memory of this size. Raises MemoryBudgetError, with nothing taken, where the limit leaves no room for it."""
+        if sizes := self._free.get(num_bytes):
+            return sizes.pop()
+        if self.limit is not None and self.num_bytes + num_bytes > self.limit:
+            self.unlock_free()
+            held = self.num_bytes
+            if held + num_bytes > self.limit:
+                raise MemoryBudgetError(
+                    f"vertical_schedule.activations: {held} bytes of host memory hold what passes between layers, {num_bytes}"
+                    f" more are needed, and the memory budget (see the start) leaves {self.limit}; write fewer"
+                    ' gradient_accumulation_steps, a smaller "share" (or "host_share"), "device": "ssd", or, where it is set,'
+                    ' a larger "vertical_schedule.host_memory_bytes"'
+                )
+        return self._memory.lock(num_bytes)
+
+    def put_back(self, data: torch.Tensor) -> None:
+        """Keep the memory for the next parcel of its size."""
+        self._free.setdefault(data.numel(), []).append(data)
+
+    def unlock_free(self) -> None:
+        """Give the memory back that no parcel has."""
+        for free in self._free.values():
+            while free:
+                self._memory.unlock(free.pop())
+        self._free.clear()
+
+
+class SwapFile:
+    """The file of the SSD tier, which grows with the parcels in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.extents = Extents()
+        self._num_bytes = 0
+
+    def place(self, parcel: SwappedTensor) -> None:
+        """Give the parcel its place. Raises StorageError where the file cannot grow."""
+        parcel.offset = self.extents.take(parcel.num_bytes)
+        if self.extents.end > self._num_bytes:
+            size = _round_up(self.extents.end, _GROWTH_BYTES)
+            preallocate({self.path: size})
+            self._num_bytes = size
 
 
 class TensorSwapper:
@@ -75,16 +154,13 @@ class TensorSwapper:
         most_loads: int,
         host_limit: int | None = None,
     ) -> None:
-        self._path = path
         self._memory = memory
-        self._host_limit = host_limit
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._extents = Extents()
-        self._file_bytes = 0
+        self._file = None if path is None else SwapFile(path)
         self._unwritten: list[SwappedTensor] = []
         self._coming: list[SwappedTensor] = []
         self._kept: set[SwappedTensor] = set()
-        self._free_host: dict[int, list[torch.Tensor]] = {}
+        self.host_tier = HostTier(memory, host_limit, self._kept)
         self._queues = [new_queue(), new_queue()] if path is not None else []
         self._load_buffers = _buffers(self._queues[:1], most_loads)
         self._save_buffers = _buffers(self._queues[1:], _NUM_SAVES)
@@ -93,11 +169,12 @@ class TensorSwapper:
     @property
     def host_bytes(self) -> int:
         """Page-locked bytes: buffers, and what rests in the host tier."""
-        return self._rest_bytes() + sum(buffer.data.numel() for buffer in (*self._load_buffers, *self._save_buffers))
+        return self.host_tier.num_bytes + sum(buffer.data.numel() for buffer in (*self._load_buffers, *self._save_buffers))
 
     @property
     def ssd_bytes(self) -> int:
-        return self._extents.num_used
+        """Bytes of the file that parcels rest in."""
+        return 0 if self._file is None else self._file.extents.num_used
 
     # ---- out
 
@@ -106,16 +183,16 @@ class TensorSwapper:
         self._advance()
         parcel = SwappedTensor(tier, _round_up(sum(_round_up(tensor.numel(), 64) for tensor in tensors)))
         if tier == "host":
-            sizes = self._free_host.get(parcel.num_bytes)
-            target = parcel.host = sizes.pop() if sizes else self._lock_to_rest(parcel.num_bytes)
+            target = parcel.host = self.host_tier.take(parcel.num_bytes)
             self._kept.add(parcel)
         else:
             self._kept.add(parcel)
-            self._grow_file(parcel)
+            assert self._file is not None
+            self._file.place(parcel)
             buffer = parcel.buffer = self._take(self._saves, parcel.num_bytes)
             target = buffer.data
         pieces = _pieces(target, tensors)
-        with self._copying():
+        with _copies_on(self._stream):
             for piece, tensor in zip(pieces, tensors, strict=True):
                 piece.copy_(tensor, non_blocking=self._stream is not None)
                 if self._stream is not None:
@@ -134,18 +211,10 @@ class TensorSwapper:
         for write in parcel.writes:
             write.wait()
 
-    def _grow_file(self, parcel: SwappedTensor) -> None:
-        assert self._path is not None
-        parcel.offset = self._extents.take(parcel.num_bytes)
-        if self._extents.end > self._file_bytes:
-            size = _round_up(self._extents.end, _GROWTH_BYTES)
-            preallocate({self._path: size})
-            self._file_bytes = size
-
     def _write(self, parcel: SwappedTensor) -> None:
-        buffer, path = parcel.buffer, self._path
-        assert buffer is not None and path is not None
-        write = buffer.queue.write(buffer.data.data_ptr(), parcel.num_bytes, path, parcel.offset)
+        buffer, file = parcel.buffer, self._file
+        assert buffer is not None and file is not None
+        write = buffer.queue.write(buffer.data.data_ptr(), parcel.num_bytes, file.path, parcel.offset)
         parcel.writes = buffer.writes = [write]
         parcel.buffer = None
         self._saves.put_back(buffer)
@@ -157,10 +226,10 @@ class TensorSwapper:
         parcel.land, parcel.landed = land, None
         if parcel.tier == "ssd":
             self.wait_written(parcel)
-            assert self._path is not None
+            assert self._file is not None
             buffer = self._take(self._loads, parcel.num_bytes)
             parcel.buffer = buffer
-            buffer.issue_read(str(self._path), 0, parcel.num_bytes, parcel.offset)
+            buffer.issue_read(str(self._file.path), 0, parcel.num_bytes, parcel.offset)
         self._coming.append(parcel)
         self._advance()
 
@@ -183,7 +252,7 @@ class TensorSwapper:
             source = buffer.data if buffer is not None else parcel.host
             assert source is not None
             targets = land()
-            with self._copying():
+            with _copies_on(self._stream):
                 for piece, target in zip(_pieces(source, targets), targets, strict=True):
                     target.copy_(piece, non_blocking=self._stream is not None)
                 if self._stream is not None:
@@ -202,16 +271,6 @@ class TensorSwapper:
             for parcel in list(self._coming):
                 if parcel.buffer is None or all(read.done for read in parcel.buffer.reads):
                     self._land(parcel)
-
-    @contextlib.contextmanager
-    def _copying(self) -> Iterator[None]:
-        """Copies on the stream of their own, after what the device has been given so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
 
     # ---- the end
 
@@ -234,7 +293,8 @@ class TensorSwapper:
             for write in parcel.writes:
                 _complete(write)
             self._forget(parcel)
-        self._extents = Extents()
+        if self._file is not None:
+            self._file.extents = Extents()
         self._unwritten.clear()
         self._coming.clear()
         self._loads, self._saves = BufferPool(self._load_buffers), BufferPool(self._save_buffers)
@@ -244,7 +304,7 @@ class TensorSwapper:
         self.abandon()
         for queue in self._queues:
             queue.close()
-        self._unlock_free()
+        self.host_tier.unlock_free()
         for buffer in (*self._load_buffers, *self._save_buffers):
             if buffer.data.numel():
                 self._memory.unlock(buffer.data)
@@ -254,41 +314,18 @@ class TensorSwapper:
     def _forget(self, parcel: SwappedTensor) -> None:
         self._kept.discard(parcel)
         if parcel.host is not None:
-            self._free_host.setdefault(parcel.num_bytes, []).append(parcel.host)
+            self.host_tier.put_back(parcel.host)
             parcel.host = None
-        if parcel.offset >= 0:
-            self._extents.give_back(parcel.offset, parcel.num_bytes)
+        if parcel.offset >= 0 and self._file is not None:
+            self._file.extents.give_back(parcel.offset, parcel.num_bytes)
             parcel.offset = -1
-
-    def _rest_bytes(self) -> int:
-        """Of what rests in the host tier, and of what has rested there."""
-        free = sum(data.numel() for sizes in self._free_host.values() for data in sizes)
-        return free + sum(parcel.host.numel() for parcel in self._kept if parcel.host is not None)
-
-    def _lock_to_rest(self, num_bytes: int) -> torch.Tensor:
-        """Raises MemoryBudgetError."""
-        if self._host_limit is not None and self._rest_bytes() + num_bytes > self._host_limit:
-            self._unlock_free()
-            held = self._rest_bytes()
-            if held + num_bytes > self._host_limit:
-                raise MemoryBudgetError(
-                    f"vertical_schedule.activations: {held} bytes of host memory hold what passes between layers, {num_bytes}"
-                    f" more are needed, and the memory budget (see the start) leaves {self._host_limit}; write fewer"
-                    ' gradient_accumulation_steps, a smaller "share" (or "host_share"), "device": "ssd", or, where it is set,'
-                    ' a larger "vertical_schedule.host_memory_bytes"'
-                )
-        return self._memory.lock(num_bytes)
-
-    def _unlock_free(self) -> None:
-        for free in self._free_host.values():
-            while free:
-                self._memory.unlock(free.pop())
-        self._free_host.clear()
 
     def _take(self, pool: BufferPool, num_bytes: int) -> HostBuffer:
         """A free buffer of at least that size, once its earlier transfers are complete."""
         if pool is self._saves and not pool.num_free:
-            self._unwritten[0].copied.synchronize()
+            copied = self._unwritten[0].copied
+            assert copied is not None  # otherwise `_advance` has written it
+            copied.synchronize()
             self._advance()
         buffer = pool.take()
         if buffer.data.numel() < num_bytes:
@@ -301,6 +338,17 @@ class TensorSwapper:
             if small.numel():
                 self._memory.unlock(small)
         return buffer
+
+
+@contextlib.contextmanager
+def _copies_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Copies of the block run on a stream of their own, after what the device has been given so far; None: at once."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
 
 
 def _buffers(queues: Sequence[DiskQueue], count: int) -> list[HostBuffer]:

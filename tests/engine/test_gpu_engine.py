@@ -20,7 +20,7 @@ from chunks import a_chunk, no_queue
 from harness import base_config
 from places import ROOT, SUPPORT
 
-from ds_vertical.offload.grad_store import GradientFile, HeldGradients
+from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums
 from ds_vertical.offload.state_files import Chunk
 
 MODEL = ROOT / "configs" / "models" / "gpt_13m.json"
@@ -103,7 +103,7 @@ def test_gradients_of_a_busy_device_are_whole_for_another_thread(device: str) ->
             torch.cuda._sleep(1_000_000_000)
         flat.copy_(values)
         shares = list(flat.split(list(chunk.sizes)))
-        in_place = held.hold(3, [0], shares, flat, lambda _: None, early=True, final=True)
+        in_place = held.hold(3, [0], ReducedSums(shares, flat, lambda _: None), early=True, final=True)
         if not in_place:
             flat.fill_(-1.0)  # its next user, after the copies
         if busy and device == "cuda":

@@ -177,7 +177,7 @@ def test_a_failed_write_is_a_disk_error_and_the_next_step_is_right(tmp_path: Pat
         file.rmdir()
         away.rename(file)
         store = engine._activations
-        assert store.num_bytes["ssd"] == 0 and not store._kept and not store._gradients
+        assert store.num_bytes["ssd"] == 0 and not store._kept and not store.gradients._kept
         assert store._parcels._loads.num_free == store._parcels._loads.num_buffers
         assert engine.train_batch(iter(batches[1])) > 0
         assert file.stat().st_size == size

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_vertical.errors import GradientGoneError
 from ds_vertical.io.buffers import Reserve
 from ds_vertical.offload.chunking import ALIGNMENT, Part, spread_parts
-from ds_vertical.offload.grad_store import GradientFile, HeldGradients, aligned, beyond_host
+from ds_vertical.offload.grad_store import GradientFile, HeldGradients, ReducedSums, aligned, beyond_host
 from ds_vertical.offload.state_files import Chunk
 
 
@@ -31,7 +31,7 @@ def holding(early_share: float, *, keep: bool = False, **options: bool) -> tuple
     chunk = a_chunk(early_share)
     held = HeldGradients([chunk], GradientFile(Path(), [], no_queue), keep, page_locked=False)
     sums = Sums(list(chunk.sizes))
-    kept = held.hold(3, [0], sums.shares, sums.flat, sums.given_back.append, **options)
+    kept = held.hold(3, [0], ReducedSums(sums.shares, sums.flat, sums.given_back.append), **options)
     return held, chunk, sums, kept
 
 
@@ -97,7 +97,7 @@ def test_sums_that_are_not_the_ranks_own_shares_are_copied(spoil: str) -> None:
             "scattered": torch.clone,
         }
         shares = [change[spoil](share) for share in sums.shares]
-        assert not held.hold(3, [0], shares, sums.flat, sums.given_back.append, early=True, final=True)
+        assert not held.hold(3, [0], ReducedSums(shares, sums.flat, sums.given_back.append), early=True, final=True)
         expected = sums.flat[: chunk.numel].clone()
         ends = torch.tensor(chunk.sizes).cumsum(0)
         for end in ends if spoil == "short" else ():

@@ -166,11 +166,11 @@ def test_too_many_micro_batches_for_the_budget_are_refused_in_the_first_step_and
     expected = run_arm(given, MIXER, batches, vertical=True)
     with running(given, MIXER, vertical=True) as (engine, _):
         parcels = engine._activations._parcels
-        left, parcels._host_limit = parcels._host_limit, 3 * PAGE
+        left, parcels.host_tier.limit = parcels.host_tier.limit, 3 * PAGE
         assert left > 1 << 20
         with pytest.raises(MemoryBudgetError, match=r"vertical_schedule\.activations: .* leaves 12288; write fewer"):
             engine.train_batch(iter(batches[0]))
         assert not parcels._kept and engine.global_steps == 0
-        parcels._host_limit = left
+        parcels.host_tier.limit = left
         losses = [engine.train_batch(iter(micro_batches)).item() for micro_batches in batches]
     assert losses == expected.losses

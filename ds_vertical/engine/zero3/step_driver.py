@@ -29,7 +29,7 @@ from ds_vertical.errors import NonFiniteError
 from ds_vertical.interrupts import Changed
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.cpu_adam import AdamSettings, Powers
-from ds_vertical.offload.grad_store import HeldGradients
+from ds_vertical.offload.grad_store import HeldGradients, ReducedSums
 from ds_vertical.offload.state_files import StepShare
 from ds_vertical.offload.step_pipeline import StepPipeline
 from ds_vertical.offload.stepper import PendingStep, Stepper
@@ -134,7 +134,9 @@ class StepDriver:
             zero_optimizer.note_gradient(optimizer, param, share, self._norm_memory)
         early = regime.early
         final = early and regime.final and optimizer.clip_grad == 0.0
-        return self._gradients.hold(unit, optimizer.chunks_of(unit), shares, flat, give_back, early=early, final=final)
+        return self._gradients.hold(
+            unit, optimizer.chunks_of(unit), ReducedSums(shares, flat, give_back), early=early, final=final
+        )
 
     def hold_unit(self, unit: Unit) -> Ticket | None:
         """Start writing what of a unit's gradients waits on SSD."""
