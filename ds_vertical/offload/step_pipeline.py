@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -56,10 +56,12 @@ class StepJob:
 
     @property
     def sources(self) -> Sequence[Extent]:
+        """All that the job reads: its state, then the rest."""
         return (*self.extents, *self.inputs)
 
     @property
     def targets(self) -> Sequence[Extent]:
+        """Where the job writes its state."""
         return self.extents if self.outputs is None else self.outputs
 
 
@@ -72,12 +74,179 @@ class JobGroup:
         self.error: BaseException | None = None
 
 
+@dataclass(frozen=True)
+class PipelineSettings:
+    """`begin` is called on the pipeline's thread, ahead of the first job. `checksums` notes all that is written and checks all
+    that is read. `overlap`: where false, a job starts when the one before it, its writes included, is complete."""
+
+    tracer: Tracer = field(default_factory=Tracer)
+    begin: Callable[[], None] = lambda: None
+    checksums: Checksums = field(default_factory=Checksums)
+    overlap: bool = True
+
+
+class ChangeSignal:
+    """The lock of a pipeline, and word of each change to the threads that wait for one; see [Note: the lock]."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._condition = threading.Condition(self.lock)  # for the pipeline's thread
+        self._turns: list[threading.Lock] = []  # of the other threads that wait
+
+    def tell(self) -> None:
+        """Something has changed. The caller holds the lock."""
+        self._condition.notify_all()
+        while self._turns:
+            self._turns.pop().release()
+
+    @waiting
+    def wait_until(self, is_so: Callable[[], object]) -> None:
+        """Return once `is_so`, which is asked under the lock. From any thread, which an interrupt may cut."""
+        while True:
+            turn = threading.Lock()
+            turn.acquire()
+            with self.lock:
+                if is_so():
+                    return
+                self._turns.append(turn)
+            turn.acquire(timeout=_TURN_S)  # the thread that was to release it may have been cut
+
+    def wait_on_own_thread(self, is_so: Callable[[], object]) -> None:
+        """As `wait_until`, from the pipeline's thread, which holds the lock and which no interrupt reaches."""
+        self._condition.wait_for(is_so)
+
+
+class WriteStage:
+    """The writes of computed state, which may not be complete. Only the pipeline's thread calls it."""
+
+    def __init__(self, writer: DiskQueue, checksums: Checksums) -> None:
+        self._writer = writer
+        self._checksums = checksums
+        self._under_way: dict[Path, list[tuple[Extent, Transfer]]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any write has not been waited for."""
+        return any(self._under_way.values())
+
+    def start(self, job: StepJob, slot: Slot, views: Sequence[torch.Tensor]) -> None:
+        """Start writing the job's state out of `views`, and note its checksums beside that."""
+        for extent, view in zip(job.targets, views[: len(job.extents)], strict=True):
+            write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
+            slot.beside = job.beside
+            slot.writes.append(write)
+            self._under_way.setdefault(extent.path, []).append((extent, write))
+        for extent, view in zip(job.targets, views, strict=False):  # beside the writes
+            self._checksums.note(extent.path, extent.offset, view.numpy())
+
+    def is_being_written(self, extent: Extent) -> bool:
+        """Whether a write of any of these bytes is not complete."""
+        return any(written.overlaps(extent) and not write.done for written, write in self._under_way.get(extent.path, ()))
+
+    def wait_for(self, extent: Extent) -> None:
+        """Complete earlier writes of the bytes about to be read or written: a queue keeps no order."""
+        left: list[tuple[Extent, Transfer]] = []
+        for written, write in self._under_way.get(extent.path, ()):
+            if written.overlaps(extent):
+                write.wait()
+            elif not write.done:
+                left.append((written, write))
+        self._under_way[extent.path] = left
+
+    def settle(self, slots: Iterable[Slot]) -> None:
+        """Complete all writes, those of `slots` included. Raises DiskError."""
+        writes, self._under_way = self._under_way, {}
+        started = [write for entries in writes.values() for _, write in entries]
+        for write in (*started, *(write for slot in slots for write in slot.writes)):
+            write.wait()
+
+    def forget(self) -> None:
+        """After a failure: the slots have the writes in flight."""
+        self._under_way.clear()
+
+
+class ReadStage:
+    """Gives slots to jobs and starts the reads of their state, those of expected jobs into slots that would lie idle.
+
+    `free`: slots that no job has, the one that has been free longest first; `reading`: the jobs under way, in order. Only the
+    pipeline's thread calls `start`, `read_ahead` and `take_slot`.
+    """
+
+    def __init__(self, slots: Sequence[torch.Tensor], reader: DiskQueue, writes: WriteStage, lock: threading.RLock) -> None:
+        self.slots = tuple(Slot(data) for data in slots)
+        self.free = deque(self.slots)
+        self.expected = PrefetchQueue(self.free)
+        self.reading: deque[tuple[StepJob, JobGroup, Slot | None]] = deque()
+        self._reader = reader
+        self._writes = writes
+        self._lock = lock
+
+    @property
+    def may_read_ahead(self) -> bool:
+        """Whether a slot is free for a job that is expected and not being read."""
+        return bool(self.free) and self.expected.next() is not None
+
+    def start(self, job: StepJob, patient: bool) -> tuple[bool, Slot | None]:
+        """Start the reads of a job. Returns whether it could, and its slot, None for a job that reads nothing. With `patient` a
+        slot is waited for."""
+        if self.is_due(job.sources):
+            return False, None  # what it is to read has not been computed yet
+        with self._lock:
+            expected = self.expected.claim(PrefetchJob(job.what, job.extents))
+            self.expected.forget(job.targets)
+        slot = None if expected is None else expected.slot
+        if expected is not None:
+            job.started.extend(expected.reads)
+        if job.sources:
+            slot = slot or self.take_slot(patient)
+            if slot is None:
+                return False, None
+            for extent, view in list(zip(job.sources, slot.views(job.sources), strict=True))[len(job.started) :]:
+                self._writes.wait_for(extent)
+                job.started.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
+        return True, slot
+
+    def is_due(self, extents: Sequence[Extent]) -> bool:
+        """Whether a job that has not been computed is to write them."""
+        return any(extent.overlaps(target) for extent in extents for job, *_ in self.reading for target in job.targets)
+
+    def read_ahead(self, submitted: Collection[object]) -> None:
+        """Give free slots to what is expected, unless anything that is submitted waits for one."""
+        with self._lock:
+            while not submitted and (expected := self.expected.next()):
+                if self.is_due(expected.extents) or any(map(self._writes.is_being_written, expected.extents)):
+                    return
+                expected.slot = slot = self.take_slot(patient=False)
+                if slot is None:
+                    return
+                for extent, view in zip(expected.extents, slot.views(expected.extents), strict=True):
+                    expected.reads.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
+
+    def take_slot(self, patient: bool) -> Slot | None:
+        """The slot that has been free longest; with `patient` wait for its writes, or take one from what is expected."""
+        with self._lock:
+            if patient and not self.free:
+                self.expected.give_back_last()
+        if not self.free or not (patient or self.free[0].free):
+            return None
+        slot = self.free[0]
+        for write in slot.writes:
+            write.wait()
+        slot.writes = []
+        return self.free.popleft()
+
+    def free_all(self) -> None:
+        """Nothing is in flight or expected, so all slots are free; an interrupt may have forgotten one."""
+        for slot in self.slots:
+            if slot not in self.free:
+                self.free.append(slot)
+
+
 class StepPipeline:
     """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
-    `begin` is called on the thread, ahead of the first. `checksums`: told of all that is written, asked about all that is read.
-    `overlap`: where false, a job starts when the one before it, its writes included, is complete.
 
-    An error of a job is raised by the wait of its batch and of every later one, until `recover`.
+    `error`: the first failure, after which nothing is computed. It is raised by the wait of its batch and of every later one,
+    until `recover`.
     """
 
     def __init__(
@@ -85,30 +254,20 @@ class StepPipeline:
         slots: Sequence[torch.Tensor],
         reader: DiskQueue,
         writer: DiskQueue,
-        tracer: Tracer | None = None,
-        begin: Callable[[], None] = lambda: None,
-        checksums: Checksums | None = None,
-        overlap: bool = True,
+        settings: PipelineSettings | None = None,
     ) -> None:
-        self._begin = begin
-        self._overlap = overlap
-        self._tracer = tracer or Tracer()
-        self._checksums = checksums or Checksums()
-        self._slots = tuple(Slot(data) for data in slots)
-        self._free = deque(self._slots)
-        self._expected = PrefetchQueue(self._free)
+        self.error: BaseException | None = None
+        self.changes = ChangeSignal()
+        self._lock = self.changes.lock
+        self._settings = settings or PipelineSettings()
+        self._writes = WriteStage(writer, self._settings.checksums)
+        self.reads = ReadStage(slots, reader, self._writes, self._lock)
         self._reader = reader
         self._writer = writer
         self._submitted: deque[tuple[StepJob, JobGroup]] = deque()
-        self._reading: deque[tuple[StepJob, JobGroup, Slot | None]] = deque()
-        self._writes: dict[Path, list[tuple[Extent, Transfer]]] = {}
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # for the pipeline's thread; see [Note: the lock]
-        self._turns: list[threading.Lock] = []  # of those who wait for a change
         self._runs = threading.Lock()
         self._idle = True
         self._closed = False
-        self._error: BaseException | None = None
         self._torn = False
         self._thread: threading.Thread | None = None
         _OPEN.add(self)
@@ -129,9 +288,9 @@ class StepPipeline:
         """Read the state of jobs that will be submitted soon, in this order, as far as slots are free. A hint: whether
         they come does not matter."""
         with self._lock:
-            if not self._closed and self._error is None:
+            if not self._closed and self.error is None:
                 self._wake()
-                self._expected.add(jobs)
+                self.reads.expected.add(jobs)
 
     def _wake(self) -> None:
         """The thread finds what is given to it while the caller holds the lock."""
@@ -139,70 +298,41 @@ class StepPipeline:
             thread = threading.Thread(target=self._run, name="ds_vertical optimizer", daemon=True)
             thread.start()  # raises where there are too many
             self._thread = thread
-        self._tell()
-
-    def _tell(self) -> None:
-        """Something has changed. The caller holds the lock."""
-        self._changed.notify_all()
-        while self._turns:
-            self._turns.pop().release()
-
-    @waiting
-    def _await(self, is_so: Callable[[], object]) -> None:
-        """Return once `is_so`, whatever changes meanwhile."""
-        while True:
-            turn = threading.Lock()
-            turn.acquire()
-            with self._lock:
-                if is_so():
-                    return
-                self._turns.append(turn)
-            turn.acquire(timeout=_TURN_S)  # whoever was to release it may have been cut
-
-    @property
-    def error(self) -> BaseException | None:
-        """The first failure: nothing is computed after it."""
-        return self._error
+        self.changes.tell()
 
     def wait_idle(self) -> None:
         """Return when nothing is in flight, whatever came of it. Nothing is expected any more."""
-        self._await(lambda: self._idle and not self._submitted)  # an interrupt may have cut `submit` between the two
+        self.changes.wait_until(lambda: self._idle and not self._submitted)  # `submit` may have been cut between the two
         with self._lock:
-            self._expected.clear()
-            self._free_all()
+            self.reads.expected.clear()
+            self.reads.free_all()
 
     def drain(self) -> None:
         """Return when everything submitted is computed and on SSD. Raises the first error."""
         self.wait_idle()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def recover(self) -> None:
         """Be as before a failure, if it has left the state whole: see [Note: failures]. Nothing may be in flight."""
         with self._lock:
-            if self._error is not None and not self._torn:
-                self._error = None
-                self._free_all()
-
-    def _free_all(self) -> None:
-        """Nothing is in flight or expected, so all slots are free; an interrupt may have forgotten one."""
-        for slot in self._slots:
-            if slot not in self._free:
-                self._free.append(slot)
+            if self.error is not None and not self._torn:
+                self.error = None
+                self.reads.free_all()
 
     def close(self) -> None:
         """Finish what was submitted and end the thread. Harmless when called twice; raises nothing."""
         with self._lock:
             self._closed = True
-            self._tell()
+            self.changes.tell()
         if self._thread is not None:
             self._thread.join()
-        self._expected.clear()
+        self.reads.expected.clear()
         self._reader.close()
         self._writer.close()
 
     def _wait(self, batch: JobGroup) -> None:
-        self._await(lambda: batch.left == 0 or batch.error is not None)
+        self.changes.wait_until(lambda: batch.left == 0 or batch.error is not None)
         if batch.error is not None:
             raise batch.error
 
@@ -213,137 +343,73 @@ class StepPipeline:
             return  # an interrupt has cut the start of the first thread, which runs
         self._thread = threading.current_thread()
         try:
-            self._begin()
-        except BaseException as error:  # handed to whoever waits
+            self._settings.begin()
+        except BaseException as error:  # the waits of batches raise it
             self._fail(error)
         while self._next():
             try:
-                if self._error is None:
+                if self.error is None:
                     self._advance()
                 else:
-                    self._fail(self._error)
-            except BaseException as error:  # handed to whoever waits
+                    self._fail(self.error)
+            except BaseException as error:  # the waits of batches raise it
                 self._fail(error)
 
     def _next(self) -> bool:
         """Wait for work; False when there is none left and the pipeline is closed."""
+        reads = self.reads
         with self._lock:
-            if not self._busy:
+            if not (self._submitted or reads.reading or self._writes.is_busy):
                 self._idle = True
-                self._tell()
-                self._changed.wait_for(lambda: self._submitted or self._closed or self._may_read_ahead())
-            ahead = not self._closed and self._may_read_ahead()
-            self._idle = not (self._busy or ahead)
-            return self._busy or ahead
-
-    @property
-    def _busy(self) -> bool:
-        return bool(self._submitted or self._reading or any(self._writes.values()))
-
-    def _may_read_ahead(self) -> bool:
-        return bool(self._free) and self._expected.next() is not None
+                self.changes.tell()
+                self.changes.wait_on_own_thread(lambda: self._submitted or self._closed or reads.may_read_ahead)
+            ahead = not self._closed and reads.may_read_ahead
+            self._idle = not (self._submitted or reads.reading or self._writes.is_busy or ahead)
+            return not self._idle
 
     def _advance(self) -> None:
         """Start the reads that have a slot, those of what is expected last; then compute the oldest job, then complete writes
         where nothing is left."""
-        if not self._overlap:
-            self._settle()
-        while self._start_one(patient=not self._reading) and self._overlap:
+        reads, overlap = self.reads, self._settings.overlap
+        if not overlap:
+            self._writes.settle(reads.free)
+        while self._start_one(patient=not reads.reading) and overlap:
             pass
-        self._read_ahead()
-        if self._reading:
-            self._compute(*self._reading.popleft())
+        reads.read_ahead(self._submitted)
+        if reads.reading:
+            self._compute(*reads.reading.popleft())
         elif not self._submitted:
-            self._settle()
+            self._writes.settle(reads.free)
 
     def _start_one(self, patient: bool) -> bool:
+        """Start the reads of the oldest job that was submitted. Returns whether it could."""
         with self._lock:
             if not self._submitted:
                 return False
             job, batch = self._submitted[0]
-        if self._is_due(job.sources):
-            return False  # what it is to read has not been computed yet
-        with self._lock:
-            expected = self._expected.claim(PrefetchJob(job.what, job.extents))
-            self._expected.forget(job.targets)
-        slot = None if expected is None else expected.slot
-        if expected is not None:
-            job.started.extend(expected.reads)
-        if job.sources:
-            slot = slot or self._take_slot(patient)
-            if slot is None:
-                return False
-            for extent, view in list(zip(job.sources, slot.views(job.sources), strict=True))[len(job.started) :]:
-                self._await_writes(extent)
-                job.started.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
-        with self._lock:
-            self._submitted.popleft()
-        self._reading.append((job, batch, slot))
-        return True
-
-    def _is_due(self, extents: Sequence[Extent]) -> bool:
-        """Whether a job that has not been computed is to write them."""
-        return any(extent.overlaps(target) for extent in extents for job, *_ in self._reading for target in job.targets)
-
-    def _read_ahead(self) -> None:
-        """Give free slots to what is expected, unless anything that is submitted waits for one."""
-        with self._lock:
-            while not self._submitted and (expected := self._expected.next()):
-                if self._is_due(expected.extents) or any(map(self._is_being_written, expected.extents)):
-                    return
-                expected.slot = slot = self._take_slot(patient=False)
-                if slot is None:
-                    return
-                for extent, view in zip(expected.extents, slot.views(expected.extents), strict=True):
-                    expected.reads.append(self._reader.read(view.data_ptr(), extent.num_bytes, extent.path, extent.offset))
-
-    def _take_slot(self, patient: bool) -> Slot | None:
-        """The slot that has been free longest; with `patient` wait for its writes, or take one from what is expected."""
-        with self._lock:
-            if patient and not self._free:
-                self._expected.give_back_last()
-        if not self._free or not (patient or self._free[0].free):
-            return None
-        slot = self._free[0]
-        for write in slot.writes:
-            write.wait()
-        slot.writes = []
-        return self._free.popleft()
-
-    def _is_being_written(self, extent: Extent) -> bool:
-        return any(written.overlaps(extent) and not write.done for written, write in self._writes.get(extent.path, ()))
-
-    def _await_writes(self, extent: Extent) -> None:
-        """Complete earlier writes of the bytes about to be read or written: a queue keeps no order."""
-        left = []
-        for written, write in self._writes.get(extent.path, ()):
-            if written.overlaps(extent):
-                write.wait()
-            elif not write.done:
-                left.append((written, write))
-        self._writes[extent.path] = left
+        started, slot = self.reads.start(job, patient)
+        if started:
+            with self._lock:
+                self._submitted.popleft()
+            self.reads.reading.append((job, batch, slot))
+        return started
 
     def _compute(self, job: StepJob, batch: JobGroup, slot: Slot | None) -> None:
+        """Compute a job whose reads have been started, and start its writes. Raises what fails, once the batch has it."""
         try:
             for transfer in job.started:
                 transfer.wait()
             job.started.clear()
             views = slot.views(job.sources) if slot is not None else []
             for extent, view in zip(job.sources, views, strict=True):
-                self._checksums.check(extent.path, extent.offset, view.numpy())
+                self._settings.checksums.check(extent.path, extent.offset, view.numpy())
             for extent in job.targets if slot is not None else ():
-                self._await_writes(extent)
+                self._writes.wait_for(extent)
             start = now()
             job.compute(views)
             if slot is not None:
-                for extent, view in zip(job.targets, views[: len(job.extents)], strict=True):
-                    write = self._writer.write(view.data_ptr(), extent.num_bytes, extent.path, extent.offset)
-                    slot.beside = job.beside
-                    slot.writes.append(write)
-                    self._writes.setdefault(extent.path, []).append((extent, write))
-                for extent, view in zip(job.targets, views, strict=False):  # beside the writes
-                    self._checksums.note(extent.path, extent.offset, view.numpy())
-            self._tracer.span("adam", job.what, start, now())
+                self._writes.start(job, slot, views)
+            self._settings.tracer.span("adam", job.what, start, now())
             if batch.left == 1:
                 batch.finish()
         except BaseException as error:
@@ -354,34 +420,29 @@ class StepPipeline:
             raise
         finally:
             if slot is not None:
-                self._free.append(slot)
+                self.reads.free.append(slot)
             with self._lock:
                 batch.left -= 1
-                self._tell()
-
-    def _settle(self) -> None:
-        writes, self._writes = self._writes, {}
-        started = [write for entries in writes.values() for _, write in entries]
-        for write in (*started, *(write for slot in self._free for write in slot.writes)):
-            write.wait()
+                self.changes.tell()
 
     def _fail(self, error: BaseException) -> None:
         """Give the error to everything submitted; complete transfers in flight, whose memory is ours."""
+        reads = self.reads
         with self._lock:
-            self._error = error
-            dropped = [*self._submitted, *((job, batch) for job, batch, _ in self._reading)]
+            self.error = error
+            dropped = [*self._submitted, *((job, batch) for job, batch, _ in reads.reading)]
             self._torn |= any(not job.beside for job, _ in dropped)
             self._submitted.clear()
-            self._expected.clear()
+            reads.expected.clear()
             for _, batch in dropped:
                 batch.error = batch.error or error
-            self._tell()
+            self.changes.tell()
         for job, _ in dropped:
             for transfer in job.started:
                 complete(transfer)
-        self._reading.clear()
-        self._writes.clear()
-        for slot in self._slots:  # all writes in flight are those of slots
+        reads.reading.clear()
+        self._writes.forget()
+        for slot in reads.slots:  # all writes in flight are those of slots
             written = [complete(write) for write in slot.writes]
             self._torn |= not (slot.beside or all(written))
             slot.writes = []

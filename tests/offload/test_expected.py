@@ -36,8 +36,8 @@ def expect(rig: Rig, *jobs: StepJob, begun: int) -> None:
 
 
 def expected(rig: Rig) -> list[str]:
-    with rig.pipeline._changed:
-        return [entry.coming.what for entry in rig.pipeline._expected.begun()]
+    with rig.pipeline.changes.lock:
+        return [entry.coming.what for entry in rig.pipeline.reads.expected.begun()]
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 7])
@@ -129,7 +129,7 @@ def test_an_interrupted_wait_loses_no_slot(make_rig: Callable[..., Rig], tmp_pat
     rig = make_rig(1)
     file = zeros(tmp_path / "file", 2)
     expect(rig, rig.add_one("expected", blocks(file, 0)), begun=1)
-    (entry,) = rig.pipeline._expected.begun()
+    (entry,) = rig.pipeline.reads.expected.begun()
     (transfer,) = entry.reads
     wait = transfer.wait
 
@@ -140,7 +140,7 @@ def test_an_interrupted_wait_loses_no_slot(make_rig: Callable[..., Rig], tmp_pat
     transfer.wait = interrupted
     with pytest.raises(KeyboardInterrupt):
         rig.pipeline.wait_idle()
-    assert within_limit(rig.pipeline.wait_idle) is None and len(rig.pipeline._free) == 1
+    assert within_limit(rig.pipeline.wait_idle) is None and len(rig.pipeline.reads.free) == 1
     assert within_limit(rig.submit(rig.add_one("other", blocks(file, 1)))) is None
     assert within_limit(rig.pipeline.drain) is None and values(file) == [0, 1]
 
@@ -178,12 +178,12 @@ def test_the_engine_reads_the_state_of_each_step_before_it_issues_it(
         first: list[Any] = []
 
         def is_being_read(unit: Any) -> bool:
-            with pipeline._changed:
-                return any(entry.coming.what.startswith(f"step {unit},") for entry in pipeline._expected.begun())
+            with pipeline.changes.lock:
+                return any(entry.coming.what.startswith(f"step {unit},") for entry in pipeline.reads.expected.begun())
 
         def step(unit: Any, submit: Any) -> Any:
-            with pipeline._changed:
-                told = any(entry.coming.what.startswith(f"step {unit},") for entry in pipeline._expected._entries)
+            with pipeline.changes.lock:
+                told = any(entry.coming.what.startswith(f"step {unit},") for entry in pipeline.reads.expected._entries)
             end = time.monotonic() + LIMIT_S
             while told and not is_being_read(unit):
                 assert time.monotonic() < end, f"the state of {unit} is not being read"

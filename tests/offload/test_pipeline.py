@@ -213,7 +213,7 @@ def test_what_fails_beside_the_state_can_be_recovered_from(rig: Rig, tmp_path: P
         assert isinstance(run(), DiskError)
         assert within_limit(rig.pipeline.wait_idle) is None
         rig.pipeline.recover()
-        assert len(rig.pipeline._free) == len(rig.pipeline._slots), "slots are lost"
+        assert len(rig.pipeline.reads.free) == len(rig.pipeline.reads.slots), "slots are lost"
         zeros(old, 12)
         for path in victims:
             path.rmdir()

@@ -163,11 +163,11 @@ def _record_gradients(engine: Any) -> None:
     optimizer = engine.optimizer
     hold, optimizer.recorded = optimizer.gradients.hold, {}
 
-    def recording(unit: Any, indices: Sequence[int], shares: Sequence[torch.Tensor], *args: Any, **options: Any) -> bool:
-        for param, share in zip(optimizer.in_chunk_order(unit), shares, strict=True):
+    def recording(unit: Any, indices: Sequence[int], sums: Any, **options: Any) -> bool:
+        for param, share in zip(optimizer.in_chunk_order(unit), sums.shares, strict=True):
             padding = torch.zeros(param.partition_numel() - share.numel())
             optimizer.recorded[param.ds_id] = torch.cat([share.detach().to("cpu", torch.float32), padding])
-        return hold(unit, indices, shares, *args, **options)
+        return hold(unit, indices, sums, **options)
 
     optimizer.gradients.hold = recording
 

@@ -92,7 +92,7 @@ class LateSteps:
 
     @property
     def num_left(self) -> int:
-        return len(self.pipeline._submitted) + len(self.pipeline._reading)
+        return len(self.pipeline._submitted) + len(self.pipeline.reads.reading)
 
     def update(self, *args: Any) -> None:
         assert self.waited.wait(120), "nobody waits for this step"

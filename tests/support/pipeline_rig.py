@@ -14,7 +14,7 @@ import torch
 from ds_vertical.compat.ops import load
 from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.extents import Extent
-from ds_vertical.offload.step_pipeline import StepJob, StepPipeline
+from ds_vertical.offload.step_pipeline import PipelineSettings, StepJob, StepPipeline
 
 BLOCK = 4096
 LIMIT_S = 60  # a wait that takes longer hangs
@@ -29,7 +29,7 @@ class Rig:
         self.memory = mmap.mmap(-1, num_slots * slot_bytes)
         slots = torch.frombuffer(self.memory, dtype=torch.uint8).view(num_slots, slot_bytes)
         self.reader, self.writer = (DiskQueue(load.checked_aio().Queue(BLOCK, 8, False)) for _ in range(2))
-        self.pipeline = StepPipeline(list(slots), self.reader, self.writer, begin=begin, overlap=overlap)
+        self.pipeline = StepPipeline(list(slots), self.reader, self.writer, PipelineSettings(begin=begin, overlap=overlap))
         self.computed: list[str] = []
 
     def add_one(self, what: str, *extents: Extent, outputs: Sequence[Extent] | None = None, beside: bool = False) -> StepJob:

@@ -28,15 +28,16 @@ from ds_vertical.io import files
 from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.model.layers import LayerMap
+from ds_vertical.offload.chunking import Part
 from ds_vertical.offload.consistency import StateGuard
 from ds_vertical.offload.cpu_adam import CpuAdam, Powers
 from ds_vertical.offload.grad_store import GradientFile, HeldGradients, beyond_host
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.offload.state_files import StepShare
-from ds_vertical.offload.step_pipeline import StepPipeline
+from ds_vertical.offload.step_pipeline import PipelineSettings, StepPipeline
 from ds_vertical.offload.stepper import Stepper, Updates, bytes_read
 from ds_vertical.planner import memory_budget
-from ds_vertical.schedule.events import DELAYED, EVERYTHING
+from ds_vertical.schedule.events import DELAYED, EVERYTHING, Unit
 from ds_vertical.schedule.trace import Tracer
 
 _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that DeepSpeed counts up, in case they share a table
@@ -71,7 +72,7 @@ class VerticalStage3(ChunkedStage3):
         chunks = make_chunks(self, early_share, self.regime.generations)
         share: StepShare = "delayed" if self.regime.final else "all"
         units, chunks_of = self.layer_map.units, self.scheduled_chunks_of
-        waiting = {unit: [p for i in chunks_of(unit) for p in chunks[i].parts(share)] for unit in units}
+        waiting: dict[Unit, list[Part]] = {unit: [p for i in chunks_of(unit) for p in chunks[i].parts(share)] for unit in units}
         beyond = beyond_host(waiting, self._vertical.gradient_host_share)
         self.holding = None if not beyond else DELAYED if self.regime.final else EVERYTHING
         numel = sum(part.numel for parts in waiting.values() for part in parts)
@@ -82,7 +83,8 @@ class VerticalStage3(ChunkedStage3):
         sizes = bytes_read(chunks, file.extents)
         overlap = self._vertical.overlap
         self.slots = [pinned_memory.lock_host_bytes(max(sizes)) for _ in range(memory_budget.num_slots(len(sizes), overlap))]
-        self.pipeline = StepPipeline(self.slots, new_queue(), new_queue(), tracer, begin, self.checksums, overlap)
+        settings = PipelineSettings(tracer, begin, self.checksums, overlap)
+        self.pipeline = StepPipeline(self.slots, new_queue(), new_queue(), settings)
         self._updates = updates
         adam = self.optimizer
         assert isinstance(adam, DeepSpeedCPUAdam)  # see `check_optimizer`
