@@ -26,7 +26,7 @@ from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.offload.activation_store import ActivationStore
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
-from ds_vertical.offload.param_store import ParamStore
+from ds_vertical.offload.param_store import ParamSettings, ParamStore
 from ds_vertical.offload.tensor_swapper import AwayTier, HostMemory, TensorSwapper
 from ds_vertical.planner.activation_policy import spread
 from ds_vertical.planner.memory_budget import layer_buffers
@@ -103,17 +103,17 @@ class Assembly:
         """The store of parameters with its host buffers."""
         window = self.vertical.prefetch_layers
         num_buffers = layer_buffers(window, self.layers.num_layers)
-        files = self.optimizer.regime.generations, self.optimizer.checksums
-        new_queue = self._new_queue
-        return ParamStore(self.layers.units, new_queue, num_buffers, self._device, new_queue(), window, *files)
+        optimizer, new_queue = self.optimizer, self._new_queue
+        settings = ParamSettings(self._device, num_buffers, window, optimizer.regime.generations, optimizer.checksums)
+        return ParamStore(self.layers.units, new_queue, new_queue(), settings)
 
     def start_pipeline(self, params: ParamStore) -> None:
         """Start the optimizer's own transfers and steps, and let every read or write of a parameter from outside the schedule
         take what is due of the last step first."""
         begin = partial(host.serve_device, self._device, ranks.ranks_on_these_cores())
-        self.optimizer.start_pipeline(self._new_queue, params, self.tracer, begin)
+        self.optimizer.start_pipeline(self._new_queue, params.updates, self.tracer, begin)
         every = [param for members in self.layers.units.values() for param in members]
-        zero_params.guard_parameters(every, self.optimizer.flush, params.note_writing, params.note_write)
+        zero_params.guard_parameters(every, self.optimizer.flush, params.files.note_writing, params.files.note_write)
 
     def open_gradients(self) -> GradientStore:
         """The sums of the micro-batches' gradients."""

@@ -1,23 +1,25 @@
-"""A parameter's shard on SSD: its files, its place in its unit's host buffer, and the bytes of it that an update fills.
+"""Parameters' shards on SSD: their files, their places in units' host buffers, and what takes them to and fro.
 
-What a unit's parameters are on their way with: from SSD to the device, and new values from the optimizer to SSD.
+A shard's bytes go from a file over a host buffer to the device, and new values from the optimizer over a buffer to a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from ds_vertical.compat import zero_params
+from ds_vertical.compat import pinned_memory, zero_params
 from ds_vertical.io import files
 from ds_vertical.io.aio import DiskQueue, Transfer
-from ds_vertical.io.buffers import HostBuffer
+from ds_vertical.io.buffers import BufferPool, HostBuffer
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.schedule.events import Unit
 
 ElementRange = tuple[int, int]  # first element in a shard, and how many
 
@@ -105,6 +107,126 @@ def lay_out(params: Sequence[nn.Parameter], generations: int) -> list[Shard]:
             shards.append(Shard(param, paths, start, file.num_bytes, file.numel, not param.requires_grad))
             start += file.num_bytes
     return shards
+
+
+class ShardFiles:
+    """The shards on SSD by unit, and which file of each holds its current values. `checksums`: of these files.
+
+    `versions`: by unit, counts the events after which an earlier read of its files is old; see `param_store`, [Note: versions].
+    `unit_of`: by id(param).
+    """
+
+    def __init__(self, units: Mapping[Unit, Sequence[nn.Parameter]], generations: int, checksums: Checksums) -> None:
+        self.by_unit = {unit: lay_out(params, generations) for unit, params in units.items()}
+        self.unit_of: dict[int, Unit] = {id(param): unit for unit, params in units.items() for param in params}
+        self.versions: Counter[Unit] = Counter()
+        self.checksums = checksums
+        self._num_moves = 0
+        self._unused: list[Path] = []  # files aside that nobody needs any more, perhaps in use until the next checkpoint
+
+    @property
+    def sizes(self) -> dict[Unit, int]:
+        """Bytes of each unit's shards on SSD."""
+        sizes: dict[Unit, int] = {unit: sum(shard.num_bytes for shard in shards) for unit, shards in self.by_unit.items()}
+        return sizes
+
+    def shards(self) -> Iterator[Shard]:
+        """Every shard on SSD."""
+        for shards in self.by_unit.values():
+            yield from shards
+
+    def note_write(self, params: Iterable[nn.Parameter]) -> None:
+        """Somebody has written the files of these parameters: what was read of their units before is old."""
+        written = {id(param) for param in params}
+        for shard in self.shards():
+            if id(shard.param) in written:
+                self.versions[self.unit_of[id(shard.param)]] += 1
+                self.checksums.forget(shard.path)
+
+    def note_writing(self, params: Iterable[nn.Parameter]) -> None:
+        """Somebody is about to write the whole files of these parameters: not those that a checkpoint shares."""
+        written = {id(param) for param in params}
+        for shard in self.shards():
+            if id(shard.param) in written:
+                self.leave(shard)
+
+    def set_aside(self, shared: Collection[Path]) -> None:
+        """Files of `shared` that hold current values are read only from now on. No write may be in flight. Raises
+        StorageError, with nothing changed, where there is no room for those that take their place."""
+        files.remove_files(self._unused)
+        self._unused.clear()
+        self._num_moves += 1
+        found = [shard for shard in self.shards() if shard.aside is None and Path(shard.path) in shared]
+        moves = {shard: Path(f"{shard.path}.{self._num_moves}") for shard in found}
+        idle = {Path(shard.path) for shard in found if shard.is_idle}
+        files.set_aside({Path(shard.path): aside for shard, aside in moves.items()}, vacated=idle)
+        for shard, aside in moves.items():
+            self.checksums.move(shard.path, aside)
+            self.versions[self.unit_of[id(shard.param)]] += 1  # a read ahead may open the new file by the old name
+            shard.set_aside(aside)
+
+    def leave(self, shard: Shard) -> None:
+        """The current values of a shard are, or will be, in the file of its generation."""
+        aside = shard.aside
+        shard.leave()
+        if aside is not None:
+            self._unused.append(Path(aside))
+            self.checksums.forget(aside)
+
+    def leave_all(self, pieces: Iterable[ShardPiece]) -> None:
+        """As `leave`, for every shard that an update fills. Raises RuntimeError where it fills only a part of one whose file a
+        checkpoint shares."""
+        for piece in pieces:
+            if piece.shard.aside is not None:
+                if not piece.is_whole:
+                    raise RuntimeError(f"bytes {piece.start} to {piece.end} of {piece.shard.path}, which is not to be written")
+                self.leave(piece.shard)
+
+
+class UnitBuffers:
+    """The host buffers of units' shards: one for `pre`, and up to `num_layers` for the others, each as large as the largest.
+
+    `num_bytes`: of all. `reads`: the queue of all reads, None where no shard is on SSD. `every`: all buffers.
+    """
+
+    def __init__(self, files: ShardFiles, new_queue: Callable[[], DiskQueue], num_layers: int) -> None:
+        sizes, checksums = files.sizes, files.checksums
+        largest = max((size for unit, size in sizes.items() if unit != "pre"), default=0)
+        count = min(num_layers, sum(1 for unit, size in sizes.items() if unit != "pre" and size))
+        self.num_bytes = largest * count + sizes["pre"]
+        self.reads: DiskQueue | None = new_queue() if self.num_bytes else None
+        self.every: list[HostBuffer] = []
+        self._check = checksums.check if checksums.verify else None
+        self.layers = BufferPool(self._new(largest, count))
+        self.pre = BufferPool(self._new(sizes["pre"], 1))
+
+    def _new(self, num_bytes: int, count: int) -> list[HostBuffer]:
+        if self.reads is None or num_bytes == 0:
+            return []
+        buffers = [HostBuffer(pinned_memory.lock_host_bytes(num_bytes), self.reads, self._check) for _ in range(count)]
+        self.every += buffers
+        return buffers
+
+    def pool(self, unit: Unit) -> BufferPool:
+        """The buffers that the unit may take."""
+        return self.pre if unit == "pre" else self.layers
+
+    def reset(self, taken: Collection[int]) -> None:
+        """All buffers are free but those of these ids, whatever an interrupt has cut. No read of the others may be needed."""
+        for buffer in self.every:
+            if id(buffer) not in taken:
+                buffer.complete_reads()
+        for pool in (self.layers, self.pre):
+            pool.reset(taken)
+
+    def withdraw(self) -> None:
+        """No unit may take a buffer any more."""
+        self.layers, self.pre = BufferPool([]), BufferPool([])
+
+    def unlock(self) -> None:
+        """Give the memory back. No transfer may be in flight."""
+        while self.every:
+            pinned_memory.unlock_host_bytes(self.every.pop().data)
 
 
 @dataclass

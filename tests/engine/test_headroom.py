@@ -55,8 +55,8 @@ def test_the_files_are_as_large_as_was_said(tmp_path: Path, clip: float, section
         said = Forecast(engine.layers, groups_of(model, None, None), made, engine.vertical).files
         optimizer = engine.optimizer
         assert said.state == sum(zero_optimizer.optimizer_files(optimizer, 1).values())
-        assert said.parameters == sum(shard.num_bytes for shard in engine.param_store.shards())
-        assert said.on_ssd == len(list(engine.param_store.shards())) + len(zero_optimizer.optimizer_files(optimizer, 1))
+        assert said.parameters == sum(shard.num_bytes for shard in engine.param_store.files.shards())
+        assert said.on_ssd == len(list(engine.param_store.files.shards())) + len(zero_optimizer.optimizer_files(optimizer, 1))
         written = sum(path.stat().st_size for path in tmp_path.rglob("gradients.swp"))
         assert abs(said.gradients - written) <= MIB and (written > 0) == (clip > 0)
         second = sum(path.stat().st_size for path in tmp_path.rglob("generation_1/*"))

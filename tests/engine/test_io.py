@@ -77,7 +77,7 @@ class RecordingParams:
         self.store = store
         self.fetched: list[Unit] = []
         self.files: Counter[str] = Counter()
-        for buffer in store._buffers:
+        for buffer in store.buffers.every:
             buffer.issue_read = partial(self._issue_read, buffer.issue_read)
 
     def fetch(self, unit: Unit) -> Ticket:
@@ -127,7 +127,7 @@ def complete_transfers(engine: Any) -> None:
     engine.optimizer.pipeline.wait_idle()
     engine.optimizer.gradients._file.complete()
     engine._params._writer.native.wait_all()
-    for copy in engine._params._ahead.values():  # of the next step: still in flight, it would count in neither step or in both
+    for copy in engine._params.ahead.values():  # of the next step: still in flight, it would count in neither step or in both
         copy.buffer.wait_reads()
 
 
@@ -435,7 +435,7 @@ def test_two_jobs_on_one_nvme_path_finish_as_if_alone_and_a_killed_ones_folder_g
 def test_reads_that_arrive_late_are_waited_for_in_a_failing_step_too(tmp_path: Path, alone: list[Run]) -> None:
     engine, model = build_engine(config(tmp_path), BUILDS[1], vertical=True)
     try:
-        buffers = engine._params._buffers
+        buffers = engine._params.buffers.every
         late = LateReads.of(engine)
         fault = model.get_submodule("blocks.0.up").register_forward_pre_hook(_fail)
         with pytest.raises(ArithmeticError) as caught:

@@ -247,7 +247,7 @@ def test_a_file_that_may_not_be_written(tmp_path: Path, reference: Callable[[flo
 def early_target(engine: Any, kind: str, unit: Any) -> Path:
     """A file of the unit that the next early step writes."""
     if kind == "parameter":
-        return Path(engine.param_store._shards[unit][0].target(True))
+        return Path(engine.param_store.files.by_unit[unit][0].target(True))
     return part_of(engine, unit, lambda generations, part: generations.target(part, True))
 
 
@@ -393,7 +393,7 @@ def test_a_file_that_is_cut_or_gone_is_named_and_never_saved(
 
 def current_file(engine: Any, kind: str) -> Path:
     if kind == "parameter":
-        return Path(next(iter(engine.param_store._shards[1])).path)
+        return Path(next(iter(engine.param_store.files.by_unit[1])).path)
     return part_of(engine, 1, lambda generations, part: generations.source(part))
 
 

@@ -100,7 +100,7 @@ def test_an_interrupt_while_a_step_is_made_to_count_tears_the_state_loudly(
 
         with monkeypatch.context() as patch:
             if place == "parameters":
-                patch.setattr(engine.param_store, "commit", interrupted)
+                patch.setattr(engine.param_store.updates, "commit", interrupted)
             else:
                 patch.setattr(zero_optimizer, "moments", interrupted)
             with pytest.raises(KeyboardInterrupt):

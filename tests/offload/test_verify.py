@@ -104,7 +104,7 @@ def spoil(engine: Any, model: Any, what: str) -> tuple[Path, int, Any]:
         if what == "parameters, whole":
             engine.flush()  # else they go to the next forward in memory
         param = model.blocks[LAST].up.weight
-        (shard,) = (shard for shard in engine.param_store.shards() if shard.param is param)
+        (shard,) = (shard for shard in engine.param_store.files.shards() if shard.param is param)
         path, offset, part = Path(shard.path), 100, None  # in the part that is stepped early
     else:
         share = "early" if what == "early state" else "delayed"
@@ -214,7 +214,7 @@ def test_what_is_written_or_dropped_between_steps_is_no_damage(tmp_path: Path) -
     with running(config_in(tmp_path / "ssd", optimizer_delay=0.0), model_of, vertical=True) as (engine, model):
 
         def write() -> None:
-            assert engine._params._ahead, "nothing was read ahead"
+            assert engine._params.ahead, "nothing was read ahead"
             with deepspeed.zero.GatheredParameters([model.blocks[0].up.weight], modifier_rank=0):
                 model.blocks[0].up.weight.data.fill_(0.25)
 

@@ -45,7 +45,7 @@ def end(engine: Any, model: Any) -> Tensors:
 
 
 def files_of(engine: Any, unit: Any) -> set[str]:
-    return {os.path.basename(path) for shard in engine._params._shards[unit] for path in shard.paths}
+    return {os.path.basename(path) for shard in engine._params.files.by_unit[unit] for path in shard.paths}
 
 
 def reads_by_unit(engine: Any, issued: list[str]) -> dict[Any, float]:
@@ -61,7 +61,9 @@ def reads_by_unit(engine: Any, issued: list[str]) -> dict[Any, float]:
 def test_where_host_and_device_are_one_memory_a_block_computes_on_the_bytes_that_were_read(tmp_path: Path) -> None:
     seen: list[bool] = []
     with running(config_in(tmp_path, EARLY), BUILD, vertical=True) as (engine, model):
-        places = [(buffer.data.data_ptr(), buffer.data.data_ptr() + buffer.data.numel()) for buffer in engine._params._buffers]
+        places = [
+            (buffer.data.data_ptr(), buffer.data.data_ptr() + buffer.data.numel()) for buffer in engine._params.buffers.every
+        ]
 
         def look(module: Any, _: Any) -> None:
             seen.append(any(start <= module.weight.data_ptr() < stop for start, stop in places))
@@ -82,7 +84,9 @@ def test_reads_for_the_next_step_are_issued_before_train_batch_returns_and_once(
         step(engine, 0)
         ahead = {"pre", *range(min(window, 2))}
         for number in (1, 2):
-            expected = {os.path.basename(shard.paths[shard.generation]) for u in ahead for shard in engine._params._shards[u]}
+            expected = {
+                os.path.basename(shard.paths[shard.generation]) for u in ahead for shard in engine._params.files.by_unit[u]
+            }
             assert {os.path.basename(path).decode() for _, _, path, _ in reads.left.values()} == expected
             before = len(reads.issued) - len(reads.left)  # what is under way belongs to the next step
             step(engine, number)
@@ -96,7 +100,7 @@ def test_nothing_is_issued_ahead_without_a_window(tmp_path: Path) -> None:
     with running(config_in(tmp_path, EARLY, 0), BUILD, vertical=True) as (engine, _):
         reads = LateReads.of(engine)
         step(engine, 0)
-        assert reads.issued and not reads.left and not engine._params._ahead
+        assert reads.issued and not reads.left and not engine._params.ahead
 
 
 def test_without_overlap_no_read_of_parameters_is_under_way_beside_cpu_adam(
@@ -191,14 +195,14 @@ def trained(config: dict[str, Any], between: Callable[[Any, Any], list[float]], 
         for number in range(3):
             seen.append(step(engine, number))
             if arrive is not None:
-                assert params._ahead or engine.optimizer.driver.backlog.ahead, "nothing is in flight"
+                assert params.ahead or engine.optimizer.driver.backlog.ahead, "nothing is in flight"
             seen += between(engine, model)
         seen.append(engine.train_batch(iter(BATCHES[3][:1])).item())
         engine.flush()
         if arrive is not None:
-            held = [unit for unit in params._ahead if unit != "pre"]
-            assert params._layer_buffers.num_free + len(held) == params._layer_buffers.num_buffers
-            assert params._pre_buffers.num_free + ("pre" in params._ahead) == 1
+            held = [unit for unit in params.ahead if unit != "pre"]
+            assert params.buffers.layers.num_free + len(held) == params.buffers.layers.num_buffers
+            assert params.buffers.pre.num_free + ("pre" in params.ahead) == 1
             assert reads.issued
         return seen, end(engine, model)
 
@@ -256,14 +260,14 @@ def test_a_read_ahead_that_fails_is_told_by_the_next_step_which_can_be_repeated(
             LateReads.of(engine)
             step(engine, 0)
             if fails:
-                shard = engine._params._shards[1][0]
+                shard = engine._params.files.by_unit[1][0]
                 path = shard.paths[shard.generation]
                 restore = cut(path)
                 with pytest.raises(DiskError, match=r"read of .* failed in read at offset 4096") as raised:
                     step(engine, 1)
                 assert raised.value.filename == path and raised.value.operation == "read" and raised.value.errno
                 assert "1F0  <-- here" in "".join(raised.value.__notes__) and "torn" not in "".join(raised.value.__notes__)
-                assert not engine._params._ahead and not engine._params.fetched
+                assert not engine._params.ahead and not engine._params.fetched
                 restore()
             step(engine, 1)
             step(engine, 2)
@@ -300,4 +304,4 @@ def test_destroy_completes_what_is_ahead(tmp_path: Path, delay: float) -> None:
         computed = late.num_parts
         engine.destroy()
         assert not reads.left and (late.num_parts > computed) == (delay == DELAYED)
-        assert not engine._params._buffers and engine.optimizer.slots == []
+        assert not engine._params.buffers.every and engine.optimizer.slots == []

@@ -81,7 +81,7 @@ class Pair:
             assert self.late.num_left, "nothing is in flight"
             assert self.reads is None or self.reads.left or self.reads.done, "nothing is read ahead"
         else:
-            assert list(self.vertical._params._ahead) == [0] and not backlog.pending
+            assert list(self.vertical._params.ahead) == [0] and not backlog.pending
 
     @property
     def vertical(self) -> Any:

@@ -294,7 +294,7 @@ def suffer(folder: Path, rank: int, expected: dict[str, torch.Tensor]) -> dict[s
         engine.save_checkpoint(str(saved))
         engine.train_batch(iter(steps[1]))
         engine.flush()
-        path = Path(engine.param_store._shards[2][0].path)  # not among those that are read ahead
+        path = Path(engine.param_store.files.by_unit[2][0].path)  # not among those that are read ahead
         content = path.read_bytes()
         for call in (lambda: engine.train_batch(iter(steps[2])), lambda: engine.eval_batch(iter(steps[2]))):
             os.truncate(path, len(content) if rank == 0 else 4096)

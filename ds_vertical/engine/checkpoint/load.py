@@ -229,7 +229,7 @@ class _Loading:
 
     def make_room(self) -> None:
         """Have a file to write for every weight. Raises StorageError."""
-        for shard in self._engine.param_store.shards():
+        for shard in self._engine.param_store.files.shards():
             shard.make_room()
 
     def run(self) -> dict[str, Any]:
@@ -255,8 +255,8 @@ class _Loading:
         return self._loose["client_state"]
 
     def _load_weights(self) -> None:
-        store = self._engine.param_store
-        on_ssd = {id(shard.param): shard for shard in store.shards()}
+        shard_files = self._engine.param_store.files
+        on_ssd = {id(shard.param): shard for shard in shard_files.shards()}
         for param in self._engine.module.parameters():
             name, shard = self._names[id(param)], on_ssd.get(id(param))
             if "weight" not in self._saved.tensors[name].places:
@@ -267,8 +267,8 @@ class _Loading:
                 self._reader.read(name, "weight", found, 0)
                 share.copy_(found)
                 continue
-            store.note_writing([param])
-            store.note_write([param])
+            shard_files.note_writing([param])
+            shard_files.note_write([param])
             elements = shard.num_bytes // param.element_size()
             with _Writer(Path(shard.path), self._optimizer.checksums) as writer:
                 for first in range(0, elements, _PIECE):

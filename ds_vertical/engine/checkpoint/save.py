@@ -182,7 +182,7 @@ class RankSave:
                         self._remember(param, kind, share)
 
     def _find_weights(self) -> None:
-        on_ssd = {id(shard.param): shard for shard in self._engine.param_store.shards()}
+        on_ssd = {id(shard.param): shard for shard in self._engine.param_store.files.shards()}
         for number, param in enumerate(self._engine.module.parameters()):
             if self._exclude_frozen and not (param.requires_grad or self._optimizer.steps(param)):
                 continue
@@ -250,7 +250,7 @@ class RankSave:
         with deferred(firmly=True):
             try:
                 self._generations.set_aside(shared)
-                self._engine.param_store.set_aside(shared)
+                self._engine.param_store.files.set_aside(shared)
             except StorageError:
                 raise  # every file is as it was
             except BaseException as error:  # an interrupt, or files that could not be put back

@@ -159,7 +159,7 @@ def _starts(params: Sequence[Any]) -> Iterator[tuple[Any, int]]:
 
 def _frozen_on_ssd(engine: Any) -> dict[int, Shard]:
     """By id(param); those that are trained come from their masters."""
-    return {id(shard.param): shard for shard in engine.param_store.shards() if not engine.optimizer.steps(shard.param)}
+    return {id(shard.param): shard for shard in engine.param_store.files.shards() if not engine.optimizer.steps(shard.param)}
 
 
 def _share(shard: Shard, scratch: _Scratch) -> torch.Tensor:

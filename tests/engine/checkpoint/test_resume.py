@@ -160,7 +160,7 @@ def test_loading_into_the_run_that_saved_goes_back(tmp_path: Path) -> None:
         before = digests(tmp_path / "saved")
         for _ in range(2):
             train(engine, range(3, 4))
-            assert engine._params._ahead, "nothing was read ahead"
+            assert engine._params.ahead, "nothing was read ahead"
             path, client_state = engine.load_checkpoint(str(tmp_path / "saved"), tag="one")
             assert path == str(tmp_path / "saved" / "one" / manifest.NAME)
             assert client_state is not None and client_state["note"] == [1, "two"]
@@ -197,7 +197,7 @@ def test_a_save_shares_files_and_reads_no_state(tmp_path: Path) -> None:
         engine.optimizer.flush_state()
         chunks = engine.optimizer.stepper.chunks
         live = {path for chunk in chunks if chunk.files for generation in chunk.files for path in generation}
-        live |= {Path(path) for shard in engine.param_store.shards() for path in shard.paths}
+        live |= {Path(path) for shard in engine.param_store.files.shards() for path in shard.paths}
         assert not frozen & {path.stat().st_ino for path in live}
         engine.save_checkpoint(str(tmp_path / "saved"), tag="two")
         assert_whole(tmp_path / "saved", "one", "two")
@@ -547,13 +547,13 @@ def test_frozen_weights_that_a_checkpoint_shares_take_no_more_room(tmp_path: Pat
     with running(config_in(tmp_path / "ssd"), build, vertical=True) as (engine, model):
         train(engine, range(1))
         frozen = model.blocks[0].up.weight
-        shard = next(shard for shard in engine.param_store.shards() if shard.param is frozen)
+        shard = next(shard for shard in engine.param_store.files.shards() if shard.param is frozen)
         own, trained = Path(shard.path), model.blocks[1].up.weight
         for tag in ("one", "two"):
             trained.requires_grad_(False)  # for now: the optimizer will step it
             engine.save_checkpoint(str(tmp_path / "saved"), tag=tag)
             trained.requires_grad_(True)
-            stepped = next(shard for shard in engine.param_store.shards() if shard.param is trained)
+            stepped = next(shard for shard in engine.param_store.files.shards() if shard.param is trained)
             assert Path(stepped.paths[stepped.generation]).exists()
             assert not own.exists() and Path(shard.path).stat().st_nlink == 2 + (tag == "two")
         losses = train(engine, range(1, 2))
