@@ -39,6 +39,7 @@ class Cut:
 
     @property
     def in_place(self) -> bool:
+        """Whether the elements are stepped where they lie."""
         return self.span == self.numel
 
 

@@ -24,8 +24,8 @@ WHOLE = (
 )
 
 
-class Interrupted(RuntimeError):
-    """An interrupt has come in the middle of something, and what it was is known no more."""
+class Interrupted(RuntimeError):  # noqa: N818 - messages to users hold the name
+    """An interrupt has come in the middle of a change of state, and which interrupt it was is known no more."""
 
 
 class _Section:

@@ -66,6 +66,7 @@ class AdamSettings:
 
     @property
     def powers(self) -> Powers:
+        """Those that the object of CPU Adam has after this step."""
         return Powers(self.step, self.beta1, self.beta2, self.anchor)
 
 

@@ -29,13 +29,19 @@ class Parted(Protocol):
     """A chunk: elements of each parameter's share, and the parts that it is cut into."""
 
     @property
-    def sizes(self) -> Sequence[int]: ...
+    def sizes(self) -> Sequence[int]:
+        """Elements of each parameter's share."""
+        ...
 
     @property
-    def early(self) -> Sequence[Part]: ...
+    def early(self) -> Sequence[Part]:
+        """The parts that may be stepped early."""
+        ...
 
     @property
-    def delayed(self) -> Sequence[Part]: ...
+    def delayed(self) -> Sequence[Part]:
+        """The parts that are never stepped early."""
+        ...
 
 
 class CopyEvent(Protocol):

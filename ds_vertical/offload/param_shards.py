@@ -86,6 +86,7 @@ class ShardPiece:
 
     @classmethod
     def of(cls, shard: Shard, changed: ElementRange) -> ShardPiece:
+        """The bytes of the elements `changed`; up to the file's end, padding included, where they are the shard's last."""
         first, count = changed
         size = shard.param.element_size()
         end = shard.num_bytes if first + count == shard.numel else (first + count) * size
@@ -93,6 +94,7 @@ class ShardPiece:
 
     @property
     def is_whole(self) -> bool:
+        """Whether the update fills the whole file."""
         return self.start == 0 and self.end == self.shard.num_bytes
 
 
@@ -117,7 +119,7 @@ class ShardFiles:
     """
 
     def __init__(self, units: Mapping[Unit, Sequence[nn.Parameter]], generations: int, checksums: Checksums) -> None:
-        self.by_unit = {unit: lay_out(params, generations) for unit, params in units.items()}
+        self.by_unit: dict[Unit, list[Shard]] = {unit: lay_out(params, generations) for unit, params in units.items()}
         self.unit_of: dict[int, Unit] = {id(param): unit for unit, params in units.items() for param in params}
         self.versions: Counter[Unit] = Counter()
         self.checksums = checksums
@@ -127,8 +129,7 @@ class ShardFiles:
     @property
     def sizes(self) -> dict[Unit, int]:
         """Bytes of each unit's shards on SSD."""
-        sizes: dict[Unit, int] = {unit: sum(shard.num_bytes for shard in shards) for unit, shards in self.by_unit.items()}
-        return sizes
+        return {unit: sum(shard.num_bytes for shard in shards) for unit, shards in self.by_unit.items()}
 
     def shards(self) -> Iterator[Shard]:
         """Every shard on SSD."""

@@ -71,6 +71,7 @@ class Chunk:
 
     @property
     def numel(self) -> int:
+        """Elements of this rank's shares of the parameters."""
         return sum(self.sizes)
 
     def overlaps(self, part: Part) -> Iterator[tuple[nn.Parameter, int, int, int]]:

@@ -1,10 +1,8 @@
-"""Memory of the optimizer's pipeline, and the pieces of files that pass through it.
+"""The memory slots of the optimizer's pipeline, and the steps whose state it reads before they can be issued.
 
-State that is read before the step that needs it can be issued: the steps to come, and what of them is being read.
-
-[Note: reading ahead] The state of a step is known long before its gradient is. So whoever knows which step comes next says
-so, and slots that would lie idle take its state from the SSD meanwhile. Nothing but time depends on it: a step that was not
-expected, or is another than was said, is read when it is submitted, and what was read for nothing is read once more then.
+[Note: reading ahead] Where the state of a step lies is known long before its gradient is there. So the schedule's handlers say
+which step comes next, and slots that would lie idle take its state from the SSD meanwhile. Nothing but time depends on it: the
+state of a step that was not expected, or that is another than was said, is read when the step is submitted.
 """
 
 from __future__ import annotations
@@ -20,14 +18,18 @@ from ds_vertical.io.extents import Extent
 
 
 class Slot:
-    """Memory of what one part's step reads, cut into as many pieces as there are extents."""
+    """Memory of what one part's step reads, cut into as many pieces as there are extents.
+
+    `data`: 1-d uint8. `writes`: of the last job's state, out of the slot; `beside`: that job wrote beside what is current.
+    """
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         self.writes: list[Transfer] = []
-        self.beside = True  # the job whose writes these are
+        self.beside = True
 
     def views(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
+        """One 1-d uint8 tensor per extent, one after the other from the start of the memory."""
         views, start = [], 0
         for extent in extents:
             views.append(self.data.narrow(0, start, extent.num_bytes))
@@ -36,6 +38,7 @@ class Slot:
 
     @property
     def free(self) -> bool:
+        """Whether its writes are complete."""
         return all(write.done for write in self.writes)
 
 
@@ -57,6 +60,7 @@ class Prefetch:
 
     @property
     def extents(self) -> Sequence[Extent]:
+        """Where the state of the job is."""
         return self.coming.extents
 
 
@@ -68,9 +72,11 @@ class PrefetchQueue:
         self._entries: deque[Prefetch] = deque()
 
     def add(self, jobs: Iterable[PrefetchJob]) -> None:
+        """These jobs come after those that are expected already; jobs without state on SSD are left out."""
         self._entries.extend(Prefetch(job) for job in jobs if job.extents)
 
     def begun(self) -> Iterator[Prefetch]:
+        """The expected jobs whose state is being read, or has been."""
         return (entry for entry in self._entries if entry.slot is not None)
 
     def next(self) -> Prefetch | None:
@@ -99,6 +105,7 @@ class PrefetchQueue:
         return False
 
     def clear(self) -> None:
+        """Nothing is expected any more: complete the reads, and free their slots."""
         while self._entries:
             self._give_up(self._entries[0])
             self._entries.popleft()  # not before: an interrupted wait must not forget a slot

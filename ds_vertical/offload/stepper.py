@@ -39,9 +39,13 @@ class Updates(Protocol):
         """The first write of new parameters that failed."""
         ...
 
-    def commit(self) -> None: ...
+    def commit(self) -> None:
+        """Make the values of early updates the parameters' own. All of them must be finished."""
+        ...
 
-    def discard(self) -> None: ...
+    def discard(self) -> None:
+        """Forget the values of early updates."""
+        ...
 
     def complete_update(self, unit: Unit) -> None:
         """Return when no transfer of a unit's finished updates is under way."""
@@ -118,6 +122,7 @@ class Stepper:
 
     @property
     def torn(self) -> bool:
+        """Whether discarded early steps have torn the state."""
         return self.generations.torn
 
     def commit(self) -> None:
