@@ -2,10 +2,10 @@
 
 [Note: what moves] A tensor moves by its storage: its bytes are copied out, the storage is emptied, and filled again later.
 Everybody who holds the tensor keeps it, with its place in autograd's graph and its count of in-place writes; only its memory
-goes. So nobody may read it meanwhile, and that holds whatever the model does:
+goes. So no code may read it meanwhile. That holds whatever the model does:
 
 - A micro-batch's forward runs on to the call of the next layer before it parks. Taken away then is what it hands to that
-  layer, provided that the forward itself has made it and that nobody else can reach it: no other tensor over the storage,
+  layer, provided that the forward itself has made it and that no other code can reach it: no other tensor over the storage,
   no reference but those of its own frames (see `tensor_refs`). It is there again before the forward goes on.
 - What a layer has used is taken away only if all references are ours: no code can get at it.
 - What autograd has saved for the backward of the model's glue stays: that backward may run at any time. So do tensors
@@ -203,7 +203,7 @@ class ActivationStore:
         return Ticket(f"load {layer} of {index}", wait, sum(p.num_bytes for p in away)) if away else None
 
     def require(self, layer: int, index: int) -> None:
-        """Raises RuntimeError unless the layer's inputs are in memory: the guard ahead of whoever reads them."""
+        """Raises RuntimeError unless the layer's inputs are in memory: the schedule did not load them."""
         if not all(kept.in_memory for kept in self._kept.get((layer, index), ())):
             raise RuntimeError(f"inputs of layer {layer}, micro-batch {index}, are away; the schedule did not load them")
 
@@ -254,7 +254,7 @@ def _saved(swapper: TensorSwapper, what: str, parcels: Sequence[SwappedTensor]) 
 
 
 def _is_ours(storage: torch.UntypedStorage, lists: Sequence[list[object]]) -> bool:
-    """Whether nobody but these lists refers to the tensors over a storage."""
+    """Whether these lists have the only references to the tensors over a storage."""
     tensors = over(storage, chain(*lists))
     if not is_known(storage, tensors):
         return False

@@ -63,7 +63,7 @@ class StateGuard:
     @property
     def failure(self) -> BaseException | None:
         """What tore the state."""
-        if self._failure is None and self._open:  # whoever was in it is gone, or asks in vain
+        if self._failure is None and self._open:  # an interrupt has cut the section, or its own thread asks within it
             self.tear(self._open[0].cut, _HALF_DONE)
         return self._failure
 
@@ -86,7 +86,7 @@ class StateGuard:
         error.add_note(self._note(error))
 
     def refuse(self, failure: BaseException) -> NoReturn:
-        """Raise `failure` itself where nobody has been told (it came between two calls), else TornStateError; so after an
+        """Raise `failure` itself where no call has raised it yet (it came between two calls), else TornStateError; so after an
         interrupt, which everybody has heard of."""
         if not self._told and isinstance(failure, Exception) and not isinstance(failure, Interrupted):
             self.tell(failure)

@@ -71,8 +71,8 @@ class AdamSettings:
 
 
 class CpuAdam:
-    """`module`: DeepSpeed's compiled CPU Adam, or a binding with its functions; `opt_id`: the object in it, called by nobody
-    else; `betas`: those that it was made with. Not for several threads at a time."""
+    """`module`: DeepSpeed's compiled CPU Adam, or a binding with its functions; `opt_id`: the object in it, which no other
+    code calls; `betas`: those that it was made with. Not for several threads at a time."""
 
     def __init__(self, module: AdamModule, opt_id: int, betas: tuple[float, float]) -> None:
         self._module = module

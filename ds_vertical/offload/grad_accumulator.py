@@ -54,7 +54,7 @@ class GradientStore:
     """Sums of `param.grad` per unit, in the gradient accumulation dtype, on `device`.
 
     Gradients of parameters that the optimizer does not have are thrown away. The store calls `begin` with a unit whose next
-    sums are about to be made: nobody needs what is held of its last ones any longer.
+    sums are about to be made: what is held of its last ones is needed no longer.
 
     The first contribution is copied and later ones are added in the order of the `add` calls, each after rounding to the
     dtype that stock would communicate it in: the bits of stock's accumulation.
@@ -62,8 +62,8 @@ class GradientStore:
     [Note: gradients in pairs] A sum of a layer is larger than the host's caches, so each addition reads and writes all of it
     from memory, in a time in which the cores could do nothing else. With `pairs` a layer's gradients therefore wait for those
     of the next micro-batch, and both are added piece by piece, while the piece of the sum is in the caches: the same additions
-    in the same order. No more than one layer's wait, and none whose memory somebody else has, who might write there meanwhile;
-    nor those of what stands around the layers, since others come in between.
+    in the same order. No more than one layer's wait. Gradients whose memory other tensors share do not wait, since other code
+    might write there meanwhile; nor do those of what stands around the layers, since others come in between.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GradientStore:
     ) -> None:
         trainable = {unit: [p for p in params if p.requires_grad] for unit, params in units.items()}
         self._units = {unit: [p for p in params if facts.steps(p)] for unit, params in trainable.items()}
-        # gradients of parameters that the optimizer does not have: made by autograd, wanted by nobody
+        # gradients of parameters that the optimizer does not have: made by autograd, and thrown away
         self._unwanted = {unit: [p for p in params if not facts.steps(p)] for unit, params in trainable.items()}
         self._facts = facts
         self._begin = begin
@@ -174,7 +174,7 @@ class GradientStore:
             self.reserve.put_back(sums.flat)
 
     def give_away(self, unit: Unit) -> None:
-        """Forget the unit's sums: their memory belongs to somebody else now, who may put it back into `reserve`."""
+        """Forget the unit's sums: their memory is the caller's now, which may put it back into `reserve`."""
         if self._waiting is not None and self._waiting[0] == unit:
             self._waiting = None
         self._sums.pop(unit, None)

@@ -346,8 +346,8 @@ def beyond_host(waiting: Mapping[Unit, Sequence[Part]], host_share: float) -> li
 
 
 class GradientFile:
-    """`parts` in `path`, which whoever makes it preallocates (`sizes`); without parts there is no file, nor a queue for its
-    writes. `checksums`: told of what is written where they verify reads; nobody else asks."""
+    """The gradients of `parts` in the file `path`, which the caller preallocates (`sizes`). Without parts there is no file, nor
+    a queue for its writes. `checksums` notes what is written, where it verifies reads."""
 
     def __init__(
         self, path: Path, parts: Iterable[Part], new_queue: Callable[[], DiskQueue], checksums: Checksums | None = None

@@ -124,7 +124,9 @@ class ShardFiles:
         self.versions: Counter[Unit] = Counter()
         self.checksums = checksums
         self._num_moves = 0
-        self._unused: list[Path] = []  # files aside that nobody needs any more, perhaps in use until the next checkpoint
+        self._unused: list[
+            Path
+        ] = []  # files aside that hold no current values any more; a checkpoint may be reading them until the next one
 
     @property
     def sizes(self) -> dict[Unit, int]:
@@ -137,7 +139,7 @@ class ShardFiles:
             yield from shards
 
     def note_write(self, params: Iterable[nn.Parameter]) -> None:
-        """Somebody has written the files of these parameters: what was read of their units before is old."""
+        """DeepSpeed or a load has written the files of these parameters: what was read of their units before is old."""
         written = {id(param) for param in params}
         for shard in self.shards():
             if id(shard.param) in written:
@@ -145,7 +147,7 @@ class ShardFiles:
                 self.checksums.forget(shard.path)
 
     def note_writing(self, params: Iterable[nn.Parameter]) -> None:
-        """Somebody is about to write the whole files of these parameters: not those that a checkpoint shares."""
+        """DeepSpeed or a load is about to write the whole files of these parameters: not those that a checkpoint shares."""
         written = {id(param) for param in params}
         for shard in self.shards():
             if id(shard.param) in written:
@@ -232,7 +234,7 @@ class UnitBuffers:
 
 @dataclass
 class Resident:
-    """A unit that is fetched or on its way: the parameters that were `partitioned` before, which nobody else has full; those of
+    """A unit that is fetched or on its way: the parameters that were `partitioned` before, and full nowhere else; those of
     them that this store gathered, and the buffer that backs them."""
 
     buffer: HostBuffer | None
@@ -273,6 +275,6 @@ class Update:
         return writes
 
     def give_up(self, writer: DiskQueue) -> None:
-        """Complete the writes, whatever comes of them: nobody needs the values. None of the caller's may be under way."""
+        """Complete the writes, whatever comes of them: the values are needed no more. None of the caller's may be under way."""
         writer.give_up(self.writes)
         self.buffer.writes = [write for write in self.buffer.writes if write not in self.writes]

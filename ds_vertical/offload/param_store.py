@@ -1,6 +1,6 @@
 """Fetch and release the parameters of one unit at a time over ZeRO-3's partitions.
 
-[Note: versions] What is read ahead of its fetch may meanwhile become old: somebody writes a parameter's file, or the
+[Note: versions] What is read ahead of its fetch may meanwhile become old: DeepSpeed or a load writes a parameter's file, or the
 optimizer makes new values. Each such event counts the unit's version up; a copy of an older version is dropped, and read again.
 """
 
@@ -122,7 +122,7 @@ class ParamUpdates:
             update.buffer.wait_reads()
 
     def close_updates(self) -> None:
-        """Wait until new values are in their files and put the buffers of those that nobody fetched back."""
+        """Wait until new values are in their files and put the buffers of those that no fetch has taken back."""
         for unit in list(self._writes):
             self.wait_writes(unit)
         for unit in list(self.latest):
@@ -243,7 +243,7 @@ class ParamStore:
         self._read(unit, shards, buffer)
 
         def wait() -> None:
-            if unit in self.ahead and self.ahead[unit].buffer is buffer:  # otherwise somebody else has waited, or will
+            if unit in self.ahead and self.ahead[unit].buffer is buffer:  # otherwise the fetch has waited, or will
                 buffer.wait_reads()
 
         return Ticket(f"fetch {unit} ahead", wait, sum(shard.num_bytes for shard in shards))
@@ -293,7 +293,7 @@ class ParamStore:
             resident.buffer.wait_copies = wait_copies
 
     def gather_for_others(self, unit: Unit) -> None:
-        """Take part in the gather of a unit with values that nobody will use: this rank's part of the pass has failed."""
+        """Take part in the gather of a unit with values that are used nowhere: this rank's part of the pass has failed."""
         for shard in self.files.by_unit[unit]:
             if zero_params.needs_read(shard.param):
                 zero_params.bind_shard(shard.param, torch.zeros(shard.numel, dtype=shard.param.dtype))
@@ -311,7 +311,7 @@ class ParamStore:
         del self._resident[unit]  # not before: an interrupt must not forget what is full
 
     def _take(self, unit: Unit) -> HostBuffer:
-        """A free buffer; where there is none, that of the oldest finished update which nobody fetched yet, or of what was
+        """A free buffer; where there is none, that of the oldest finished update which no fetch has taken, or of what was
         read ahead last."""
         pool = self.buffers.pool(unit)
         self.updates.make_room(pool)

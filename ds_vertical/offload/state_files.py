@@ -102,7 +102,7 @@ class Generations:
         self._bits = [0] * len(chunks)
         self._stepped_early: set[int] = set()
         self._aside: dict[Part, Files] = {}
-        self._moved: set[Files] = set()  # sets of files aside, those that nobody needs any more included
+        self._moved: set[Files] = set()  # sets of files aside, those that hold no current state any more included
         self._num_moves = 0
         self.torn = False  # early steps that do not count have changed the only generation
 

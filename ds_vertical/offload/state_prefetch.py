@@ -97,7 +97,7 @@ class PrefetchQueue:
             self.clear()
 
     def give_back_last(self) -> bool:
-        """Somebody needs a slot now: that of what is furthest off."""
+        """Free the slot of the expected job that is furthest off, for a submitted one. Returns whether there was any."""
         for entry in reversed(self._entries):
             if entry.slot is not None:
                 self._give_up(entry)

@@ -6,8 +6,8 @@ A slot takes its next read when its write is complete. Parts go through in the o
 nothing submitted has use for read what is expected next: see [Note: reading ahead] in `state_prefetch`.
 
 [Note: failures] After the first failure nothing more is computed. A job that writes beside what is current leaves the state
-as it was, whatever becomes of it; any other one that failed, or was not run any more, has torn it. So has whoever finds that
-what it reads is not what was written.
+as it was, whatever becomes of it; any other one that failed, or was not run any more, has torn it. So has a job
+that does not read what was written.
 
 [Note: the lock] Other threads than the pipeline's own, where interrupts come, take the lock itself and no condition, whose
 methods are Python's: one that is cut between taking it and saying so keeps it for ever. They wait by a lock of their own.

@@ -124,7 +124,7 @@ class VerticalStage3(ChunkedStage3):
         self._allocate_files()
 
     def _allocate_files(self) -> None:
-        """Files of one generation; of two where early steps need them, as long as every rank has room or somebody asked."""
+        """Files of one generation; of two where early steps need them, and every rank has room or the JSON asks for them."""
         dynamic_scale = self._dynamic_scale and self.dtype == torch.float16  # other dtypes have a static one, whatever is asked
         certain = self.clip_grad == 0.0 and not dynamic_scale
         self.regime = self._new_regime(certain=certain, on_ssd=self.swap_optimizer)
@@ -166,8 +166,9 @@ class VerticalStage3(ChunkedStage3):
     # ---- outside the schedule
 
     def flush(self) -> None:
-        """Take what is left of the last step and bring all state to where it rests. Every use of the weights, gradients
-        or state outside a schedule calls this first."""
+        """Take the steps of units that the last train_batch left due, and bring all state to where it rests.
+
+        Every use of the weights, gradients or state outside a schedule calls this first."""
         if self.live.num_inside and self.calls.is_mine:
             return
         driver, backlog = self.driver, self.driver.backlog

@@ -81,7 +81,7 @@ class Backlog:
 
     @property
     def pending(self) -> tuple[Unit, ...]:
-        """Units whose step of the last train_batch nobody has waited for: issued for the next forward, or due."""
+        """Units whose step of the last train_batch no wait has completed: issued for the next forward, or due."""
         return (*self.ahead, *self.units)
 
 
@@ -245,7 +245,7 @@ class StepDriver:
 
     def step_ahead(self, unit: Unit) -> Ticket | None:
         """Issue what is due of a unit in the step that made it; the next forward waits for `stepped_ahead`."""
-        with self._optimizer.condition.torn_if_interrupted():  # nobody would wait for it
+        with self._optimizer.condition.torn_if_interrupted():  # no forward would wait for it
             if ticket := self.step_unit(unit):
                 self.backlog.ahead[unit] = ticket
         return ticket
