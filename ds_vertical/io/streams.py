@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ds_vertical.io.buffers import _nothing
+
+
+class CopyEvent(Protocol):
+    """The event behind a copy that a device makes while the host goes on."""
+
+    def query(self) -> bool:
+        """Whether the copy is complete."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return once the copy is complete."""
+        ...
 
 
 class CopyStream:

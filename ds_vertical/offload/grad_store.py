@@ -18,6 +18,7 @@ from ds_vertical.io.aio import DiskQueue, Transfer
 from ds_vertical.io.buffers import Reserve
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.extents import Extent
+from ds_vertical.io.streams import CopyEvent
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.chunking import ALIGNMENT, FP32_BYTES, Part, spread_parts
 from ds_vertical.schedule.events import Unit
@@ -41,14 +42,6 @@ class Parted(Protocol):
     @property
     def delayed(self) -> Sequence[Part]:
         """The parts that are never stepped early."""
-        ...
-
-
-class CopyEvent(Protocol):
-    """The event behind a copy from a device that runs ahead of the host."""
-
-    def synchronize(self) -> None:
-        """Return once the copy is complete."""
         ...
 
 

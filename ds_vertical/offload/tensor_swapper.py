@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -26,6 +26,7 @@ from ds_vertical.io.aio import DiskQueue, Transfer
 from ds_vertical.io.buffers import BufferPool, HostBuffer
 from ds_vertical.io.extents import Extents
 from ds_vertical.io.files import preallocate
+from ds_vertical.io.streams import CopyEvent
 
 AwayTier = Literal["host", "ssd"]
 _PAGE_BYTES = 4096
@@ -41,18 +42,6 @@ class HostMemory:
 
     lock: Callable[[int], torch.Tensor]
     unlock: Callable[[torch.Tensor], None]
-
-
-class CopyEvent(Protocol):
-    """The event behind a copy on the swapper's stream."""
-
-    def query(self) -> bool:
-        """Whether the copy is complete."""
-        ...
-
-    def synchronize(self) -> None:
-        """Return once the copy is complete."""
-        ...
 
 
 @dataclass(eq=False)
@@ -120,7 +109,7 @@ class HostTier:
         self._free.clear()
 
 
-class SwapFile:
+class GrowingFile:
     """The file of the SSD tier, which grows with the parcels in it."""
 
     def __init__(self, path: Path) -> None:
@@ -156,7 +145,7 @@ class TensorSwapper:
     ) -> None:
         self._memory = memory
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._file = None if path is None else SwapFile(path)
+        self._file = None if path is None else GrowingFile(path)
         self._unwritten: list[SwappedTensor] = []
         self._coming: list[SwappedTensor] = []
         self._kept: set[SwappedTensor] = set()

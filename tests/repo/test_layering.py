@@ -312,9 +312,6 @@ SIGNATURES_OF_DEEPSPEED = {"engine.api.initialize": 8, "engine.checkpoint.mixin.
 MANY_PARAMETERS = {
     "compat.stock_checkpoint.write_stock_files": 7,
     "engine.autotune._chosen": 7,
-    "offload.grad_store.HeldGradients.hold": 7,
-    "offload.param_store.ParamStore.__init__": 8,
-    "offload.step_pipeline.StepPipeline.__init__": 7,
     "planner.memory_budget._fitting": 7,
     "planner.model_shape.shape_of": 8,
     "planner.search._case": 7,
@@ -325,11 +322,6 @@ MANY_METHODS = {
     "engine.memory_check.Forecast": 20,
     "engine.self_check.check.SelfCheck": 18,
     "engine.train_loop.VerticalLoop": 16,
-    "offload.activation_store.ActivationStore": 17,
-    "offload.grad_store.HeldGradients": 21,
-    "offload.param_store.ParamStore": 34,
-    "offload.step_pipeline.StepPipeline": 27,
-    "offload.tensor_swapper.TensorSwapper": 20,
     "planner.costs._Pricer": 26,
 }
 
@@ -465,7 +457,6 @@ UNDOCUMENTED = {
     "engine": 55,
     "io": 25,
     "model": 2,
-    "offload": 25,
     "planner": 22,
     "schedule": 12,
 }
