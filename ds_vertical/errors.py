@@ -1,46 +1,52 @@
-"""The exceptions that a user may catch, and those that commands turn into messages."""
+"""The exceptions that a user may catch, and those that the commands print as one message."""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run as written. One fault per line: JSON path, value got, what to write instead."""
+    """A configuration that cannot run as written. The message has one fault a line: JSON path, value got, what to write
+    instead."""
 
 
 class ScheduleError(ValueError):
-    """A schedule, or a piece of its text, that cannot be run as it stands."""
+    """A schedule, or a piece of its text, that cannot be run: an event depends on one that does not come, say."""
 
 
 class CostsError(ValueError):
-    """Numbers that describe no machine or no model; names the key, the value and what to write instead."""
+    """Numbers that describe no machine or no model. The message names the key, the value and what to write instead."""
 
 
 class MemoryBudgetError(ValueError):
-    """A run that would not fit; names the tier, the bytes, and each number in the JSON whose change alone makes it fit."""
+    """A run that would not fit in memory or on the SSD.
+
+    The message names the tier, the bytes, and each number in the JSON whose change alone makes the run fit.
+    """
 
 
 class StorageError(RuntimeError):
-    """A file of the run that cannot be used; the message names file, operation, errno text and remedy."""
+    """A file of the run that cannot be read or written. The message names file, operation, errno's text and remedy."""
 
 
 class LayerError(ValueError):
-    """The layers of the model cannot be found or used; the message says what to write in the JSON."""
+    """The layers of the model cannot be found, or not be run layer by layer. The message says what to write in the JSON or
+    model."""
 
 
 class Unanimous(BaseException):
-    """What all ranks have decided together, and leave a section with: no failure."""
+    """Raised on every rank at once, by a decision that all ranks took together, to leave a section of code. It is no
+    failure."""
 
 
 class OtherRankError(RuntimeError):
-    """What this rank was asked for has failed on another one; the message says which, and how."""
+    """A call failed on another rank, so it cannot succeed on this one. The message names that rank and its error."""
 
 
 class StepLeft(Unanimous):
-    """Raised in a step, or an evaluation, that all ranks leave, and caught by whoever started it."""
+    """Raised in a step, or an evaluation, that all ranks leave. The engine's call that started it catches it."""
 
 
 class GradientGoneError(RuntimeError):
-    """A gradient that is in memory no longer."""
+    """A gradient was asked for that is no longer kept in memory."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -52,8 +58,11 @@ class NonFiniteError(ArithmeticError):
 
 
 class TornStateError(RuntimeError):
-    """Some of the live state has taken a step that the rest has not, and cannot, or is lost. `__cause__`: what failed."""
+    """The live state is torn: a part of it has taken a step that the rest cannot take any more, or a part is lost.
+
+    Training goes on from the last checkpoint. `__cause__`: the error that led to it.
+    """
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be saved or loaded; the message names the file or setting, and what to do."""
+    """A checkpoint cannot be saved or loaded. The message names the file or setting, and what to do."""

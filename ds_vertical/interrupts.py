@@ -1,20 +1,20 @@
-"""Changes that hold for a block, and are taken back also where an interrupt has cut the end of the block.
+"""Safety from interrupts: changes that are undone wherever a block is cut, and blocks that no signal cuts.
 
-[Note: interrupts] Python raises KeyboardInterrupt, and what other handlers of signals raise, between any two bytecodes of the
-main thread: ahead of the `finally` that takes a change back, and within it. So a change is written down before it is made,
-with a way back that may be taken twice and where nothing was changed; what is still written down when an engine's call is over
-is taken back then, or ahead of the next one. Generators cannot do without: one that is cut on its way out runs its `finally`
-when the last reference to it goes, any time later, and its way back must find nothing left to do then, or be taken earlier:
-`end_generators`.
+`Changed` is the first: something is changed for the time of a block, and undone at its end. `deferred` is the second: signals
+that arrive during a block wait until it is over.
 
-Signals that arrive while something must not be cut wait until it is over.
+[Note: interrupts] Python calls handlers of signals between any two bytecodes of the main thread, and a handler may raise, as
+Ctrl-C's does. So an exception may come just ahead of the `finally` that undoes a change, or within it. Therefore a change is
+registered before it is made, together with its undo. An undo may run twice, and where nothing was changed. When a call of the
+engine is over, all changes that are still registered are undone, or at the latest ahead of the next call (`take_back`). Context
+managers written as generators need more: one that is cut on its way out runs its `finally` only when the last reference to it
+goes, at any later time. Its undo must find nothing left to do then, or be run earlier: `end_generators`.
 
-[Note: deferred signals] A handler that raises, as Ctrl-C's does, raises between any two bytecodes. Within `deferred` the
-handlers of the main thread's signals only note the signal; the handler that was there is called at the next `pause`, at the
-end, or at once where that does no harm: in the user's own forward (each is a coroutine of its own), which may take any time,
-and in a wait for transfers (`waiting`). Within `deferred(firmly=True)` it waits there, too. A signal that comes again a second
-later is not kept waiting: whoever sends it wants the process back, and what it cuts is put in order, or refused, by whoever
-comes next.
+[Note: deferred signals] Within `deferred` a handler of ours only notes a signal of the main thread. The handler that was there
+before is called at the next `pause`, at the end of the outermost block, or at once where an exception does no harm: in the
+user's own forward (a coroutine of its own), which may take any time, and in a wait for transfers (`waiting`). Within
+`deferred(firmly=True)` it is not called at once there, either. A signal that comes again after a second (AGAIN_S) is handled at
+once: its sender wants the process back. The code that runs next puts in order, or refuses, what that has cut.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ _open = _Open()
 
 
 class Changed:
-    """Within the block something is changed, by `do` unless the block does it; `undo` takes it back at the end, only after an
-    error if `only_if_failed`. What has been taken back meanwhile is left as it is."""
+    """A context manager: `do` makes a change as the block begins, and `undo` takes it back at its end.
+
+    Without `do` the block makes the change itself. `only_if_failed`: it is taken back only after an error. A change that
+    `take_back` has undone meanwhile is not undone again. See [Note: interrupts].
+    """
 
     def __init__(
         self, undo: Callable[[], object], do: Callable[[], object] | None = None, *, only_if_failed: bool = False
@@ -63,12 +66,12 @@ class Changed:
 
 
 def num_open() -> int:
-    """How many changes of this thread have not been taken back."""
+    """How many changes of this thread are registered and not undone."""
     return len(_open.changes)
 
 
 def take_back(first: int = 0) -> None:
-    """Take back what this thread has changed and not taken back, the last change first; all but the `first` ones."""
+    """Undo this thread's registered changes but the `first` ones, the latest change first."""
     changes = _open.changes
     while len(changes) > first:
         changes[-1].undo()
@@ -76,7 +79,10 @@ def take_back(first: int = 0) -> None:
 
 
 def end_generators(error: BaseException | None) -> None:
-    """Let context managers that an interrupt has cut on their way in or out end now, not when the traceback goes."""
+    """End the context managers in an error's tracebacks that an interrupt has cut on their way in or out.
+
+    Otherwise their `finally` would run when the traceback is freed.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -96,31 +102,35 @@ def _nothing() -> None:
 F = TypeVar("F", bound=Callable[..., Any])
 
 AGAIN_S: Final = 1.0
-# whose handlers may raise; a fault's, and those of the terminal, stay as they are
+# signals whose handlers may raise; the handlers of faults (SIGSEGV) and of job control (SIGTSTP) stay as they are
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _NUMBERS: Final = tuple(map(int, _SIGNALS))
 
 _waits: set[CodeType] = set()
-_before: dict[int, Any] = {}  # handlers that ours stands for
-_noted: dict[int, float] = {}  # signals, and when they came
-_blocks: list[tuple[Any, bool]] = []  # that are open: the coroutine of each, and whether it is firm
+_before: dict[int, Any] = {}  # by signal: the handler that ours stands for
+_noted: dict[int, float] = {}  # by signal: when it arrived (time.monotonic, seconds)
+_blocks: list[tuple[Any, bool]] = []  # the open ones: the coroutine of each, and whether it is firm
 _pid = 0
 
 
 def waiting(function: F) -> F:
-    """A function that waits, and that an exception may leave at any place."""
+    """A decorator: marks a function that only waits, so that a handler may raise in it at any place."""
     _waits.add(function.__code__)
     return function
 
 
 def pause() -> None:
-    """Signals that have come are obeyed here: their handlers may raise."""
+    """Call the handlers of the signals that have arrived during `deferred`. They may raise."""
     if _noted:
         _obey()
 
 
 class deferred:  # noqa: N801 - used as a function
-    """The block is not cut by a signal's handler; see [Note: deferred signals]. Outside the main thread none ever is."""
+    """A context manager: no signal's handler cuts the block. See [Note: deferred signals].
+
+    Outside the main thread it does nothing: Python runs no handlers there. `firmly`: not even waits and the user's forward are
+    cut.
+    """
 
     def __init__(self, firmly: bool = False) -> None:
         self._firmly = firmly
@@ -146,12 +156,12 @@ class deferred:  # noqa: N801 - used as a function
 
 
 def num_shields() -> int:
-    """How many blocks are open."""
+    """How many `deferred` blocks are open; 0 outside the main thread."""
     return len(_blocks) if threading.current_thread() is threading.main_thread() else 0
 
 
 def reset(first: int) -> None:
-    """Only the `first` blocks are open, whatever an interrupt has cut."""
+    """Close all `deferred` blocks but the `first` ones: an interrupt may have cut the ends of the others."""
     if len(_blocks) > first and threading.current_thread() is threading.main_thread():
         del _blocks[first:]
         if not _blocks:
@@ -173,7 +183,8 @@ def _remove() -> None:
 
 
 def _hear(number: int, frame: FrameType | None) -> None:
-    """The handler. Where nothing is open it hands on: somebody has put it back later than we have taken it away."""
+    """The handler in the place of the others. Where no block is open it calls the one it stands for: other code has saved it
+    during a block and installed it again later."""
     now = time.monotonic()
     first = _noted.get(number)
     again = first is not None and now - first >= AGAIN_S

@@ -197,7 +197,7 @@ def _refuse_opaque(block: Block, values: Sequence[object]) -> None:
             continue
         if any(map(requires_grad, getattr(value, "__dict__", {}).values())):
             raise LayerError(
-                f"block {block.path} returned a {type(value).__name__}, whose tensors cannot be told apart; return a"
+                f"block {block.path} returned a {type(value).__name__}, in which tensors cannot be found one by one; return a"
                 " tensor, tuple, list, dict or an object of a class of your own"
             )
 

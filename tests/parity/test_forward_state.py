@@ -175,7 +175,7 @@ class SharedGenerator(Base):
 def test_a_generator_that_blocks_share_is_refused_by_name_and_right_in_stocks_order(tmp_path: Path) -> None:
     with running(config_in(tmp_path), SharedGenerator, vertical=True) as (engine, model):
         state = model.generator.get_state()
-        with pytest.raises(LayerError, match=r"generator: a generator of random numbers that several parts.*horizontal"):
+        with pytest.raises(LayerError, match=r"generator: several parts of the forward draw from this generator.*horizontal"):
             engine.train_batch(iter(batches(1)[0]))
         assert torch.equal(model.generator.get_state(), state)
     stock, ours = run_both(config_in(tmp_path, section={"order": "horizontal"}), SharedGenerator, batches())

@@ -47,7 +47,7 @@ class FoundElements:
         """
         written = [(tensor, before) for tensor, count, before in self._plain if tensor._version != count]
         if any(before is None for _, before in written):
-            self._tracked.copy_from_now_on(f"a tensor of {tuple(written[0][0].shape)} in state that a block finds")
+            self._tracked.copy_from_now_on(f"a tensor of shape {tuple(written[0][0].shape)} that a block finds in state")
         now = [(tensor, tensor.clone()) for tensor, _ in written]
         for tensor, before in written:
             assert before is not None

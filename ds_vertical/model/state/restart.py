@@ -24,8 +24,8 @@ class StateMissed(LayerError):  # noqa: N818 - a request to start over, as StopI
     def __init__(self, path: str) -> None:
         self.path = path
         super().__init__(
-            f"{path or 'state'} changes in each run of this step in a way that could not be foreseen; keep what changes in the"
-            f" blocks, or in the model's forward, {HORIZONTAL}"
+            f"{path or 'state'}: in each run of this step the forwards have changed state that they did not change before, this"
+            f" time there; keep what changes in attributes of the blocks or of the model, {HORIZONTAL}"
         )
 
     def __reduce__(self) -> tuple[type, tuple[str]]:

@@ -269,10 +269,10 @@ def refuse_large(item: Item) -> NoReturn:
     numel = item.tensor.numel()
     if numel > LARGEST_NUMEL:
         raise LayerError(
-            f"{item.path} is written during the forward and has {numel} elements; of more than {LARGEST_NUMEL} no micro-batch"
-            " gets a copy: write it outside the forward, or into several smaller tensors"
+            f"{item.path} is written during the forward and has {numel} elements; a tensor of more than {LARGEST_NUMEL} is not"
+            " copied for each micro-batch: write it outside the forward, or into several smaller tensors"
         )
     raise LayerError(
         f"{item.path} ({numel} elements) is written during the forward for the first time, after steps that did not write it,"
-        " and what it held before was not copied; write it in the first step, too, and load the last checkpoint"
+        " so there is no copy of what it held before; write it in the first step, too, and load the last checkpoint"
     )

@@ -36,8 +36,8 @@ class GradFlags:
         for (name, param), before in zip(self._model.named_parameters(), self._flags, strict=True):
             if param.requires_grad != before:
                 raise LayerError(
-                    f"the forward has set requires_grad of {name} to {param.requires_grad}; blocks run once more in the"
-                    " backward, with what is set then: set it before ds_vertical.initialize, and detach what is to get no"
+                    f"the forward has set requires_grad of {name} to {param.requires_grad}; the backward runs blocks once more,"
+                    " with the value of then: set it before ds_vertical.initialize, and detach what is to get no"
                     " gradient"
                 )
 
@@ -289,14 +289,15 @@ def _regions_near(layers: LayerMap, layer: int | None) -> set[int] | None:
 
 def _refuse_shared_generator(path: str) -> None:
     raise LayerError(
-        f"{path}: a generator of random numbers that several parts of the forward draw from; layer-major order cannot know"
-        " where the next micro-batch's numbers begin: give every block a generator of its own, use torch's default one,"
+        f"{path}: several parts of the forward draw from this generator of random numbers; in layer-major order the next"
+        " micro-batch starts before the last draw of this one, so its first number is unknown: give every block a generator of"
+        " its own, use torch's default one,"
         f" {HORIZONTAL}"
     )
 
 
 def _refuse_snake(path: str) -> None:
     raise LayerError(
-        f"{path}: what one micro-batch leaves there the next one finds, and vertical_schedule.snake runs every second layer's"
-        ' micro-batches last first: write "snake": false'
+        f"{path}: each micro-batch goes on with what the one before has left there, but vertical_schedule.snake runs the"
+        ' micro-batches of every second layer last first: write "snake": false'
     )
