@@ -1,10 +1,11 @@
 """The autograd graph of one micro-batch outside its blocks, run backward one segment at a time.
 
 [Note: segments] Segment 0 is the prefix, segment b the glue between the blocks b-1 and b, the last one the suffix. A node of
-the graph belongs to the segment in which it was made, which autograd's sequence numbers tell. A tensor may be used later
-than in its own segment (encoder states by every decoder block, per-layer embeddings by one block each): its gradient
-waits until its segment is reached. So every node runs once, frees its memory then, and the gradients of a tensor are
-added one by one in the order in which stock's whole graph adds them: the same bits.
+the graph belongs to the segment in which the forward made it; autograd's sequence numbers tell which that is. Later segments
+and blocks may use a tensor, too (every decoder block the encoder's states, one block each the per-layer embeddings). The
+gradients that they give wait until the backward reaches the tensor's own segment. So each node runs once and frees its memory
+then. The gradients of a tensor are added one by one in the order in which stock's whole graph adds them, which gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Segments:
         self._starts = [0]
         self._output_of: dict[Node, int] = {}
         self._waiting: dict[_Key, _Waiting] = {}
-        # A node written in Python is owned by the nodes after it alone, not by what Python holds of it: the nearest one of
-        # those that Python can own is kept until the prefix is done, and no more of the graph than that.
+        # Only the nodes behind a node written in Python own it; a reference from Python does not. So the nearest node behind it
+        # that Python can own is kept until the prefix's backward is over, and no more of the graph than that.
         self._owners: list[Node | GradientEdge] = []
 
     def begin(self, leaves: Iterable[object]) -> None:
@@ -168,7 +169,7 @@ def take_as_it_comes(leaf: torch.Tensor) -> Node:
     a graph has it.
     """
     node = get_gradient_edge(leaf).node
-    reference = weakref.ref(leaf)  # nobody's hold on its memory: see `tensor_refs`
+    reference = weakref.ref(leaf)  # weak: a further reference would keep its memory (`tensor_refs`)
 
     def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
         (grad,), target = grads, reference()

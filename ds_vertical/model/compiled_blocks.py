@@ -1,8 +1,9 @@
 """Blocks that `torch.compile` has compiled.
 
-[Note: compiled blocks] A compiled block runs layer-major what it runs under stock: its forward is compiled, and what hands
-its call to the schedule is not. Stock's hooks at the modules inside a block end the compiler's graphs there, and which
-operations share a kernel decides the last bits. So hooks that do nothing stand at the same places.
+[Note: compiled blocks] A compiled block runs the same kernels in layer-major order as under stock. Its forward is compiled; the
+stub that hands its call to the schedule is not. Under stock, DeepSpeed's hooks at the modules inside a block end the compiler's
+graphs there, and which operations share a kernel decides the last bits. So hooks that do nothing stand at the same modules
+here.
 """
 
 from __future__ import annotations

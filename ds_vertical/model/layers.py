@@ -254,7 +254,7 @@ def _refuse_overlap(blocks: Sequence[Block]) -> None:
             raise LayerError(f"vertical_schedule.layers: names {block.path!r} twice; every block runs once per forward")
         for module in block.module.modules():
             if module is not block.module and _is_stateless(module):
-                continue  # an activation that all blocks use is nobody's
+                continue  # blocks may share a module without parameters or buffers, such as an activation
             if id(module) in seen and seen[id(module)] != block.path:
                 raise LayerError(
                     f"vertical_schedule.layers: {block.path!r} shares the module {type(module).__name__} with"

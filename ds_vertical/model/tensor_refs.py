@@ -1,11 +1,13 @@
 """References to a tensor: may its memory be taken away without any code reading it meanwhile?
 
-[Note: holders] Python counts the references to a tensor, torch those of its own (what autograd saved) and the tensors over a
-storage: the leaf that stands for a block's output, and one for each joint (see `module_hooks`) that it has passed. So it can
-be told exactly whether all of them are ours. While a forward is parked its frames hold what it hands to the next block, and
-frames cannot be asked. But whatever else Python has is tracked by the garbage collector: a tensor to which only tuples, lists,
-dicts and closures lead, and nothing to those, is held by frames alone, that is, by this forward. That search takes some tenths
-of a second, so its verdict is kept for the same layer, place in the code and numbers of references.
+[Note: holders] Python counts the references to a tensor. Torch counts its own references (autograd's saved tensors), and the
+tensors over a storage: the leaf that stands for a block's output, and one more for each joint that it has passed
+(`module_hooks`). If these counts equal the references that this package holds, no other code can reach the tensor.
+
+While a forward is parked, its frames hold the tensors that it hands to the next block, and frames cannot be asked which. But
+Python's garbage collector tracks every other holder. If only tuples, lists, dicts and closures lead to a tensor, and nothing
+leads to those, then only frames hold it: those of this forward. That search takes some tenths of a second, so its verdict is
+kept for the same layer, place in the code and numbers of references.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The state that torch keeps per thread, captured and put back.
 
-[Note: one thread, many forwards] All micro-batches' forwards run as greenlets of ONE thread, so what torch keeps per
-thread leaks from one to the next: autocast still on, grad mode still off, one random stream for all. Every switch
-therefore captures this state on one side and applies the other side's.
+[Note: one thread, many forwards] The forwards of all micro-batches run as greenlets of ONE thread. What torch keeps per thread
+would leak from one forward to the next: autocast still on, grad mode still off, one random stream for all. So each switch
+captures the state of the side that it leaves, and applies that of the side that it enters.
 """
 
 from __future__ import annotations

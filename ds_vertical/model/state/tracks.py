@@ -118,7 +118,7 @@ class TrackedState:
     `learns`: state is searched behind every part of each forward. `in_turn`: each forward is over before the next one begins.
     `seeds`: of each micro-batch's random numbers, None where the caller's streams go through all of them. `layer`: the layer
     that the forward under way goes through (below 0: the prefix; None: the suffix, or none is under way). `news`: paths of what
-    no earlier run knew of. `written`: ids of the tracks of which an attribute was set since somebody last looked at them.
+    no earlier run knew of. `written`: ids of the tracks of which an attribute was set since `StepState` last looked at them.
     `unused`: Python's and NumPy's generators that no forward is known to draw from, with their states before the step.
     """
 
