@@ -46,10 +46,11 @@ def conclude_step(engine: DeepSpeedEngine) -> None:
         forget_boundary(engine)
 
 
-def forget_boundary(engine: Any) -> None:
-    """Let the engine find the gradient accumulation boundary itself again."""
+def forget_boundary(engine: DeepSpeedEngine) -> None:
+    """Let the engine find the gradient accumulation boundary itself again, after `set_gradient_accumulation_boundary`."""
     engine._is_gradient_accumulation_boundary = None
-    engine.optimizer.set_gradient_accumulation_boundary(True)
+    optimizer: Any = engine.optimizer  # of any class, in the stock arm
+    optimizer.set_gradient_accumulation_boundary(True)
 
 
 @dataclass(frozen=True)
@@ -61,43 +62,48 @@ class ModuleHooks:
     others: tuple[RemovableHandle | None, ...]
 
 
-def module_hooks(engine: Any) -> ModuleHooks:
+def module_hooks(engine: DeepSpeedEngine) -> ModuleHooks:
     """Those of ZeRO stage 3, and the engine's own two around the whole model."""
-    offload = engine.optimizer.parameter_offload
+    optimizer: Any = engine.optimizer
+    offload = optimizer.parameter_offload
     others = offload.fwd_pre_hook, engine.module_forward_pre_hook, engine.module_forward_post_hook
     return ModuleHooks(tuple(offload.forward_hooks), tuple(offload.backward_hooks), others)
 
 
 @contextlib.contextmanager
-def gathering_on_save(engine: Any) -> Iterator[bool]:
+def gathering_on_save(engine: DeepSpeedEngine) -> Iterator[bool]:
     """Within the block `save_16bit_model` gathers; yields whether the JSON had asked for it."""
-    zero = engine._config.zero_config
+    config: Any = engine._config  # declared as optional
+    zero = config.zero_config
     asked = zero.gather_16bit_weights_on_model_save
     name = "gather_16bit_weights_on_model_save"
     with Changed(lambda: setattr(zero, name, asked), lambda: setattr(zero, name, True)):
         yield asked
 
 
-def aio_config(engine: Any) -> dict[str, Any]:
+def aio_config(engine: DeepSpeedEngine) -> dict[str, Any]:
     """The JSON's `aio` section with DeepSpeed's defaults."""
-    return engine._config.aio_config
+    config: Any = engine._config  # declared as optional
+    return config.aio_config
 
 
-def inputs_of(engine: Any, batch: Any) -> Any:
+def inputs_of(engine: DeepSpeedEngine, batch: Any) -> Any:
     """The micro-batch as stock's forward would pass it on (fp16 auto-cast)."""
     return engine._cast_inputs_half(batch) if engine.fp16_auto_cast() else batch
 
 
-def consolidated_weights(engine: Any, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
+def consolidated_weights(engine: DeepSpeedEngine, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
     """The model's state dict with full weights on the host, on rank 0; None on the other ranks.
 
     Gathers one module at a time. As `_zero3_consolidated_16bit_state_dict`, except that every weight is a copy: stock's
     alias the swap buffers where the device is the host, and the next gather overwrites them.
     """
-    engine.optimizer.checkpoint_event_prologue()
+    optimizer: Any = engine.optimizer
+    model: Any = engine.module
+    optimizer.checkpoint_event_prologue()
     state: dict[str, torch.Tensor] = {}
     shared: dict[int, torch.Tensor] = {}
-    for path, module in engine.module.named_modules(remove_duplicate=False):
+    for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         own: dict[str, ZeroParam] = dict(module.named_parameters(recurse=False))
         with deepspeed.zero.GatheredParameters(list(own.values())):
@@ -109,7 +115,7 @@ def consolidated_weights(engine: Any, exclude_frozen: bool) -> dict[str, torch.T
         for name, buffer in module.named_buffers(recurse=False):
             if name in persistent_buffers(module):
                 state[prefix + name] = buffer.detach().cpu()
-    engine.optimizer.checkpoint_event_epilogue()
+    optimizer.checkpoint_event_epilogue()
     return state if dist.get_rank() == 0 else None
 
 

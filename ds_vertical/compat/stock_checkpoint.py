@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_vertical.compat.zero_params import ZeroParam
 
@@ -22,7 +23,8 @@ from ds_vertical.compat.zero_params import ZeroParam
 
 @dataclass(frozen=True)
 class StockGroup:
-    """A sub-group as stock makes them, with this rank's state of it, flat fp32. `group`: of the torch optimizer."""
+    """A sub-group as stock makes it, with this rank's state of it. `group`: the number of its group in the torch optimizer;
+    `step`: steps taken; `master`, `exp_avg`, `exp_avg_sq`: flat fp32 tensors on the host."""
 
     params: Sequence[ZeroParam]
     group: int
@@ -32,21 +34,28 @@ class StockGroup:
     exp_avg_sq: torch.Tensor
 
 
-def write_stock_files(
-    engine: Any,
-    folder: Path,
-    groups: Sequence[StockGroup],
-    share_of: Callable[[ZeroParam], torch.Tensor],
-    client_state: Mapping[str, Any],
-    exclude_frozen: bool,
-    write: Callable[[Any, str], None],
-) -> None:
-    """Let DeepSpeed write this rank's two files of a checkpoint, as if `groups` were the optimizer's sub-groups.
+@dataclass(frozen=True)
+class StockCheckpoint:
+    """What this rank saves in DeepSpeed's format.
 
-    `folder`: of the tag; `share_of`: this rank's share of a parameter that is not trained, flat; `write(content, path)`: one of
-    the files. Parameters must be partitioned.
+    `folder`: that of the tag, which exists; `groups`: the state, in stock's sub-groups; `frozen_share`: gives this rank's share
+    of a parameter that is not trained, flat; `client_state`: the caller's; `exclude_frozen`: leave frozen parameters out.
     """
-    optimizer = engine.optimizer
+
+    folder: Path
+    groups: Sequence[StockGroup]
+    frozen_share: Callable[[ZeroParam], torch.Tensor]
+    client_state: Mapping[str, Any]
+    exclude_frozen: bool
+
+
+def write_stock_files(engine: DeepSpeedEngine, checkpoint: StockCheckpoint, write: Callable[[Any, str], None]) -> None:
+    """Let DeepSpeed write this rank's two files of a checkpoint, as if its groups were the optimizer's sub-groups.
+
+    DeepSpeed calls `write(content, path)` for each file. Parameters must be partitioned. Raises what `write` raises.
+    """
+    optimizer: Any = engine.optimizer
+    folder, groups = checkpoint.folder, checkpoint.groups
     states = {g.master: {"step": g.step, "exp_avg": g.exp_avg, "exp_avg_sq": g.exp_avg_sq} for g in groups}
     layout = {
         "fp16_groups": [list(group.params) for group in groups],
@@ -56,16 +65,17 @@ def write_stock_files(
     }
     writer = {
         "checkpoint_engine": SimpleNamespace(save=lambda state_dict, path: write(state_dict, path)),
-        "_get_param_fragment_func": share_of,
+        "_get_param_fragment_func": checkpoint.frozen_share,
         "_copy_recovery_script": lambda save_path: None,
     }
-    with _holding(optimizer, layout), _holding(optimizer.optimizer, {"state": states}), _holding(engine, writer):
-        engine._save_checkpoint(str(folder.parent), folder.name, client_state, exclude_frozen)
+    with _replaced(optimizer, layout), _replaced(optimizer.optimizer, {"state": states}), _replaced(engine, writer):
+        engine._save_checkpoint(str(folder.parent), folder.name, checkpoint.client_state, checkpoint.exclude_frozen)
         engine._save_zero_checkpoint(str(folder.parent), folder.name)
 
 
-def place_stock_scripts(engine: Any, folder: Path) -> None:
-    """Copy DeepSpeed's scripts that convert its checkpoints into a folder of such; to be changed by others under no umask."""
+def place_stock_scripts(engine: DeepSpeedEngine, folder: Path) -> None:
+    """Copy into `folder` the scripts with which DeepSpeed converts its checkpoints. Only their owner may write to them,
+    whatever the umask. Raises OSError."""
     engine._copy_recovery_script(str(folder))
     for script in (folder / "zero_to_fp32.py", folder / "zero_to_torch.py"):
         if script.is_file():
@@ -73,8 +83,8 @@ def place_stock_scripts(engine: Any, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _holding(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block the object's own attributes are these."""
+def _replaced(owner: object, values: Mapping[str, object]) -> Iterator[None]:
+    """Within the block these attributes of the object itself have these values."""
     own = vars(owner)
     before = {name: own[name] for name in values if name in own}
     own.update(values)

@@ -12,22 +12,23 @@ from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed
 # isort: split
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.io import host
 
 
-def parameter_swappers(params: Iterable[ZeroParam]) -> list[Any]:
+def parameter_swappers(params: Iterable[ZeroParam]) -> list[AsyncPartitionedParameterSwapper]:
     """The swappers of these parameters, one for each zero.Init that made some of them."""
     found = {id(s): s for param in params if (s := getattr(param, "nvme_swapper", None)) is not None}
     return list(found.values())
 
 
-def rest_stock_buffers(params: Iterable[ZeroParam], optimizer: Any = None) -> int:
+def rest_stock_buffers(params: Iterable[ZeroParam], optimizer: DeepSpeedZeroOptimizer_Stage3 | None = None) -> int:
     """Give the pages of stock's transfer buffers back that hold nothing at present: those of the parameters and, where it
     is given, of the optimizer. Returns their bytes. Raises RuntimeError for a buffer that the device's driver has locked: it
     would go on copying from and to the pages that were there."""
@@ -47,7 +48,7 @@ def rest_stock_buffers(params: Iterable[ZeroParam], optimizer: Any = None) -> in
     return sum(map(_num_bytes, free))
 
 
-def _free_parameter_buffers(swapper: Any) -> Iterator[torch.Tensor]:
+def _free_parameter_buffers(swapper: AsyncPartitionedParameterSwapper) -> Iterator[torch.Tensor]:
     size = int(swapper.aligned_elements_per_buffer)
     if len(swapper.available_buffer_ids) == swapper.param_buffer_count:
         yield swapper.buffers

@@ -17,7 +17,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: F401 - used by others
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: F401 - used by others
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from ds_vertical.compat.accelerator import get_accelerator
@@ -28,7 +28,7 @@ _NORM_PIECE = 250_000_000  # elements that stock's norm takes at a time
 # ---- the step of the ZeRO-3 optimizer, taken apart
 
 
-def open_step(optimizer: Any) -> torch.Tensor | None:
+def open_step(optimizer: DeepSpeedZeroOptimizer_Stage3) -> torch.Tensor | None:
     """Norm, overflow check and loss-scale update of stock's step. Returns the scaled norm, or None for a skipped step."""
     # Gradients may still be on their way to pinned host memory, where the overflow check reads them (stock waits likewise).
     if not get_accelerator().resolves_data_dependency():
@@ -48,13 +48,13 @@ def open_step(optimizer: Any) -> torch.Tensor | None:
     return norm
 
 
-def close_step(optimizer: Any) -> None:
+def close_step(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """The end of stock's `_post_step` that does not need the new parameters."""
     optimizer.reset_cpu_buffers()
     optimizer.invalidate_secondary_tensor()
 
 
-def gather_persistent(optimizer: Any, chosen: Callable[[ZeroParam], bool] = lambda _: True) -> None:
+def gather_persistent(optimizer: DeepSpeedZeroOptimizer_Stage3, chosen: Callable[[ZeroParam], bool] = lambda _: True) -> None:
     """Bring the parameters that stay on the device (those `chosen`) back there, with their new values. Those that lie on SSD
     do not stay, though DeepSpeed counts them: at once they would need more buffers than there are."""
     away = (param for param in optimizer.persistent_parameters if param.ds_status == ZeroParamStatus.NOT_AVAILABLE)
@@ -63,12 +63,12 @@ def gather_persistent(optimizer: Any, chosen: Callable[[ZeroParam], bool] = lamb
         params[0].all_gather(params)
 
 
-def partition_all(optimizer: Any) -> None:
+def partition_all(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """Leave of every parameter its shard only, of persistent ones too."""
     optimizer._partition_all_parameters()
 
 
-def combined_scale(optimizer: Any, norm: torch.Tensor) -> torch.Tensor | float:
+def combined_scale(optimizer: DeepSpeedZeroOptimizer_Stage3, norm: torch.Tensor) -> torch.Tensor | float:
     """What stock divides the gradients by: loss scale times the excess of the norm over the clip (at least 1)."""
     if optimizer.clip_grad > 0.0:
         excess = ((norm / optimizer.loss_scale) + 1e-6) / optimizer.clip_grad
@@ -76,17 +76,19 @@ def combined_scale(optimizer: Any, norm: torch.Tensor) -> torch.Tensor | float:
     return optimizer.loss_scale
 
 
-def group_norm(optimizer: Any, params: Sequence[ZeroParam]) -> torch.Tensor:
+def group_norm(optimizer: DeepSpeedZeroOptimizer_Stage3, params: Sequence[ZeroParam]) -> torch.Tensor:
     """The norm of one group of gradients as stock takes it: rounded to fp32 once per group."""
     return optimizer.complete_grad_norm_calculation_for_cpu_offload(params)
 
 
-def reduce(optimizer: Any, params: Sequence[ZeroParam], sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def reduce(
+    optimizer: DeepSpeedZeroOptimizer_Stage3, params: Sequence[ZeroParam], sums: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Average summed gradients over the ranks, once. Returns this rank's share of each, flat.
 
     `sums`: flat gradients of full parameters in the accumulation dtype; overwritten.
     """
-    group = optimizer._get_param_partition_group(params[0])
+    group: Any = optimizer._get_param_partition_group(params[0])  # DeepSpeed declares an optional one
     return reduce_scatter_coalesced(list(sums), group) if dist.get_world_size(group) > 1 else list(sums)
 
 
@@ -117,7 +119,7 @@ class NormMemory:
         self._bytes = None
 
 
-def note_gradient(optimizer: Any, param: ZeroParam, share: torch.Tensor, memory: NormMemory) -> None:
+def note_gradient(optimizer: DeepSpeedZeroOptimizer_Stage3, param: ZeroParam, share: torch.Tensor, memory: NormMemory) -> None:
     """Tell stock of a gradient's norm, given this rank's share of it (flat).
 
     A rank whose share lies wholly in the padding has nothing to add to the norm.
@@ -128,12 +130,12 @@ def note_gradient(optimizer: Any, param: ZeroParam, share: torch.Tensor, memory:
         optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = norm
 
 
-def gather_shares(optimizer: Any, param: ZeroParam, share: torch.Tensor) -> torch.Tensor:
+def gather_shares(optimizer: DeepSpeedZeroOptimizer_Stage3, param: ZeroParam, share: torch.Tensor) -> torch.Tensor:
     """The full fp32 tensor, in the parameter's shape, of which every rank has a share (flat)."""
     return optimizer._fp32_state_allgather(param, share)
 
 
-def rounding_dtype(optimizer: Any, param: ZeroParam) -> torch.dtype:
+def rounding_dtype(optimizer: DeepSpeedZeroOptimizer_Stage3, param: ZeroParam) -> torch.dtype:
     """The dtype in which stock communicates a micro-batch's gradient: it rounds there even with one rank."""
     return optimizer.get_param_comm_dtype(param)
 
@@ -141,15 +143,17 @@ def rounding_dtype(optimizer: Any, param: ZeroParam) -> torch.dtype:
 # ---- files of the optimizer
 
 
-def is_chunk_on_ssd(optimizer: Any, chunk: int) -> bool:
+def is_chunk_on_ssd(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> bool:
     """Whether the optimizer state of a chunk lives in files (state under 1 MiB never does)."""
     return optimizer._swappable_optimizer_subgroup(chunk)
 
 
-def optimizer_files(optimizer: Any, generations: int) -> dict[Path, int]:
-    """Every file that the optimizer of this rank will write, with its size in bytes: fp32 master and moments."""
+def optimizer_files(optimizer: DeepSpeedZeroOptimizer_Stage3, generations: int) -> dict[Path, int]:
+    """Every file that the optimizer of this rank will write, with its size in bytes: fp32 master and moments, in as many
+    `generations` (1 or 2). Empty where no state is on SSD."""
+    swapper: Any = optimizer.optimizer_swapper  # None where no state is on SSD
     return {
-        path: file_numel(optimizer, index) * optimizer.optimizer_swapper.swap_element_size
+        path: file_numel(optimizer, index) * swapper.swap_element_size
         for index in range(len(optimizer.fp16_groups))
         if is_chunk_on_ssd(optimizer, index)
         for files in state_files(optimizer, index)[:generations]
@@ -157,9 +161,12 @@ def optimizer_files(optimizer: Any, generations: int) -> dict[Path, int]:
     }
 
 
-def state_files(optimizer: Any, chunk: int) -> tuple[tuple[Path, Path, Path], tuple[Path, Path, Path]]:
+def state_files(
+    optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int
+) -> tuple[tuple[Path, Path, Path], tuple[Path, Path, Path]]:
     """Master, exp_avg and exp_avg_sq of a chunk on SSD under the names that stock gives them, then a second generation."""
-    folder = Path(optimizer.optimizer_swapper.swap_folder)
+    swapper: Any = optimizer.optimizer_swapper
+    folder = Path(swapper.swap_folder)
     ids = optimizer.fp16_partitioned_groups_flat_id[chunk]
     name = f"{ids[0]}_{ids[-1]}.tensor.swp"
     master, first, second = folder / name, folder / f"exp_avg-{name}", folder / f"exp_avg_sq-{name}"
@@ -167,24 +174,26 @@ def state_files(optimizer: Any, chunk: int) -> tuple[tuple[Path, Path, Path], tu
     return (master, first, second), beside
 
 
-def chunk_numel(optimizer: Any, chunk: int) -> int:
+def chunk_numel(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> int:
     return optimizer.fp16_partitioned_groups_flat_numel[chunk]
 
 
-def gradient_file(optimizer: Any) -> Path:
+def gradient_file(optimizer: DeepSpeedZeroOptimizer_Stage3) -> Path:
     """Where gradients wait that are not to wait in host memory: beside the state."""
-    return Path(optimizer.optimizer_swapper.swap_folder) / "gradients.swp"
+    swapper: Any = optimizer.optimizer_swapper
+    return Path(swapper.swap_folder) / "gradients.swp"
 
 
-def file_numel(optimizer: Any, chunk: int) -> int:
+def file_numel(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> int:
     """Elements of each state file of a chunk: the chunk's, rounded up to the disk's alignment."""
-    return optimizer.optimizer_swapper._io_aligned_numel(chunk_numel(optimizer, chunk))
+    swapper: Any = optimizer.optimizer_swapper
+    return swapper._io_aligned_numel(chunk_numel(optimizer, chunk))
 
 
 # ---- state
 
 
-def moments(optimizer: Any, chunk: int) -> dict[str, Any]:
+def moments(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> dict[str, Any]:
     """The torch optimizer's state entry of a chunk; made (step 0, zeros) where the first step is yet to come.
 
     Of a chunk on SSD the tensors are empty: stock's swapper, told here of their files, fills them when it reads.
@@ -197,18 +206,18 @@ def moments(optimizer: Any, chunk: int) -> dict[str, Any]:
         zeros = torch.zeros(1).expand if on_ssd else torch.zeros  # stock asks for the size only
         state |= {"step": 0, "exp_avg": zeros(numel), "exp_avg_sq": zeros(numel)}
         if on_ssd:
-            info = optimizer.optimizer_swapper._get_param_swap_info(master)
-            info.release_memory()
+            swapper: Any = optimizer.optimizer_swapper
+            swapper._get_param_swap_info(master).release_memory()
     return state
 
 
-def resident_state(optimizer: Any, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def resident_state(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Master and moments of a chunk that lives in host memory, flat fp32."""
     state = moments(optimizer, chunk)
     return optimizer.fp32_partitioned_groups_flat[chunk].data, state["exp_avg"], state["exp_avg_sq"]
 
 
-def set_share(optimizer: Any, param: ZeroParam, value: torch.Tensor, kind: str | None) -> None:
+def set_share(optimizer: DeepSpeedZeroOptimizer_Stage3, param: ZeroParam, value: torch.Tensor, kind: str | None) -> None:
     """Overwrite this rank's share of a parameter's master (`kind` None) or moment, in memory or in its file."""
     share, chunk = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False, optim_state_key=kind)
     share.data.copy_(value.flatten())
@@ -216,12 +225,12 @@ def set_share(optimizer: Any, param: ZeroParam, value: torch.Tensor, kind: str |
         optimizer._optimizer_states_and_gradient_swap_out(chunk)
 
 
-def parameter_group(optimizer: Any, chunk: int) -> dict[str, Any]:
+def parameter_group(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> dict[str, Any]:
     """The torch optimizer's group (lr, betas, ...) that a chunk belongs to."""
     return optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[chunk]]
 
 
-def group_of(optimizer: Any, chunk: int) -> int:
+def group_of(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> int:
     """The number of a chunk's group in the torch optimizer."""
     return optimizer.sub_group_to_group_id[chunk]
 
@@ -232,7 +241,7 @@ def group_of(optimizer: Any, chunk: int) -> int:
 _LINE_BYTES = 64
 
 
-def place_as_stock(optimizer: Any) -> None:
+def place_as_stock(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """Give every parameter that a lone rank on the CPU computes with where it rests an address as far behind a cache line as
     in stock's buffer: a product with a single row rounds by it (MKL's matrix-vector product in fp32, by address modulo 16).
 
@@ -277,13 +286,13 @@ def _copy_at(flat: torch.Tensor, remainder: int) -> torch.Tensor:
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def loss_scaler_numbers(optimizer: Any) -> dict[str, float]:
+def loss_scaler_numbers(optimizer: DeepSpeedZeroOptimizer_Stage3) -> dict[str, float]:
     """What a dynamic loss scaler has come to; {} of a static one, whose scale the JSON gives."""
     scaler = optimizer.loss_scaler
     return {name: getattr(scaler, name) for name in _SCALER} if scaler.dynamic else {}
 
 
-def set_loss_scaler_numbers(optimizer: Any, numbers: dict[str, float]) -> None:
+def set_loss_scaler_numbers(optimizer: DeepSpeedZeroOptimizer_Stage3, numbers: dict[str, float]) -> None:
     """Raises ValueError where one scaler is dynamic and the other is not."""
     if bool(numbers) != bool(optimizer.loss_scaler.dynamic):
         raise ValueError("a dynamic loss scale here or there, and a static one in the other place")
@@ -291,7 +300,7 @@ def set_loss_scaler_numbers(optimizer: Any, numbers: dict[str, float]) -> None:
         setattr(optimizer.loss_scaler, name, value)
 
 
-def set_up(optimizer: Any) -> None:
+def set_up(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """As stock's `_setup_for_real_optimizer`, without its buffers for gradients of the whole partition (in fp32 4 bytes
     per parameter) and for reduction buckets: gradients leave the device once per unit into memory of our own."""
     optimizer._create_fp32_partitions()
@@ -300,6 +309,6 @@ def set_up(optimizer: Any) -> None:
     optimizer.initialize_optimizer_states()
     dist.barrier()
     optimizer.grad_partitions_flat_buffer = torch.empty(0, dtype=optimizer.gradient_accumulation_dtype)
-    optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
+    optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}  # type: ignore[attr-defined] - mangled there
     for master in optimizer.fp32_partitioned_groups_flat:
         master.grad = None

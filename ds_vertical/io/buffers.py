@@ -23,8 +23,8 @@ from ds_vertical.io.aio import DiskQueue, Transfer
 ReadCheck = Callable[[str, int, Any], None]
 
 
-def _nothing() -> None:
-    """Nothing to wait for."""
+def nothing_to_wait_for() -> None:
+    """The `wait_copies` of a buffer from which no copies are under way."""
 
 
 class HostBuffer:
@@ -40,7 +40,7 @@ class HostBuffer:
         self._check = check
         self._unchecked: list[tuple[str, int, torch.Tensor]] = []
         self.reads: list[Transfer] = []
-        self.wait_copies: Callable[[], None] = _nothing
+        self.wait_copies: Callable[[], None] = nothing_to_wait_for
         self.writes: list[Transfer] = []
 
     def issue_read(self, path: str, start: int, num_bytes: int, offset: int = 0) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_vertical.io.buffers import _nothing
+from ds_vertical.io.buffers import nothing_to_wait_for
 
 
 class CopyEvent(Protocol):
@@ -40,7 +40,7 @@ class CopyStream:
         """
         if self._stream is None:
             issue()
-            return _nothing
+            return nothing_to_wait_for
         with torch.cuda.stream(self._stream):
             tensors = issue()
             copied = self._stream.record_event()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ds_vertical.compat import stock_checkpoint, zero_optimizer, zero_params
-from ds_vertical.compat.stock_checkpoint import StockGroup
+from ds_vertical.compat.stock_checkpoint import StockCheckpoint, StockGroup
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest
 from ds_vertical.engine.checkpoint.save import new_folder
@@ -65,7 +65,8 @@ def _write(engine: Any, folder: Path, client_state: Mapping[str, Any], exclude_f
             found = shares.get(id(param))
             return zero_params.shard(param).detach().to("cpu", copy=True) if found is None else found
 
-        stock_checkpoint.write_stock_files(engine, folder, groups, share_of, client_state, exclude_frozen, _save)
+        checkpoint = StockCheckpoint(folder, groups, share_of, client_state, exclude_frozen)
+        stock_checkpoint.write_stock_files(engine, checkpoint, _save)
     except OSError as error:
         raise fail(error.filename or folder, "save", error, "free space there or save to another folder") from error
 

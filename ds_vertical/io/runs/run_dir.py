@@ -236,8 +236,9 @@ def guarded(path: Path, create: bool) -> Iterator[Guard]:
 
 def _open_folder(path: Path, root: int, create: bool) -> int:
     """A descriptor of the folder, made where asked; FileNotFoundError where it is not there and not to be made."""
-    is_new = False
-    for retries_left in reversed(range(_NUM_RETRIES)):
+    is_new, retries_left = False, _NUM_RETRIES
+    while True:
+        retries_left -= 1
         try:
             if create:
                 with contextlib.suppress(FileExistsError):
