@@ -15,7 +15,7 @@ import datetime
 import json
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -31,10 +31,11 @@ from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
 from ds_vertical.cli.plan.fake_run import read_outline
 from ds_vertical.model.hf import read_fields
 from ds_vertical.planner import memory_budget, search
-from ds_vertical.planner.linear_program import LpProblem, TierLimits
+from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
-from ds_vertical.planner.model_shape import Outline, Placement, Seconds, shape_of
+from ds_vertical.planner.model_shape import Division, Outline, Seconds, shape_of
 from ds_vertical.planner.search import Candidate, Setting, Task
+from ds_vertical.types import Placement, Tier
 
 FOLDER = run.ROOT / "benchmarks" / "predictions"
 LAYERS_200M = ("num_hidden_layers=16",)
@@ -122,21 +123,23 @@ def candidate(row: Row, dtype: str, out: Path) -> tuple[Candidate, Outline]:
     outline, _ = outline_of(row.model, row.tokens, row.dims, dtype)
     early = row.delay is not None and row.delay < 1
     delay = 1.0 if row.delay is None else row.delay
-    placement = Placement(1.0, 1.0, 0.0, 0.0, row.on_ssd)
+    placement = Placement.of(activations_on_ssd=row.on_ssd)
     shape = shape_of(
         outline,
         seconds_of(row.model, row.tokens, dtype, row.size),
-        sequences=row.size,
-        blocks_per_layer=row.blocks,
-        generations=1 + early,
-        part_elements=memory_budget.PART_ELEMENTS,
-        placement=placement,
+        Division(
+            sequences=row.size,
+            blocks_per_layer=row.blocks,
+            generations=1 + early,
+            part_elements=memory_budget.PART_ELEMENTS,
+            placement=placement,
+        ),
     )
     machine = profile_of(row.limited, out).machine
     held = delay if early else 1.0
     settings = memory_budget.Settings(row.micro_batches, row.window, held_share=held, one_memory=machine.one_memory)
     setting = Setting(row.size, row.micro_batches, row.blocks, row.window, delay, early, placement)
-    case = LpProblem(shape, machine, settings, TierLimits(None, None, None), delay, early)
+    case = LpProblem(shape, machine, settings, dict(zip(Tier, (None, None, None), strict=True)), delay, early)
     return Candidate(setting, shape, machine, case, 0.0, ()), outline
 
 
@@ -187,10 +190,10 @@ def choices(dtype: str, steps: int, out: Path, rows: list[dict[str, Any]]) -> li
     task = Task(outline, SWEPT_TOKENS, cache(lambda size: seconds_of("gpt_101m", 8, dtype, size)), clip=0.0)
     machine = profile_of(True, out)
     found: list[dict[str, Any]] = []
-    for name, host_bytes in (("plan_little_host_memory", LITTLE), ("plan", machine.host_bytes)):
-        chosen = search.choose(task, machine.machine, TierLimits(None, host_bytes, machine.ssd_bytes)).chosen
+    for name, host_bytes in (("plan_little_host_memory", LITTLE), ("plan", machine.capacity[Tier.HOST])):
+        chosen = search.choose(task, machine.machine, {**machine.capacity, Tier.DEVICE: None, Tier.HOST: host_bytes}).chosen
         step_s = train(SWEEP[0], name, chosen, outline, steps, out)
-        told = {"choice": name, "host_bytes": host_bytes, "setting": asdict(chosen.setting), "predicted_s": chosen.step_s}
+        told = {"choice": name, "host_bytes": host_bytes, "setting": chosen.setting.to_json(), "predicted_s": chosen.step_s}
         found.append(told | {"step_s": step_s, "measured_s": median(step_s), "over_best": median(step_s) / best})
         print(f"{name}: predicted {chosen.step_s:.2f} s, measured {median(step_s):.2f} s", flush=True)
     return found

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero
 from deepspeed.runtime.zero.utils import apply_to_tensors_only  # noqa: F401 - used by others
 
 from ds_vertical.compat.accelerator import get_accelerator
+from ds_vertical.types import Tier
 
 # A torch.nn.Parameter with the attributes that zero.Init grafts on it (ds_tensor, ds_status, ...): no type knows them.
 ZeroParam = Any
@@ -67,11 +68,11 @@ def is_persistent(param: ZeroParam) -> bool:
     return bool(param.ds_persist) and not is_on_ssd(param)
 
 
-def shard_tier(param: ZeroParam) -> str:
-    """`ssd`, `host` or `device`: where the shard rests between uses."""
+def shard_tier(param: ZeroParam) -> Tier:
+    """Where the shard rests between uses."""
     if is_on_ssd(param):
-        return "ssd"
-    return "device" if param.ds_persist or param.ds_tensor.device.type != "cpu" else "host"
+        return Tier.SSD
+    return Tier.DEVICE if param.ds_persist or param.ds_tensor.device.type != "cpu" else Tier.HOST
 
 
 def shard_bytes(param: ZeroParam) -> int:

@@ -1,8 +1,7 @@
 """Cross-check the "vertical_schedule" section against the rest of the DeepSpeed JSON: what is refused, what warns.
 
-One row of `_REFUSALS` per setting that layer-major training cannot honour. Imports neither torch nor deepspeed.
-
-Values of the DeepSpeed JSON that are left to "auto", which only Hugging Face's Trainer and Accelerate fill in.
+One row of `_REFUSALS` per setting that layer-major training cannot honour. `find_unfilled` finds the values that are left to
+"auto", which only Hugging Face's Trainer and Accelerate fill in.
 """
 
 from __future__ import annotations
@@ -11,17 +10,18 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, SupportsFloat, cast
 
 from ds_vertical.config.section import SECTION, VerticalConfig, show
 from ds_vertical.errors import ConfigError
+from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
 MAX_IN_CPU_DEFAULT = 1_000_000_000  # elements; DeepSpeed 0.19.8, runtime/zero/offload_config.py
 
 
-def _get(config: Mapping[str, Any], path: str) -> Any:
+def value_at(config: Mapping[str, object], path: str) -> object:
     """The value at a dotted path; None where absent, null, or "auto" (the Hugging Face trainer fills it in later)."""
-    value: Any = config
+    value: object = config
     for key in path.split("."):
         if not isinstance(value, Mapping) or value.get(key) is None:
             return None
@@ -29,40 +29,37 @@ def _get(config: Mapping[str, Any], path: str) -> Any:
     return None if isinstance(value, str) and value == "auto" else value
 
 
-value_at = _get  # for checks of other files
-
-
-def _true(value: Any) -> bool:
+def _true(value: object) -> bool:
     """As DeepSpeed's lax pydantic models read a flag, strings included."""
     if isinstance(value, str):
         return value.lower() in ("1", "true", "t", "yes", "y", "on")
     return bool(value)
 
 
-def _false(value: Any) -> bool:
+def _false(value: object) -> bool:
     return not _true(value)
 
 
-def _present(value: Any) -> bool:
+def _present(value: object) -> bool:
     return value is not None
 
 
-def _filled(value: Any) -> bool:
+def _filled(value: object) -> bool:
     return bool(value)
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     try:
-        return float(value)
+        return float(cast("SupportsFloat | str", value))
     except (TypeError, ValueError):
         return math.nan
 
 
-def _above_one(value: Any) -> bool:
+def _above_one(value: object) -> bool:
     return _number(value) > 1
 
 
-def _not_one(value: Any) -> bool:
+def _not_one(value: object) -> bool:
     return _number(value) != 1
 
 
@@ -71,7 +68,7 @@ class _Refusal:
     """A setting that the vertical arm refuses: where, when, why, and what to write instead."""
 
     path: str
-    refuses: Callable[[Any], bool]
+    refuses: Callable[[object], bool]
     why: str
     remedy: str
 
@@ -126,7 +123,7 @@ _OBJECTS = (
 )
 
 
-def check(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
+def check(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
     """Cross-check an enabled section against the rest of the JSON; nothing is checked where it is disabled.
 
     Supported: ZeRO stage 3; parameters on nvme, cpu or none; optimizer state on nvme or cpu, stepped on the host by
@@ -150,14 +147,14 @@ def check(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
     return _warnings(config, section)
 
 
-def _gradient_faults(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
+def _gradient_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
     """Gradients that wait on SSD have their file beside the optimizer's, and nobody can read them there."""
     share, path = section.gradient_host_share, f"{_ZERO}.offload_optimizer.device"
     if share is None or share == 1:
         return []
     faults = []
-    device = _get(config, path)
-    if device != "nvme":
+    device = value_at(config, path)
+    if device != OFFLOAD_DEVICES[Tier.SSD]:
         faults.append(
             f"{SECTION}.gradient_host_share: got {show(share)} with {path} {_got(device)}; gradients wait beside the optimizer"
             f' state; write 1 or null, or {path} "nvme"'
@@ -170,10 +167,10 @@ def _gradient_faults(config: Mapping[str, Any], section: VerticalConfig) -> list
     return faults
 
 
-def _activation_faults(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
+def _activation_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
     """What rests on SSD needs a folder of this run, which an offload section with device "nvme" brings."""
-    devices = [_get(config, f"{_ZERO}.{name}.device") for name in ("offload_param", "offload_optimizer")]
-    if section.activations.device != "ssd" or "nvme" in devices:
+    devices = [value_at(config, f"{_ZERO}.{name}.device") for name in ("offload_param", "offload_optimizer")]
+    if section.activations.device is not Tier.SSD or OFFLOAD_DEVICES[Tier.SSD] in devices:
         return []
     return [
         f'{SECTION}.activations.device: got "ssd", and there is no folder for its file, since neither {_ZERO}.offload_param nor'
@@ -181,10 +178,10 @@ def _activation_faults(config: Mapping[str, Any], section: VerticalConfig) -> li
     ]
 
 
-def _object_faults(config: Mapping[str, Any]) -> list[str]:
+def _object_faults(config: Mapping[str, object]) -> list[str]:
     faults = []
     for path in _OBJECTS:
-        value = _get(config, path)
+        value = value_at(config, path)
         if value is not None and not isinstance(value, Mapping):
             faults.append(f"{path}: got {show(value)}; need an object; write e.g. {_OBJECT_EXAMPLES.get(path, '{}')}")
     return faults
@@ -198,23 +195,23 @@ _OBJECT_EXAMPLES = {
 }
 
 
-def _zero_faults(config: Mapping[str, Any]) -> list[str]:
+def _zero_faults(config: Mapping[str, object]) -> list[str]:
     faults = []
-    stage = _get(config, f"{_ZERO}.stage")
+    stage = value_at(config, f"{_ZERO}.stage")
     if isinstance(stage, bool) or _number(stage) != 3:
         faults.append(f"{_ZERO}.stage: got {_got(stage)}; the vertical schedule needs ZeRO stage 3; write 3")
     path = f"{_ZERO}.offload_optimizer.device"
-    device = _get(config, path)
-    if device is None and _true(_get(config, f"{_ZERO}.cpu_offload")):
-        device = "cpu"  # DeepSpeed's deprecated spelling of the same thing
-    if device not in ("cpu", "nvme"):
+    device = value_at(config, path)
+    if device is None and _true(value_at(config, f"{_ZERO}.cpu_offload")):
+        device = OFFLOAD_DEVICES[Tier.HOST]  # DeepSpeed's deprecated spelling of the same thing
+    if device not in (OFFLOAD_DEVICES[Tier.HOST], OFFLOAD_DEVICES[Tier.SSD]):
         faults.append(f'{path}: got {_got(device)}; the optimizer step runs on the host; write "cpu" or "nvme"')
-    device = _get(config, f"{_ZERO}.offload_param.device")
-    if device not in (None, "none", "cpu", "nvme"):
+    device = value_at(config, f"{_ZERO}.offload_param.device")
+    if device is not None and device not in OFFLOAD_DEVICES.values():
         faults.append(f'{_ZERO}.offload_param.device: got {show(device)}; write "nvme", "cpu" or "none"')
     for name in ("offload_param", "offload_optimizer"):
-        nvme_path = _get(config, f"{_ZERO}.{name}.nvme_path")
-        if _get(config, f"{_ZERO}.{name}.device") != "nvme" or isinstance(nvme_path, os.PathLike):
+        nvme_path = value_at(config, f"{_ZERO}.{name}.nvme_path")
+        if value_at(config, f"{_ZERO}.{name}.device") != OFFLOAD_DEVICES[Tier.SSD] or isinstance(nvme_path, os.PathLike):
             continue
         if not isinstance(nvme_path, str) or not nvme_path.strip():
             faults.append(
@@ -224,28 +221,28 @@ def _zero_faults(config: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def _got(value: Any) -> str:
+def _got(value: object) -> str:
     return "nothing" if value is None else show(value)
 
 
-def _optimizer_faults(config: Mapping[str, Any]) -> list[str]:
-    name = _get(config, "optimizer.type")
+def _optimizer_faults(config: Mapping[str, object]) -> list[str]:
+    name = value_at(config, "optimizer.type")
     if name is None or (isinstance(name, str) and name.lower() in ("adam", "adamw")):
         return []
     return [f'optimizer.type: got {show(name)}; {_ADAM}; write "AdamW" or "Adam"']
 
 
-def _batch_faults(config: Mapping[str, Any]) -> list[str]:
+def _batch_faults(config: Mapping[str, object]) -> list[str]:
     """M must be written or follow from the batch sizes; each of the three that is written must be an integer >= 1."""
     keys = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
     faults = [
         f"{key}: got {show(value)}; need an integer >= 1; write e.g. 1"
         for key in keys
-        if (value := _get(config, key)) is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
+        if (value := value_at(config, key)) is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
     ]
     if faults:
         return faults
-    accumulation, micro, train = (_get(config, key) for key in keys)
+    accumulation, micro, train = (cast("int | None", value_at(config, key)) for key in keys)
     if all(config.get(key) is None for key in keys[1:]):
         fault = "train_micro_batch_size_per_gpu: got nothing, and no train_batch_size either, so M cannot be derived; "
         return [fault + "write it, e.g. 1, beside gradient_accumulation_steps"]
@@ -256,10 +253,14 @@ def _batch_faults(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _loss_scale_faults(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
+def _loss_scale_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
     """With a dynamic loss scale overflows are routine: they are how the scale is found."""
-    scale = _get(config, "fp16.loss_scale")
-    if section.on_nonfinite == "skip" or not _true(_get(config, "fp16.enabled")) or (scale is not None and _number(scale) != 0):
+    scale = value_at(config, "fp16.loss_scale")
+    if (
+        section.on_nonfinite == "skip"
+        or not _true(value_at(config, "fp16.enabled"))
+        or (scale is not None and _number(scale) != 0)
+    ):
         return []
     return [
         f'{SECTION}.on_nonfinite: got "stop" with fp16.loss_scale {_got(scale)}, a dynamic loss scale, which is found by steps'
@@ -267,16 +268,16 @@ def _loss_scale_faults(config: Mapping[str, Any], section: VerticalConfig) -> li
     ]
 
 
-def _refusal_faults(config: Mapping[str, Any]) -> list[str]:
+def _refusal_faults(config: Mapping[str, object]) -> list[str]:
     faults = []
     for rule in _REFUSALS:
-        value = _get(config, rule.path)
+        value = value_at(config, rule.path)
         if value is not None and rule.refuses(value):
             faults.append(f"{rule.path}: got {show(value)}; {rule.why}; {rule.remedy}")
     return faults
 
 
-def _warnings(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
+def _warnings(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
     warnings = max_in_cpu_warning(config)
     if not section.overlap and section.prefetch_layers:
         warnings.append(
@@ -290,18 +291,18 @@ def _warnings(config: Mapping[str, Any], section: VerticalConfig) -> list[str]:
         "flops_profiler.enabled": "profiles stock's forward only, which train_batch does not call",
     }
     for path, why in ignored.items():
-        value = _get(config, path)
+        value = value_at(config, path)
         if value and (isinstance(value, Mapping) or _true(value)):
             warnings.append(f"{path}: got {show(value)}; {why}; remove it")
     return warnings
 
 
-def max_in_cpu_warning(config: Mapping[str, Any]) -> list[str]:
+def max_in_cpu_warning(config: Mapping[str, object]) -> list[str]:
     """One line where parameters that are to be on SSD stay in host memory, in either arm."""
-    if _get(config, f"{_ZERO}.offload_param.device") != "nvme":
+    if value_at(config, f"{_ZERO}.offload_param.device") != OFFLOAD_DEVICES[Tier.SSD]:
         return []
     path = f"{_ZERO}.offload_param.max_in_cpu"
-    written = _get(config, path)
+    written = value_at(config, path)
     num_elements = MAX_IN_CPU_DEFAULT if written is None else _number(written)
     if not num_elements > 0:
         return []
@@ -351,7 +352,7 @@ class Unfilled(NamedTuple):
         return f'{self.path}: got "auto", which only Hugging Face\'s Trainer fills in: {self.harm}'
 
 
-def find_unfilled(config: Mapping[str, Any]) -> Iterator[Unfilled]:
+def find_unfilled(config: Mapping[str, object]) -> Iterator[Unfilled]:
     """All but those of `vertical_schedule`, which its own reader refuses, and those that DeepSpeed means."""
     for path, line in _autos(config, ""):
         if path.startswith(SECTION) or path.startswith(_OWN):
@@ -365,7 +366,7 @@ def find_unfilled(config: Mapping[str, Any]) -> Iterator[Unfilled]:
             yield Unfilled(path, line, "DeepSpeed fails on it", False)
 
 
-def refuse_unfilled(config: Mapping[str, Any]) -> None:
+def refuse_unfilled(config: Mapping[str, object]) -> None:
     """Raise ConfigError for every value that DeepSpeed would fail on or misunderstand."""
     harmful = [each for each in find_unfilled(config) if not each.harmless]
     if harmful:
@@ -373,7 +374,7 @@ def refuse_unfilled(config: Mapping[str, Any]) -> None:
         raise ConfigError("\n".join(told))
 
 
-def _autos(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _autos(value: object, path: str) -> Iterator[tuple[str, str]]:
     """(dotted path, line to write) of every "auto"."""
     for key, below in value.items() if isinstance(value, Mapping) else ():
         place = f"{path}.{key}".lstrip(".")

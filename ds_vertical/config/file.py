@@ -31,7 +31,7 @@ def read_config(config: dict[str, Any] | str | os.PathLike[str]) -> dict[str, An
     return _read_base64(config)
 
 
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     keys = [key for key, _ in pairs]
     repeated = sorted({key for key in keys if keys.count(key) > 1})
     if repeated:
@@ -55,7 +55,7 @@ def _parse(text: str, source: str, comments: bool) -> dict[str, Any]:
     return parsed
 
 
-def _parse_hjson(text: str) -> Any:
+def _parse_hjson(text: str) -> object:
     """DeepSpeed reads files with hjson, so comments and trailing commas that run under stock must run here too."""
     import hjson  # a dependency of deepspeed
 

@@ -3,50 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, fields, is_dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from ds_vertical.config.section import SECTION, VerticalConfig, show
+from ds_vertical.types import ActivationSettings, RunSettings, SignalSettings
 
 # --- null means "choose for me" ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """The section with every null replaced by its rule; `reasons` says for each key where its value comes from.
-
-    `layers` stays None where the model is to be searched, `seed` where the caller has not given torch's yet.
-    """
-
-    enabled: bool
-    order: Literal["vertical", "horizontal"]
-    layers: tuple[str, ...] | None
-    blocks_per_layer: int
-    snake: bool
-    overlap: bool
-    prefetch_layers: int
-    optimizer_delay: float | None
-    optimizer_speculation: bool | None
-    on_nonfinite: Literal["skip", "stop"]
-    gradient_host_share: float
-    keep_gradients: bool
-    host_memory_bytes: int | None
-    activations: Mapping[str, Any]
-    seed_micro_batches: bool
-    seed: int | None
-    trace: str | None
-    progress: bool | None
-    verify: bool
-    self_check: bool | None
-    on_signal: Mapping[str, Any] | None
-    reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
-
-    @property
-    def moved_shares(self) -> tuple[float, float]:
-        """The shares of the micro-batches whose activations rest in host memory and on SSD."""
-        device, share = self.activations["device"] or "device", self.activations["share"]
-        return {"host": (share, 0.0), "ssd": (self.activations["host_share"], share)}.get(device, (0.0, 0.0))
 
 
 _LATER: Mapping[str, str] = {
@@ -60,7 +24,7 @@ _LATER: Mapping[str, str] = {
 }
 
 
-def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolved:
+def resolve(section: VerticalConfig, initial_seed: int | None = None) -> RunSettings:
     """Apply the fixed rule of every null.
 
     prefetch_layers: 1 with overlap, 0 without; gradient_host_share: 1 (less at initialize where memory is short);
@@ -79,11 +43,18 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> Resolve
     if section.seed is None:
         values["seed"] = initial_seed
         reasons["seed"] = "null: torch.initial_seed() at initialize"
-    return Resolved(**values, reasons=MappingProxyType(reasons))
+    signal = section.on_signal
+    values["activations"] = ActivationSettings(**dict(section.activations))
+    values["on_signal"] = None if signal is None else SignalSettings(**dict(signal))
+    return RunSettings(**values, reasons=MappingProxyType(reasons))
 
 
-def explain(section: VerticalConfig | Resolved, initial_seed: int | None = None) -> list[str]:
+def explain(section: VerticalConfig | RunSettings, initial_seed: int | None = None) -> list[str]:
     """One start-up line per key: JSON path, value in force, where it comes from."""
-    resolved = section if isinstance(section, Resolved) else resolve(section, initial_seed)
+    resolved = section if isinstance(section, RunSettings) else resolve(section, initial_seed)
     keys = [entry.name for entry in fields(resolved) if entry.name != "reasons"]
-    return [f"{SECTION}.{key} = {show(getattr(resolved, key))} ({resolved.reasons[key]})" for key in keys]
+    return [f"{SECTION}.{key} = {_shown(getattr(resolved, key))} ({resolved.reasons[key]})" for key in keys]
+
+
+def _shown(value: object) -> str:
+    return show(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value)

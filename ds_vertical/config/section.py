@@ -1,4 +1,4 @@
-"""The "vertical_schedule" section of a DeepSpeed JSON: validating, resolving.
+"""The "vertical_schedule" section of a DeepSpeed JSON: its keys, and the check of it.
 
 Imports neither torch nor deepspeed, so a JSON can be checked in milliseconds. Everything that is wrong with a
 configuration is a `ConfigError` which names the JSON path, the value found and what to write instead; all faults
@@ -11,17 +11,19 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictStr, StringConstraints
+from pydantic_core import ErrorDetails
 
 from ds_vertical.errors import ConfigError
+from ds_vertical.types import Order, Tier
 
 SECTION = "vertical_schedule"
 
 
-def _list_to_tuple(value: Any) -> Any:
+def _list_to_tuple(value: object) -> object:
     """JSON has only lists; the model is frozen and hashable, so it holds tuples."""
     return tuple(value) if isinstance(value, list) else value
 
@@ -35,7 +37,7 @@ class Activations(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    device: Literal["device", "host", "ssd"] | None = None
+    device: Annotated[Tier, Field(strict=False)] | None = None
     """The tier they go to. Null: "device", where they are made."""
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the micro-batches that go there; the others stay on the device."""
@@ -61,7 +63,7 @@ class VerticalConfig(BaseModel):
 
     enabled: bool = True
     """Layer-major training; false: the stock arm. That arm is a plain DeepSpeedEngine with the same train_batch."""
-    order: Literal["vertical", "horizontal"] = "vertical"
+    order: Order = "vertical"
     """Walk layer by layer (vertical) or micro-batch by micro-batch (horizontal)."""
     layers: LayerPaths | None = None
     """Dotted paths of the stacks of blocks; null: discovered in the model."""
@@ -126,7 +128,7 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
     "activations": ('an object with "device", "share", "host_share"', '{"device": "ssd"}'),
-    "activations.device": ('"device", "host", "ssd" or null', '"ssd"'),
+    "activations.device": (", ".join(f'"{tier}"' for tier in Tier) + " or null", '"ssd"'),
     "activations.share": ("a number from 0 to 1", "0.5"),
     "activations.host_share": ("a number from 0 to 1", "0.25"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
@@ -140,7 +142,7 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
 # --- the section ---------------------------------------------------------------------------------------------------
 
 
-def load_section(config: Mapping[str, Any]) -> VerticalConfig | None:
+def load_section(config: Mapping[str, object]) -> VerticalConfig | None:
     """The validated section of a whole DeepSpeed configuration, or None where it has none.
 
     Raises ConfigError for unknown keys, wrong values, and top-level keys that look like a misspelt section name.
@@ -163,7 +165,7 @@ def load_section(config: Mapping[str, Any]) -> VerticalConfig | None:
     return parsed
 
 
-def _section_path(detail: Mapping[str, Any]) -> str:
+def _section_path(detail: ErrorDetails) -> str:
     path, known = SECTION, [*VerticalConfig.model_fields]
     for part in detail["loc"]:
         if isinstance(part, int):
@@ -174,7 +176,7 @@ def _section_path(detail: Mapping[str, Any]) -> str:
     return path
 
 
-def _section_fault(detail: Mapping[str, Any]) -> str:
+def _section_fault(detail: ErrorDetails) -> str:
     path = _section_path(detail)
     key = re.sub(r"\[.*", "", path.removeprefix(f"{SECTION}."))
     if detail["type"] == "extra_forbidden":
@@ -200,12 +202,12 @@ def _refuse_shares(activations: Activations) -> None:
     path, device = f"{SECTION}.activations", activations.device
     default = Activations()
     shares = [key for key in ("share", "host_share") if getattr(activations, key) != getattr(default, key)]
-    if device in (None, "device") and shares:
+    if device in (None, Tier.DEVICE) and shares:
         raise ConfigError(
             f"{path}.{shares[0]}: got {show(getattr(activations, shares[0]))} with device {show(device)}, where"
             ' nothing is moved; remove it, or write "device": "ssd" or "host"'
         )
-    if device == "host" and activations.host_share:
+    if device is Tier.HOST and activations.host_share:
         raise ConfigError(f'{path}.host_share: got {activations.host_share} with device "host"; write "share" instead')
     if activations.host_share and activations.share + activations.host_share > 1:
         written = "" if "share" in shares else " (the default)"
@@ -215,7 +217,7 @@ def _refuse_shares(activations: Activations) -> None:
         )
 
 
-def _refuse_near_misses(config: Mapping[str, Any]) -> None:
+def _refuse_near_misses(config: Mapping[str, object]) -> None:
     """DeepSpeed ignores unknown top-level keys, so a misspelt section would silently train the stock arm."""
     faults = [
         f'{key}: unknown section; did you mean "{SECTION}"? Rename it (DeepSpeed would silently ignore it)'
@@ -236,7 +238,7 @@ def _refuse_near_misses(config: Mapping[str, Any]) -> None:
         raise ConfigError("\n".join(faults))
 
 
-def _resembles_section(key: Any) -> bool:
+def _resembles_section(key: object) -> bool:
     if not isinstance(key, str) or key == SECTION:
         return False
     letters, wanted = _letters(key), _letters(SECTION)
@@ -247,7 +249,7 @@ def _resembles_section(key: Any) -> bool:
     return difflib.SequenceMatcher(None, letters, wanted).ratio() >= 0.8
 
 
-def _resembles_offload(key: Any, name: str) -> bool:
+def _resembles_offload(key: object, name: str) -> bool:
     if not isinstance(key, str) or key == name:
         return False
     letters, wanted = _letters(key), _letters(name)
@@ -258,7 +260,7 @@ def _letters(key: str) -> str:
     return re.sub(r"[^a-z]", "", key.lower())
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as JSON, for messages, cut at 80 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -16,7 +16,7 @@ from ds_vertical.compat import accelerator, zero_params
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.config.cross_check import check, refuse_unfilled
 from ds_vertical.config.file import read_config
-from ds_vertical.config.resolve import Resolved, explain, resolve
+from ds_vertical.config.resolve import explain, resolve
 from ds_vertical.config.section import load_section
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import disk_check, machine_cache
@@ -36,6 +36,7 @@ from ds_vertical.io.runs import run_dir
 from ds_vertical.model.compiled_blocks import refuse_compiled_around
 from ds_vertical.model.layers import check_trainable, map_layers
 from ds_vertical.planner.memory_budget import backward_bytes
+from ds_vertical.types import RunSettings
 
 
 def _offload_sections(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
@@ -168,7 +169,7 @@ def initialize(
     return returned
 
 
-def _initialize_stock(config: dict[str, Any], resolved: Resolved | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def _initialize_stock(config: dict[str, Any], resolved: RunSettings | None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if resolved is not None and isinstance(kwargs["model"], nn.Module):
         refuse_foreign_model(kwargs["model"], config)
         config = prepare(config)
@@ -179,7 +180,7 @@ def _initialize_stock(config: dict[str, Any], resolved: Resolved | None, **kwarg
     return returned
 
 
-def _initialize_vertical(config: dict[str, Any], resolved: Resolved, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     section = load_section(config)
     assert section is not None
     refuse_unfilled(config)

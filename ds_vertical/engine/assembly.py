@@ -14,7 +14,6 @@ from torch import nn
 from ds_vertical.compat import accelerator, pinned_memory, swap_buffers, zero_optimizer, zero_params
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.compat.ops.load import new_disk_queue
-from ds_vertical.config.resolve import Resolved
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.handlers import LossScale, ScheduleRunner
 from ds_vertical.engine.signals import Stopping
@@ -27,12 +26,13 @@ from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.offload.activation_store import ActivationStore
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.offload.param_store import ParamSettings, ParamStore
-from ds_vertical.offload.tensor_swapper import AwayTier, HostMemory, TensorSwapper
-from ds_vertical.planner.activation_policy import spread
+from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
+from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.memory_budget import layer_buffers
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import Unit
 from ds_vertical.schedule.trace import RecordingTracer, Tracer
+from ds_vertical.types import RunSettings, Tier
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StepParts:
     """
 
     engine: compat_engine.DeepSpeedEngine
-    vertical: Resolved
+    vertical: RunSettings
     layers: LayerMap
     optimizer: VerticalStage3
     params: ParamStore
@@ -88,7 +88,7 @@ class Assembly:
 
     module: nn.Module
     optimizer: VerticalStage3
-    vertical: Resolved
+    vertical: RunSettings
     layers: LayerMap
     tracer: Tracer
     aio: Mapping[str, Any]
@@ -130,8 +130,9 @@ class Assembly:
         """The store of what passes between layers, below the run's folder; None where nothing moves. `host_limit`: bytes of
         host memory that the budget leaves for it."""
         vertical, layers = self.vertical, self.layers
-        on_ssd = vertical.moved_shares[1] > 0
-        if not on_ssd and (not vertical.moved_shares[0] or accelerator.is_one_memory()):
+        shares = vertical.activations.shares
+        on_ssd = shares[Tier.SSD] > 0
+        if not on_ssd and (not shares[Tier.HOST] or accelerator.is_one_memory()):
             return None
         path = folder / "activations" / f"rank{ranks.rank()}.bin" if on_ssd and folder is not None else None
         memory = HostMemory(pinned_memory.lock_host_bytes, pinned_memory.unlock_host_bytes)
@@ -176,9 +177,6 @@ class Assembly:
         return partial(new_disk_queue, self.aio, self.tracer)
 
 
-_TIERS: tuple[AwayTier, ...] = ("host", "ssd")
-
-
 def open_tracer(folder: str | None) -> Tracer:
     """The tracer that writes to the JSON's `trace`; one that records nothing for None. Raises ConfigError."""
     if folder is None:
@@ -201,27 +199,27 @@ def in_chunk_order(layers: LayerMap, optimizer: VerticalStage3) -> dict[Unit, li
 
 def bytes_by_tier(layers: LayerMap) -> dict[str, int]:
     """Bytes of this rank's shards per tier, where they rest between uses."""
-    tiers = {"device": 0, "host": 0, "ssd": 0}
+    tiers: dict[str, int] = dict.fromkeys(Tier, 0)
     for param in (param for params in layers.units.values() for param in params):
         tiers[zero_params.shard_tier(param)] += zero_params.shard_bytes(param)
     return tiers
 
 
-def moved_tiers(vertical: Resolved, num_micro_batches: int) -> dict[int, AwayTier]:
+def moved_tiers(vertical: RunSettings, num_micro_batches: int) -> dict[int, Tier]:
     """Where the activations of each micro-batch that moves rest; none go to host memory where that is the device's."""
-    numbers = enumerate(spread(num_micro_batches, vertical.moved_shares))
-    chosen: list[tuple[int, AwayTier]] = [(m, _TIERS[number]) for m, number in numbers if number >= 0]
-    return {m: tier for m, tier in chosen if tier == "ssd" or not accelerator.is_one_memory()}
+    stays = (Tier.DEVICE, Tier.HOST) if accelerator.is_one_memory() else (Tier.DEVICE,)
+    tiers = enumerate(activation_tiers(num_micro_batches, vertical.activations.shares))
+    return {m: tier for m, tier in tiers if tier not in stays}
 
 
-def describe_activations(vertical: Resolved) -> str:
+def describe_activations(vertical: RunSettings) -> str:
     """One phrase for the start-up line."""
-    host, ssd = vertical.moved_shares
-    shares = [f"{share:g} of the micro-batches on {tier}" for tier, share in (("host", host), ("ssd", ssd)) if share]
-    if not shares:
+    shares = vertical.activations.shares
+    moved = [f"{share:g} of the micro-batches on {tier}" for tier, share in shares.items() if share]
+    if not moved:
         return "activations stay on the device"
-    same = " (host memory is the device's: no copy)" if host and accelerator.is_one_memory() else ""
-    return f"activations: {', '.join(shares)}{same}"
+    same = " (host memory is the device's: no copy)" if shares[Tier.HOST] and accelerator.is_one_memory() else ""
+    return f"activations: {', '.join(moved)}{same}"
 
 
 class OtherRanks:

@@ -14,16 +14,16 @@ from typing import Any, Final
 
 from torch import nn
 
-from ds_vertical.config.resolve import Resolved
 from ds_vertical.config.section import VerticalConfig
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.linear_program import LpProblem, TierLimits
+from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
-from ds_vertical.planner.model_shape import ModelShape, Seconds, shaped
+from ds_vertical.planner.model_shape import Seconds, shaped
 from ds_vertical.planner.search import DELAYS, WINDOWS, Candidate, Setting, tune_timing
+from ds_vertical.types import ModelShape, RunSettings, Tier
 
 _MOST_TOKENS: Final = 2048  # of a sequence, where the model's configuration allows more
 _DTYPES: Final = {2: "bf16", 4: "fp32"}
@@ -35,8 +35,8 @@ Room = tuple[int, int]
 
 
 def choose_gradient_tier(
-    section: VerticalConfig, resolved: Resolved, forecast_of: Callable[[Resolved], Forecast], room: Room
-) -> Resolved:
+    section: VerticalConfig, resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room
+) -> RunSettings:
     """`resolved` with the largest `gradient_host_share` that host memory has room for, where the JSON leaves it null and the
     optimizer's state is on SSD, beside which the others can wait. Where nothing fits, the least; then the budget says so."""
     if section.gradient_host_share is not None or resolved.keep_gradients or not forecast_of(resolved).state_on_ssd:
@@ -46,7 +46,7 @@ def choose_gradient_tier(
     def needed(share: float) -> int:
         forecast = forecast_of(replace(resolved, gradient_host_share=share))
         items = memory_budget.budget(forecast.shape, forecast.settings, forecast.further(baseline))
-        return memory_budget.total_bytes(items, "host")
+        return memory_budget.total_bytes(items, Tier.HOST)
 
     shares = [count / _SHARES for count in range(_SHARES, -1, -1)]
     fitting = (share for share in shares if needed(share) <= allowed)
@@ -60,12 +60,12 @@ def choose_gradient_tier(
 
 def choose_timing(
     section: VerticalConfig,
-    resolved: Resolved,
+    resolved: RunSettings,
     forecast: Forecast,
     model: nn.Module,
     report: Mapping[str, Any] | None,
     room: Room,
-) -> Resolved:
+) -> RunSettings:
     """`resolved` with `prefetch_layers` and `optimizer_delay` planned where the JSON leaves them null. `report`: of
     `ds-vertical limits`, None where there is none: then the fixed rules stand. `forecast`: by these."""
     free = [key for key in ("prefetch_layers", "optimizer_delay") if getattr(section, key) is None]
@@ -86,7 +86,7 @@ def choose_timing(
 
 def _chosen(
     section: VerticalConfig,
-    resolved: Resolved,
+    resolved: RunSettings,
     forecast: Forecast,
     model: nn.Module,
     report: Mapping[str, Any],
@@ -105,8 +105,8 @@ def _chosen(
     shape = shaped(forecast.shape, seconds, resolved.blocks_per_layer)
     setting = Setting(1, settings.num_micro_batches, 1, settings.window, regime.delay, early, shape.placement)
     allowed, baseline = room
-    limits, further = TierLimits(None, allowed, None), forecast.further(baseline)
-    case = LpProblem(shape, machine, settings, limits, regime.delay, early, further)
+    limits = {Tier.DEVICE: None, Tier.HOST: allowed, Tier.SSD: None}
+    case = LpProblem(shape, machine, settings, limits, regime.delay, early, forecast.further(baseline))
     windows = WINDOWS[:2] if section.prefetch_layers is None else (resolved.prefetch_layers,)
     delays = _DELAYS if section.optimizer_delay is None and early else (regime.delay,)
     best, rule = tune_timing(case, setting, windows, [delay for delay in delays if delay < 1])

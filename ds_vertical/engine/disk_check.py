@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ds_vertical.compat import accelerator, pinned_memory, stock_config
-from ds_vertical.config.resolve import Resolved
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io import files, host
 from ds_vertical.offload.speculation import StepTiming
+from ds_vertical.types import RunSettings, Tier
 
 _SPARE: Final = 64  # open files of everybody else in this process: sockets of the process group, a monitor, data
 _STOCK_FILES: Final = 8  # that DeepSpeed's optimizer swapper has open at a time
@@ -67,7 +67,7 @@ class DiskNeed:
         return ", ".join(f"{what} {_mib(count)}" for what, count in sizes.items() if count)
 
 
-def check_disk(forecast: Forecast, config: dict[str, Any], resolved: Resolved) -> list[str]:
+def check_disk(forecast: Forecast, config: dict[str, Any], resolved: RunSettings) -> list[str]:
     """Lines for the log. Raises StorageError, on every rank, with the numbers of all that does not fit on this one, or on
     another one."""
     disk = _disk(forecast, config)
@@ -118,7 +118,7 @@ def _disk(forecast: Forecast, config: dict[str, Any]) -> DiskNeed | None:
     return DiskNeed(folder, sharing, free, wanted.state, second if takes_second else 0, held, frozen)
 
 
-def _disk_faults(disk: DiskNeed, forecast: Forecast, resolved: Resolved) -> Iterator[str]:
+def _disk_faults(disk: DiskNeed, forecast: Forecast, resolved: RunSettings) -> Iterator[str]:
     if disk.left < 0:
         savings = {"optimizer_delay": disk.second, "gradient_host_share": disk.gradients}  # of a 1 in each
         settings = [f'"{SECTION}.{key}": 1' for key, saved in savings.items() if saved and disk.left + saved >= 0]
@@ -126,7 +126,7 @@ def _disk_faults(disk: DiskNeed, forecast: Forecast, resolved: Resolved) -> Iter
             f"{disk.folder}: this rank needs {disk.needed} more bytes beside its parameters ({disk.parts}), the file system has"
             f" {disk.told}; free {-disk.left * disk.sharing} bytes or {' or '.join([*settings, 'use another nvme_path'])}"
         )
-    saved = Path(resolved.on_signal["save_dir"]) if resolved.on_signal else None
+    saved = Path(resolved.on_signal.save_dir) if resolved.on_signal else None
     if saved is not None and 0 <= disk.left < disk.frozen and _device(saved) == _device(disk.folder):
         yield (
             f"{SECTION}.on_signal.save_dir: {saved} is on the file system of nvme_path, where a checkpoint needs up to"
@@ -152,13 +152,13 @@ def _mib(count: int) -> str:
 # ---- the process and the kernel
 
 
-def _queues(forecast: Forecast, resolved: Resolved) -> list[float]:
+def _queues(forecast: Forecast, resolved: RunSettings) -> list[float]:
     """Of each queue of asynchronous I/O, how many operations may be in it at a time: each has its file open."""
     shards = [forecast.files.on_ssd] * 2  # parameters read, written
     slots = forecast.settings.slots
     parts = [slots * _READ_PER_PART, slots * (_READ_PER_PART - 1)]
     gradients = [math.inf] * (resolved.gradient_host_share < 1)
-    activations = [math.inf] * (2 if resolved.moved_shares[1] else 0)
+    activations = [math.inf] * (2 if resolved.activations.shares[Tier.SSD] else 0)
     return [*shards, *parts, *gradients, *activations]
 
 
@@ -167,7 +167,7 @@ def _depth(config: dict[str, Any]) -> int:
     return aio["queue_depth"] * aio["intra_op_parallelism"]
 
 
-def _descriptor_faults(forecast: Forecast, config: dict[str, Any], resolved: Resolved) -> Iterator[str]:
+def _descriptor_faults(forecast: Forecast, config: dict[str, Any], resolved: RunSettings) -> Iterator[str]:
     """Raises the soft limit as far as this run needs it and the hard one lets it."""
     count = ((config["zero_optimization"].get("offload_param") or {}).get("buffer_count")) or _STOCK_FILES
     ours = sum(min(_depth(config), most) + 1 for most in _queues(forecast, resolved))
@@ -182,7 +182,7 @@ def _descriptor_faults(forecast: Forecast, config: dict[str, Any], resolved: Res
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _event_faults(forecast: Forecast, config: dict[str, Any], resolved: Resolved) -> Iterator[str]:
+def _event_faults(forecast: Forecast, config: dict[str, Any], resolved: RunSettings) -> Iterator[str]:
     try:
         taken, most = (int((_AIO / name).read_text()) for name in ("aio-nr", "aio-max-nr"))
     except OSError:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ds_vertical.compat import accelerator, engine
-from ds_vertical.config.resolve import Resolved
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.assembly import Assembly, HostBudget, StepParts, open_tracer
 from ds_vertical.engine.checkpoint.mixin import SavingEngine
@@ -28,6 +27,7 @@ from ds_vertical.model.compiled_blocks import refuse_engine_compile
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.offload.param_store import ParamStore
 from ds_vertical.schedule.events import Schedule
+from ds_vertical.types import RunSettings
 
 _CALL_TRAIN_BATCH = (
     "engine.{name}() is not available with vertical_schedule: layer-major order needs all micro-batches of a step at once;"
@@ -45,7 +45,7 @@ class VerticalEngine(SavingEngine):
     module: nn.Module
 
     def __init__(
-        self, *args: Any, vertical: Resolved, layers: LayerMap, folder: Path | None, budget: HostBudget, **kwargs: Any
+        self, *args: Any, vertical: RunSettings, layers: LayerMap, folder: Path | None, budget: HostBudget, **kwargs: Any
     ) -> None:
         self.vertical, self.layers, self.host_bytes = vertical, layers, budget.needed
         self.tracer = open_tracer(vertical.trace)

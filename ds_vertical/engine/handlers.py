@@ -27,6 +27,7 @@ from ds_vertical.offload.grad_accumulator import GradientStore
 from ds_vertical.schedule.events import EARLY, Event, Op, Schedule, Unit
 from ds_vertical.schedule.executor import Executor, Handler
 from ds_vertical.schedule.trace import Tracer
+from ds_vertical.types import Tier
 
 LossScale = Callable[[torch.Tensor], torch.Tensor]  # of a micro-batch's loss what its backward starts from; both 0-d
 
@@ -217,7 +218,10 @@ class ScheduleRunner:
         tracer: Tracer | None = None,
     ) -> None:
         def held_bytes() -> dict[str, int]:
-            held = {"host": self.params.host_bytes, "device": gradients.num_bytes if gradients else 0}
+            held: dict[str, int] = {
+                Tier.HOST: self.params.host_bytes,
+                Tier.DEVICE: gradients.num_bytes if gradients else 0,
+            }
             for tier, count in (self.activations.num_bytes if self.activations is not None else {}).items():
                 held[tier] = held.get(tier, 0) + count
             return held

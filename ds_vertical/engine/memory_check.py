@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ds_vertical.compat import accelerator, pinned_memory, stock_config, swap_buffers, zero_params
-from ds_vertical.config.resolve import Resolved
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.errors import MemoryBudgetError
@@ -24,8 +23,8 @@ from ds_vertical.offload.chunking import FP32_BYTES, boundary, split_chunk
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import BudgetItem, Settings
-from ds_vertical.planner.model_shape import ModelShape, Placement
 from ds_vertical.schedule.events import Unit
+from ds_vertical.types import ModelShape, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
 _LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
@@ -67,7 +66,7 @@ class Forecast:
     """What this rank will hold, from the model, the parameters that the optimizer steps (groups) and the JSON."""
 
     def __init__(
-        self, layers: LayerMap, groups: Sequence[Sequence[nn.Parameter]], config: dict[str, Any], resolved: Resolved
+        self, layers: LayerMap, groups: Sequence[Sequence[nn.Parameter]], config: dict[str, Any], resolved: RunSettings
     ) -> None:
         self._layers = layers
         self._resolved = resolved
@@ -125,7 +124,11 @@ class Forecast:
             part_elements=memory_budget.PART_ELEMENTS,
             working_bytes=self._working_bytes(max(gradients)),
             placement=Placement(
-                _share(1 - resting / rank), _share(state_on_ssd), gradients_on_ssd=1 - self._resolved.gradient_host_share
+                {
+                    TensorKind.PARAMETERS: {Tier.SSD: _share(1 - resting / rank)},
+                    TensorKind.STATE: {Tier.SSD: _share(state_on_ssd)},
+                    TensorKind.GRADIENTS: {Tier.SSD: 1 - self._resolved.gradient_host_share},
+                }
             ),
             files=tuple(sum(self._file_bytes(p) for p in units[u] if id(p) in self._file_ids) for u in self._units),
             gradients=gradients,
@@ -151,7 +154,7 @@ class Forecast:
     def further(self, baseline_bytes: int) -> tuple[BudgetItem, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
         largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
-        tier = "host" if self._one_memory else "device"
+        tier = Tier.HOST if self._one_memory else Tier.DEVICE
         kept = self.shape.working_bytes if self._one_memory else 0  # of what is freed, for pieces of other sizes
         scaled = (
             0
@@ -159,10 +162,10 @@ class Forecast:
             else FP32_BYTES * min(memory_budget.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
         )
         return (
-            BudgetItem("host", "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
+            BudgetItem(Tier.HOST, "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
             BudgetItem(tier, "fp64 copy for a norm", stock_config.norm_bytes() * largest, "(largest parameter)"),
-            BudgetItem("host", "scaled gradient", scaled, "gradient_clipping"),
-            BudgetItem("host", "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
+            BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
+            BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
         )
 
     @property
@@ -299,9 +302,9 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     allowed, baseline = host_room(params, limit)
     shape, settings, further = forecast.shape, forecast.settings, forecast.further(baseline)
     items = memory_budget.budget(shape, settings, further)
-    setup = baseline + forecast.setup_bytes - memory_budget.total_bytes(items, "host")
+    setup = baseline + forecast.setup_bytes - memory_budget.total_bytes(items, Tier.HOST)
     if setup > 0:
-        further = (*further, BudgetItem("host", "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
+        further = (*further, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
     fault = _fault(shape, settings, further, allowed, limit, ranks_here)
     faults = [found for found in distributed_ranks.all_gathered(fault) if found is not None]
     if faults:
@@ -309,7 +312,7 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"
     title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
     items = memory_budget.budget(shape, settings, further)
-    needed = memory_budget.total_bytes(items, "host")
+    needed = memory_budget.total_bytes(items, Tier.HOST)
     left = max(0, allowed - needed + max(0, setup))  # the set-up is over by then
     return [title, *memory_budget.budget_lines(items)], needed, left
 
@@ -318,11 +321,11 @@ def _fault(
     shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...], allowed: int, limit: int | None, ranks: int
 ) -> str | None:
     try:
-        items = memory_budget.check_budget(shape, settings, further, host_bytes=allowed)
+        items = memory_budget.check_budget(shape, settings, further, {Tier.HOST: allowed})
     except MemoryBudgetError as error:
         if limit is None:
             return str(error)
-        needed = ranks * memory_budget.total_bytes(memory_budget.budget(shape, settings, further), "host")
+        needed = ranks * memory_budget.total_bytes(memory_budget.budget(shape, settings, further), Tier.HOST)
         first, *others = str(error).splitlines()
         return "\n".join((f'{first} or "{_LIMIT}": {round(_HEADROOM * needed)} (now {limit})', *others))
     needed = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))

@@ -11,6 +11,7 @@ import torch
 from ds_vertical.compat import accelerator, zero_params
 from ds_vertical.distributed import ranks
 from ds_vertical.planner.run_record import AccountWriter, ExecutedStep, RunInfo, Share
+from ds_vertical.types import Tier
 
 
 class Follower:
@@ -73,8 +74,8 @@ def facts_of(engine: Any, tokens: int) -> RunInfo:
         model=model_config(engine.module),
         overlap=engine.vertical.overlap,
         gradients_on_ssd=optimizer.gradients_on_ssd,
-        activations_on_host=engine.vertical.moved_shares[0],
-        activations_on_ssd=engine.vertical.moved_shares[1],
+        activations_on_host=engine.vertical.activations.shares[Tier.HOST],
+        activations_on_ssd=engine.vertical.activations.shares[Tier.SSD],
     )
 
 

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
@@ -25,6 +25,7 @@ from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.errors import StepLeft
 from ds_vertical.offload.speculation import StepTiming
+from ds_vertical.types import SignalSettings
 
 FINISHED: Final = 75  # exit status: the step under way was finished (EX_TEMPFAIL: try again); 128 + signal where it was left
 SECOND_SIGNAL_S: Final = 2.0  # launchers send a signal several times at once; one that comes later means it
@@ -54,7 +55,7 @@ class Stopping:
     Handlers that somebody has set before are called as well, and put back by `close`; one that is set later replaces these.
     """
 
-    def __init__(self, on_signal: Mapping[str, Any] | None, regime: StepTiming) -> None:
+    def __init__(self, on_signal: SignalSettings | None, regime: StepTiming) -> None:
         self._wanted = on_signal
         self._regime = regime
         self._alone, self._tells = ranks.world_size() == 1, ranks.rank() == 0
@@ -145,8 +146,8 @@ class Stopping:
     def _stop(self, engine: Any, finished: bool) -> NoReturn:
         assert self._wanted is not None
         start = time.monotonic()
-        tag = self._wanted["tag"] or f"global_step{engine.global_steps}"
-        engine.save_checkpoint(self._wanted["save_dir"], tag)
+        tag = self._wanted.tag or f"global_step{engine.global_steps}"
+        engine.save_checkpoint(self._wanted.save_dir, tag)
         number = self._number or self._told
         status = FINISHED if finished or number is None else 128 + number
         accelerator.log(

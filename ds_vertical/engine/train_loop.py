@@ -33,7 +33,7 @@ from ds_vertical.model.state.restart import until_known
 from ds_vertical.model.thread_state import ThreadState, applied
 from ds_vertical.planner.run_record import DTYPES
 from ds_vertical.schedule.events import Schedule
-from ds_vertical.schedule.passes import build_evaluation, build_training
+from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 from ds_vertical.schedule.trace import Tracer
 
 
@@ -297,7 +297,7 @@ class VerticalLoop(TrainLoop):
     def _schedule(self, num_micro_batches: int, moved: tuple[int, ...]) -> Schedule:
         """The step's events. `moved`: micro-batches whose activations leave the device."""
         vertical, optimizer = self._parts.vertical, self._parts.optimizer
-        return build_training(
+        step = TrainingStep(
             self._parts.layers.num_layers,
             num_micro_batches,
             order=vertical.order,
@@ -310,6 +310,7 @@ class VerticalLoop(TrainLoop):
             hold=optimizer.holding,
             moved=moved,
         )
+        return build_training(step)
 
     def conclude(self, num_micro_batches: int) -> None:
         """A step counts: so do its samples. What stock's `step` does at the boundary: optimizer, scheduler, counters, monitor,

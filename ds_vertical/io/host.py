@@ -41,6 +41,8 @@ from typing import Any, Final
 
 import torch
 
+from ds_vertical.types import Tier
+
 _CAP_IPC_LOCK: Final = 14
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
 _DONTNEED, _HUGEPAGE = 4, 14  # madvise's
@@ -110,8 +112,8 @@ def resident_bytes() -> int:
 
 def memory_bytes() -> dict[str, int]:
     """What this process has of each memory: all of its host memory, and of a GPU's what its tensors take."""
-    device = {"device": torch.cuda.memory_allocated()} if torch.cuda.is_initialized() else {}
-    return {"host": resident_bytes()} | device
+    device: dict[str, int] = {Tier.DEVICE: torch.cuda.memory_allocated()} if torch.cuda.is_initialized() else {}
+    return {Tier.HOST: resident_bytes()} | device
 
 
 def available_bytes() -> int:

@@ -29,8 +29,9 @@ import torch
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.model.tensor_refs import Privacy, has_others, is_known, key_of, over
-from ds_vertical.offload.tensor_swapper import AwayTier, SwappedTensor, TensorSwapper
+from ds_vertical.offload.tensor_swapper import SwappedTensor, TensorSwapper
 from ds_vertical.schedule.events import Unit
+from ds_vertical.types import Tier
 
 SMALLEST_BYTES = 4096
 
@@ -65,7 +66,7 @@ class GradientsBetweenLayers:
     """
 
     def __init__(self, parcels: TensorSwapper) -> None:
-        self.tiers: dict[int, AwayTier] = {}
+        self.tiers: dict[int, Tier] = {}
         self._parcels = parcels
         self._kept: dict[tuple[Unit, int], tuple[SwappedTensor, list[KeptGradient]]] = {}  # by unit and micro-batch
 
@@ -119,7 +120,7 @@ class ActivationStore:
     def __init__(self, parcels: TensorSwapper) -> None:
         self._parcels = parcels
         self._privacy = Privacy()
-        self._tiers: dict[int, AwayTier] = {}
+        self._tiers: dict[int, Tier] = {}
         self._kept: dict[tuple[int, int], list[Kept]] = {}  # by layer and micro-batch
         self._by_storage: dict[int, Kept] = {}
         self.gradients = GradientsBetweenLayers(parcels)
@@ -127,9 +128,9 @@ class ActivationStore:
     @property
     def num_bytes(self) -> dict[str, int]:
         """Bytes held per tier."""
-        return {"host": self._parcels.host_bytes, "ssd": self._parcels.ssd_bytes}
+        return {Tier.HOST: self._parcels.host_bytes, Tier.SSD: self._parcels.ssd_bytes}
 
-    def open_step(self, tiers: dict[int, AwayTier]) -> None:
+    def open_step(self, tiers: dict[int, Tier]) -> None:
         """`tiers`: where each micro-batch that moves rests, in the step that begins."""
         self._tiers = self.gradients.tiers = tiers
 

@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,8 +27,9 @@ from ds_vertical.io.buffers import BufferPool, HostBuffer
 from ds_vertical.io.extents import Extents
 from ds_vertical.io.files import preallocate
 from ds_vertical.io.streams import CopyEvent
+from ds_vertical.types import Tier
 
-AwayTier = Literal["host", "ssd"]
+_TIERS = (Tier.HOST, Tier.SSD)
 _PAGE_BYTES = 4096
 _GROWTH_BYTES = 1 << 20  # a file grows by multiples of it
 _NUM_SAVES = 3  # buffers on their way out: one is filled while two are written
@@ -52,7 +53,7 @@ class SwappedTensor:
     `buffer`: on the way, out or back. `land` gives the memory that the bytes go back to, once.
     """
 
-    tier: AwayTier
+    tier: Tier
     num_bytes: int
     offset: int = -1
     host: torch.Tensor | None = None
@@ -167,11 +168,13 @@ class TensorSwapper:
 
     # ---- out
 
-    def put(self, tensors: Sequence[torch.Tensor], tier: AwayTier) -> SwappedTensor:
-        """Take the bytes of 1-d uint8 tensors, whose memory may be given up afterwards."""
+    def put(self, tensors: Sequence[torch.Tensor], tier: Tier) -> SwappedTensor:
+        """Take the bytes of 1-d uint8 tensors to host memory or SSD; their own memory may be given up afterwards."""
+        if tier not in _TIERS:
+            raise ValueError(f"tensors go to {' or '.join(_TIERS)}, not to {tier}")
         self._advance()
         parcel = SwappedTensor(tier, _round_up(sum(_round_up(tensor.numel(), 64) for tensor in tensors)))
-        if tier == "host":
+        if tier is Tier.HOST:
             target = parcel.host = self.host_tier.take(parcel.num_bytes)
             self._kept.add(parcel)
         else:
@@ -187,7 +190,7 @@ class TensorSwapper:
                 if self._stream is not None:
                     tensor.record_stream(self._stream)
             parcel.copied = self._stream.record_event() if self._stream is not None else None
-        if tier == "ssd":
+        if tier is Tier.SSD:
             self._unwritten.append(parcel)
             self._advance()
         return parcel
@@ -213,7 +216,7 @@ class TensorSwapper:
     def fetch(self, parcel: SwappedTensor, land: Land) -> None:
         """Start bringing a parcel back. `land` gives 1-d uint8 tensors of the sizes that were put; it is called once, later."""
         parcel.land, parcel.landed = land, None
-        if parcel.tier == "ssd":
+        if parcel.tier is Tier.SSD:
             self.wait_written(parcel)
             assert self._file is not None
             buffer = self._take(self._loads, parcel.num_bytes)

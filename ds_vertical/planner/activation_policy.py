@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from ds_vertical.types import Tier
 
 
 def spread(num_micro_batches: int, shares: Sequence[float]) -> tuple[int, ...]:
@@ -20,3 +22,10 @@ def spread(num_micro_batches: int, shares: Sequence[float]) -> tuple[int, ...]:
         if chosen[-1] >= 0:
             taken[chosen[-1]] += 1
     return tuple(chosen)
+
+
+def activation_tiers(num_micro_batches: int, shares: Mapping[Tier, float]) -> tuple[Tier, ...]:
+    """For each micro-batch the tier of its activations. `shares`: of the micro-batches, per tier; the device has the rest."""
+    away = [tier for tier in shares if tier is not Tier.DEVICE]
+    chosen = spread(num_micro_batches, [shares[tier] for tier in away])
+    return tuple(Tier.DEVICE if index < 0 else away[index] for index in chosen)

@@ -9,9 +9,9 @@
 - fill: the fetch that must be complete before the resource has anything to do ("first layer's fetch"); drain: the state's
   write that must follow its last work ("last chunk's write"). Both are the least over the resource's own work, by the
   schedule's dependencies, so neither is counted for a resource that is busy with it (a fetch is work of `ssd_read`).
-It is the definition in the issue "Everything in flight"; busy + head + tail per resource is the classic bound for one
-machine with release times and tails (Carlier 1982), which makes it hold for every order. It is for a step by itself:
-steps that overlap at their boundary may come down to the largest busy time.
+Busy + head + tail per resource is the classic bound for one machine with release times and tails (J. Carlier, The one-machine
+sequencing problem, European Journal of Operational Research 11, 1982), which makes it hold for every order. It is for a step by
+itself: steps that overlap at their boundary may come down to the largest busy time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_vertical.planner.costs import Cost, Lane, Needs, Parts, Stage, event_costs
-from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Op, Schedule
+from ds_vertical.types import Machine, ModelShape
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class Bound:
 
     @property
     def seconds(self) -> float:
+        """Busy, fill and drain of the resource that decides."""
         return self.of(self.resource)
 
     def of(self, resource: str) -> float:
@@ -80,25 +80,6 @@ def step_bound(
         busy["host_cores"] += _transferring([stage for cost in costs for job in cost for stage in job], machine, idle_s)
     bound = Bound("", busy, fill_s, drain_s)
     return Bound(max(busy, key=bound.of, default=""), busy, fill_s, drain_s)
-
-
-def longest_chain_s(
-    schedule: Schedule, machine: Machine, shape: ModelShape, *, parts: Parts | None = None, needs: Needs | None = None
-) -> float:
-    """Seconds of the longest chain of events that depend on each other: what no number of resources shortens.
-
-    A delayed step counts without its write, since what follows takes its values from memory; one that is told by another
-    event without the read of its state.
-    """
-    costs = event_costs(schedule.events, machine, shape, parts)
-    needs = dependencies(schedule.events) if needs is None else needs
-    ends: list[float] = []
-    told = _told(schedule)
-    for index, (event, cost, earlier) in enumerate(zip(schedule.events, costs, needs, strict=True)):
-        delayed = event.step_offset or event.ahead
-        jobs = ([s for s in job if not (delayed and s.lane == "ssd_write" or index in told and s.reads_state)] for job in cost)
-        ends.append(max((ends[j] for j in earlier), default=0.0) + max((_seconds(job) for job in jobs), default=0.0))
-    return max(ends, default=0.0)
 
 
 def _told(schedule: Schedule) -> dict[int, int]:

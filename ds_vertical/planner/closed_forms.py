@@ -1,35 +1,34 @@
-"""SSD bytes per step and rank, by regime: the table of the architecture's first section as functions.
+"""Closed formulas: the SSD bytes of a step in layer-major order, and the least seconds of a step of stock ZeRO-Infinity.
 
-P elements, M micro-batches, everything on SSD, bf16 parameters, fp32 Adam:
+SSD bytes per step and rank, with P elements, M micro-batches, L layers, A bytes of what passes between two layers for one
+micro-batch, everything on SSD, bf16 parameters and fp32 Adam:
 
-    stream              stock               vertical
-    parameters read     4MP                 4P - 2P x handed over - kept layers (and `pre`) once
-    gradients           4P out + 4P in      the same of the share that waits on SSD
-    optimizer state     12P in + 12P out    12P in + 12P out
-    parameters written  2P                  2P
-    redo                -                   12P in + 14P out of the share that was redone
-    activations         -                   (3L - 1)A in + 2LA out of each micro-batch on SSD
+    stream              bytes
+    parameters read     4P - 2P x handed over - kept layers (and `pre`) once
+    gradients           4P out + 4P in of the share that waits on SSD
+    optimizer state     12P in + 12P out
+    parameters written  2P
+    redo                12P in + 14P out of the share that was redone
+    activations         (3L - 1)A in + 2LA out of each micro-batch on SSD
 
-L layers, A bytes of what passes between two of them for one micro-batch. Of a lone micro-batch only the layers' inputs have to
-wait: (L - 1)A each way.
+Of a lone micro-batch only the layers' inputs have to wait: (L - 1)A each way.
 
-The least time of a step of stock ZeRO-Infinity, which runs micro-batches one after another, on the same machine.
-
-For each micro-batch every parameter comes in twice, and the sum of gradients leaves the device and comes in again, after the
-first: (2M - 1) G over the copies (GreedySnake, arXiv 2512.17570; DeepSpeed 0.19.8 adds on the device). Within a sweep all
-resources work at once; the optimizer's step comes after the last backward, read, computed and written at once too. Stock does
-worse than that where its own pipeline stalls, so a ratio to it is a lower bound of the gain.
+Stock runs micro-batches one after another. For each of them every parameter comes in twice, and the sum of gradients leaves
+the device and comes in again, after the first: (2M - 1) G over the copies (GreedySnake, arXiv 2512.17570; DeepSpeed
+0.19.8 adds on the device). Within a sweep all resources work at once; the optimizer's step comes after the last backward, read,
+computed and written at once too. Stock does worse than that where its own pipeline stalls, so a ratio to it is a lower bound of
+the gain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ds_vertical.errors import CostsError
+from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.costs import Cost
-from ds_vertical.planner.machine import Machine, check_share
-from ds_vertical.planner.model_shape import ModelShape, Placement
+from ds_vertical.types import Machine, ModelShape, Placement, TensorKind, Tier, check_share
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,13 @@ class Traffic:
 
     @property
     def read(self) -> float:
+        """Bytes of all streams from SSD."""
         return self.parameters_read + self.gradients_read + self.state_read + self.activations_read
 
     @property
     def written(self) -> float:
+        """Bytes of all streams to SSD."""
         return self.parameters_written + self.gradients_written + self.state_written + self.activations_written
-
-
-def stock_traffic(shape: ModelShape, num_micro_batches: int) -> Traffic:
-    """Stock ZeRO-Infinity: every micro-batch reads all parameters twice, all gradients wait where the state rests."""
-    placement = shape.placement
-    return _optimizer(shape, 1.0, waiting_on_ssd=placement.state_on_ssd, parameters_read=2.0 * num_micro_batches)
 
 
 def kept_layers(window: int) -> int:
@@ -85,26 +80,24 @@ def vertical_traffic(
         raise CostsError(f"kept: got {kept!r}; write a number of layers, 0 or more")
     once = shape.pre_elements + sum(shape.layer_elements[max(0, shape.num_layers - kept) :])
     fetches = 2.0 - once / shape.num_elements - handed_over if shape.num_elements else 0.0
-    activations = shape.placement.activation_tiers(num_micro_batches).count("ssd") * shape.activation_bytes
+    tiers = activation_tiers(num_micro_batches, shape.placement[TensorKind.ACTIVATIONS])
+    activations = tiers.count(Tier.SSD) * shape.activation_bytes
     layers, alone = shape.num_layers, num_micro_batches == 1
     passes = (layers - 1, layers - 1) if alone else (3 * layers - 1, 2 * layers)
-    on_ssd = waiting * shape.placement.gradients_on_ssd
-    table = _optimizer(shape, 1.0 + redone, waiting_on_ssd=on_ssd, parameters_read=fetches)
-    return replace(table, activations_read=activations * passes[0], activations_written=activations * passes[1])
-
-
-def _optimizer(shape: ModelShape, steps: float, *, waiting_on_ssd: float, parameters_read: float) -> Traffic:
     elements = shape.num_elements / shape.num_shards
-    parameters = elements * shape.param_bytes * shape.placement.parameters_on_ssd
-    gradients = elements * shape.gradient_bytes * waiting_on_ssd
-    state = elements * shape.state_bytes * shape.placement.state_on_ssd
+    parameters = elements * shape.param_bytes * shape.on_ssd(TensorKind.PARAMETERS)
+    gradients = elements * shape.gradient_bytes * (waiting * shape.on_ssd(TensorKind.GRADIENTS))
+    state = elements * shape.state_bytes * shape.on_ssd(TensorKind.STATE)
+    steps = 1.0 + redone
     return Traffic(
-        parameters_read=parameters * parameters_read,
+        parameters_read=parameters * fetches,
         gradients_read=gradients,
         state_read=state * steps,
+        activations_read=activations * passes[0],
         parameters_written=parameters * steps,
         gradients_written=gradients,
         state_written=state * steps,
+        activations_written=activations * passes[1],
     )
 
 
@@ -113,8 +106,8 @@ def traffic_of(costs: Sequence[Cost], shape: ModelShape) -> Traffic:
     moved: dict[tuple[str, str], float] = {}
     for stage in (stage for cost in costs for job in cost for stage in job):
         moved[stage.lane, stage.purpose] = moved.get((stage.lane, stage.purpose), 0.0) + stage.num_bytes
-    placement = shape.placement
-    parameters, state = shape.param_bytes * placement.parameters_on_ssd, shape.state_bytes * placement.state_on_ssd
+    parameters = shape.param_bytes * shape.on_ssd(TensorKind.PARAMETERS)
+    state = shape.state_bytes * shape.on_ssd(TensorKind.STATE)
     written = moved.get(("ssd_write", "state"), 0.0)
     share = parameters / (parameters + state) if written else 0.0
     return Traffic(
@@ -140,6 +133,7 @@ class HorizontalStep:
 
     @property
     def seconds(self) -> float:
+        """Of the whole step."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
 
@@ -148,39 +142,40 @@ def stock_placement(shape: ModelShape, host_bytes: float | None) -> Placement:
     rank = shape.num_elements / shape.num_shards
     gradients, parameters = rank * shape.gradient_bytes, rank * shape.param_bytes
     if host_bytes is None:
-        return Placement(0.0, 1.0, 0.0)
+        return Placement.of(parameters_on_ssd=0.0)
     on_ssd = 0.0 if gradients <= host_bytes else 1.0
     room = host_bytes - gradients * (1 - on_ssd)
-    return Placement(1 - min(1.0, room / parameters), 1.0, on_ssd)
+    return Placement.of(parameters_on_ssd=1 - min(1.0, room / parameters), gradients_on_ssd=on_ssd)
 
 
 def horizontal_step(shape: ModelShape, machine: Machine, num_micro_batches: int) -> HorizontalStep:
     """The best that stock can do with everything where `shape.placement` puts it; state on SSD."""
-    rank, placement = shape.num_elements / shape.num_shards, shape.placement
+    rank = shape.num_elements / shape.num_shards
     parameters, gradients = rank * shape.param_bytes, rank * shape.gradient_bytes
     layers = sum(shape.layer_elements) / (max(shape.layer_elements) or 1)
-    read = parameters * placement.parameters_on_ssd / machine.ssd_read_bytes_per_s
+    read = parameters * shape.on_ssd(TensorKind.PARAMETERS) / machine.ssd_read_bytes_per_s
     forward = {"compute": layers * shape.forward_s + shape.pre_forward_s, "SSD": read}
     backward = {"compute": layers * (shape.forward_s + shape.backward_s) + shape.head_s + shape.pre_backward_s, "SSD": read}
     count = num_micro_batches
     if not machine.one_memory and machine.copy_in_bytes_per_s and machine.copy_out_bytes_per_s:
-        activations = shape.num_layers * shape.activation_bytes * placement.activations_on_host
+        in_host = shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
+        activations = shape.num_layers * shape.activation_bytes * in_host
         out, into = machine.copy_out_bytes_per_s, machine.copy_in_bytes_per_s
         forward |= {"copies in": parameters / into, "copies out": activations / out}
         added = gradients * (count - 1) / count
         backward |= {"copies in": (parameters + activations + added) / into, "copies out": gradients / out}
     seconds = {name: forward[name] + backward[name] for name in forward}
-    optimizer = _optimizer_s(shape, machine, gradients * placement.gradients_on_ssd)
+    optimizer = _optimizer_s(shape, machine, gradients * shape.on_ssd(TensorKind.GRADIENTS))
     slowest = max(seconds, key=seconds.__getitem__)
     return HorizontalStep(count * max(forward.values()), count * max(backward.values()), optimizer, slowest)
 
 
 def _optimizer_s(shape: ModelShape, machine: Machine, waiting_bytes: float) -> float:
     """Gradients on SSD are written once and read once; state is read and written, with the parameters."""
-    rank, placement = shape.num_elements / shape.num_shards, shape.placement
-    state = rank * shape.state_bytes * placement.state_on_ssd
+    rank = shape.num_elements / shape.num_shards
+    state = rank * shape.state_bytes * shape.on_ssd(TensorKind.STATE)
     read = (state + waiting_bytes) / machine.ssd_read_bytes_per_s
-    write = (state + rank * shape.param_bytes * placement.parameters_on_ssd) / machine.ssd_write_bytes_per_s
+    write = (state + rank * shape.param_bytes * shape.on_ssd(TensorKind.PARAMETERS)) / machine.ssd_write_bytes_per_s
     both = max(read / machine.read_together, write / machine.write_together)
     adam = rank / machine.adam_elements_per_s
     return waiting_bytes / machine.ssd_write_bytes_per_s + max(min(both, read + write), adam)

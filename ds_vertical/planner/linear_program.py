@@ -29,26 +29,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape, Placement
+from ds_vertical.types import RESTING_PLACES, Machine, ModelShape, Placement, TensorKind, Tier, TierBytes
 
-_SHARES: Final[tuple[str, ...]] = ("activations_on_host", "activations_on_ssd", "parameters_in_host", "gradients_on_ssd")
+# The shares that the program chooses.
+_CHOSEN: Final[Mapping[str, tuple[TensorKind, Tier]]] = {
+    "activations_on_host": (TensorKind.ACTIVATIONS, Tier.HOST),
+    "activations_on_ssd": (TensorKind.ACTIVATIONS, Tier.SSD),
+    "parameters_in_host": (TensorKind.PARAMETERS, Tier.HOST),
+    "gradients_on_ssd": (TensorKind.GRADIENTS, Tier.SSD),
+}
+_SHARES: Final[tuple[str, ...]] = tuple(_CHOSEN)
 VARIABLES: Final[tuple[str, ...]] = (*_SHARES, "forward_s", "backward_s")
 _PREFERENCE: Final = 1e-3  # of the busy seconds of what moves: among equals, the plan that moves least
 _SPARE: Final = 0.005  # of a tier: formulas round pieces and micro-batches up, the program does not
 Row = dict[str, float]
-
-
-@dataclass(frozen=True)
-class TierLimits:
-    """Bytes that a plan may take in each tier on this rank's part of the machine; None: not limited."""
-
-    device_bytes: float | None
-    host_bytes: float | None
-    ssd_bytes: float | None
 
 
 @dataclass(frozen=True)
@@ -70,21 +67,29 @@ class Solution:
     binding: tuple[str, ...]
 
     def placement(self, state_on_ssd: float) -> Placement:
+        """The shares as a placement."""
         values = {name: min(1.0, max(0.0, self.values[name])) for name in _SHARES}
         host, ssd = values["activations_on_host"], values["activations_on_ssd"]
         ssd = min(ssd, 1 - host)
-        return Placement(1 - values["parameters_in_host"], state_on_ssd, values["gradients_on_ssd"], host, ssd)
+        return Placement.of(
+            parameters_on_ssd=1 - values["parameters_in_host"],
+            state_on_ssd=state_on_ssd,
+            gradients_on_ssd=values["gradients_on_ssd"],
+            activations_on_host=host,
+            activations_on_ssd=ssd,
+        )
 
 
 @dataclass(frozen=True)
 class LpProblem:
-    """What is fixed while the program is solved. `early`: the rest beside the delayed share is stepped in the backward;
-    otherwise every gradient waits for the norm, and all steps come in the next forward."""
+    """What is fixed while the program is solved. `limits`: bytes per tier on this rank's part of the machine. `early`: the rest
+    beside the delayed share is stepped in the backward; otherwise every gradient waits for the norm, and all steps come in the
+    next forward."""
 
     shape: ModelShape
     machine: Machine
     settings: memory_budget.Settings
-    limits: TierLimits
+    limits: TierBytes
     delay: float
     early: bool
     further: tuple[memory_budget.BudgetItem, ...] = ()
@@ -114,8 +119,8 @@ def solve(case: LpProblem) -> Solution | None:
     matrix = [[row.row.get(name, 0.0) / row.scale for name in VARIABLES] for row in rows]
     limits = [row.limit / row.scale for row in rows]
     bounds = [(0.0, 1.0)] * len(_SHARES) + [(0.0, None)] * 2
-    bounds[2] = (0.0, 1.0 if case.shape.placement.parameters_on_ssd else 0.0)
-    bounds[3] = (0.0, case.shape.placement.state_on_ssd)
+    bounds[2] = (0.0, 1.0 if case.shape.on_ssd(TensorKind.PARAMETERS) else 0.0)
+    bounds[3] = (0.0, case.shape.on_ssd(TensorKind.STATE))
     found: Any = linprog([cost.get(name, 0.0) for name in VARIABLES], matrix, limits, bounds=bounds, method="highs")
     if found.status != 0:
         return None
@@ -214,10 +219,10 @@ def _activation_bytes(case: LpProblem) -> float:
 
 def _read_write(case: LpProblem, sweep: str) -> tuple[Row, Row]:
     """Bytes from and to SSD in a sweep, per variable; those that no variable changes under ""."""
-    shape, placement = case.shape, case.shape.placement
+    shape = case.shape
     rank = shape.num_elements / shape.num_shards
-    parameters = rank * shape.param_bytes * (1.0 if placement.parameters_on_ssd else 0.0)
-    state, gradients = rank * shape.state_bytes * placement.state_on_ssd, rank * shape.gradient_bytes
+    parameters = rank * shape.param_bytes * (1.0 if shape.on_ssd(TensorKind.PARAMETERS) else 0.0)
+    state, gradients = rank * shape.state_bytes * shape.on_ssd(TensorKind.STATE), rank * shape.gradient_bytes
     steps, activations, waiting = _share(case, sweep), _activation_bytes(case), case.settings.held_share
     forward = sweep == "forward_s"
     fetched = parameters * (1 - case.forward_share if forward else 1 - _kept(case))
@@ -246,33 +251,37 @@ def _kept(case: LpProblem) -> float:
 def _memory_rows(case: LpProblem, spare: float = 0.0) -> Iterator[Constraint]:
     """Bytes per tier as `memory_budget.budget` has them: at no share, and what each share adds. `spare`: share of a tier left
     free."""
-    nothing = Placement(
-        1.0 if case.shape.placement.parameters_on_ssd else 0.0, case.shape.placement.state_on_ssd, 0.0, 0.0, 0.0
+    nothing = Placement.of(
+        parameters_on_ssd=1.0 if case.shape.on_ssd(TensorKind.PARAMETERS) else 0.0,
+        state_on_ssd=case.shape.on_ssd(TensorKind.STATE),
     )
-    each = {
-        "activations_on_host": replace(nothing, activations_on_host=1.0),
-        "activations_on_ssd": replace(nothing, activations_on_ssd=1.0),
-        "parameters_in_host": replace(nothing, parameters_on_ssd=0.0),
-        "gradients_on_ssd": replace(nothing, gradients_on_ssd=1.0),
-    }
-    limits = {"device": case.limits.device_bytes, "host": case.limits.host_bytes, "ssd": case.limits.ssd_bytes}
-    for tier, limit in limits.items():
-        if limit is None or (tier == "device" and case.machine.one_memory):
+    each = {name: _with_everything(nothing, kind, tier) for name, (kind, tier) in _CHOSEN.items()}
+    for tier in Tier:
+        limit = case.limits[tier]
+        if limit is None or (tier is Tier.DEVICE and case.machine.one_memory):
             continue
         base = tier_bytes(case, nothing, tier)
         row = {name: tier_bytes(case, placement, tier) - base for name, placement in each.items()}
         yield Constraint(f"{tier} memory", row, limit * (1 - spare) - base, max(1.0, abs(limit)))
 
 
-def tier_bytes(case: LpProblem, placement: Placement, tier: str) -> float:
+def _with_everything(placement: Placement, kind: TensorKind, tier: Tier) -> Placement:
+    """`placement` with all of `kind` in `tier`."""
+    return placement.with_shares(kind, {} if tier is RESTING_PLACES[kind][0] else {tier: 1.0})
+
+
+def tier_bytes(problem: LpProblem, placement: Placement, tier: Tier) -> float:
     """Bytes in a tier with things resting as `placement` says."""
-    shape = replace(case.shape, placement=placement)
-    if tier != "ssd":
-        return memory_budget.total_bytes(memory_budget.budget(shape, case.settings, case.further), tier)
-    rank = shape.num_elements / shape.num_shards
-    files = shape.state_bytes * placement.state_on_ssd + shape.param_bytes * placement.parameters_on_ssd
-    gradients = case.settings.held_share * shape.gradient_bytes * placement.gradients_on_ssd
-    return rank * (files * shape.generations + gradients) + _ssd_activations(case) * placement.activations_on_ssd
+    shape = replace(problem.shape, placement=placement)
+    match tier:
+        case Tier.DEVICE | Tier.HOST:
+            return memory_budget.total_bytes(memory_budget.budget(shape, problem.settings, problem.further), tier)
+        case Tier.SSD:
+            rank = shape.num_elements / shape.num_shards
+            gradients = problem.settings.held_share * shape.gradient_bytes * shape.on_ssd(TensorKind.GRADIENTS)
+            files = rank * (shape.written_bytes * shape.generations + gradients)
+            return files + _ssd_activations(problem) * shape.on_ssd(TensorKind.ACTIVATIONS)
+    assert_never(tier)
 
 
 def _ssd_activations(case: LpProblem) -> float:

@@ -23,11 +23,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from ds_vertical.errors import MemoryBudgetError
-from ds_vertical.planner.model_shape import ModelShape
-from ds_vertical.schedule.events import LEAD, MAX_STEPS, PRE
+from ds_vertical.schedule.events import LEAD, MAX_STEPS
+from ds_vertical.types import PRE, ModelShape, TensorKind, Tier, TierBytes
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
@@ -68,7 +69,7 @@ class Settings:
 class BudgetItem:
     """Bytes of one purpose in one tier; `key`: the JSON path that changes them most directly, in brackets what else does."""
 
-    tier: str
+    tier: Tier
     what: str
     num_bytes: int
     key: str
@@ -80,40 +81,40 @@ def layer_buffers(window: int, num_layers: int) -> int:
 
 
 def budget(shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...] = ()) -> tuple[BudgetItem, ...]:
-    """What is needed, largest first in each tier; tiers "device" and "host", or "host" alone with one memory."""
+    """What is needed of device and host memory, largest first in each tier; of host memory alone where both are one."""
     items = [*_host(shape, settings), *_device(shape, settings), *further]
     if settings.one_memory:
-        items = [dataclasses.replace(item, tier="host") for item in items]
+        items = [dataclasses.replace(item, tier=Tier.HOST) for item in items]
     return tuple(sorted((item for item in items if item.num_bytes), key=lambda item: (item.tier, -item.num_bytes)))
 
 
-def total_bytes(items: tuple[BudgetItem, ...], tier: str) -> int:
+def total_bytes(items: tuple[BudgetItem, ...], tier: Tier) -> int:
+    """The sum of a tier's items."""
     return sum(item.num_bytes for item in items if item.tier == tier)
 
 
 def _host(shape: ModelShape, settings: Settings) -> Iterator[BudgetItem]:
-    placement, rank = shape.placement, shape.num_elements / shape.num_shards
+    rank = shape.num_elements / shape.num_shards
     pre_files, *layer_files = shape.unit_files
     buffers = layer_buffers(settings.window, sum(map(bool, layer_files))) * max(layer_files) + pre_files
-    yield _item("host", "parameter buffers", buffers, "vertical_schedule.prefetch_layers")
-    resting = rank * shape.param_bytes * (1 - placement.parameters_on_ssd)
-    yield _item("host", "parameters at rest", resting, "zero_optimization.offload_param.device")
-    resting = rank * shape.state_bytes * (1 - placement.state_on_ssd)
-    yield _item("host", "optimizer state at rest", resting, "zero_optimization.offload_optimizer.device")
-    yield _item("host", "optimizer slots", settings.slots * _slot_bytes(shape, settings), _IN_FLIGHT)
-    yield _item("host", "gradients", _gradients(shape, settings) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
-    kept = settings.num_micro_batches * shape.num_layers * shape.activation_bytes * placement.activations_on_host
-    yield _item("host", "activations", kept, "gradient_accumulation_steps")
+    yield _item(Tier.HOST, "parameter buffers", buffers, "vertical_schedule.prefetch_layers")
+    resting = rank * shape.param_bytes * shape.placement.share(TensorKind.PARAMETERS, Tier.HOST)
+    yield _item(Tier.HOST, "parameters at rest", resting, "zero_optimization.offload_param.device")
+    resting = rank * shape.state_bytes * shape.placement.share(TensorKind.STATE, Tier.HOST)
+    yield _item(Tier.HOST, "optimizer state at rest", resting, "zero_optimization.offload_optimizer.device")
+    yield _item(Tier.HOST, "optimizer slots", settings.slots * _slot_bytes(shape, settings), _IN_FLIGHT)
+    yield _item(Tier.HOST, "gradients", _gradients(shape, settings) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
+    kept = settings.num_micro_batches * shape.num_layers * shape.activation_bytes
+    kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
+    yield _item(Tier.HOST, "activations", kept, "gradient_accumulation_steps")
 
 
 def _slot_bytes(shape: ModelShape, settings: Settings) -> float:
     """Bytes of the largest piece that goes through the optimizer's pipeline from or to SSD."""
     if shape.slot_bytes is not None:
         return shape.slot_bytes
-    placement = shape.placement
-    gradient = shape.gradient_bytes if placement.gradients_on_ssd and settings.held_share else 0
-    state = shape.state_bytes * placement.state_on_ssd + shape.param_bytes * placement.parameters_on_ssd
-    return _largest_piece(shape) * ((state if placement.state_on_ssd else 0.0) + gradient)
+    gradient = shape.gradient_bytes if shape.on_ssd(TensorKind.GRADIENTS) and settings.held_share else 0
+    return _largest_piece(shape) * ((shape.written_bytes if shape.on_ssd(TensorKind.STATE) else 0.0) + gradient)
 
 
 def _gradients(shape: ModelShape, settings: Settings) -> float:
@@ -121,7 +122,7 @@ def _gradients(shape: ModelShape, settings: Settings) -> float:
     the sums in the same memory (`_aliased`) those count until their unit's last element has left."""
     pre, *layers = (elements / shape.num_shards for elements in shape.unit_gradients)
     rank, largest = pre + sum(layers), max(layers)
-    waits, on_ssd = settings.held_share, shape.placement.gradients_on_ssd
+    waits, on_ssd = settings.held_share, shape.on_ssd(TensorKind.GRADIENTS)
     passing = min(rank, settings.gradient_layers * largest + pre)
     sums = 0.0
     if waits < 1:
@@ -134,15 +135,15 @@ def _gradients(shape: ModelShape, settings: Settings) -> float:
 def _device(shape: ModelShape, settings: Settings) -> Iterator[BudgetItem]:
     count, (pre, *layers) = settings.num_micro_batches, shape.unit_gradients
     parameters = 0 if _aliased(shape, settings) else _fetched(shape, settings) * shape.param_bytes
-    yield _item("device", "parameters", parameters, "vertical_schedule.prefetch_layers")
+    yield _item(Tier.DEVICE, "parameters", parameters, "vertical_schedule.prefetch_layers")
     at_once = 1 if settings.one_memory else min(2, shape.num_layers)
     sums = 0 if _aliased(shape, settings) else (at_once * max(layers) + pre) * shape.gradient_bytes
-    yield _item("device", "gradient sums", sums, "vertical_schedule.blocks_per_layer")
-    off = shape.placement.activations_off_device
+    yield _item(Tier.DEVICE, "gradient sums", sums, "vertical_schedule.blocks_per_layer")
+    off = shape.placement.away(TensorKind.ACTIVATIONS)
     kept, passing = count * shape.num_layers + 2, count * min(2, shape.num_layers) + 1  # the last layer is fused
     inputs = kept * (1 - off) + passing * off
-    yield _item("device", "activations between layers", inputs * shape.activation_bytes, "gradient_accumulation_steps")
-    yield _item("device", "one layer's backward", backward_bytes(shape, settings), "train_micro_batch_size_per_gpu")
+    yield _item(Tier.DEVICE, "activations between layers", inputs * shape.activation_bytes, "gradient_accumulation_steps")
+    yield _item(Tier.DEVICE, "one layer's backward", backward_bytes(shape, settings), "train_micro_batch_size_per_gpu")
 
 
 def backward_bytes(shape: ModelShape, settings: Settings) -> int:
@@ -171,7 +172,7 @@ def _fetched(shape: ModelShape, settings: Settings) -> int:
     return sum(largest) + shape.pre_elements
 
 
-def _item(tier: str, what: str, num_bytes: float, key: str) -> BudgetItem:
+def _item(tier: Tier, what: str, num_bytes: float, key: str) -> BudgetItem:
     return BudgetItem(tier, what, round(num_bytes), key)
 
 
@@ -186,48 +187,57 @@ def budget_lines(items: tuple[BudgetItem, ...]) -> list[str]:
 
 
 def check_budget(
-    shape: ModelShape,
-    settings: Settings,
-    further: tuple[BudgetItem, ...] = (),
-    *,
-    host_bytes: int | None = None,
-    device_bytes: int | None = None,
+    shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...] = (), limits: TierBytes = MappingProxyType({})
 ) -> tuple[BudgetItem, ...]:
-    """The budget, if it fits into the bytes given (None: not checked). Raises MemoryBudgetError for all tiers at once."""
+    """The budget, if each tier's items fit into the bytes of `limits` (a tier without any is not checked). Raises
+    MemoryBudgetError for all tiers at once."""
     items = budget(shape, settings, further)
-    limits = {"host": host_bytes, "device": device_bytes}
-    over = [tier for tier, limit in limits.items() if limit is not None and total_bytes(items, tier) > limit]
-    if over:
-        faults = "\n".join(_fault(shape, settings, further, tier, limits[tier] or 0) for tier in over)
-        raise MemoryBudgetError(faults + "\n" + "\n".join(budget_lines(items)))
+    found = [
+        _Overrun(shape, settings, further, tier, limit)
+        for tier, limit in limits.items()
+        if limit is not None and total_bytes(items, tier) > limit
+    ]
+    if found:
+        raise MemoryBudgetError("\n".join([*(overrun.fault() for overrun in found), *budget_lines(items)]))
     return items
 
 
-def _fault(shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...], tier: str, limit: int) -> str:
-    items = budget(shape, settings, further)
-    needed = total_bytes(items, tier)
-    remedies = [
-        f'"{key}": {fitting} (now {getattr(settings, name)})'
-        for name, key, least in _KNOBS
-        if (fitting := _fitting(shape, settings, further, tier, limit, name, least)) is not None
-    ]
-    if remedies:
-        remedy = f"write {' or '.join(remedies)}"
-    else:
-        smallest = dataclasses.replace(settings, **{name: least for name, _, least in _KNOBS})
-        left = total_bytes(budget(shape, smallest, further), tier)
+@dataclass(frozen=True)
+class _Overrun:
+    """A tier that has fewer bytes, `limit`, than a run needs of it."""
+
+    shape: ModelShape
+    settings: Settings
+    further: tuple[BudgetItem, ...]
+    tier: Tier
+    limit: float
+
+    def needed(self, settings: Settings) -> int:
+        """Bytes of the tier that the run needs with `settings`."""
+        return total_bytes(budget(self.shape, settings, self.further), self.tier)
+
+    def fault(self) -> str:
+        """The message: bytes needed and allowed, and each number in the JSON whose change alone makes the run fit."""
+        needed = self.needed(self.settings)
+        fitting = [(key, name, self._fitting(name, least)) for name, key, least in _KNOBS]
+        remedies = [
+            f'"{key}": {value} (now {getattr(self.settings, name)})' for key, name, value in fitting if value is not None
+        ]
+        remedy = f"write {' or '.join(remedies)}" if remedies else self._advice()
+        return f"{self.tier} memory: needs {needed} bytes, {self.limit} are allowed, {needed - self.limit} too few; {remedy}"
+
+    def _advice(self) -> str:
+        """What to change where no number alone is enough."""
+        smallest = dataclasses.replace(self.settings, **{name: least for name, _, least in _KNOBS})
         together = " and ".join(f'"{key}": {least}' for _, key, least in _KNOBS)
-        item = next(item for item in items if item.tier == tier and not item.key.startswith("("))
-        remedy = f"{together} would need {left}; most is {item.what}, {item.num_bytes} bytes: change {item.key}"
-    return f"{tier} memory: needs {needed} bytes, {limit} are allowed, {needed - limit} too few; {remedy}"
+        items = budget(self.shape, self.settings, self.further)
+        item = next(item for item in items if item.tier == self.tier and not item.key.startswith("("))
+        most = f"most is {item.what}, {item.num_bytes} bytes: change {item.key}"
+        return f"{together} would need {self.needed(smallest)}; {most}"
 
-
-def _fitting(
-    shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...], tier: str, limit: int, name: str, least: int
-) -> int | None:
-    """The largest value of one setting, below the present one, with which the tier fits."""
-    for value in range(getattr(settings, name) - 1, least - 1, -1):
-        changed = dataclasses.replace(settings, **{name: value})
-        if total_bytes(budget(shape, changed, further), tier) <= limit:
-            return value
-    return None
+    def _fitting(self, name: str, least: int) -> int | None:
+        """The largest value of one setting, below the present one, with which the tier fits."""
+        for value in range(getattr(self.settings, name) - 1, least - 1, -1):
+            if self.needed(dataclasses.replace(self.settings, **{name: value})) <= self.limit:
+                return value
+        return None

@@ -1,4 +1,4 @@
-"""Which bytes are in which tier at which moment of a simulated run, whose they are, and the peak of each tier.
+"""Which bytes are in which tier at which moment of a simulated run, and whose they are.
 
 Counted is what the schedule moves and what rests between steps. Buffers count while they are in use. Where device and
 host are one memory, all of it is the host's. See `memory_budget` for what is allocated, by closed formulas.
@@ -8,31 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
+from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.costs import Parts, PartSizes
-from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.simulate import SimulatedRun, SimulatedSpan
-from ds_vertical.schedule.events import PRE, SUF, Event, Op, Unit
+from ds_vertical.schedule.events import Event, Op
+from ds_vertical.types import PRE, SUF, Machine, ModelShape, TensorKind, Tier, Unit
 
-Tier = Literal["device", "host", "ssd"]
 MemoryOwner = Literal["parameters", "activations", "activation gradients", "gradients", "state"]
-TIERS: Final[tuple[Tier, ...]] = ("device", "host", "ssd")
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes a tier held, when, and whose they were. `owner`: who held the most of them."""
-
-    tier: Tier
-    num_bytes: float
-    at_s: float
-    owners: dict[str, float]
-
-    @property
-    def owner(self) -> str:
-        return max(self.owners, key=lambda name: self.owners[name], default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +27,6 @@ class MemoryChange:
     tier: Tier
     owner: MemoryOwner
     num_bytes: float
-
-
-def peaks(timeline: SimulatedRun, machine: Machine, shape: ModelShape, parts: Parts | None = None) -> dict[Tier, Peak]:
-    """The peak of each tier over the whole run."""
-    found: dict[Tier, Peak] = {tier: Peak(tier, 0.0, 0.0, {}) for tier in TIERS}
-    held: dict[Tier, dict[str, float]] = {tier: {} for tier in TIERS}
-    # What is given up at a moment makes room for what is taken at the same moment.
-    for change in sorted(changes(timeline, machine, shape, parts), key=lambda c: (c.at_s, c.num_bytes)):
-        tier = "host" if machine.one_memory and change.tier == "device" else change.tier
-        held[tier][change.owner] = held[tier].get(change.owner, 0.0) + change.num_bytes
-        total = sum(held[tier].values())
-        if total > found[tier].num_bytes:
-            found[tier] = Peak(tier, total, change.at_s, dict(held[tier]))
-    return found
 
 
 def changes(timeline: SimulatedRun, machine: Machine, shape: ModelShape, parts: Parts | None = None) -> Iterator[MemoryChange]:
@@ -81,7 +51,8 @@ class _Ledger:
         self.spans: dict[int, list[SimulatedSpan]] = {}
         for span in timeline.spans:
             self.spans.setdefault(span.index, []).append(span)
-        self.tiers = shape.placement.activation_tiers(1 + max((event.micro_batch or 0 for event in timeline.events), default=0))
+        num_micro_batches = 1 + max((event.micro_batch or 0 for event in timeline.events), default=0)
+        self.tiers = activation_tiers(num_micro_batches, shape.placement[TensorKind.ACTIVATIONS])
         self.trains = any(event.op is Op.B for event in timeline.events)
 
     def start_s(self, index: int) -> float:
@@ -92,15 +63,16 @@ class _Ledger:
         return self.timeline.end_s[index]
 
     def resting(self) -> Iterator[MemoryChange]:
-        shape, placement = self.shape, self.shape.placement
+        shape = self.shape
         elements = shape.num_elements / shape.num_shards
-        rests: tuple[tuple[MemoryOwner, int, float], ...] = (
-            ("parameters", shape.param_bytes, placement.parameters_on_ssd),
-            ("state", shape.state_bytes if self.trains else 0, placement.state_on_ssd),
+        rests: tuple[tuple[MemoryOwner, TensorKind, int], ...] = (
+            ("parameters", TensorKind.PARAMETERS, shape.param_bytes),
+            ("state", TensorKind.STATE, shape.state_bytes if self.trains else 0),
         )
-        for owner, each, on_ssd in rests:
-            yield MemoryChange(0.0, "ssd", owner, elements * each * on_ssd * shape.generations)
-            yield MemoryChange(0.0, "host", owner, elements * each * (1 - on_ssd))
+        for owner, kind, each in rests:
+            for tier, share in shape.placement[kind].items():
+                copies = shape.generations if tier is Tier.SSD else 1
+                yield MemoryChange(0.0, tier, owner, elements * each * share * copies)
 
     def parameters(self) -> Iterator[MemoryChange]:
         """The shard in its host buffer from the read to the end of the copy, the gathered unit from there to RELEASE. Read
@@ -109,24 +81,24 @@ class _Ledger:
         ahead: dict[Unit | None, int] = {}
         copied = not (self.machine.one_memory or self.machine.copy_in_bytes_per_s is None)
         for index, event in enumerate(self.timeline.events):
-            shard = self.shape.shard(event.layer) * self.shape.param_bytes * self.shape.placement.parameters_on_ssd
+            shard = self.shape.shard(event.layer) * self.shape.param_bytes * self.shape.on_ssd(TensorKind.PARAMETERS)
             gathered = self.shape.elements(event.layer) * self.shape.param_bytes
             if event.op is Op.FETCH and event.ahead:
                 ahead[event.layer] = index
-                buffered = ("host", shard) if copied else ("device", gathered)
+                buffered = (Tier.HOST, shard) if copied else (Tier.DEVICE, gathered)
                 yield MemoryChange(self.start_s(index), buffered[0], "parameters", buffered[1])
             elif event.op is Op.FETCH:
                 fetched[event.layer] = index
                 early = ahead.pop(event.layer, None) is not None
                 copies = [s.start_s for s in self.spans.get(index, ()) if s.stage.lane == "copy_in"]
                 if copied or not early:
-                    yield MemoryChange(min(copies, default=self.start_s(index)), "device", "parameters", gathered)
+                    yield MemoryChange(min(copies, default=self.start_s(index)), Tier.DEVICE, "parameters", gathered)
                 if copied and not early:
-                    yield MemoryChange(self.start_s(index), "host", "parameters", shard)
+                    yield MemoryChange(self.start_s(index), Tier.HOST, "parameters", shard)
                 if copied:
-                    yield MemoryChange(self.end_s(index), "host", "parameters", -shard)
+                    yield MemoryChange(self.end_s(index), Tier.HOST, "parameters", -shard)
             elif event.op is Op.RELEASE and event.layer in fetched:
-                yield MemoryChange(self.end_s(index), "device", "parameters", -gathered)
+                yield MemoryChange(self.end_s(index), Tier.DEVICE, "parameters", -gathered)
 
     def gradients(self) -> Iterator[MemoryChange]:
         """The sum on the device from its first B to REDUCE, then this rank's share until the step that takes it: in host
@@ -140,14 +112,14 @@ class _Ledger:
             on_ssd = elements * self._share_on_ssd(event)
             if event.op in (Op.HEAD, Op.B) and unit not in summing:
                 summing.add(unit)
-                yield self._gradient(self.start_s(index), "device", self.shape.elements(unit))
+                yield self._gradient(self.start_s(index), Tier.DEVICE, self.shape.elements(unit))
             elif event.op is Op.REDUCE:
                 summing.discard(unit)
-                yield self._gradient(self.end_s(index), "device", -self.shape.elements(unit))
+                yield self._gradient(self.end_s(index), Tier.DEVICE, -self.shape.elements(unit))
                 yield from self._gradients(self.start_s(index), elements - on_ssd, on_ssd)
             elif event.op is Op.HOLD:
-                yield self._gradient(self.start_s(index), "ssd", on_ssd)
-                yield self._gradient(self.end_s(index), "host", -on_ssd)
+                yield self._gradient(self.start_s(index), Tier.SSD, on_ssd)
+                yield self._gradient(self.end_s(index), Tier.HOST, -on_ssd)
             elif event.op is Op.STEP:
                 if event.step_offset and index < self.count:  # left by the step before the first one
                     yield from self._gradients(0.0, elements - on_ssd, on_ssd)
@@ -158,11 +130,11 @@ class _Ledger:
         held = {part for op, unit, part in self.present if op is Op.HOLD and unit == event.layer}
         if held and (event.op is Op.REDUCE or not {None, event.part} & held):
             return 0.0
-        return self.shape.placement.gradients_on_ssd
+        return self.shape.on_ssd(TensorKind.GRADIENTS)
 
     def _gradients(self, at_s: float, in_host: float, on_ssd: float) -> Iterator[MemoryChange]:
-        yield self._gradient(at_s, "host", in_host)
-        yield self._gradient(at_s, "ssd", on_ssd)
+        yield self._gradient(at_s, Tier.HOST, in_host)
+        yield self._gradient(at_s, Tier.SSD, on_ssd)
 
     def _gradient(self, at_s: float, tier: Tier, elements: float) -> MemoryChange:
         return MemoryChange(at_s, tier, "gradients", elements * self.shape.gradient_bytes)
@@ -174,8 +146,8 @@ class _Ledger:
         writes = [span for span in spans if span.stage.lane == "ssd_write"]
         for read, write in zip(reads, writes, strict=False):
             num_bytes = max(read.stage.num_bytes, write.stage.num_bytes)
-            yield MemoryChange(read.start_s, "host", "state", num_bytes)
-            yield MemoryChange(write.end_s, "host", "state", -num_bytes)
+            yield MemoryChange(read.start_s, Tier.HOST, "state", num_bytes)
+            yield MemoryChange(write.end_s, Tier.HOST, "state", -num_bytes)
 
     def activations(self, owner: MemoryOwner, role: Callable[[Event, int], _Role]) -> Iterator[MemoryChange]:
         uses: dict[tuple[Unit, int], list[tuple[str, int]]] = {}
@@ -194,15 +166,15 @@ class _Ledger:
         """One tensor from the event that makes it to its last use. Saved, it leaves the device between for its tier."""
         num_bytes, verbs = self.shape.activation_bytes, [verb for verb, _ in life]
         last = max(self.end_s(index) for verb, index in life if verb != "drop")
-        if tier == "device" or "save" not in verbs:
-            yield MemoryChange(self.start_s(life[0][1]), "device", owner, num_bytes)
-            yield MemoryChange(last, "device", owner, -num_bytes)
+        if tier is Tier.DEVICE or "save" not in verbs:
+            yield MemoryChange(self.start_s(life[0][1]), Tier.DEVICE, owner, num_bytes)
+            yield MemoryChange(last, Tier.DEVICE, owner, -num_bytes)
             return
         loads = [i for i, verb in enumerate(verbs) if verb == "load"]
         for begin, end in zip([0, *loads], [*loads, len(life)], strict=True):
             on_device = [index for verb, index in life[begin:end] if verb != "drop"]
-            yield MemoryChange(self.start_s(life[begin][1]), "device", owner, num_bytes)
-            yield MemoryChange(max(self.end_s(index) for index in on_device), "device", owner, -num_bytes)
+            yield MemoryChange(self.start_s(life[begin][1]), Tier.DEVICE, owner, num_bytes)
+            yield MemoryChange(max(self.end_s(index) for index in on_device), Tier.DEVICE, owner, -num_bytes)
         saved = next(index for verb, index in life if verb == "save")
         dropped = max([self.end_s(index) for verb, index in life if verb == "drop"], default=last)
         yield MemoryChange(self.start_s(saved), tier, owner, num_bytes)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ds_vertical.planner.closed_forms import Traffic, kept_layers, vertical_traffic
-from ds_vertical.planner.model_shape import ModelShape, Placement
-from ds_vertical.schedule.events import DELAYED, PRE, Op, Schedule, Unit
+from ds_vertical.schedule.events import DELAYED, Op, Schedule
+from ds_vertical.types import PRE, SHARE_NAMES, ModelShape, Placement, Unit
 
 FILE_NAME = "account.jsonl"
 Share = Literal["delayed", "all"]
@@ -28,7 +28,7 @@ class RunInfo:
 
     `host_bytes`: of this rank's memory budget. `tokens` of a micro-batch of `sequences`; `threads` of the process that
     trained; `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, ...: the
-    shares that rest there, as in `costs.Placement`.
+    shares that rest there, under the names of `types.SHARE_NAMES`.
     """
 
     elements: dict[Unit, int]
@@ -49,14 +49,20 @@ class RunInfo:
     sequences: int
     tokens: int
     threads: int
-    model: dict[str, Any] | None
+    model: Mapping[str, object] | None
     overlap: bool = True
     gradients_on_ssd: float = 0.0
     activations_on_host: float = 0.0
     activations_on_ssd: float = 0.0
 
     @property
+    def placement(self) -> Placement:
+        """Where things rested in the run."""
+        return Placement.of(**{name: getattr(self, name) for name in SHARE_NAMES})
+
+    @property
     def num_layers(self) -> int:
+        """Of the schedule: each of `blocks_per_layer` blocks."""
         return len(self.elements) - 1
 
     @property
@@ -82,13 +88,7 @@ class RunInfo:
             num_shards=self.num_shards,
             generations=self.generations,
             part_elements=self.part_elements or None,
-            placement=Placement(
-                parameters_on_ssd=self.parameters_on_ssd,
-                state_on_ssd=self.state_on_ssd,
-                gradients_on_ssd=self.gradients_on_ssd,
-                activations_on_host=self.activations_on_host,
-                activations_on_ssd=self.activations_on_ssd,
-            ),
+            placement=self.placement,
         )
 
 
@@ -105,6 +105,8 @@ class ExecutedStep:
 
 @dataclass(frozen=True)
 class Account:
+    """What one run ran: its facts, and each of its steps."""
+
     facts: RunInfo
     steps: tuple[ExecutedStep, ...]
 
@@ -156,6 +158,7 @@ class AccountWriter:
         self._num_steps = 0
 
     def step(self, schedule: Schedule, due: Share, gauge_s: float | None = None) -> None:
+        """Append the step that has just ended; arguments as in `ExecutedStep`."""
         self._num_steps += 1
         text = None if schedule == self._last else schedule.to_text()
         self._last = schedule
@@ -188,7 +191,7 @@ def _steps(lines: Sequence[str]) -> list[ExecutedStep]:
     return steps
 
 
-def _named(fields: dict[str, Any]) -> dict[str, Any]:
+def _named(fields: Mapping[str, Any]) -> Mapping[str, object]:
     """JSON's keys are strings."""
     units = ("elements", "early_elements", "delayed_elements")
-    return fields | {name: {str(unit): count for unit, count in fields[name].items()} for name in units}
+    return {**fields} | {name: {str(unit): count for unit, count in fields[name].items()} for name in units}

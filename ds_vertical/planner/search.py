@@ -16,15 +16,16 @@ from functools import cached_property
 from typing import Final
 
 from ds_vertical.planner import linear_program, memory_budget
+from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.closed_forms import Traffic, traffic_of
 from ds_vertical.planner.costs import Parts, event_costs, split_steps
-from ds_vertical.planner.linear_program import LpProblem, Solution, TierLimits
-from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape, Outline, Placement, Seconds, shape_of
-from ds_vertical.planner.simulate import SimulatedRun, simulate
-from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, PRE, Schedule
-from ds_vertical.schedule.passes import build_training
+from ds_vertical.planner.linear_program import LpProblem, Solution
+from ds_vertical.planner.model_shape import Division, Outline, Seconds, shape_of
+from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
+from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, Schedule
+from ds_vertical.schedule.passes import TrainingStep, build_training
+from ds_vertical.types import PRE, Machine, ModelShape, Placement, TensorKind, Tier, TierBytes
 
 WINDOWS: Final = (1, 2, 3)
 DELAYS: Final = (0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
@@ -38,7 +39,7 @@ _STEADY_STEPS: Final = 3
 _RUNNERS_UP: Final = 3
 _EQUAL: Final = 1.01  # plans nearer than this are one as good as the other
 _NO_SECONDS: Final = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
-_LIBRARIES: Final = memory_budget.BudgetItem("host", "interpreter and libraries", 800 << 20, "(measured)")
+_LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, "(measured)")
 
 
 class PlanError(ValueError):
@@ -86,7 +87,12 @@ class Setting:
     @property
     def moved(self) -> tuple[int, ...]:
         """The micro-batches whose activations leave the device."""
-        return tuple(m for m, tier in enumerate(self.placement.activation_tiers(self.num_micro_batches)) if tier != "device")
+        tiers = activation_tiers(self.num_micro_batches, self.placement[TensorKind.ACTIVATIONS])
+        return tuple(m for m, tier in enumerate(tiers) if tier is not Tier.DEVICE)
+
+    def to_json(self) -> dict[str, object]:
+        """As plans write it."""
+        return {**vars(self), "placement": self.placement.named()}
 
 
 @dataclass(frozen=True)
@@ -105,21 +111,24 @@ class Candidate:
         setting = self.setting
         # What is issued ahead at the end of a step, of `pre` and the first layers, is no longer due in the next one.
         due = frozenset(range(LEAD, num_layers)) if setting.window else frozenset((PRE, *range(num_layers)))
-        hold = None if not setting.placement.gradients_on_ssd else DELAYED if setting.early else EVERYTHING
-        leaves = setting.early or setting.delay > 0
+        waits = self.shape.on_ssd(TensorKind.GRADIENTS) > 0
+        moves = not self.machine.one_memory or self.shape.on_ssd(TensorKind.ACTIVATIONS) > 0
         return build_training(
-            num_layers,
-            setting.num_micro_batches,
-            window=setting.window,
-            delayed=leaves,
-            due=due if setting.delay > 0 else frozenset(),
-            early=setting.early,
-            ahead=setting.window > 0,
-            hold=hold,
-            moved=setting.moved if not self.machine.one_memory or setting.placement.activations_on_ssd else (),
+            TrainingStep(
+                num_layers,
+                setting.num_micro_batches,
+                window=setting.window,
+                delayed=setting.early or setting.delay > 0,
+                due=due if setting.delay > 0 else frozenset(),
+                early=setting.early,
+                ahead=setting.window > 0,
+                hold=None if not waits else DELAYED if setting.early else EVERYTHING,
+                moved=setting.moved if moves else (),
+            )
         )
 
     def parts(self, shape: ModelShape) -> Parts | None:
+        """Elements of the early and the delayed part of each unit; None where nothing is stepped early."""
         return split_steps(shape, self.setting.delay) if self.setting.early else None
 
     def coarse(self, num_layers: int) -> ModelShape:
@@ -131,10 +140,12 @@ class Candidate:
     def simulated(self, num_layers: int) -> SimulatedRun:
         """Steps of the model's first layers."""
         shape, schedule = self.coarse(num_layers), self.schedule(num_layers)
-        return simulate(schedule, self.machine, shape, steps=_STEADY_STEPS, slots=memory_budget.SLOTS, parts=self.parts(shape))
+        settings = SimulationSettings(_STEADY_STEPS, memory_budget.SLOTS)
+        return simulate(schedule, self.machine, shape, settings, parts=self.parts(shape))
 
     @cached_property
     def timeline(self) -> SimulatedRun:
+        """Steps of the whole model."""
         return self.simulated(self.shape.num_layers)
 
     @property
@@ -153,6 +164,7 @@ class Candidate:
 
     @cached_property
     def bound(self) -> Bound:
+        """The least time of a step, as `step_bound` has it."""
         shape = self.coarse(self.shape.num_layers)
         return step_bound(self.schedule(shape.num_layers), self.machine, shape, parts=self.parts(shape))
 
@@ -165,11 +177,13 @@ class Candidate:
 
     @property
     def items(self) -> tuple[memory_budget.BudgetItem, ...]:
+        """The memory budget."""
         return memory_budget.budget(self.shape, self.case.settings, self.case.further)
 
     @property
     def ssd_bytes(self) -> float:
-        return linear_program.tier_bytes(self.case, self.shape.placement, "ssd")
+        """Bytes that rest on this rank's SSD."""
+        return linear_program.tier_bytes(self.case, self.shape.placement, Tier.SSD)
 
 
 @dataclass(frozen=True)
@@ -186,10 +200,10 @@ class Plan:
 
 
 def choose(
-    task: Task, machine: Machine, limits: TierLimits, further: tuple[memory_budget.BudgetItem, ...] = (_LIBRARIES,)
+    task: Task, machine: Machine, limits: TierBytes, further: tuple[memory_budget.BudgetItem, ...] = (_LIBRARIES,)
 ) -> Plan:
     """See [Note: choosing]. `limits`: bytes per tier for one rank. Raises PlanError where no setting fits."""
-    cases = list(_cases(task, machine, limits, further))
+    cases = list(_Search(task, machine, limits, further).cases())
     solved = [
         (case, size, blocks, solution) for case, size, blocks in cases if (solution := linear_program.solve(case)) is not None
     ]
@@ -225,53 +239,67 @@ def tune_timing(
 # ---- cases
 
 
-def _cases(
-    task: Task, machine: Machine, limits: TierLimits, further: tuple[memory_budget.BudgetItem, ...]
-) -> Iterator[tuple[LpProblem, int, int]]:
-    """(case, sequences per micro-batch, blocks per layer)"""
-    all_blocks = [b for b in _BLOCKS if b == 1 or 2 * b <= len(task.outline.block_elements)]
-    regimes = [(on_ssd, *regime) for on_ssd in (1.0, 0.0) for regime in _regimes(task, on_ssd)]
-    for size, count in task.counts():
-        settings = [((size, count, blocks), regime) for blocks in all_blocks for regime in regimes]
-        untimed = [_case(task, machine, limits, further, sizes, _NO_SECONDS, regime) for sizes, regime in settings]
-        if all(linear_program.shortage(case) for case in untimed):
-            yield from ((case, size, sizes[2]) for case, (sizes, _) in zip(untimed, settings, strict=True))
-            continue  # nothing is timed that would not fit
-        seconds = task.seconds(size)
-        yield from ((_case(task, machine, limits, further, s, seconds, regime), size, s[2]) for s, regime in settings)
+@dataclass(frozen=True)
+class _Search:
+    """What every case of a search shares; `limits`: bytes per tier for one rank, `further`: what takes memory besides."""
+
+    task: Task
+    machine: Machine
+    limits: TierBytes
+    further: tuple[memory_budget.BudgetItem, ...]
+
+    def cases(self) -> Iterator[tuple[LpProblem, int, int]]:
+        """(case, sequences per micro-batch, blocks per layer)"""
+        task = self.task
+        all_blocks = [b for b in _BLOCKS if b == 1 or 2 * b <= len(task.outline.block_elements)]
+        regimes = [regime for on_ssd in (1.0, 0.0) for regime in self._regimes(on_ssd)]
+        for size, count in task.counts():
+            settings = [(_Sizes(size, count, blocks), regime) for blocks in all_blocks for regime in regimes]
+            untimed = [self._case(sizes, regime, _NO_SECONDS) for sizes, regime in settings]
+            if all(linear_program.shortage(case) for case in untimed):
+                yield from ((case, size, sizes.blocks_per_layer) for case, (sizes, _) in zip(untimed, settings, strict=True))
+                continue  # nothing is timed that would not fit
+            seconds = task.seconds(size)
+            yield from ((self._case(sizes, regime, seconds), size, sizes.blocks_per_layer) for sizes, regime in settings)
+
+    def _regimes(self, state_on_ssd: float) -> Iterator[_Regime]:
+        """Only state on SSD has a second generation, without which nothing is stepped before the norm."""
+        if (self.task.clip == 0 or self.task.speculation) and state_on_ssd:
+            yield from (_Regime(state_on_ssd, delay, True) for delay in DELAYS if delay < 1)
+        yield _Regime(state_on_ssd, 1.0, False)
+
+    def _case(self, sizes: _Sizes, regime: _Regime, seconds: Seconds) -> LpProblem:
+        delay, early = regime.delay, regime.early
+        division = Division(
+            sizes.sequences,
+            sizes.blocks_per_layer,
+            num_shards=self.task.num_ranks,
+            generations=2 if early else 1,
+            part_elements=memory_budget.PART_ELEMENTS,
+            placement=Placement.of(state_on_ssd=regime.state_on_ssd),
+        )
+        held = delay if early and self.task.clip == 0 else 1.0  # what may be redone is kept
+        settings = memory_budget.Settings(sizes.num_micro_batches, 1, held_share=held, one_memory=self.machine.one_memory)
+        shape = shape_of(self.task.outline, seconds, division)
+        return LpProblem(shape, self.machine, settings, self.limits, delay, early, self.further)
 
 
-def _regimes(task: Task, state_on_ssd: float) -> Iterator[tuple[float, bool]]:
-    """(share of delayed steps, whether the rest is stepped in the backward): the regimes of the architecture, 6. Only state on
-    SSD has a second generation, without which nothing is stepped before the norm."""
-    if (task.clip == 0 or task.speculation) and state_on_ssd:
-        yield from ((delay, True) for delay in DELAYS if delay < 1)
-    yield 1.0, False
+@dataclass(frozen=True)
+class _Sizes:
+    """`sequences` of a micro-batch, micro-batches of a step, blocks of a layer."""
+
+    sequences: int
+    num_micro_batches: int
+    blocks_per_layer: int
 
 
-def _case(
-    task: Task,
-    machine: Machine,
-    limits: TierLimits,
-    further: tuple[memory_budget.BudgetItem, ...],
-    sizes: tuple[int, int, int],
-    seconds: Seconds,
-    regime: tuple[float, float, bool],
-) -> LpProblem:
-    (size, count, blocks), (state_on_ssd, delay, early) = sizes, regime
-    shape = shape_of(
-        task.outline,
-        seconds,
-        sequences=size,
-        blocks_per_layer=blocks,
-        num_shards=task.num_ranks,
-        generations=2 if early else 1,
-        part_elements=memory_budget.PART_ELEMENTS,
-        placement=Placement(1.0, state_on_ssd),
-    )
-    held = delay if early and task.clip == 0 else 1.0  # what may be redone is kept
-    settings = memory_budget.Settings(count, 1, held_share=held, one_memory=machine.one_memory)
-    return LpProblem(shape, machine, settings, limits, delay, early, further)
+@dataclass(frozen=True)
+class _Regime:
+    """Where the state is, which share of the steps is delayed, and whether the rest is stepped in the backward."""
+
+    state_on_ssd: float
+    delay: float
+    early: bool
 
 
 def _spread(solved: Sequence[tuple[LpProblem, int, int, Solution]]) -> list[tuple[LpProblem, int, int, Solution]]:
@@ -286,7 +314,7 @@ def _spread(solved: Sequence[tuple[LpProblem, int, int, Solution]]) -> list[tupl
 
 def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, window: int) -> Candidate:
     count = case.settings.num_micro_batches
-    placement = _rounded(solution.placement(case.shape.placement.state_on_ssd), count)
+    placement = _rounded(solution.placement(case.shape.on_ssd(TensorKind.STATE)), count)
     shape, settings = replace(case.shape, placement=placement), replace(case.settings, window=window)
     guessed = case.early and case.settings.held_share > case.delay
     setting = Setting(size, count, blocks, window, case.delay, case.early, placement, guessed)
@@ -301,18 +329,17 @@ def _with_window(candidate: Candidate, window: int) -> Candidate:
 
 def _rounded(placement: Placement, num_micro_batches: int) -> Placement:
     """Shares of activations are of whole micro-batches: more of them leave the device, never fewer."""
-    host, ssd = placement.activations_on_host, placement.activations_on_ssd
+    shares = placement[TensorKind.ACTIVATIONS]
+    host, ssd = shares[Tier.HOST], shares[Tier.SSD]
     off = -(-round((host + ssd) * num_micro_batches * 1e6) // 10**6) / num_micro_batches
     ssd = min(off, -(-round(ssd * num_micro_batches * 1e6) // 10**6) / num_micro_batches)
-    return replace(placement, activations_on_host=max(0.0, off - ssd), activations_on_ssd=ssd)
+    return placement.with_shares(TensorKind.ACTIVATIONS, {Tier.HOST: max(0.0, off - ssd), Tier.SSD: ssd})
 
 
 def _fits(candidate: Candidate) -> bool:
-    limits, case = candidate.case.limits, candidate.case
-    tiers = {"device": limits.device_bytes, "host": limits.host_bytes, "ssd": limits.ssd_bytes}
+    case, placement = candidate.case, candidate.shape.placement
     return all(
-        limit is None or linear_program.tier_bytes(case, candidate.shape.placement, tier) <= limit
-        for tier, limit in tiers.items()
+        limit is None or linear_program.tier_bytes(case, placement, tier) <= limit for tier, limit in case.limits.items()
     )
 
 
@@ -333,7 +360,8 @@ def _decide(fitting: Sequence[Candidate]) -> Plan:
 def _simplicity(candidate: Candidate) -> tuple[float, ...]:
     """Smaller is simpler: fewer things moved, smaller windows, the usual layers."""
     setting, placement = candidate.setting, candidate.setting.placement
-    moves = placement.activations_on_ssd, placement.activations_on_host, placement.gradients_on_ssd
+    activations = placement[TensorKind.ACTIVATIONS]
+    moves = activations[Tier.SSD], activations[Tier.HOST], placement.share(TensorKind.GRADIENTS, Tier.SSD)
     return (*(round(share, 2) for share in moves), setting.window, setting.blocks_per_layer, candidate.shape.generations)
 
 
@@ -348,10 +376,10 @@ def _difference(chosen: Setting, other: Setting) -> str:
     }
     found = [f"{key} {getattr(other, name):g}" for name, key in names.items() if getattr(other, name) != getattr(chosen, name)]
     ours, theirs = chosen.placement, other.placement
-    if ours.activations_off_device != theirs.activations_off_device:
-        found.append(f"activations off the device {theirs.activations_off_device:.0%}")
-    if ours.state_on_ssd != theirs.state_on_ssd:
-        found.append(f"optimizer state on {'SSD' if theirs.state_on_ssd else 'host'}")
+    if (away := theirs.away(TensorKind.ACTIVATIONS)) != ours.away(TensorKind.ACTIVATIONS):
+        found.append(f"activations off the device {away:.0%}")
+    if (on_ssd := theirs.share(TensorKind.STATE, Tier.SSD)) != ours.share(TensorKind.STATE, Tier.SSD):
+        found.append(f"optimizer state on {'SSD' if on_ssd else 'host'}")
     return ", ".join(found)
 
 
@@ -361,9 +389,9 @@ def _shortage(cases: Sequence[tuple[LpProblem, int, int]]) -> str:
     least, case, size = min(lacking, key=lambda entry: sum(entry[0].values()))
     tiers = ", ".join(f"{what}: {-(-num_bytes // 2**20):.0f} MiB short" for what, num_bytes in least.items())
     remedies = {
-        "device memory": "a shorter --sequence-length or a larger device",
-        "host memory": "more host memory, fewer ranks",
-        "ssd memory": "more room on the SSD (--nvme-path on another one)",
+        f"{Tier.DEVICE} memory": "a shorter --sequence-length or a larger device",
+        f"{Tier.HOST} memory": "more host memory, fewer ranks",
+        f"{Tier.SSD} memory": "more room on the SSD (--nvme-path on another one)",
     }
     advice = " and ".join(remedies[what] for what in least if what in remedies)
     if not least:

@@ -24,20 +24,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.costs import Cost, Lane, Needs, Parts, Stage, event_costs
-from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.dependencies import dependencies
-from ds_vertical.schedule.events import Event, Op, Schedule, Unit, error_at
+from ds_vertical.schedule.events import Event, Op, Schedule, error_at
+from ds_vertical.types import Machine, ModelShape, Unit
 
-Issue = Literal["in order", "ahead"]
-
-OPTIMIZER_OPS: Final = frozenset((Op.HOLD, Op.RECALL, Op.READ, Op.STEP, Op.WRITE, Op.COMMIT, Op.DISCARD))
+OPTIMIZER_OPS: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT))
 COMPUTE_OPS: Final = frozenset((Op.F, Op.HEAD, Op.B))
-_HOLDING: Final = COMPUTE_OPS | {Op.NORM, Op.RELEASE, Op.DROP, Op.GDROP}
 _ROUNDING: Final = 1e-12
 
 
@@ -75,42 +71,46 @@ class SimulatedRun:
         return self.makespan_s - max(self.end_s[: len(self.events) - count], default=0.0)
 
 
+@dataclass(frozen=True)
+class SimulationSettings:
+    """`steps`: consecutive steps of the schedule. `slots`: pieces of optimizer state in memory at a time. `overlap` False:
+    each event is waited for before the next is issued, so that seconds add up."""
+
+    steps: int = 1
+    slots: int = 3
+    overlap: bool = True
+
+
 def simulate(
     schedule: Schedule,
     machine: Machine,
     shape: ModelShape,
+    settings: SimulationSettings = SimulationSettings(),  # noqa: B008 - frozen
     *,
-    steps: int = 1,
-    slots: int = 3,
-    issue: Issue = "in order",
-    overlap: bool = True,
-    drain: bool = False,
     parts: Parts | None = None,
     needs: Needs | None = None,
 ) -> SimulatedRun:
-    """Run `steps` consecutive steps of the schedule. See the notes above.
+    """Run steps of the schedule on `machine`. See the notes above.
 
-    `slots`: pieces of optimizer state in memory at a time. `issue` "ahead": only computation and RELEASE hold the thread,
-    transfers wait for each other by themselves. `overlap=False`: wait for each event, so that seconds add up. `drain`:
-    let everything complete between two steps. `parts`: see `costs.PartSizes`. `needs`: dependencies of one step, when the
-    caller has them. Raises ScheduleError for a schedule that cannot be run, CostsError for one that does not fit the shape.
+    `parts`: see `costs.PartSizes`. `needs`: dependencies of one step, when the caller has them. Raises ScheduleError for a
+    schedule that cannot be run, CostsError for one that does not fit the shape.
     """
+    steps, slots = settings.steps, settings.slots
     if schedule.num_layers != shape.num_layers:
         raise CostsError(f"the schedule has {schedule.num_layers} layers, the model {shape.num_layers}; give both the same")
     if steps < 1 or slots < 1:
         raise CostsError(f"steps and slots must be 1 or more, got {steps} and {slots}")
     costs = event_costs(schedule.events, machine, shape, parts)
-    if not overlap:
+    if not settings.overlap:
         costs = tuple((tuple(stage for job in cost for stage in job),) if cost else () for cost in costs)
     needs = dependencies(schedule.events) if needs is None else needs
-    engine = _Engine(schedule.events, costs, machine, steps)
-    engine.issue_ahead, engine.overlap, engine.drain = issue == "ahead", overlap, drain
+    simulation = _Simulation(schedule.events, costs, machine, settings)
     for earlier, later in _edges(schedule.events, needs, steps):
-        engine.add_edge(earlier, later)
-    engine.limit_slots(slots)
-    if overlap:
-        engine.read_ahead(schedule)
-    return engine.run()
+        simulation.add_edge(earlier, later)
+    simulation.limit_slots(slots)
+    if settings.overlap:
+        simulation.read_ahead(schedule)
+    return simulation.run()
 
 
 def _edges(events: Sequence[Event], needs: Needs, steps: int) -> Iterator[tuple[int, int]]:
@@ -147,7 +147,7 @@ def _written_before_fetch(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
     steps: dict[Unit | None, list[int]] = {}
     fetches: dict[Unit | None, int] = {}
     for index, event in enumerate(events):
-        if event.op in (Op.STEP, Op.WRITE) and event.step_offset:
+        if event.op is Op.STEP and event.step_offset:
             steps.setdefault(event.layer, []).append(index)
         elif event.op is Op.FETCH:
             fetches[event.layer] = fetches.get(event.layer, 0) + 1
@@ -168,10 +168,11 @@ class _Task:
     hinted: bool = False  # it need not wait for its event to start
 
 
-class _Engine:
-    """The simulation's state: time, queues, and what each event still waits for."""
+class _Simulation:
+    """A simulation's state: time, queues, and what each event still waits for."""
 
-    def __init__(self, events: Sequence[Event], costs: Sequence[Cost], machine: Machine, steps: int) -> None:
+    def __init__(self, events: Sequence[Event], costs: Sequence[Cost], machine: Machine, settings: SimulationSettings) -> None:
+        steps = settings.steps
         self.events = tuple(events) * steps
         first: dict[Unit | None, int] = {}
         for index, event in enumerate(events):
@@ -199,7 +200,7 @@ class _Engine:
         self.hinted: list[list[_Task]] = [[] for _ in range(count)]
         self.spans: list[SimulatedSpan] = []
         self.busy_s: dict[Lane, float] = {}
-        self.issue_ahead, self.overlap, self.drain = False, True, False
+        self.overlap = settings.overlap
 
     def _chain(self, index: int, job: Sequence[Stage]) -> list[_Task]:
         tasks = [_Task(index, stage, 1, stage.seconds) for stage in job]
@@ -224,9 +225,6 @@ class _Engine:
         reads = [task for task in tasks if task.stage.lane == "ssd_read"]
         writes = [task for task in tasks if task.stage.lane == "ssd_write"]
         for write, read in zip(writes, reads[slots:], strict=False):
-            if write.index > read.index:
-                problem = f"reads state before {slots} earlier reads are written back; write more slots, or place it later"
-                raise error_at(self.events, read.index, problem)
             write.followers.append(read)
             read.waits += 1
 
@@ -272,12 +270,9 @@ class _Engine:
         op = self.events[index].op
         if not self.overlap and self.num_ended < index:
             return False
-        if self.drain and index % (len(self.events) // self.steps) == 0 and self.num_ended < index:
-            return False
         if self.machine.one_memory and self.computing is not None and self.end_s[self.computing] is None:
             return False
-        holds = op in _HOLDING if self.issue_ahead else op not in OPTIMIZER_OPS
-        return self.waits[index] == 0 if holds else True
+        return op in OPTIMIZER_OPS or self.waits[index] == 0
 
     def _start(self, index: int) -> None:
         """The event is issued and has what it needs: its first stages may run; without stages it is over."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ds_vertical.errors import ScheduleError
-from ds_vertical.schedule.events import PRE, SUF, Event, Op, Unit
+from ds_vertical.schedule.events import Event, Op
+from ds_vertical.types import PRE, SUF, Unit
 
 LOOK_AHEAD: Final = 2  # uses by which a load is ahead of its own
 SAVES: Final = {Op.SAVE: Op.LOAD, Op.GSAVE: Op.GLOAD}

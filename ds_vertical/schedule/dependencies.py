@@ -16,7 +16,8 @@ from typing import Final
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import Moves, find_fault, is_work
-from ds_vertical.schedule.events import DELAYED, EARLY, MAX_STEPS, PRE, SUF, Event, Key, Op, Schedule, Unit, error_at
+from ds_vertical.schedule.events import DELAYED, EARLY, MAX_STEPS, Event, Key, Op, Schedule, error_at
+from ds_vertical.types import PRE, SUF, Unit
 
 _REPEATED: Final = frozenset((Op.FETCH, Op.RELEASE, Op.LOAD))
 _MOVES: Final = (Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final
 
 from ds_vertical.errors import ScheduleError
+from ds_vertical.types import PRE, SUF, Unit
 
-PRE: Final = "pre"
-SUF: Final = "suf"
 ORDERS: Final = ("vertical", "horizontal", "forward")
 FORM: Final = "[LAYER|pre|suf]OP[MICRO_BATCH][.eN|.dN][@STEPS]: 3FETCH, preF0, sufHEAD0, NORM, 3STEP.d0@-1, 0FETCH@+1"
 
@@ -24,7 +23,6 @@ EVERYTHING: Final = "all"  # of a unit; events that are about it have no part
 MAX_STEPS: Final = 2  # units whose steps may be under way at a time: each holds a host buffer for its new parameters
 LEAD: Final = 2  # layers by which a delayed step is ahead of its use
 
-Unit = int | Literal["pre", "suf"]
 Key = tuple["Op", "Unit | None", "int | None"]
 
 
@@ -44,26 +42,22 @@ class Op(StrEnum):
     GDROP = "GDROP"
     REDUCE = "REDUCE"
     HOLD = "HOLD"
-    RECALL = "RECALL"
     NORM = "NORM"
-    READ = "READ"
     STEP = "STEP"
-    WRITE = "WRITE"
     COMMIT = "COMMIT"
-    DISCARD = "DISCARD"
 
 
 # Op -> the units it may name ("layer" is any layer number, "none" is no unit at all).
 _UNITS: Final[dict[Op, str]] = {
     **dict.fromkeys((Op.FETCH, Op.RELEASE, Op.B, Op.REDUCE), "layer pre"),
     **dict.fromkeys((Op.F, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP), "layer pre suf"),
-    **dict.fromkeys((Op.HOLD, Op.RECALL, Op.READ, Op.STEP, Op.WRITE), "layer pre"),
-    **dict.fromkeys((Op.COMMIT, Op.DISCARD), "layer pre none"),
+    **dict.fromkeys((Op.HOLD, Op.STEP), "layer pre"),
+    Op.COMMIT: "layer pre none",
     Op.HEAD: "suf",
     Op.NORM: "none",
 }
 _PER_MICRO_BATCH: Final = frozenset((Op.F, Op.HEAD, Op.B, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP))
-_PER_PART: Final = frozenset((Op.HOLD, Op.RECALL, Op.READ, Op.STEP, Op.WRITE, Op.COMMIT, Op.DISCARD))
+_PER_PART: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT))
 _OPTIMIZER: Final = _PER_PART | {Op.NORM}
 # Op -> the sign of the step offsets it may have, and their name; the others take none.
 _OFFSETS: Final[dict[Op, tuple[int, str]]] = {

@@ -14,7 +14,8 @@ from functools import lru_cache
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import LOOK_AHEAD, place_activations
 from ds_vertical.schedule.dependencies import validate
-from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, PRE, SUF, Event, Op, Schedule, Unit
+from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Event, Op, Schedule
+from ds_vertical.types import PRE, SUF, Unit
 
 Events = tuple[Event, ...]
 
@@ -199,45 +200,50 @@ def _checked(schedule: Schedule) -> Schedule:
     return schedule
 
 
-@lru_cache(maxsize=64)
-def build_training(
-    num_layers: int,
-    num_micro_batches: int,
-    *,
-    order: str = "vertical",
-    snake: bool = False,
-    window: int = 1,
-    delayed: bool = False,
-    due: Collection[Unit] = (),
-    lead: int = LEAD,
-    early: bool = False,
-    ahead: bool = False,
-    hold: str | None = None,
-    moved: tuple[int, ...] = (),
-) -> Schedule:
-    """The validated schedule of one training step; raises ScheduleError for settings that do not fit together.
+@dataclass(frozen=True)
+class TrainingStep:
+    """What a training step is to be; `build_training` makes its schedule.
 
     `early`: early parts are stepped during the backward. `delayed`: what is left of this step goes to the next schedule.
     `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a
     delayed step is issued. `ahead`: what the next step needs first is issued at the end. `hold`: what of the gradients may
     have to wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory.
+    `order`, `snake` and `window`: as in `Schedule`.
     """
-    if order == "forward":
+
+    num_layers: int
+    num_micro_batches: int
+    order: str = "vertical"
+    snake: bool = False
+    window: int = 1
+    delayed: bool = False
+    due: Collection[Unit] = frozenset()
+    lead: int = LEAD
+    early: bool = False
+    ahead: bool = False
+    hold: str | None = None
+    moved: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=64)
+def build_training(step: TrainingStep) -> Schedule:
+    """The validated schedule of one training step; raises ScheduleError for settings that do not fit together."""
+    if step.order == "forward":
         raise ScheduleError("order 'forward' has no backward; write 'vertical' or 'horizontal' to train")
     # An empty schedule first: its header check refuses bad settings before any pass sees them.
-    look_ahead = LOOK_AHEAD if moved else 0
-    Schedule(num_layers, num_micro_batches, (), order, snake, window, moved=moved)
-    if order == "vertical":
-        compute = vertical_order(num_layers, num_micro_batches, snake)
+    look_ahead = LOOK_AHEAD if step.moved else 0
+    Schedule(step.num_layers, step.num_micro_batches, (), step.order, step.snake, step.window, moved=step.moved)
+    if step.order == "vertical":
+        compute = vertical_order(step.num_layers, step.num_micro_batches, step.snake)
     else:
-        compute = horizontal_order(num_layers, num_micro_batches)
-    events = place_optimizer(place_parameters(place_gradients(compute), window, due), delayed)
-    events = place_holding(events, hold) if hold else events
-    events = place_delayed(place_early(events) if early else events, due, lead)
-    events = place_ahead(events, window, lead, delayed) if ahead else events
-    events = place_activations(events, moved, look_ahead)
-    flags = (order, snake, window, delayed, early, moved, look_ahead)
-    return _checked(Schedule(num_layers, num_micro_batches, events, *flags))
+        compute = horizontal_order(step.num_layers, step.num_micro_batches)
+    events = place_optimizer(place_parameters(place_gradients(compute), step.window, step.due), step.delayed)
+    events = place_holding(events, step.hold) if step.hold else events
+    events = place_delayed(place_early(events) if step.early else events, step.due, step.lead)
+    events = place_ahead(events, step.window, step.lead, step.delayed) if step.ahead else events
+    events = place_activations(events, step.moved, look_ahead)
+    flags = (step.order, step.snake, step.window, step.delayed, step.early, step.moved, look_ahead)
+    return _checked(Schedule(step.num_layers, step.num_micro_batches, events, *flags))
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from toy import ToyTraining, toy_inputs, toy_model
 from ds_vertical.engine.handlers import Body
 from ds_vertical.errors import StepLeft
 from ds_vertical.schedule.events import Schedule
-from ds_vertical.schedule.passes import build_evaluation, build_training
+from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 
 NUM_LAYERS = 3
 
@@ -107,7 +107,7 @@ def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("order", ["vertical", "horizontal"])
 def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: str) -> None:
-    schedule = build_training(NUM_LAYERS, 2, order=order)
+    schedule = build_training(TrainingStep(NUM_LAYERS, 2, order=order))
     expected = trained(schedule, overlap)
     assert expected.agreed == [None]
     for what, word in {"gather": "gather", "reduce": "reduce", "hold": "reduce", "release": "vote"}.items():
@@ -120,7 +120,7 @@ def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: st
 @pytest.mark.parametrize("overlap", [True, False])
 def test_where_the_others_leave_a_step_the_one_that_failed_leaves_it_too(overlap: bool) -> None:
     """And says there that it has failed: the others must not go on to a checkpoint without it."""
-    schedule = build_training(NUM_LAYERS, 2)
+    schedule = build_training(TrainingStep(NUM_LAYERS, 2))
 
     def left(fails_at: tuple[str, int]) -> list[str]:
         training = ToyTraining(toy_model(NUM_LAYERS), overlap)

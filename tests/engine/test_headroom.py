@@ -22,12 +22,13 @@ from models import MixerModel, token_batches
 from places import SUPPORT
 
 from ds_vertical.compat import zero_optimizer
-from ds_vertical.config.resolve import Resolved, resolve
+from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
 from ds_vertical.engine import disk_check
 from ds_vertical.errors import StorageError
 from ds_vertical.io import files
 from ds_vertical.io.runs import run_dir
+from ds_vertical.types import RunSettings
 
 MIB = 1 << 20
 BUILD = partial(MixerModel, 3)
@@ -125,7 +126,7 @@ def forecast(on_ssd: int) -> Any:
     return SimpleNamespace(files=SimpleNamespace(on_ssd=on_ssd), settings=SimpleNamespace(slots=4))
 
 
-def settings() -> Resolved:
+def settings() -> RunSettings:
     section = load_section({"vertical_schedule": {}})
     assert section is not None
     return resolve(section)

@@ -18,7 +18,8 @@ import ds_vertical.engine.assembly
 from ds_vertical.compat import pinned_memory
 from ds_vertical.compat.ops import load
 from ds_vertical.errors import MemoryBudgetError
-from ds_vertical.offload.tensor_swapper import AwayTier, HostMemory, SwappedTensor, TensorSwapper
+from ds_vertical.offload.tensor_swapper import HostMemory, SwappedTensor, TensorSwapper
+from ds_vertical.types import Tier
 
 PAGE = 4096
 NEW_QUEUE = partial(load.new_disk_queue, get_aio_config({}))
@@ -68,8 +69,8 @@ def bring_back(parcels: TensorSwapper, parcel: SwappedTensor, sizes: list[int]) 
     return landed
 
 
-@pytest.mark.parametrize("tier", ["host", "ssd"])
-def test_what_went_away_comes_back_as_often_as_it_is_asked_for(opened: Any, tier: AwayTier) -> None:
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.SSD])
+def test_what_went_away_comes_back_as_often_as_it_is_asked_for(opened: Any, tier: Tier) -> None:
     parcels, _ = opened()
     sizes = [[5000], [1, 63, 64, 65], [PAGE], [3 * PAGE + 1, 7], [100_000]]
     sent = [some_bytes(*each) for each in sizes]
@@ -90,7 +91,7 @@ def test_what_went_away_comes_back_as_often_as_it_is_asked_for(opened: Any, tier
 def test_host_memory_is_used_again(opened: Any) -> None:
     parcels, memory = opened()
     for _ in range(3):
-        for parcel in [parcels.put(some_bytes(PAGE), "host"), parcels.put(some_bytes(2 * PAGE), "host")]:
+        for parcel in [parcels.put(some_bytes(PAGE), Tier.HOST), parcels.put(some_bytes(2 * PAGE), Tier.HOST)]:
             parcels.drop(parcel)
     assert sorted(memory.sizes) == [PAGE, 2 * PAGE] and parcels.host_bytes == 3 * PAGE
 
@@ -98,30 +99,30 @@ def test_host_memory_is_used_again(opened: Any) -> None:
 def test_beyond_the_limit_nothing_is_taken_and_what_is_there_comes_back(opened: Any) -> None:
     parcels, memory = opened(host_limit=3 * PAGE)
     (kept,) = some_bytes(2 * PAGE)
-    parcel = parcels.put([kept], "host")
+    parcel = parcels.put([kept], Tier.HOST)
     with pytest.raises(MemoryBudgetError) as caught:
-        parcels.put(some_bytes(2 * PAGE), "host")
+        parcels.put(some_bytes(2 * PAGE), Tier.HOST)
     told = str(caught.value)
     assert told.startswith("vertical_schedule.activations: 8192 bytes of host memory") and "8192 more" in told
     assert "leaves 12288" in told and "gradient_accumulation_steps" in told and "host_memory_bytes" in told
     assert memory.sizes == [2 * PAGE] and parcels.host_bytes == 2 * PAGE
-    second = parcels.put(some_bytes(PAGE), "host")  # what fits goes on
+    second = parcels.put(some_bytes(PAGE), Tier.HOST)  # what fits goes on
     assert torch.equal(bring_back(parcels, parcel, [2 * PAGE])[0], kept)
     parcels.drop(second)
 
 
 def test_memory_of_a_size_that_nothing_uses_any_more_makes_room(opened: Any) -> None:
     parcels, memory = opened(host_limit=4 * PAGE)
-    parcels.drop(parcels.put(some_bytes(3 * PAGE), "host"))
-    parcels.put(some_bytes(2 * PAGE), "host")
+    parcels.drop(parcels.put(some_bytes(3 * PAGE), Tier.HOST))
+    parcels.put(some_bytes(2 * PAGE), Tier.HOST)
     assert memory.sizes == [2 * PAGE]
 
 
 def test_buffers_on_the_way_to_the_file_are_not_counted(opened: Any) -> None:
     parcels, _ = opened(host_limit=PAGE)
     (sent,) = some_bytes(3 * PAGE)
-    parcel = parcels.put([sent], "ssd")
-    parcels.put(some_bytes(PAGE), "host")
+    parcel = parcels.put([sent], Tier.SSD)
+    parcels.put(some_bytes(PAGE), Tier.HOST)
     assert torch.equal(bring_back(parcels, parcel, [3 * PAGE])[0], sent)
 
 
@@ -146,7 +147,7 @@ def test_the_same_bits_from_host_memory(tmp_path: Path, monkeypatch: pytest.Monk
     most = 0
     put = TensorSwapper.put
 
-    def watched(self: TensorSwapper, tensors: Any, tier: AwayTier) -> SwappedTensor:
+    def watched(self: TensorSwapper, tensors: Any, tier: Tier) -> SwappedTensor:
         nonlocal most
         parcel = put(self, tensors, tier)
         most = max(most, sum(parcel.tier == "host" for parcel in self._kept))

@@ -18,7 +18,7 @@ from toy import ToyModel, ToyTraining, plain_step, toy_inputs
 
 from ds_vertical.errors import LayerError
 from ds_vertical.schedule.events import Schedule
-from ds_vertical.schedule.passes import build_training
+from ds_vertical.schedule.passes import TrainingStep, build_training
 
 NUM_LAYERS, NUM_MICRO_BATCHES = 3, 3
 LAST = NUM_LAYERS - 1
@@ -75,13 +75,13 @@ def step(model: ToyModel, schedule: Schedule) -> tuple[list[float], dict[str, to
 
 def apart() -> Schedule:
     """The same step with HEAD after all of the last layer's forwards: then it recomputes as every layer."""
-    text = build_training(NUM_LAYERS, NUM_MICRO_BATCHES).to_text()
+    text = build_training(TrainingStep(NUM_LAYERS, NUM_MICRO_BATCHES)).to_text()
     assert text.count(FUSED) == 1
     return Schedule.from_text(text.replace(FUSED, APART))
 
 
 def schedules() -> dict[str, Schedule]:
-    orders = {name: build_training(NUM_LAYERS, NUM_MICRO_BATCHES, **options) for name, options in ORDERS.items()}
+    orders = {name: build_training(TrainingStep(NUM_LAYERS, NUM_MICRO_BATCHES, **options)) for name, options in ORDERS.items()}
     return orders | {"apart": apart()}
 
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
-from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape, Placement
+from ds_vertical.types import Machine, ModelShape, Placement
 
-SHAPE = ModelShape(0, (10**9,) * 4, 1.0, 2.0, 10**6, placement=Placement(1.0, 1.0, 0.0))
+SHAPE = ModelShape(0, (10**9,) * 4, 1.0, 2.0, 10**6, placement=Placement())
 FAST = Machine(1e30, 1e30, 1e30, 8, False, 1e30, 1e30)
 
 
@@ -29,15 +28,15 @@ def test_each_resource_alone_takes_its_bytes_over_its_rate() -> None:
 
 
 def test_gradients_come_first_into_host_memory_then_parameters() -> None:
-    assert stock_placement(SHAPE, None) == Placement(0.0, 1.0, 0.0)
-    assert stock_placement(SHAPE, 16e9 + 4e9) == Placement(0.5, 1.0, 0.0)
-    assert stock_placement(SHAPE, 4e9) == Placement(0.5, 1.0, 1.0)
-    assert stock_placement(SHAPE, 1e12) == Placement(0.0, 1.0, 0.0)
+    assert stock_placement(SHAPE, None) == Placement.of(parameters_on_ssd=0.0)
+    assert stock_placement(SHAPE, 16e9 + 4e9) == Placement.of(parameters_on_ssd=0.5)
+    assert stock_placement(SHAPE, 4e9) == Placement.of(parameters_on_ssd=0.5, gradients_on_ssd=1.0)
+    assert stock_placement(SHAPE, 1e12) == Placement.of(parameters_on_ssd=0.0)
 
 
 def test_gradients_on_ssd_are_written_and_read_once() -> None:
     slow = replace(FAST, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
     shape = replace(SHAPE, forward_s=0, backward_s=0)
-    waiting = replace(shape, placement=Placement(1.0, 1.0, 1.0))
+    waiting = replace(shape, placement=Placement.of(gradients_on_ssd=1.0))
     more = horizontal_step(waiting, slow, 8).seconds - horizontal_step(shape, slow, 8).seconds
     assert 16 <= more <= 32  # 16 GB written ahead of the step; read beside what it writes anyway

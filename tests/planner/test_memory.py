@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from ds_vertical.errors import MemoryBudgetError
-from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_budget import SLOTS, BudgetItem, Settings, budget, budget_lines, check_budget, total_bytes
-from ds_vertical.planner.memory_timeline import changes, peaks
-from ds_vertical.planner.model_shape import ModelShape, Placement
-from ds_vertical.planner.simulate import simulate
+from ds_vertical.planner.memory_timeline import changes
+from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
-from ds_vertical.schedule.passes import build_evaluation, build_training
+from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
+from ds_vertical.types import Machine, ModelShape, Placement, Tier
 
 DEVICE = Machine(1e6, 5e5, 1e5, 2, False, 4e6, 2e6)
 ONE_MEMORY = replace(DEVICE, one_memory=True)
@@ -76,7 +75,7 @@ def test_further_items_count_and_are_not_what_to_change() -> None:
     further = (BudgetItem("host", "interpreter", 10**9, "(measured)"),)
     assert total_bytes(budget(SHAPE, Settings(3), further), "host") == 10**9 + total_bytes(budget(SHAPE, Settings(3)), "host")
     with pytest.raises(MemoryBudgetError, match="most is gradients"):
-        check_budget(SHAPE, Settings(3), further, host_bytes=10**6)
+        check_budget(SHAPE, Settings(3), further, {Tier.HOST: 10**6})
 
 
 def test_early_steps_hold_a_few_layers_only() -> None:
@@ -88,7 +87,7 @@ def test_early_steps_hold_a_few_layers_only() -> None:
 
 
 def test_gradients_that_wait_on_ssd_pass_through_memory() -> None:
-    on_ssd = replace(SHAPE, placement=Placement(gradients_on_ssd=0.75))
+    on_ssd = replace(SHAPE, placement=Placement.of(gradients_on_ssd=0.75))
     assert sizes(on_ssd, Settings(3))["host", "gradients"] == (0.25 * 4100 + 0.75 * 3100) * 4
     assert sizes(on_ssd, Settings(3, one_memory=True))["host", "gradients"] == (0.25 * 4100 + 0.75 * 3100 + 1100) * 4
     assert sizes(on_ssd, Settings(3))["host", "optimizer slots"] == SLOTS * 500 * (14 + 4)
@@ -102,7 +101,9 @@ def test_a_slot_is_as_large_as_the_largest_piece() -> None:
 
 
 def test_shards_tiers_and_working_memory() -> None:
-    placed = Placement(0.5, 0.0, 1.0, activations_on_host=0.5, activations_on_ssd=0.5)
+    placed = Placement.of(
+        parameters_on_ssd=0.5, state_on_ssd=0.0, gradients_on_ssd=1.0, activations_on_host=0.5, activations_on_ssd=0.5
+    )
     found = sizes(replace(SHAPE, placement=placed, num_shards=2, working_bytes=9000), Settings(3))
     assert found == {
         ("host", "parameter buffers"): 2050,
@@ -129,29 +130,29 @@ def test_the_table_has_each_tier_with_its_sum() -> None:
 def test_a_budget_that_fits_is_given_back() -> None:
     given = Settings(3)
     items = budget(SHAPE, given)
-    limits = {f"{tier}_bytes": total_bytes(items, tier) for tier in ("host", "device")}
-    assert check_budget(SHAPE, given, **limits) == items == check_budget(SHAPE, given)
+    limits = {tier: total_bytes(items, tier) for tier in (Tier.HOST, Tier.DEVICE)}
+    assert check_budget(SHAPE, given, (), limits) == items == check_budget(SHAPE, given)
 
 
 def test_a_budget_that_does_not_fit_names_keys_and_numbers_that_do() -> None:
     given = Settings(num_micro_batches=8, window=3)
     needed = total_bytes(budget(SHAPE, given), "device")
     with pytest.raises(MemoryBudgetError) as caught:
-        check_budget(SHAPE, given, device_bytes=needed - 3000, host_bytes=10**9)
+        check_budget(SHAPE, given, (), {Tier.DEVICE: needed - 3000, Tier.HOST: 10**9})
     first = str(caught.value).splitlines()[0]
     assert first == (
         f"device memory: needs {needed} bytes, {needed - 3000} are allowed, 3000 too few; write "
         '"vertical_schedule.prefetch_layers": 1 (now 3) or "gradient_accumulation_steps": 6 (now 8)'
     )
     for changed in (replace(given, window=1), replace(given, num_micro_batches=6)):
-        check_budget(SHAPE, changed, device_bytes=needed - 3000)
+        check_budget(SHAPE, changed, (), {Tier.DEVICE: needed - 3000})
     with pytest.raises(MemoryBudgetError):
-        check_budget(SHAPE, replace(given, window=2), device_bytes=needed - 3000)
+        check_budget(SHAPE, replace(given, window=2), (), {Tier.DEVICE: needed - 3000})
 
 
 def test_a_budget_that_nothing_mends_says_what_is_largest_and_what_is_left() -> None:
     with pytest.raises(MemoryBudgetError) as caught:
-        check_budget(SHAPE, Settings(8, window=2), host_bytes=1000, device_bytes=1000)
+        check_budget(SHAPE, Settings(8, window=2), (), {Tier.HOST: 1000, Tier.DEVICE: 1000})
     host, device = str(caught.value).splitlines()[:2]
     assert '"vertical_schedule.prefetch_layers": 0 and "gradient_accumulation_steps": 1 would need' in host
     assert "most is gradients, 16400 bytes: change vertical_schedule.optimizer_delay" in host
@@ -161,11 +162,38 @@ def test_a_budget_that_nothing_mends_says_what_is_largest_and_what_is_left() -> 
 # ------------------------------------------------------------------------------------------------------ a simulated run
 
 
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes a tier held, and whose they were. `owner`: who held the most of them."""
+
+    num_bytes: float
+    owners: dict[str, float]
+
+    @property
+    def owner(self) -> str:
+        return max(self.owners, key=lambda name: self.owners[name], default="")
+
+
+def peaks(timeline: SimulatedRun, machine: Machine, shape: ModelShape) -> dict[str, Peak]:
+    """The peak of each tier over the whole run; where device and host are one memory, all of it is the host's."""
+    found: dict[str, Peak] = {tier: Peak(0.0, {}) for tier in Tier}
+    held: dict[str, dict[str, float]] = {tier: {} for tier in Tier}
+    # What is given up at a moment makes room for what is taken at the same moment.
+    for change in sorted(changes(timeline, machine, shape), key=lambda change: (change.at_s, change.num_bytes)):
+        tier = Tier.HOST if machine.one_memory and change.tier is Tier.DEVICE else change.tier
+        held[tier][change.owner] = held[tier].get(change.owner, 0.0) + change.num_bytes
+        if (total := sum(held[tier].values())) > found[tier].num_bytes:
+            found[tier] = Peak(total, dict(held[tier]))
+    return found
+
+
 @pytest.mark.parametrize("machine", [DEVICE, ONE_MEMORY], ids=["device", "one memory"])
 @pytest.mark.parametrize("window", [0, 1, 2])
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_what_is_in_use_stays_within_the_formulas(machine: Machine, window: int, num_micro_batches: int) -> None:
-    timeline = simulate(build_training(4, num_micro_batches, window=window), machine, SHAPE, steps=2)
+    timeline = simulate(
+        build_training(TrainingStep(4, num_micro_batches, window=window)), machine, SHAPE, SimulationSettings(steps=2)
+    )
     items = budget(SHAPE, settings(machine, num_micro_batches, window))
     found = peaks(timeline, machine, SHAPE)
     for tier in ("host", "device"):
@@ -180,18 +208,18 @@ def test_what_is_in_use_stays_within_the_formulas(machine: Machine, window: int,
 
 def test_activations_peak_at_the_turn_as_the_formula_says() -> None:
     shape = replace(SHAPE, activation_bytes=10**7)
-    found = peaks(simulate(build_training(4, 3), DEVICE, shape), DEVICE, shape)["device"]
+    found = peaks(simulate(build_training(TrainingStep(4, 3)), DEVICE, shape), DEVICE, shape)["device"]
     owners = found.owners
     assert owners["activations"] + owners["activation gradients"] == (3 * 4 + 2) * 10**7
     assert found.owner == "activations"
 
 
 def test_gradients_own_the_host_while_they_wait_and_state_owns_the_disk() -> None:
-    found = peaks(simulate(build_training(4, 2), DEVICE, SHAPE, slots=1), DEVICE, SHAPE)
+    found = peaks(simulate(build_training(TrainingStep(4, 2)), DEVICE, SHAPE, SimulationSettings(slots=1)), DEVICE, SHAPE)
     assert 4000 * 4 <= found["host"].owners["gradients"] <= 4100 * 4 and found["host"].owner == "gradients"
     assert found["ssd"].num_bytes == 4100 * 14 and found["ssd"].owner == "state"
     twice = replace(SHAPE, generations=2)
-    assert peaks(simulate(build_training(4, 2), DEVICE, twice), DEVICE, twice)["ssd"].num_bytes == 4100 * 28
+    assert peaks(simulate(build_training(TrainingStep(4, 2)), DEVICE, twice), DEVICE, twice)["ssd"].num_bytes == 4100 * 28
 
 
 def test_in_an_evaluation_one_layer_s_inputs_and_outputs_are_alive() -> None:
@@ -202,7 +230,7 @@ def test_in_an_evaluation_one_layer_s_inputs_and_outputs_are_alive() -> None:
 
 def test_early_parts_give_their_gradients_up() -> None:
     """The early half of each layer is stepped right after its REDUCE, the rest after NORM."""
-    base = build_training(4, 1)
+    base = build_training(TrainingStep(4, 1))
     events: list[Event] = []
     needs: list[tuple[int, ...]] = []
     place: list[int] = []
@@ -225,7 +253,7 @@ def test_early_parts_give_their_gradients_up() -> None:
 
 def saving(num_layers: int, num_micro_batches: int) -> tuple[Schedule, list[tuple[int, ...]]]:
     """Every layer's input is saved after its forward, loaded before its backward and dropped after it."""
-    base = build_training(num_layers, num_micro_batches)
+    base = build_training(TrainingStep(num_layers, num_micro_batches))
     events: list[Event] = []
     needs: list[tuple[int, ...]] = []
     place: dict[int, int] = {}
@@ -249,7 +277,7 @@ def saving(num_layers: int, num_micro_batches: int) -> tuple[Schedule, list[tupl
 
 
 def test_saved_activations_leave_the_device() -> None:
-    placed = replace(SHAPE, placement=Placement(activations_on_host=0.25, activations_on_ssd=0.75), activation_bytes=10**6)
+    placed = replace(SHAPE, placement=Placement.of(activations_on_host=0.25, activations_on_ssd=0.75), activation_bytes=10**6)
     fast = replace(
         DEVICE, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9, copy_in_bytes_per_s=1e9, copy_out_bytes_per_s=1e9
     )
@@ -260,12 +288,12 @@ def test_saved_activations_leave_the_device() -> None:
     assert found["ssd"].owners["activations"] in (saved[1] * 10**6, (saved[1] + 1) * 10**6)
     on_device = found["device"].owners["activations"] + found["device"].owners.get("activation gradients", 0.0)
     assert on_device <= (4 * 2 + 1) * 10**6
-    kept = peaks(simulate(build_training(4, 4), fast, placed), fast, placed)["device"].owners
+    kept = peaks(simulate(build_training(TrainingStep(4, 4)), fast, placed), fast, placed)["device"].owners
     assert kept["activations"] + kept["activation gradients"] == (4 * 4 + 2) * 10**6
 
 
 def test_a_slow_disk_keeps_them_on_the_device_longer() -> None:
-    placed = replace(SHAPE, placement=Placement(activations_on_ssd=1.0), activation_bytes=10**6)
+    placed = replace(SHAPE, placement=Placement.of(activations_on_ssd=1.0), activation_bytes=10**6)
     schedule, needs = saving(4, 3)
     slow = replace(DEVICE, ssd_write_bytes_per_s=2e5)
     held = [peaks(simulate(schedule, m, placed, needs=needs), m, placed)["device"].num_bytes for m in (DEVICE, slow)]
@@ -274,27 +302,27 @@ def test_a_slow_disk_keeps_them_on_the_device_longer() -> None:
 
 def test_only_held_parts_go_to_ssd() -> None:
     """The early half is stepped out of memory; of the delayed one the placement's share waits on SSD, from its HOLD on."""
-    shape = replace(SHAPE, placement=Placement(gradients_on_ssd=1.0))
-    schedule = build_training(4, 1, delayed=True, early=True, due=("pre", 0, 1, 2, 3), hold="d0")
-    found = peaks(simulate(schedule, DEVICE, shape, steps=2), DEVICE, shape)
+    shape = replace(SHAPE, placement=Placement.of(gradients_on_ssd=1.0))
+    schedule = build_training(TrainingStep(4, 1, delayed=True, early=True, due=("pre", 0, 1, 2, 3), hold="d0"))
+    found = peaks(simulate(schedule, DEVICE, shape, SimulationSettings(steps=2)), DEVICE, shape)
     assert found["ssd"].owners["gradients"] == 4100 * 4 / 2
     assert found["host"].owners["gradients"] <= (3 * 1000 + 100) * 4
 
 
 def runs() -> Iterator[tuple[Schedule, list[tuple[int, ...]] | None]]:
-    yield build_training(4, 3), None
-    yield build_training(4, 3, order="horizontal"), None
+    yield build_training(TrainingStep(4, 3)), None
+    yield build_training(TrainingStep(4, 3, order="horizontal")), None
     yield build_evaluation(4, 3), None
     yield saving(4, 3)
-    yield build_training(4, 3, hold="all"), None
+    yield build_training(TrainingStep(4, 3, hold="all")), None
 
 
 @pytest.mark.parametrize("machine", [DEVICE, ONE_MEMORY], ids=["device", "one memory"])
 @pytest.mark.parametrize("run", list(runs()), ids=["vertical", "horizontal", "evaluation", "saving", "holding"])
 def test_what_is_taken_is_given_up(machine: Machine, run: tuple[Schedule, list[tuple[int, ...]] | None]) -> None:
     schedule, needs = run
-    shape = replace(SHAPE, placement=Placement(activations_on_host=0.5, activations_on_ssd=0.25, gradients_on_ssd=0.5))
-    timeline = simulate(schedule, machine, shape, needs=needs, steps=2)
+    shape = replace(SHAPE, placement=Placement.of(activations_on_host=0.5, activations_on_ssd=0.25, gradients_on_ssd=0.5))
+    timeline = simulate(schedule, machine, shape, SimulationSettings(steps=2), needs=needs)
     left: dict[tuple[str, str], float] = {}
     for change in changes(timeline, machine, shape):
         left[change.tier, change.owner] = left.get((change.tier, change.owner), 0.0) + change.num_bytes

@@ -10,16 +10,15 @@ import pytest
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program, search
-from ds_vertical.planner.linear_program import TierLimits
-from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import Outline, Placement, Seconds, estimated, shape_of
+from ds_vertical.planner.model_shape import Division, Outline, Seconds, estimated, shape_of
 from ds_vertical.planner.search import Candidate, PlanError, Setting, Task, choose
+from ds_vertical.types import Machine, Placement, TensorKind, Tier, TierBytes
 
 MODEL = Outline(
     "eight", 512, "bf16", 20_000_000, (50_000_000,) * 8, 10_000_000, 5.2e10, 0.0, 1e10, 4_194_304, 90_000_000, 60_000_000
 )
 GPU = Machine(3e9, 2e9, 1e9, 16, False, 2e10, 2e10, 2e9, 1.4e9, ssd_latency_s=1e-4, copy_latency_s=1e-5)
-ROOM = TierLimits(8e9, 4.5e9, 100e9)  # state has to be on SSD
+ROOM = dict(zip(Tier, (8e9, 4.5e9, 100e9), strict=True))  # state has to be on SSD
 
 
 def task(tokens: int = 8192, **changes: Any) -> Task:
@@ -32,7 +31,7 @@ def test_no_other_setting_is_faster_in_the_simulator(clip: float) -> None:
     given = task(clip=clip, micro_batch_size=1)
     plan = choose(given, GPU, ROOM)
     assert plan.chosen.setting.num_micro_batches == 16
-    for case, size, blocks in list(search._cases(given, GPU, ROOM, (search._LIBRARIES,)))[:: 1 if clip else 3]:
+    for case, size, blocks in list(search._Search(given, GPU, ROOM, (search._LIBRARIES,)).cases())[:: 1 if clip else 3]:
         solution = linear_program.solve(case)
         if solution is None:
             continue
@@ -45,18 +44,18 @@ def test_no_other_setting_is_faster_in_the_simulator(clip: float) -> None:
 def test_the_best_of_every_hand_made_setting_is_not_better() -> None:
     """Not placed by the program: a grid over what can be written into the JSON."""
     given = task(clip=0.0, micro_batch_size=1)
-    plan = choose(given, GPU, TierLimits(1.2e9, 4.5e9, 100e9))
-    assert plan.chosen.setting.placement.activations_off_device > 0
+    plan = choose(given, GPU, dict(zip(Tier, (1.2e9, 4.5e9, 100e9), strict=True)))
+    assert plan.chosen.setting.placement.away(TensorKind.ACTIVATIONS) > 0
     chosen = plan.chosen
     shares = (0.0, 0.5, 1.0)
     best = chosen.step_s
     for delay, in_host, on_ssd, parameters in itertools.product((0.0, 0.25, 0.5, 0.75), shares, shares, shares):
         if in_host + on_ssd > 1:
             continue
-        placement = Placement(parameters, 1.0, 0.0, in_host, on_ssd)
+        placement = Placement.of(parameters_on_ssd=parameters, activations_on_host=in_host, activations_on_ssd=on_ssd)
         setting = Setting(1, 16, 1, 1, delay, True, placement)
         settings = replace(chosen.case.settings, held_share=delay)
-        shape = shape_of(MODEL, estimated(MODEL, 1, 2e13), sequences=1, generations=2, placement=placement)
+        shape = shape_of(MODEL, estimated(MODEL, 1, 2e13), Division(sequences=1, generations=2, placement=placement))
         case = replace(chosen.case, shape=shape, settings=settings, delay=delay, early=True)
         other = Candidate(setting, shape, GPU, case, 0.0, ())
         if search._fits(other):
@@ -73,7 +72,7 @@ def test_the_program_the_bound_and_the_simulation_agree_in_order() -> None:
 def test_large_models_are_ranked_by_fewer_layers_and_come_out_the_same() -> None:
     large = replace(MODEL, block_elements=(50_000_000,) * 30)
     given = Task(large, 2048, lambda size: estimated(large, size, 2e13), clip=0.0, micro_batch_size=1)
-    chosen = choose(given, GPU, TierLimits(8e9, 12e9, 400e9)).chosen
+    chosen = choose(given, GPU, dict(zip(Tier, (8e9, 12e9, 400e9), strict=True))).chosen
     assert chosen.estimate_s == pytest.approx(chosen.step_s, rel=0.03)
 
 
@@ -94,19 +93,19 @@ def test_clipping_without_speculation_leaves_every_step_to_the_next_forward() ->
 
 def test_a_second_generation_needs_room_on_the_ssd() -> None:
     elements = MODEL.num_elements
-    chosen = choose(task(clip=0.0), GPU, replace(ROOM, ssd_bytes=20.0 * elements)).chosen
+    chosen = choose(task(clip=0.0), GPU, ROOM | {Tier.SSD: 20.0 * elements}).chosen
     assert chosen.shape.generations == 1 and chosen.ssd_bytes <= 20 * elements
 
 
 @pytest.mark.parametrize(
     ("limits", "names"),
     [
-        (TierLimits(1e8, 24e9, 100e9), "device memory"),
-        (TierLimits(8e9, 1e8, 100e9), "host memory"),
-        (TierLimits(8e9, 2e9, 1e9), "ssd memory|host memory"),
+        (dict(zip(Tier, (1e8, 24e9, 100e9), strict=True)), "device memory"),
+        (dict(zip(Tier, (8e9, 1e8, 100e9), strict=True)), "host memory"),
+        (dict(zip(Tier, (8e9, 2e9, 1e9), strict=True)), "ssd memory|host memory"),
     ],
 )
-def test_a_machine_that_is_too_small_is_told_which_tier_and_how_much(limits: TierLimits, names: str) -> None:
+def test_a_machine_that_is_too_small_is_told_which_tier_and_how_much(limits: TierBytes, names: str) -> None:
     with pytest.raises(PlanError, match=rf"({names}): \d+ MiB short"):
         choose(task(), GPU, limits)
 
@@ -127,7 +126,7 @@ def test_timing_alone_is_tuned_within_memory_and_only_for_a_gain() -> None:
     assert own.setting == late and best.estimate_s < own.estimate_s
     again, same = search.tune_timing(best.case, best.setting, (1, 2), (0.0, 0.25, 0.5))
     assert again is same
-    nothing = replace(slow, limits=TierLimits(None, 1e6, None))
+    nothing = replace(slow, limits=dict(zip(Tier, (None, 1e6, None), strict=True)))
     best, own = search.tune_timing(nothing, late, (1, 2), (0.0, 0.25))
     assert best is own
 
@@ -140,7 +139,7 @@ def test_a_rate_of_nothing_is_refused() -> None:
 def test_layers_of_several_blocks_have_all_elements() -> None:
     odd = replace(MODEL, block_elements=(1, 2, 3, 4, 5))
     assert odd.layers(1) == (1, 2, 3, 4, 5) and odd.layers(2) == (3, 7, 5) and odd.layers(4) == (10, 5)
-    shape = shape_of(MODEL, Seconds(1, 2, 0.1, 0.2, 0.3), sequences=2, blocks_per_layer=4)
+    shape = shape_of(MODEL, Seconds(1, 2, 0.1, 0.2, 0.3), Division(sequences=2, blocks_per_layer=4))
     assert shape.num_elements == MODEL.num_elements and (shape.forward_s, shape.backward_s) == (4, 8)
     assert shape.activation_bytes == 2 * MODEL.passed_bytes
 

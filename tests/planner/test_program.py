@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_vertical.planner import linear_program, memory_budget
+from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.closed_forms import traffic_of
 from ds_vertical.planner.costs import event_costs, split_steps
-from ds_vertical.planner.linear_program import LpProblem, TierLimits
-from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape, Placement
+from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD
-from ds_vertical.schedule.passes import build_training
+from ds_vertical.schedule.passes import TrainingStep, build_training
+from ds_vertical.types import Machine, ModelShape, Placement, TensorKind, Tier, TierBytes
 
 GPU = Machine(6e9, 3e9, 1e9, 16, False, 2e10, 2e10, 4e9, 2e9)
 CPU = Machine(1e9, 2e9, 3e8, 2, True, norm_elements_per_s=1e9)
@@ -26,14 +26,14 @@ LAYERS = 6
 
 
 def case(
-    machine: Machine = GPU, limits: TierLimits | None = None, delay: float = 0.25, early: bool = True, **shape: Any
+    machine: Machine = GPU, limits: TierBytes | None = None, delay: float = 0.25, early: bool = True, **shape: Any
 ) -> LpProblem:
     """Six equal layers of a hundred million elements, four micro-batches, everything that can on SSD."""
     fields: dict[str, Any] = {"activation_bytes": 200_000_000, "recompute_last": False, "generations": 1 + early} | shape
     model = ModelShape(50_000_000, (100_000_000,) * LAYERS, 0.05, 0.1, head_s=0.02, part_elements=1 << 24, **fields)
     held = delay if early else 1.0
     own = memory_budget.Settings(4, 1, held_share=held, one_memory=machine.one_memory)
-    return LpProblem(model, machine, own, limits or TierLimits(None, None, None), delay, early)
+    return LpProblem(model, machine, own, limits or dict(zip(Tier, (None, None, None), strict=True)), delay, early)
 
 
 NAMES = ("activations_on_host", "activations_on_ssd", "parameters_in_host", "gradients_on_ssd")
@@ -74,7 +74,7 @@ def test_no_point_of_a_grid_is_better_and_the_best_is_near(
     device: float, host: float, read: float, copy: float, delay: float
 ) -> None:
     machine = Machine(read, read / 2, 1e9, 16, False, copy, copy, 0.7 * read, 0.3 * read)
-    given = case(machine, TierLimits(device, host, 1e12), delay)
+    given = case(machine, dict(zip(Tier, (device, host, 1e12), strict=True)), delay)
     least = seconds_at(given, POINTS).min()
     found = linear_program.solve(given)
     if found is None:
@@ -89,13 +89,16 @@ def test_no_point_of_a_grid_is_better_and_the_best_is_near(
 @pytest.mark.parametrize("shares", [(1.0, 0.0, 0.0, 0.0), (0.4, 1.0, 0.25, 0.5), (0.0, 0.5, 0.5, 0.5)])
 def test_the_rows_move_the_bytes_of_the_very_schedule(early: bool, shares: tuple[float, ...]) -> None:
     parameters, gradients, in_host, on_ssd = shares
-    placement = Placement(parameters, 1.0, gradients, in_host, on_ssd)
+    placement = Placement.of(
+        parameters_on_ssd=parameters, gradients_on_ssd=gradients, activations_on_host=in_host, activations_on_ssd=on_ssd
+    )
     given = case(delay=0.5 if early else 1.0, early=early)
     shape = replace(given.shape, placement=placement)
-    moved = tuple(m for m, tier in enumerate(placement.activation_tiers(4)) if tier != "device")
+    tiers = activation_tiers(4, placement[TensorKind.ACTIVATIONS])
+    moved = tuple(m for m, tier in enumerate(tiers) if tier is not Tier.DEVICE)
     due = frozenset(range(LEAD, LAYERS))
     hold = None if not gradients else DELAYED if early else EVERYTHING
-    schedule = build_training(LAYERS, 4, delayed=True, due=due, early=early, ahead=True, hold=hold, moved=moved)
+    schedule = build_training(TrainingStep(LAYERS, 4, delayed=True, due=due, early=early, ahead=True, hold=hold, moved=moved))
     parts = split_steps(shape, 0.5) if early else None
     table = traffic_of(event_costs(schedule.events, GPU, shape, parts), shape)
     values = {
@@ -119,7 +122,7 @@ def test_the_rows_move_the_bytes_of_the_very_schedule(early: bool, shares: tuple
 def test_the_rows_compute_the_seconds_of_the_very_schedule(machine: Machine) -> None:
     given = case(machine)
     due = frozenset(range(LEAD, LAYERS))
-    schedule = build_training(LAYERS, 4, delayed=True, due=due, early=True, ahead=True)
+    schedule = build_training(TrainingStep(LAYERS, 4, delayed=True, due=due, early=True, ahead=True))
     costs = event_costs(schedule.events, machine, given.shape, split_steps(given.shape, 0.25))
     stages = [stage for cost in costs for job in cost for stage in job]
     compute = sum(s.seconds for s in stages if s.lane == "compute")
@@ -130,20 +133,20 @@ def test_the_rows_compute_the_seconds_of_the_very_schedule(machine: Machine) -> 
 
 
 def test_what_is_scarce_decides_where_things_rest() -> None:
-    roomy = linear_program.solve(case(limits=TierLimits(1e12, 1e12, 1e13)))
+    roomy = linear_program.solve(case(limits=dict(zip(Tier, (1e12, 1e12, 1e13), strict=True))))
     assert roomy is not None and roomy.values["parameters_in_host"] == pytest.approx(1)
     assert roomy.values["activations_on_host"] == roomy.values["activations_on_ssd"] == 0
-    small = case(limits=TierLimits(4 * GIB, 1e12, 1e13))
+    small = case(limits=dict(zip(Tier, (4 * GIB, 1e12, 1e13), strict=True)))
     tight = linear_program.solve(small)
     assert tight is not None and tight.values["activations_on_host"] > 0.5 and tight.values["activations_on_ssd"] == 0
-    poor = linear_program.solve(case(limits=TierLimits(4 * GIB, 4 * GIB, 1e13), delay=0.0))
+    poor = linear_program.solve(case(limits=dict(zip(Tier, (4 * GIB, 4 * GIB, 1e13), strict=True)), delay=0.0))
     assert poor is not None and poor.values["activations_on_ssd"] > 0.2
     assert tight.seconds >= roomy.seconds and poor.seconds >= tight.seconds
 
 
 def test_a_tier_that_is_too_small_at_any_share_is_named_with_its_bytes() -> None:
-    given = case(limits=TierLimits(1 * GIB, 1e12, 1e13))
+    given = case(limits=dict(zip(Tier, (1 * GIB, 1e12, 1e13), strict=True)))
     assert linear_program.solve(given) is None
     lacking = linear_program.shortage(given)
-    least = min(linear_program.tier_bytes(given, Placement(1, 1, 0, a, 0), "device") for a in (0.0, 1.0))
+    least = min(linear_program.tier_bytes(given, Placement.of(activations_on_host=a), Tier.DEVICE) for a in (0.0, 1.0))
     assert lacking == {"device memory": pytest.approx(least - GIB)}

@@ -10,15 +10,14 @@ from itertools import pairwise
 import pytest
 
 from ds_vertical.errors import CostsError, ScheduleError
-from ds_vertical.planner.bound import longest_chain_s, step_bound
+from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.costs import event_costs
-from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_timeline import changes
-from ds_vertical.planner.model_shape import ModelShape, Placement
-from ds_vertical.planner.simulate import SimulatedRun, SimulatedSpan, simulate
+from ds_vertical.planner.simulate import SimulatedRun, SimulatedSpan, SimulationSettings, simulate
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import PRE, Event, Op, Schedule, coming_steps, parse_event, parse_events
-from ds_vertical.schedule.passes import build_evaluation, build_training
+from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
+from ds_vertical.types import Machine, ModelShape, Placement, TensorKind
 
 MACHINE = Machine(
     ssd_read_bytes_per_s=1000.0,
@@ -31,13 +30,34 @@ MACHINE = Machine(
 )
 ONE_MEMORY = replace(MACHINE, one_memory=True)
 SHAPE = ModelShape(100, (1000,), 1.0, 2.0, 400, pre_forward_s=0.25, pre_backward_s=0.5, head_s=3.0)
-IN_MEMORY = Placement(parameters_on_ssd=0.0, state_on_ssd=0.0)
+IN_MEMORY = Placement.of(parameters_on_ssd=0.0, state_on_ssd=0.0)
 
 
 def free(text: str, layers: int = 1) -> tuple[Schedule, list[tuple[int, ...]]]:
     """A list of events that do not depend on each other."""
     events = parse_events(text)
     return Schedule(layers, 1, events), [()] * len(events)
+
+
+def longest_chain_s(
+    schedule: Schedule, machine: Machine, shape: ModelShape, needs: Sequence[Sequence[int]] | None = None
+) -> float:
+    """Seconds of the longest chain of events that depend on each other: what no number of resources shortens.
+
+    A delayed step counts without its write, since what follows takes its values from memory; one that is told by another
+    event without the read of its state.
+    """
+    told = set(schedule.coming.values())
+    ends: list[float] = []
+    costs = event_costs(schedule.events, machine, shape)
+    for event, cost, earlier in zip(schedule.events, costs, needs or dependencies(schedule.events), strict=True):
+        delayed = event.step_offset or event.ahead
+        jobs = [
+            sum(s.seconds for s in job if not (delayed and s.lane == "ssd_write" or event in told and s.reads_state))
+            for job in cost
+        ]
+        ends.append(max((ends[j] for j in earlier), default=0.0) + max(jobs, default=0.0))
+    return max(ends, default=0.0)
 
 
 def ends(timeline: SimulatedRun) -> dict[str, float]:
@@ -48,7 +68,7 @@ def ends(timeline: SimulatedRun) -> dict[str, float]:
 
 
 def test_one_layer_on_a_device_of_its_own() -> None:
-    timeline = simulate(build_training(1, 1), MACHINE, SHAPE)
+    timeline = simulate(build_training(TrainingStep(1, 1)), MACHINE, SHAPE)
     expected = {
         "preFETCH": 0.25,  # read 0.2, copy 0.05
         "preF0": 0.5,
@@ -73,7 +93,7 @@ def test_one_layer_on_a_device_of_its_own() -> None:
 
 
 def test_one_layer_where_the_thread_itself_computes() -> None:
-    found = ends(simulate(build_training(1, 1), ONE_MEMORY, SHAPE))
+    found = ends(simulate(build_training(TrainingStep(1, 1)), ONE_MEMORY, SHAPE))
     assert found["0FETCH"] == pytest.approx(0.2 + 0.25 + 2.0)  # issued after preF0
     assert found["NORM"] == pytest.approx(2.45 + 1 + 3 + 3 + 0.5)
     assert found["0STEP"] == pytest.approx(9.95 + 1.2 + 12 + 10 + 28)
@@ -90,14 +110,10 @@ def test_two_fetches_ahead_hide_the_ssd_behind_computation() -> None:
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 28.0), (0.75, 32.0), (0.5, 40.0)])
 def test_reads_and_writes_slow_each_other_down_as_measured(factor: float, expected: float) -> None:
     machine = replace(MACHINE, ssd_read_together_bytes_per_s=1000 * factor, ssd_write_together_bytes_per_s=500 * factor)
-    schedule, needs = free("0READ 1WRITE 0STEP 1STEP", 2)  # 12 s and 28 s alone
-    shape = replace(SHAPE, layer_elements=(1000, 1000))
-    timeline = simulate(schedule, machine, replace(shape, placement=Placement()), needs=needs)
-    moved = [span for span in timeline.spans if span.stage.purpose == "state" and span.event.op in (Op.READ, Op.WRITE)]
-    assert len(moved) == 2
-    alone = Schedule(2, 1, parse_events("0READ 1WRITE"))
-    assert simulate(alone, machine, shape, needs=[(), ()]).makespan_s == pytest.approx(expected)
-    bound = step_bound(alone, machine, shape, needs=[(), ()])
+    schedule, needs = free("0FETCH 1HOLD", 2)  # a read of 12 s and a write of 28 s alone
+    shape = replace(SHAPE, layer_elements=(6000, 3500), placement=Placement.of(gradients_on_ssd=1.0))
+    assert simulate(schedule, machine, shape, needs=needs).makespan_s == pytest.approx(expected)
+    bound = step_bound(schedule, machine, shape, needs=needs)
     assert bound.seconds == pytest.approx(expected)
 
 
@@ -114,25 +130,14 @@ def test_adam_and_compute_share_the_host_cores(adam_cores: int | None, forward_e
 def test_pieces_of_a_step_go_through_slots(slots: int, expected: float) -> None:
     """Four pieces: read 3, Adam 2.5, write 7 each."""
     schedule, needs = free("0STEP")
-    timeline = simulate(schedule, MACHINE, replace(SHAPE, part_elements=250), needs=needs, slots=slots)
+    timeline = simulate(schedule, MACHINE, replace(SHAPE, part_elements=250), SimulationSettings(slots=slots), needs=needs)
     assert timeline.makespan_s == pytest.approx(expected)
-
-
-def test_explicit_reads_and_writes_are_a_pipeline_as_well() -> None:
-    text = "0READ.e0 0READ.e1 0STEP.e0 0WRITE.e0 0STEP.e1 0WRITE.e1"
-    needs = [(), (), (0,), (2,), (1,), (4,)]
-    schedule = Schedule(1, 1, parse_events(text))
-    assert ends(simulate(schedule, MACHINE, SHAPE, needs=needs)) == pytest.approx(
-        {"0READ.e0": 6, "0STEP.e0": 11, "0WRITE.e0": 25, "0READ.e1": 12, "0STEP.e1": 17, "0WRITE.e1": 39}
-    )
-    with pytest.raises(ScheduleError, match=r"event 1 \(0READ.e1\): reads state before 1 earlier reads are written back"):
-        simulate(schedule, MACHINE, SHAPE, needs=needs, slots=1)
 
 
 def test_a_fetch_does_not_stand_behind_state_that_waits_for_a_slot() -> None:
     schedule, needs = free("0STEP 0FETCH")
     shape = replace(SHAPE, part_elements=250)
-    timeline = simulate(schedule, MACHINE, shape, needs=needs, slots=1)
+    timeline = simulate(schedule, MACHINE, shape, SimulationSettings(slots=1), needs=needs)
     assert ends(timeline)["0FETCH"] == pytest.approx(4.5)  # 2 s of reading, shared with a piece's 3 s, then 0.5 s of copy
 
 
@@ -141,7 +146,7 @@ def test_a_fetch_does_not_stand_behind_state_that_waits_for_a_slot() -> None:
 
 def delayed(num_layers: int, num_micro_batches: int) -> tuple[Schedule, list[tuple[int, ...]]]:
     """All steps delayed into the next forward, at its start, and handed over in memory."""
-    base = build_training(num_layers, num_micro_batches)
+    base = build_training(TrainingStep(num_layers, num_micro_batches))
     events = [event for event in base.events if event.op is not Op.STEP]
     units = [PRE, *range(num_layers)]
     steps = [parse_event(f"{unit}STEP.d0@-1") for unit in units]
@@ -171,7 +176,7 @@ def test_a_delayed_step_hands_over_values_and_its_files_are_read_later() -> None
 def test_steps_follow_their_norm_across_the_boundary() -> None:
     schedule, needs = delayed(2, 2)
     shape = replace(SHAPE, layer_elements=(1000,) * 2)
-    timeline = simulate(schedule, MACHINE, shape, needs=needs, steps=3)
+    timeline = simulate(schedule, MACHINE, shape, SimulationSettings(steps=3), needs=needs)
     count = len(schedule.events)
     for step in (1, 2):
         norm = timeline.end_s[(step - 1) * count + schedule.events.index(Event(Op.NORM))]
@@ -181,8 +186,8 @@ def test_steps_follow_their_norm_across_the_boundary() -> None:
 
 def test_what_is_issued_ahead_is_there_when_the_next_step_needs_it() -> None:
     shape = replace(SHAPE, layer_elements=(1000,) * 3)
-    schedule = build_training(3, 2, delayed=True, due=frozenset({2}), ahead=True)
-    timeline = simulate(schedule, MACHINE, shape, steps=2)
+    schedule = build_training(TrainingStep(3, 2, delayed=True, due=frozenset({2}), ahead=True))
+    timeline = simulate(schedule, MACHINE, shape, SimulationSettings(steps=2))
     second = timeline.num_steps * len(schedule.events) // 2
     spans = {(s.index, s.stage.lane): s for s in timeline.spans}
 
@@ -199,9 +204,9 @@ def test_what_is_issued_ahead_is_there_when_the_next_step_needs_it() -> None:
 
 
 def test_a_read_ahead_holds_its_buffer_until_its_fetch_is_complete() -> None:
-    schedule = build_training(3, 2, ahead=True)
+    schedule = build_training(TrainingStep(3, 2, ahead=True))
     shape = replace(SHAPE, pre_elements=100, layer_elements=(1000,) * 3)
-    timeline = simulate(schedule, MACHINE, shape, steps=2)
+    timeline = simulate(schedule, MACHINE, shape, SimulationSettings(steps=2))
     held = [c for c in changes(timeline, MACHINE, shape) if c.owner == "parameters" and c.tier == "host"]
     left = shape.param_bytes * 1100
     assert sum(c.num_bytes for c in held) == left, "the last step's reads ahead, and no other"
@@ -211,22 +216,23 @@ def test_a_read_ahead_holds_its_buffer_until_its_fetch_is_complete() -> None:
 def test_delayed_steps_keep_to_the_bound(seed: int) -> None:
     _, machine, shape = draw(seed)
     schedule, needs = delayed(shape.num_layers, 2)
-    bound, chain = (f(schedule, machine, shape, needs=needs) for f in (step_bound, longest_chain_s))
+    bound = step_bound(schedule, machine, shape, needs=needs)
+    chain = longest_chain_s(schedule, machine, shape, needs)
     one = simulate(schedule, machine, shape, needs=needs)
     assert one.makespan_s >= max(bound.seconds, chain) * (1 - 1e-9)
-    assert one.makespan_s <= simulate(schedule, machine, shape, needs=needs, overlap=False).makespan_s * (1 + 1e-9)
-    many = simulate(schedule, machine, shape, needs=needs, steps=3)
+    assert one.makespan_s <= simulate(schedule, machine, shape, SimulationSettings(overlap=False), needs=needs).makespan_s * (
+        1 + 1e-9
+    )
+    many = simulate(schedule, machine, shape, SimulationSettings(steps=3), needs=needs)
     assert many.makespan_s >= 3 * max(bound.busy_s.values()) * (1 - 1e-9)
 
 
-def test_consecutive_steps_overlap_unless_they_drain() -> None:
+def test_consecutive_steps_overlap() -> None:
     shape = replace(SHAPE, layer_elements=(1000,) * 3)
-    schedule = build_training(3, 2)
+    schedule = build_training(TrainingStep(3, 2))
     one = simulate(schedule, MACHINE, shape).makespan_s
-    flowing = simulate(schedule, MACHINE, shape, steps=4)
-    drained = simulate(schedule, MACHINE, shape, steps=4, drain=True)
-    assert drained.makespan_s == pytest.approx(4 * one)
-    assert flowing.makespan_s < drained.makespan_s - 1
+    flowing = simulate(schedule, MACHINE, shape, SimulationSettings(steps=4))
+    assert flowing.makespan_s < 4 * one - 1
     fetch = [i for i, event in enumerate(flowing.events) if str(event) == "0FETCH"]
     step = flowing.events.index(parse_event("0STEP"))
     assert flowing.issued_s[fetch[2]] <= flowing.end_s[step] <= min(s.start_s for s in flowing.spans if s.index == fetch[2])
@@ -264,10 +270,14 @@ def draw(seed: int) -> tuple[Schedule, Machine, ModelShape]:
         400,
         head_s=rng.uniform(0, 1),
         part_elements=rng.choice([None, 300]),
-        placement=Placement(rng.choice([0.0, 1.0]), rng.choice([0.5, 1.0]), rng.choice([0.0, 1.0])),
+        placement=Placement.of(
+            parameters_on_ssd=rng.choice([0.0, 1.0]),
+            state_on_ssd=rng.choice([0.5, 1.0]),
+            gradients_on_ssd=rng.choice([0.0, 1.0]),
+        ),
     )
     order = rng.choice(["vertical", "horizontal"])
-    return build_training(layers, micro_batches, order=order, window=rng.randint(0, 3)), machine, shape
+    return build_training(TrainingStep(layers, micro_batches, order=order, window=rng.randint(0, 3))), machine, shape
 
 
 SEEDS = range(40)
@@ -276,17 +286,16 @@ SEEDS = range(40)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_faster_than_the_bound_nor_than_the_longest_chain(seed: int) -> None:
     schedule, machine, shape = draw(seed)
-    for issue in ("in order", "ahead"):
-        timeline = simulate(schedule, machine, shape, issue=issue, slots=2)
-        assert timeline.makespan_s >= step_bound(schedule, machine, shape).seconds * (1 - 1e-9)
-        assert timeline.makespan_s >= longest_chain_s(schedule, machine, shape) * (1 - 1e-9)
+    timeline = simulate(schedule, machine, shape, SimulationSettings(slots=2))
+    assert timeline.makespan_s >= step_bound(schedule, machine, shape).seconds * (1 - 1e-9)
+    assert timeline.makespan_s >= longest_chain_s(schedule, machine, shape) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_waiting_for_every_event_adds_up_and_overlap_is_never_slower(seed: int) -> None:
     schedule, machine, shape = draw(seed)
     total = sum(s.seconds for cost in event_costs(schedule.events, machine, shape) for job in cost for s in job)
-    serial = simulate(schedule, machine, shape, overlap=False).makespan_s
+    serial = simulate(schedule, machine, shape, SimulationSettings(overlap=False)).makespan_s
     assert serial == pytest.approx(total)
     assert simulate(schedule, machine, shape).makespan_s <= serial * (1 + 1e-9)
 
@@ -296,10 +305,9 @@ def test_a_faster_machine_or_a_freer_thread_is_never_slower(seed: int) -> None:
     schedule, machine, shape = draw(seed)
     fixed = {"ssd_read_together_bytes_per_s": None, "ssd_write_together_bytes_per_s": None, "one_memory": False}
     machine = replace(machine, **fixed)
-    shape = replace(shape, placement=replace(shape.placement, gradients_on_ssd=0.0))  # one queue per lane: see its note
+    shape = replace(shape, placement=shape.placement.with_shares(TensorKind.GRADIENTS, {}))  # one queue per lane: see its note
     before = simulate(schedule, machine, shape).makespan_s
-    assert simulate(schedule, machine, shape, issue="ahead").makespan_s <= before * (1 + 1e-9)
-    assert simulate(schedule, machine, shape, slots=4).makespan_s <= before * (1 + 1e-9)
+    assert simulate(schedule, machine, shape, SimulationSettings(slots=4)).makespan_s <= before * (1 + 1e-9)
     lanes = ("ssd_read", "ssd_write", "copy_in", "copy_out")
     rates = [*(f"{lane}_bytes_per_s" for lane in lanes), "adam_elements_per_s"]
     for rate in rates:
@@ -334,7 +342,7 @@ def reads_ahead(span: SimulatedSpan) -> bool:
 
 def test_state_is_read_from_when_its_step_is_told_by_hand() -> None:
     """Layer 0's from the first HEAD on, `pre`'s once layer 0's step is issued; computed is when the gradients are there."""
-    timeline = simulate(build_training(1, 2, early=True), MACHINE, SHAPE)
+    timeline = simulate(build_training(TrainingStep(1, 2, early=True)), MACHINE, SHAPE)
     found = {(str(span.event), span.stage.lane): (span.start_s, span.end_s) for span in timeline.spans}
     assert found["sufHEAD0", "compute"][0] == 3.75 and ends(timeline)["0REDUCE"] == 18.75
     assert found["0STEP.e0", "ssd_read"] == pytest.approx((3.75, 9.75)) and found["0STEP.e0", "adam"][0] == 18.75
@@ -364,7 +372,7 @@ def test_steps_are_told_by_the_one_before_and_not_across_the_norm() -> None:
 @pytest.mark.parametrize("seed", SEEDS[:10])
 def test_several_steps_do_all_their_work(seed: int) -> None:
     schedule, machine, shape = draw(seed)
-    timeline = simulate(schedule, machine, shape, steps=3)
+    timeline = simulate(schedule, machine, shape, SimulationSettings(steps=3))
     assert timeline.makespan_s >= 3 * max(step_bound(schedule, machine, shape).busy_s.values()) * (1 - 1e-9)
     assert len(timeline.spans) == 3 * len(simulate(schedule, machine, shape).spans)
     assert all(busy <= timeline.makespan_s * (1 + 1e-9) for busy in timeline.busy_s.values())
@@ -374,7 +382,7 @@ def test_several_steps_do_all_their_work(seed: int) -> None:
 
 
 def resources(machine: Machine, shape: ModelShape = SHAPE, needs: Sequence[tuple[int, ...]] | None = None) -> dict[str, tuple]:
-    bound = step_bound(build_training(1, 1), machine, shape, needs=needs)
+    bound = step_bound(build_training(TrainingStep(1, 1)), machine, shape, needs=needs)
     return {name: (bound.busy_s[name], bound.fill_s[name], bound.drain_s[name]) for name in bound.busy_s}
 
 
@@ -385,7 +393,7 @@ def test_the_bound_by_hand() -> None:
     assert found["copy_in"] == pytest.approx((0.55, 0.2, 28.0))
     assert found["ssd_write"] == pytest.approx((30.8, 2.5, 0.0))  # no gradient before layer 0 has been fetched
     assert found["adam"] == pytest.approx((11.0, 2.5, 2.8))
-    bound = step_bound(build_training(1, 1), MACHINE, SHAPE)
+    bound = step_bound(build_training(TrainingStep(1, 1)), MACHINE, SHAPE)
     assert (bound.resource, bound.seconds) == ("compute", pytest.approx(36.0))
     assert bound.lines()[1].split() == ["compute", "7.750", "0.250", "28.000", "36.000"]
 
@@ -408,12 +416,13 @@ def test_host_cores_count_once() -> None:
 def test_transfers_take_cores_from_the_computation() -> None:
     machine = replace(ONE_MEMORY, ssd_core_s_per_byte=4e-4)  # of its cores: see ONE_MEMORY; 1000 bytes/s read
     load = 4e-4 * 1000 / machine.host_cores
-    schedule, needs = free("0READ 0F0")  # 12 s and 1 s alone
-    assert ends(simulate(schedule, machine, SHAPE, needs=needs)) == pytest.approx({"0F0": 1 / (1 - load), "0READ": 12.0})
-    bound = step_bound(schedule, machine, SHAPE, needs=needs)
+    schedule, needs = free("0FETCH 0F0")  # 12 s and 1 s alone
+    shape = replace(SHAPE, layer_elements=(6000,))
+    assert ends(simulate(schedule, machine, shape, needs=needs)) == pytest.approx({"0F0": 1 / (1 - load), "0FETCH": 12.0})
+    bound = step_bound(schedule, machine, shape, needs=needs)
     assert bound.busy_s["host_cores"] == pytest.approx(1 + 12 * load)
     elsewhere = replace(machine, one_memory=False)  # the device computes
-    assert step_bound(schedule, elsewhere, SHAPE, needs=needs).busy_s["compute"] == pytest.approx(1.0)
+    assert step_bound(schedule, elsewhere, shape, needs=needs).busy_s["compute"] == pytest.approx(1.0)
 
 
 def test_what_the_cores_have_nothing_else_to_do_for_is_no_work_of_theirs() -> None:
@@ -425,9 +434,9 @@ def test_what_the_cores_have_nothing_else_to_do_for_is_no_work_of_theirs() -> No
 
 def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(CostsError, match="the schedule has 2 layers, the model 1"):
-        simulate(build_training(2, 1), MACHINE, SHAPE)
+        simulate(build_training(TrainingStep(2, 1)), MACHINE, SHAPE)
     with pytest.raises(CostsError, match="steps and slots must be 1 or more, got 0 and 3"):
-        simulate(build_training(1, 1), MACHINE, SHAPE, steps=0)
+        simulate(build_training(TrainingStep(1, 1)), MACHINE, SHAPE, SimulationSettings(steps=0))
     schedule, _ = free("0FETCH 0F0")
     with pytest.raises(ScheduleError, match=r"event 0 \(0FETCH\): never ends"):
         simulate(schedule, MACHINE, SHAPE, needs=[(1,), ()])

@@ -16,7 +16,7 @@ from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.thread_state import ThreadState
 from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
 from ds_vertical.schedule.executor import Executor
-from ds_vertical.schedule.passes import build_evaluation, build_training
+from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 
 # 2 layers, 2 micro-batches, window 1: written out by hand. Layer 1 stays from its forward to its backward, and layer 0
 # too: it comes back within the window.
@@ -43,14 +43,14 @@ def executed(schedule: Schedule, **options: Any) -> str:
 
 
 def test_every_event_runs_once_in_order_and_waits_where_its_dependencies_say() -> None:
-    assert executed(build_training(2, 2, window=1)) == STEP_WITH_WAITS
+    assert executed(build_training(TrainingStep(2, 2, window=1))) == STEP_WITH_WAITS
 
 
 def test_without_overlap_every_issue_is_waited_for_at_once() -> None:
     expected = STEP
     for unit in ("pre", "0", "1"):
         expected = expected.replace(f"{unit}FETCH", f"{unit}FETCH [{unit}FETCH]")
-    assert executed(build_training(2, 2, window=1), overlap=False) == expected
+    assert executed(build_training(TrainingStep(2, 2, window=1)), overlap=False) == expected
 
 
 def test_a_fetch_is_waited_for_once_and_a_second_fetch_of_the_layer_again() -> None:
@@ -93,7 +93,7 @@ def test_a_failure_shows_the_events_around_it_what_is_in_flight_and_the_bytes_he
     log = Log(fail_at="0F1")
     executor = Executor(log.handlers(), held_bytes=lambda: {"host": 4096, "device": 7})
     with pytest.raises(ArithmeticError, match="no 0F1") as caught:
-        executor.run(build_training(2, 2, window=1))
+        executor.run(build_training(TrainingStep(2, 2, window=1)))
     assert caught.value.__notes__ == [
         "ds_vertical schedule, around the failing event:\n"
         "     2  preF1\n"
@@ -112,7 +112,7 @@ def test_a_failure_shows_the_events_around_it_what_is_in_flight_and_the_bytes_he
 def test_a_failed_transfer_shows_at_the_event_that_waited_for_it() -> None:
     log = Log(fail_in_wait="1FETCH")
     with pytest.raises(OSError, match="1FETCH broke") as caught:
-        Executor(log.handlers()).run(build_training(2, 2, window=1))
+        Executor(log.handlers()).run(build_training(TrainingStep(2, 2, window=1)))
     (note,) = caught.value.__notes__
     assert "1F0  <-- here" in note
     assert note.endswith("in flight: nothing; held: nothing")
@@ -136,7 +136,7 @@ def toy_steps(num_steps: int, num_micro_batches: int, overlap: bool = True, **sc
     seeds = [10 * step for step in range(num_steps)]
     ours = []
     for seed in seeds:
-        built = build_training(4, num_micro_batches, due=frozenset(training.optimizer.due), **schedule)
+        built = build_training(TrainingStep(4, num_micro_batches, due=frozenset(training.optimizer.due), **schedule))
         ours.append(training.step(built, [partial(model, x) for x in inputs], seed))
     training.optimizer.flush()
     theirs = [plain_step(plain, [partial(plain, x) for x in inputs], seed) for seed in seeds]
@@ -224,7 +224,7 @@ def test_a_failure_leaves_everything_as_before_and_the_next_step_right(where: st
     before = facts(ThreadState.capture())
     bodies = [partial(model, x) for x in inputs]
     with pytest.raises(Fault) as caught:
-        training.step(build_training(4, 3), bodies, seed=0)
+        training.step(build_training(TrainingStep(4, 3)), bodies, seed=0)
     assert f" {event}  <-- here" in caught.value.__notes__[0]
     assert facts(ThreadState.capture()) == before
     assert {name: module.forward for name, module in model.named_modules()} == forwards
@@ -233,7 +233,7 @@ def test_a_failure_leaves_everything_as_before_and_the_next_step_right(where: st
     assert training.gradients.num_bytes == 0
     assert all(param.grad is None for param in model.parameters())
     hook.remove()
-    losses, grads = training.step(build_training(4, 3), bodies, seed=0)
+    losses, grads = training.step(build_training(TrainingStep(4, 3)), bodies, seed=0)
     plain_losses, plain_grads = plain_step(plain, [partial(plain, x) for x in inputs], seed=0)
     assert losses == plain_losses
     assert [name for name in grads if not torch.equal(grads[name], plain_grads[name])] == []

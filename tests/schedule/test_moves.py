@@ -15,7 +15,7 @@ from ds_vertical.io.extents import Extents
 from ds_vertical.planner.activation_policy import spread
 from ds_vertical.schedule.dependencies import dependencies, validate
 from ds_vertical.schedule.events import Event, Op, Schedule
-from ds_vertical.schedule.passes import build_training
+from ds_vertical.schedule.passes import TrainingStep, build_training
 
 
 @st.composite
@@ -23,7 +23,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     layers, count = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     order = draw(st.sampled_from([{}, {"snake": True}, {"order": "horizontal"}]))
     moved = draw(st.frozensets(st.integers(0, count - 1)))
-    return build_training(layers, count, window=draw(st.integers(0, 2)), moved=tuple(sorted(moved)), **order)
+    return build_training(TrainingStep(layers, count, window=draw(st.integers(0, 2)), moved=tuple(sorted(moved)), **order))
 
 
 @settings(max_examples=40, deadline=None)
@@ -38,7 +38,9 @@ def test_moves_are_written_once_and_survive_the_text(schedule: Schedule) -> None
             assert seen[event] <= 2
     rest = [event for event in schedule.events if event.op not in MOVES]
     plain = build_training(
-        schedule.num_layers, schedule.num_micro_batches, order=schedule.order, snake=schedule.snake, window=schedule.window
+        TrainingStep(
+            schedule.num_layers, schedule.num_micro_batches, order=schedule.order, snake=schedule.snake, window=schedule.window
+        )
     )
     assert tuple(rest) == plain.events, "moves change nothing else"
 
@@ -48,7 +50,7 @@ MOVES = (Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP)
 
 @pytest.mark.parametrize("num_micro_batches", [3, 5])
 def test_in_vertical_order_inputs_are_read_twice_and_gradients_once(num_micro_batches: int) -> None:
-    schedule = build_training(3, num_micro_batches, moved=tuple(range(num_micro_batches)))
+    schedule = build_training(TrainingStep(3, num_micro_batches, moved=tuple(range(num_micro_batches))))
     counts = Counter(event.op for event in schedule.events)
     assert counts[Op.SAVE] == counts[Op.DROP] == 3 * num_micro_batches
     assert counts[Op.LOAD] == 5 * num_micro_batches  # the last layer's is used up at once
@@ -60,7 +62,7 @@ def without(schedule: Schedule, index: int) -> Schedule:
 
 
 def test_every_load_is_needed() -> None:
-    schedule = build_training(3, 4, moved=(0, 1, 3))
+    schedule = build_training(TrainingStep(3, 4, moved=(0, 1, 3)))
     for index, event in enumerate(schedule.events):
         if event.op in (Op.LOAD, Op.GLOAD, Op.SAVE, Op.GSAVE):
             with pytest.raises(ScheduleError, match=f"needs {event} before it"):
@@ -71,7 +73,7 @@ def test_every_load_is_needed() -> None:
 
 
 def test_wrong_moves_are_refused() -> None:
-    schedule = build_training(2, 4, moved=(0, 1, 2, 3))
+    schedule = build_training(TrainingStep(2, 4, moved=(0, 1, 2, 3)))
     events = list(schedule.events)
     load = next(i for i, event in enumerate(events) if event.op is Op.LOAD)
     for at, event, told in (

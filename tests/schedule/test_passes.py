@@ -14,6 +14,7 @@ from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.dependencies import dependencies, validate
 from ds_vertical.schedule.events import Event, Op, Schedule, Unit, parse_events
 from ds_vertical.schedule.passes import (
+    TrainingStep,
     build_evaluation,
     build_training,
     forward_order,
@@ -48,7 +49,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
         return build_evaluation(layers, micro_batches, window=window)
     steps = {"delayed": draw(st.booleans()), "early": draw(st.booleans()), "lead": draw(st.integers(1, 3))}
     due = draw(st.frozensets(st.sampled_from(["pre", *range(layers)])))
-    return build_training(layers, micro_batches, window=window, due=due, ahead=draw(st.booleans()), **steps, **ORDERS[order])
+    return build_training(
+        TrainingStep(layers, micro_batches, window=window, due=due, ahead=draw(st.booleans()), **steps, **ORDERS[order])
+    )
 
 
 def text(events: Iterable[Event]) -> str:
@@ -62,7 +65,7 @@ def test_whole_schedule_is_the_golden_one(order: str, window: int) -> None:
     if order == "evaluation":
         built = build_evaluation(3, 2, window=window)
     else:
-        built = build_training(3, 2, window=window, **SETTINGS[order])
+        built = build_training(TrainingStep(3, 2, window=window, **SETTINGS[order]))
     assert built.to_text() == golden
     assert built == Schedule.from_text(golden)
 
@@ -192,7 +195,7 @@ def test_place_ahead_issues_what_comes_first_in_the_next_forward(window: int, le
 
 
 def test_what_is_read_for_the_next_step_must_have_taken_this_one() -> None:
-    schedule = build_training(3, 2, delayed=True, ahead=True)
+    schedule = build_training(TrainingStep(3, 2, delayed=True, ahead=True))
     assert text(schedule.events).endswith("NORM preSTEP.d0 0STEP.d0 1STEP.d0 preFETCH@+1 0FETCH@+1")
     events = tuple(event for event in schedule.events if str(event) != "0STEP.d0")
     with pytest.raises(ScheduleError, match=r"reads what a delayed step is to change; write 0STEP.d0 before it"):
@@ -217,15 +220,18 @@ def test_place_parameters_does_not_read_ahead_what_a_step_hands_over(handed_over
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: build_training(2, 2, order="horizontal", snake=True), "snake .* write order vertical, got horizontal"),
-        (lambda: build_training(2, 2, order="diagonal"), "order must be one of vertical, horizontal, forward"),
-        (lambda: build_training(2, 2, order="forward"), "'forward' has no backward"),
-        (lambda: build_training(0, 2), "num_layers must be at least 1, got 0"),
-        (lambda: build_training(2, 0), "num_micro_batches must be at least 1, got 0"),
-        (lambda: build_training(2, 2, window=-1), "window must be a number of layers >= 0, got -1"),
+        (
+            lambda: build_training(TrainingStep(2, 2, order="horizontal", snake=True)),
+            "snake .* write order vertical, got horizontal",
+        ),
+        (lambda: build_training(TrainingStep(2, 2, order="diagonal")), "order must be one of vertical, horizontal, forward"),
+        (lambda: build_training(TrainingStep(2, 2, order="forward")), "'forward' has no backward"),
+        (lambda: build_training(TrainingStep(0, 2)), "num_layers must be at least 1, got 0"),
+        (lambda: build_training(TrainingStep(2, 0)), "num_micro_batches must be at least 1, got 0"),
+        (lambda: build_training(TrainingStep(2, 2, window=-1)), "window must be a number of layers >= 0, got -1"),
         (lambda: build_evaluation(2, 0), "num_micro_batches must be at least 1, got 0"),
         (lambda: place_parameters(forward_order(1, 1), -1), "window must be a number of layers >= 0, got -1"),
-        (lambda: build_training(2, 2, due=frozenset({0}), lead=0), "lead must be a number of layers >= 1, got 0"),
+        (lambda: build_training(TrainingStep(2, 2, due=frozenset({0}), lead=0)), "lead must be a number of layers >= 1, got 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(call: Callable[[], object], told: str) -> None:
@@ -341,7 +347,7 @@ def test_delayed_steps_come_once_ahead_of_their_fetch_and_early_ones_before_the_
 @given(st.integers(1, 8), st.integers(0, 3), st.integers(1, 4), st.sampled_from(["vertical", "horizontal"]))
 def test_at_most_lead_layers_are_stepped_and_not_yet_fetched(layers: int, window: int, lead: int, order: str) -> None:
     due = frozenset({"pre", *range(layers)})
-    schedule = build_training(layers, 2, order=order, window=window, delayed=True, due=due, lead=lead)
+    schedule = build_training(TrainingStep(layers, 2, order=order, window=window, delayed=True, due=due, lead=lead))
     stepped, most = set(), 0
     for event in schedule.events:
         if isinstance(event.layer, int) and event.op is Op.STEP:

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.dependencies import dependencies, validate
 from ds_vertical.schedule.events import Event, Op, Schedule, format_window, parse_event, parse_events
-from ds_vertical.schedule.passes import build_evaluation, build_training
+from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 
 ALL_DUE = frozenset({"pre", 0, 1, 2})
 SMALL = {
-    "vertical": build_training(3, 2),
-    "vertical, window 0": build_training(2, 2, window=0),
-    "snake": build_training(2, 2, snake=True),
-    "horizontal": build_training(2, 2, order="horizontal"),
-    "horizontal, window 0": build_training(2, 2, order="horizontal", window=0),
+    "vertical": build_training(TrainingStep(3, 2)),
+    "vertical, window 0": build_training(TrainingStep(2, 2, window=0)),
+    "snake": build_training(TrainingStep(2, 2, snake=True)),
+    "horizontal": build_training(TrainingStep(2, 2, order="horizontal")),
+    "horizontal, window 0": build_training(TrainingStep(2, 2, order="horizontal", window=0)),
     "evaluation": build_evaluation(3, 2),
-    "one of each": build_training(1, 1, window=0),
-    "delayed": build_training(3, 2, delayed=True, due=ALL_DUE, lead=1),
-    "early": build_training(3, 1, delayed=True, early=True, due=frozenset({"pre", 1})),
+    "one of each": build_training(TrainingStep(1, 1, window=0)),
+    "delayed": build_training(TrainingStep(3, 2, delayed=True, due=ALL_DUE, lead=1)),
+    "early": build_training(TrainingStep(3, 1, delayed=True, early=True, due=frozenset({"pre", 1}))),
 }
 HEADER_END = "micro_batches=2 snake=0 window=1 delayed=0 early=0"
 small_schedules = pytest.mark.parametrize("schedule", SMALL.values(), ids=SMALL.keys())
@@ -50,7 +50,7 @@ small_schedules = pytest.mark.parametrize("schedule", SMALL.values(), ids=SMALL.
         ("3STEP.e2", Event(Op.STEP, 3, part="e2")),
         ("3STEP.d0@-1", Event(Op.STEP, 3, part="d0", step_offset=-1)),
         ("3COMMIT.e2", Event(Op.COMMIT, 3, part="e2")),
-        ("DISCARD", Event(Op.DISCARD)),
+        ("COMMIT", Event(Op.COMMIT)),
     ],
 )
 def test_event_text(text: str, event: Event) -> None:
@@ -164,7 +164,7 @@ def depended_on(schedule: Schedule) -> dict[str, str]:
 
 
 def test_dependencies_of_a_training_step() -> None:
-    assert depended_on(build_training(2, 2)) == {
+    assert depended_on(build_training(TrainingStep(2, 2))) == {
         "preFETCH": "",
         "preF0": "preFETCH",
         "preF1": "preFETCH",
@@ -208,7 +208,7 @@ def test_dependencies_of_an_evaluation() -> None:
 
 
 def test_a_second_fetch_waits_for_the_release_and_gives_to_what_follows_it() -> None:
-    schedule = build_training(2, 1, window=0)
+    schedule = build_training(TrainingStep(2, 1, window=0))
     needs = dependencies(schedule.events)
     first, second = (i for i, event in enumerate(schedule.events) if str(event) == "0FETCH")
     release, backward = schedule.events.index(Event(Op.RELEASE, 0)), schedule.events.index(Event(Op.B, 0, 0))
@@ -217,7 +217,7 @@ def test_a_second_fetch_waits_for_the_release_and_gives_to_what_follows_it() -> 
 
 
 def test_a_fetch_after_a_step_waits_for_it() -> None:
-    schedule = build_training(1, 1, window=0)
+    schedule = build_training(TrainingStep(1, 1, window=0))
     events = (*schedule.events, Event(Op.FETCH, 0))
     assert dependencies(events)[-1] == (events.index(Event(Op.RELEASE, 0)), events.index(Event(Op.STEP, 0)))
 

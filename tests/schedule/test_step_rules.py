@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.dependencies import dependencies, validate
 from ds_vertical.schedule.events import MAX_STEPS, Event, Op, Schedule, parse_events
-from ds_vertical.schedule.passes import build_training
+from ds_vertical.schedule.passes import TrainingStep, build_training
 
 DUE = frozenset({"pre", 0, 1})
-DELAYED = build_training(2, 1, delayed=True, due=DUE)
-EARLY = build_training(2, 1, delayed=True, early=True)
+DELAYED = build_training(TrainingStep(2, 1, delayed=True, due=DUE))
+EARLY = build_training(TrainingStep(2, 1, delayed=True, early=True))
 # as far as the early step of layer 1, and no further
 BACKWARD = "preFETCH preF0 0FETCH 1FETCH 0F0 1F0 sufHEAD0 1B0 1REDUCE 1RELEASE"
 
@@ -58,7 +58,7 @@ def test_early_steps_wait_for_their_gradient_and_the_commit_for_all_of_them(even
     assert needs_of(EARLY, event) == needs
 
 
-HOLDING = build_training(3, 1, delayed=True, early=True, hold="d0")
+HOLDING = build_training(TrainingStep(3, 1, delayed=True, early=True, hold="d0"))
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_a_step_is_decided_when_what_it_made_is_where_it_waits(event: str, needs
 
 def test_holding_changes_nothing_else() -> None:
     for hold, part in (("all", None), ("d0", "d0")):
-        schedule = build_training(3, 1, delayed=True, early=True, hold=hold)
+        schedule = build_training(TrainingStep(3, 1, delayed=True, early=True, hold=hold))
         held = [event for event in schedule.events if event.op is Op.HOLD]
         assert [event.part for event in held] == [part] * 4
         assert Schedule.from_text(schedule.to_text()) == schedule
         left = tuple(event for event in schedule.events if event.op is not Op.HOLD)
-        assert replace(schedule, events=left) == build_training(3, 1, delayed=True, early=True)
+        assert replace(schedule, events=left) == build_training(TrainingStep(3, 1, delayed=True, early=True))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def without(schedule: Schedule, *texts: str) -> tuple[Event, ...]:
 @pytest.mark.parametrize(
     ("schedule", "told"),
     [
-        (replace(build_training(2, 1), delayed=True), "(preSTEP): has no place in a schedule"),
+        (replace(build_training(TrainingStep(2, 1)), delayed=True), "(preSTEP): has no place in a schedule"),
         (replace(DELAYED, delayed=False), "never happened: preSTEP 0STEP 1STEP"),
         (replace(EARLY, early=False), "(1STEP.e0): has no place in a schedule"),
         (replace(DELAYED, early=True), "never happened: COMMIT preSTEP.e0 0STEP.e0 1STEP.e0"),
@@ -154,7 +154,7 @@ def test_an_evaluation_takes_no_step() -> None:
 @given(st.integers(1, 8), st.booleans(), st.booleans())
 def test_at_most_so_many_steps_are_under_way(num_layers: int, delayed: bool, early: bool) -> None:
     """Steps of this schedule take turns, whatever else they wait for: each but the first few waits for an earlier one."""
-    schedule = build_training(num_layers, 1, delayed=delayed, early=early)
+    schedule = build_training(TrainingStep(num_layers, 1, delayed=delayed, early=early))
     needs = dependencies(schedule.events)
     steps = [index for index, event in enumerate(schedule.events) if event.op is Op.STEP]
     assert len(steps) == (num_layers + 1) * ((not delayed) + early)

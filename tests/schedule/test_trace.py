@@ -18,7 +18,7 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.schedule.events import Event, Op
 from ds_vertical.schedule.executor import Executor
-from ds_vertical.schedule.passes import build_training
+from ds_vertical.schedule.passes import TrainingStep, build_training
 from ds_vertical.schedule.trace import (
     RESOURCES,
     RecordingTracer,
@@ -154,7 +154,7 @@ class SlowFetches(Log):
 
 
 def test_every_event_of_a_schedule_and_every_wait_is_there(tmp_path: Path) -> None:
-    tracer, schedule = RecordingTracer(tmp_path, 0), build_training(2, 2, window=1)
+    tracer, schedule = RecordingTracer(tmp_path, 0), build_training(TrainingStep(2, 2, window=1))
     with tracer.step():
         Executor(SlowFetches().handlers(), tracer=tracer).run(schedule)
     step = recorded(tmp_path)[0]
@@ -168,7 +168,9 @@ def test_every_event_of_a_schedule_and_every_wait_is_there(tmp_path: Path) -> No
 
 
 def test_a_trace_costs_less_than_a_hundredth_of_a_step(tmp_path: Path) -> None:
-    schedule = build_training(32, 16, window=2)  # a Llama 8B: the least that an event takes there is a few milliseconds
+    schedule = build_training(
+        TrainingStep(32, 16, window=2)
+    )  # a Llama 8B: the least that an event takes there is a few milliseconds
     event_s = 0.003
     assert len(schedule.events) > 1000
     tracer = RecordingTracer(tmp_path, 0)

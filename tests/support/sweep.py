@@ -40,7 +40,7 @@ from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.model.state.restart import until_known
 from ds_vertical.model.thread_state import ThreadState, applied
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
-from ds_vertical.schedule.passes import build_training
+from ds_vertical.schedule.passes import TrainingStep, build_training
 
 NUM_MICRO_BATCHES = 2
 ROUNDING = 1e-4  # relative, in fp32: above it is no rounding
@@ -81,7 +81,7 @@ def run_vertical(model: nn.Module, bodies: Sequence[Callable[[], torch.Tensor]])
     params = MemoryParams(layers)
     optimizer = _Trained(params)
     numel, dtype = (lambda p: params.home[id(p)].numel()), (lambda p: p.dtype)
-    schedule = build_training(layers.num_layers, len(bodies))
+    schedule = build_training(TrainingStep(layers.num_layers, len(bodies)))
     runs = [Body(body, 100 + index) for index, body in enumerate(bodies)]
     state = ForwardState(model, layers, lambda: 0)
 

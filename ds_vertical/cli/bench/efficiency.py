@@ -27,11 +27,11 @@ from ds_vertical.engine.metrics import ARMS
 from ds_vertical.errors import ConfigError
 from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.costs import event_costs
-from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.run_record import DTYPES, Account, ExecutedStep, read_account
-from ds_vertical.planner.simulate import simulate
+from ds_vertical.planner.simulate import SimulationSettings, simulate
 from ds_vertical.schedule.events import PRE, Event, Op, parse_event
 from ds_vertical.schedule.trace import StepTrace, cost_share, optimizer_overlap, read_trace, record_s, summarize
+from ds_vertical.types import Machine
 
 _STEADY_STEPS = 3
 _STEADY = 0.15  # by which seconds of a layer may differ ahead of a run and after it
@@ -174,8 +174,8 @@ def _simulated(ran: Ran, conditions: Conditions) -> float:
     machine, rates = conditions.during(account.steps, index)
     step = account.steps[index]
     shape, slots = account.shape(step, rates), max(1, account.facts.slots)
-    overlap, parts = account.facts.overlap, account.parts(step)
-    return simulate(step.schedule, machine, shape, steps=_STEADY_STEPS, slots=slots, overlap=overlap, parts=parts).step_s
+    settings = SimulationSettings(_STEADY_STEPS, slots, account.facts.overlap)
+    return simulate(step.schedule, machine, shape, settings, parts=account.parts(step)).step_s
 
 
 def _bytes(ran: Sequence[Ran], rates: Mapping[str, float]) -> JsonObject | None:

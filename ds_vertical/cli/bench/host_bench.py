@@ -34,7 +34,7 @@ from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import map_layers
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.events import Op, Unit
-from ds_vertical.schedule.passes import build_training
+from ds_vertical.schedule.passes import TrainingStep, build_training
 
 _WINDOW_S = 0.25  # long against a product and a transfer, short against what others do on a shared machine
 _TOKENS, _WIDTH, _WEIGHTS = 8, 1024, 12  # 50 MB of weights: more than caches hold, as a layer's
@@ -195,7 +195,7 @@ def event_s(rounds: int) -> float:
     facts = ParamFacts(nn.Parameter.numel, lambda param: param.dtype)
     sums = GradientStore(layers.units, torch.float32, facts, pairs=True)
     sweeps = ScheduleRunner(layers, memory, overlap=True)
-    schedule = build_training(_LAYERS, _MICRO_BATCHES)
+    schedule = build_training(TrainingStep(_LAYERS, _MICRO_BATCHES))
     runs: list[Callable[[], torch.Tensor]] = [partial(model, torch.ones(1)) for _ in range(_MICRO_BATCHES)]
 
     def scheduled() -> None:

@@ -23,10 +23,10 @@ from ds_vertical.model.hf import named_shape, read_fields, shape_names
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
-from ds_vertical.planner.linear_program import TierLimits
 from ds_vertical.planner.machine import Profile
-from ds_vertical.planner.model_shape import Outline, Seconds, estimated, shape_of
+from ds_vertical.planner.model_shape import Division, Outline, Seconds, estimated, shape_of
 from ds_vertical.planner.search import Candidate, Plan, PlanError, Task, choose
+from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
 
 _BAD_INPUT, _NO_PLAN = 2, 1
 _DAY_S = 86400
@@ -156,11 +156,11 @@ def _positions(fields: JsonObject) -> int:
     return next((positions for positions in found if positions > 0), 2048)  # -1 means that there is no limit
 
 
-def _limits(machine: Profile, options: argparse.Namespace) -> TierLimits:
-    """Of one rank: tiers that ranks share are divided."""
-    host = _host_bytes(options) or machine.host_bytes
-    share = [None if value is None else value / options.num_ranks for value in (host, machine.ssd_bytes)]
-    return TierLimits(machine.device_bytes, *share)
+def _limits(machine: Profile, options: argparse.Namespace) -> TierBytes:
+    """Of one rank: each has a device of its own, the other tiers are divided among the ranks."""
+    given = {**machine.capacity, Tier.HOST: _host_bytes(options) or machine.capacity[Tier.HOST]}
+    ranks = per_tier({Tier.DEVICE: 1, Tier.HOST: options.num_ranks, Tier.SSD: options.num_ranks})
+    return {tier: None if size is None else size / ranks[tier] for tier, size in given.items()}
 
 
 def _seconds(options: argparse.Namespace, machine: Profile, outline: Outline, fields: JsonObject) -> Callable[[int], Seconds]:
@@ -217,7 +217,7 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
     return {
         "model": {"name": outline.name, "elements": outline.num_elements, "sequence_length": outline.sequence_length},
         "machine": {"name": machine.name, "date": machine.date, "assumed": list(machine.assumed), "tuned_aio": machine.aio},
-        "setting": asdict(chosen.setting),
+        "setting": chosen.setting.to_json(),
         "tokens_per_step": tokens,
         "step_s": chosen.estimate_s,
         "tokens_per_s": tokens / chosen.estimate_s,
@@ -234,17 +234,18 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
     }
 
 
-def _stock(task: Task, machine: Profile, limits: TierLimits) -> JsonObject:
+def _stock(task: Task, machine: Profile, limits: TierBytes) -> JsonObject:
     """The least that a step of stock ZeRO-Infinity takes on as many tokens, with the micro-batches that suit it best of those
     whose layers fit into the device; its activations rest in host memory, those of one micro-batch at a time."""
     steps: list[tuple[float, int]] = []
     for size, count in task.counts():
-        shape = shape_of(task.outline, task.seconds(size), sequences=size, num_shards=task.num_ranks)
+        shape = shape_of(task.outline, task.seconds(size), Division(size, num_shards=task.num_ranks))
         device = shape.working_bytes + 2 * max(shape.layer_elements) * shape.param_bytes
-        if steps and limits.device_bytes is not None and device > limits.device_bytes:
+        room = limits[Tier.DEVICE]
+        if steps and room is not None and device > room:
             break
         resting = 0.0 if machine.machine.one_memory else 1.0
-        placement = replace(stock_placement(shape, limits.host_bytes), activations_on_host=resting)
+        placement = stock_placement(shape, limits[Tier.HOST]).with_shares(TensorKind.ACTIVATIONS, {Tier.HOST: resting})
         found = horizontal_step(replace(shape, placement=placement), machine.machine, count)
         steps.append((found.seconds, size))
     seconds, size = min(steps)
@@ -253,7 +254,8 @@ def _stock(task: Task, machine: Profile, limits: TierLimits) -> JsonObject:
 
 def _drive_writes(chosen: Candidate, machine: Profile, ranks: int) -> float | None:
     written = ranks * chosen.traffic.written * _DAY_S / chosen.estimate_s
-    return written / machine.ssd_bytes if machine.ssd_bytes else None
+    size = machine.capacity[Tier.SSD]
+    return written / size if size else None
 
 
 def plan_lines(found: JsonObject) -> list[str]:

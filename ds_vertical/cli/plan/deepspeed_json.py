@@ -11,6 +11,7 @@ from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
 from ds_vertical.planner.model_shape import Outline
 from ds_vertical.planner.search import Candidate, Setting
+from ds_vertical.types import OFFLOAD_DEVICES, TensorKind, Tier
 
 _LARGE: Final = 50_000_000  # elements of a parameter, from which on stock's pool has few buffers
 _MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are large
@@ -59,23 +60,25 @@ def section(setting: Setting) -> JsonObject:
         "prefetch_layers": setting.window,
         "optimizer_delay": setting.delay,
         "optimizer_speculation": None if setting.speculation else False,
-        "gradient_host_share": round(1 - placement.gradients_on_ssd, 6),
+        "gradient_host_share": round(placement.share(TensorKind.GRADIENTS, Tier.HOST), 6),
         "activations": _activations(setting),
     }
 
 
 def _activations(setting: Setting) -> JsonObject:
-    host, ssd = (round(share, 6) for share in (setting.placement.activations_on_host, setting.placement.activations_on_ssd))
+    shares = {tier: round(share, 6) for tier, share in setting.placement[TensorKind.ACTIVATIONS].items()}
+    host, ssd = shares[Tier.HOST], shares[Tier.SSD]
     if ssd:
-        return {"device": "ssd", "share": ssd} | ({"host_share": host} if host else {})
-    return {"device": "host", "share": host} if host else {"device": "device"}
+        return {"device": Tier.SSD.value, "share": ssd} | ({"host_share": host} if host else {})
+    return {"device": Tier.HOST.value, "share": host} if host else {"device": Tier.DEVICE.value}
 
 
 def _zero(setting: Setting, outline: Outline, training: TrainingOptions) -> JsonObject:
     largest, elements, locked = outline.largest_parameter, outline.num_elements, training.locked
-    in_host = 1 - setting.placement.parameters_on_ssd
+    in_host = setting.placement.share(TensorKind.PARAMETERS, Tier.HOST)
     everything = in_host > 1 - 1e-6
-    parameters: JsonObject = {"device": "cpu" if everything else "nvme", "pin_memory": locked}
+    parameters_tier = Tier.HOST if everything else Tier.SSD
+    parameters: JsonObject = {"device": OFFLOAD_DEVICES[parameters_tier], "pin_memory": locked}
     if not everything:
         parameters |= {
             "nvme_path": training.nvme_path,
@@ -83,8 +86,9 @@ def _zero(setting: Setting, outline: Outline, training: TrainingOptions) -> Json
             "buffer_size": largest,
             "max_in_cpu": int(in_host * elements),
         }
-    state: JsonObject = {"device": "nvme" if setting.placement.state_on_ssd else "cpu", "pin_memory": locked}
-    if setting.placement.state_on_ssd:
+    state_tier = Tier.SSD if setting.placement.share(TensorKind.STATE, Tier.SSD) else Tier.HOST
+    state: JsonObject = {"device": OFFLOAD_DEVICES[state_tier], "pin_memory": locked}
+    if state_tier is Tier.SSD:
         state |= {"nvme_path": training.nvme_path, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False}
     return {
         "stage": 3,

@@ -14,6 +14,7 @@ from ds_vertical.cli.report.timeline import Work, cut
 from ds_vertical.errors import ConfigError
 from ds_vertical.planner.bound import Bound
 from ds_vertical.schedule.trace import RESOURCES, StepTrace
+from ds_vertical.types import Tier, per_tier
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +33,8 @@ TITLES = {
     "host_cores": "host cores",
     "ssd": "SSD, both ways",
 }
+_TIERS = per_tier({Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.SSD: "SSD"})
+_TIER_TITLES = {tier.value: title for tier, title in _TIERS.items()}
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
@@ -283,7 +286,7 @@ def draw_memory(tiers: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
             times, values = (*times, step_s[kind]), (*values, values[-1])
             label = f"{kind}, at most {max(values) / 1e6:,.0f} MB"
             axes.plot(times, [v / 1e6 for v in values], drawstyle="steps-post", color=ink, linewidth=width, label=label)
-        axes.set_title({"host": "host memory", "device": "device memory", "ssd": "SSD"}.get(tier, tier))
+        axes.set_title(_TIER_TITLES.get(tier, tier))
         axes.set_ylim(bottom=0)
         axes.margins(x=0, y=0.12)
         axes.set_xlim(left=0)

@@ -15,6 +15,7 @@ from ds_vertical.cli.report.summary import Findings
 from ds_vertical.cli.report.timeline import by_time
 from ds_vertical.engine.metrics import ARMS, Agreement
 from ds_vertical.schedule.trace import StepTrace, summarize
+from ds_vertical.types import Tier
 
 NONE = "–"
 _TOP = 8
@@ -235,7 +236,7 @@ def memory(found: Findings) -> ReportSection:
         "Simulated is what the schedule moves and what rests between steps; measured host memory is the whole process, with "
         "interpreter and libraries."
     )
-    order = sorted(tiers, key=lambda tier: ("device", "host", "ssd").index(tier) if tier in ("device", "host", "ssd") else 3)
+    order = sorted(tiers, key=lambda tier: list(Tier).index(Tier(tier)) if tier in list(Tier) else len(Tier))
     rows = [
         [
             tier,

@@ -15,19 +15,18 @@ from typing import Final, Literal
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.planner.costs import Parts
-from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_timeline import changes
-from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.run_record import Account, ExecutedStep
 from ds_vertical.planner.simulate import SimulatedRun as Simulated
 from ds_vertical.planner.simulate import SimulatedSpan as Stage
-from ds_vertical.planner.simulate import simulate
+from ds_vertical.planner.simulate import SimulationSettings, simulate
 from ds_vertical.schedule.events import PRE, Event, Op, parse_event
 from ds_vertical.schedule.trace import Count, Span, StepTrace, Wait, union
+from ds_vertical.types import Machine, ModelShape, Tier
 
 MAIN: Final = "MainThread"
 OPTIMIZER: Final = "ds_vertical optimizer"
-_PIPELINE: Final = frozenset((Op.RECALL, Op.READ, Op.STEP, Op.WRITE))
+_PIPELINE: Final = frozenset((Op.STEP,))
 _DISK: Final = {
     **dict.fromkeys((Op.FETCH,), "FETCH"),
     **dict.fromkeys((Op.SAVE, Op.GSAVE), "SAVE"),
@@ -162,8 +161,8 @@ def simulated(account: Account, machine: Machine, rates: dict[str, float], *, na
 
 
 def _run(account: Account, ran: ExecutedStep, machine: Machine, shape: ModelShape, parts: Parts, steps: int) -> Simulated:
-    slots, overlap = max(1, account.facts.slots), account.facts.overlap
-    return simulate(ran.schedule, machine, shape, steps=steps, slots=slots, overlap=overlap, parts=parts)
+    settings = SimulationSettings(steps, max(1, account.facts.slots), account.facts.overlap)
+    return simulate(ran.schedule, machine, shape, settings, parts=parts)
 
 
 def _keep(steps: Sequence[StepTrace], time: float, keep: Callable[[StepTrace], None]) -> None:
@@ -207,6 +206,6 @@ def _held(line: Simulated, machine: Machine, shape: ModelShape, parts: Parts) ->
     """(seconds, tier, bytes in it from then on); where device and host are one memory, all of it is the host's."""
     totals: dict[str, float] = defaultdict(float)
     for change in sorted(changes(line, machine, shape, parts), key=lambda change: (change.at_s, change.num_bytes)):
-        tier = "host" if machine.one_memory and change.tier == "device" else change.tier
+        tier = Tier.HOST if machine.one_memory and change.tier is Tier.DEVICE else change.tier
         totals[tier] += change.num_bytes
         yield change.at_s, tier, totals[tier]

@@ -14,7 +14,7 @@ from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.self_check.check import SelfCheck, model_fingerprint
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
-from ds_vertical.schedule.passes import build_training
+from ds_vertical.schedule.passes import TrainingStep, build_training
 
 NUM_MICRO_BATCHES: Final = 2
 
@@ -46,7 +46,7 @@ class FirstStepCheck:
     def _compare(self, bodies: list[Body]) -> None:
         parts, vertical = self._parts, self._parts.vertical
         order, snake, window = vertical.order, vertical.snake, vertical.prefetch_layers
-        schedule = build_training(parts.layers.num_layers, len(bodies), order=order, snake=snake, window=window)
+        schedule = build_training(TrainingStep(parts.layers.num_layers, len(bodies), order, snake, window))
         with parts.optimizer.live.agreed("self_check"):
             parts.params.check_open()
             parts.gradients.refuse_strays()

@@ -18,7 +18,6 @@ from torch import nn
 from ds_vertical.compat import accelerator, pinned_memory, zero_optimizer, zero_params
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_optimizer import DeepSpeedCPUAdam
-from ds_vertical.config.resolve import Resolved
 from ds_vertical.engine import disk_check
 from ds_vertical.engine.call_guard import FLUSHED, Calls
 from ds_vertical.engine.zero3.chunks import ChunkedStage3, make_chunks
@@ -39,6 +38,7 @@ from ds_vertical.offload.stepper import Stepper, Updates, bytes_read
 from ds_vertical.planner import memory_budget
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, Unit
 from ds_vertical.schedule.trace import Tracer
+from ds_vertical.types import RunSettings
 
 _KERNEL_IDS = 1 << 20  # ids of our own kernel's objects: beyond those that DeepSpeed counts up, in case they share a table
 
@@ -53,7 +53,7 @@ class VerticalStage3(ChunkedStage3):
     `kernel`, `slots`, `gradients`, `holding` and `gradients_on_ssd` from `start_pipeline` on.
     """
 
-    def __init__(self, *args: Any, layers: LayerMap, vertical: Resolved, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, layers: LayerMap, vertical: RunSettings, **kwargs: Any) -> None:
         self._vertical = vertical
         stops = vertical.on_nonfinite == "stop"
         self._new_regime = partial(StepTiming, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)

@@ -26,8 +26,8 @@ from ds_vertical.engine import machine_cache
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.model import hf
 from ds_vertical.planner import machine as profile
-from ds_vertical.planner.model_shape import Placement
 from ds_vertical.planner.search import Candidate, Setting
+from ds_vertical.types import Placement
 
 SHAPES = ROOT / "configs" / "models"
 
@@ -105,7 +105,7 @@ def test_a_configuration_without_a_longest_sequence_is_planned_for(tmp_path: Pat
 @pytest.mark.parametrize("name", profile.shipped())
 def test_shipped_machines_are_read_and_say_what_they_assume(name: str) -> None:
     found = profile.read_profile(name)
-    assert found.assumed and found.date is None and found.device_bytes and found.host_bytes and found.ssd_bytes
+    assert found.assumed and found.date is None and all(found.capacity.values())
     assert {"bf16", "fp16", "fp32"} == set(found.flops_per_s) and not found.machine.one_memory
 
 
@@ -196,7 +196,7 @@ def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.C
         losses = [float(engine.train_batch(iter([batch] * 4))) for _ in range(3)]
         assert losses[2] < losses[0]
         fields = found["setting"]
-        setting = Setting(**{**fields, "placement": Placement(**fields["placement"])})
+        setting = Setting(**{**fields, "placement": Placement.of(**fields["placement"])})
         nothing: Any = None
         simulated = Candidate(setting, nothing, profile.read_profile(str(tmp_path / "machine.json")).machine, nothing, 0.0, ())
         assert engine.ran == simulated.schedule(engine.layers.num_layers), "another schedule was planned with"

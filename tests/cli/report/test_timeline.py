@@ -24,7 +24,7 @@ from ds_vertical.cli.report.chrome_trace import disjoint, events, to_json
 from ds_vertical.cli.report.run_folder import open_folder
 from ds_vertical.cli.report.stalls import BETWEEN, ISSUING, reasons, stalls
 from ds_vertical.cli.report.timeline import MAIN, OPTIMIZER, Timeline, by_time, kind_of, simulated, work_by_kind
-from ds_vertical.planner.simulate import simulate
+from ds_vertical.planner.simulate import SimulationSettings, simulate
 from ds_vertical.schedule.events import parse_event
 from ds_vertical.schedule.trace import RESOURCES, Span, StepTrace, Wait, optimizer_overlap, read_trace, summarize, union
 
@@ -240,7 +240,7 @@ def test_a_simulated_step_lasts_as_long_as_the_simulator_says(lines: dict[str, T
     assert account is not None and limits is not None
     ran = account.steps[-1]
     shape, slots = account.shape(ran, limits.rates), account.facts.slots
-    line = simulate(ran.schedule, limits.machine, shape, steps=4, slots=slots, parts=account.parts(ran))
+    line = simulate(ran.schedule, limits.machine, shape, SimulationSettings(steps=4, slots=slots), parts=account.parts(ran))
     steps = lines["simulated"].steps
     assert [step.step for step in steps] == [1, 2, 3]
     assert steps[-1].end - steps[-1].start == pytest.approx(line.step_s, rel=0.1)
