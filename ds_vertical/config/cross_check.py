@@ -349,6 +349,7 @@ class Unfilled(NamedTuple):
 
     @property
     def found(self) -> str:
+        """Path and harm, for messages."""
         return f'{self.path}: got "auto", which only Hugging Face\'s Trainer fills in: {self.harm}'
 
 

@@ -109,6 +109,7 @@ class Moves:
         self._count += 1
 
     def use(self, save: Op, unit: Unit | None, micro_batch: int | None, index: int) -> list[int]:
+        """The F or B at `index` uses what `save` is about."""
         state = self._saved.get((save, unit, micro_batch))
         if state is None:
             return []  # not moved, or not yet
@@ -119,12 +120,14 @@ class Moves:
         return needs
 
     def save(self, event: Event, index: int) -> None:
+        """A SAVE or GSAVE at `index`."""
         key = (event.op, event.layer, event.micro_batch)
         if key in self._saved:
             raise ScheduleError(f"is saved already, by event {self._saved[key].saved}")
         self._saved[key] = _Saved(index)
 
     def load(self, save: Op, event: Event, index: int) -> list[int]:
+        """A LOAD or GLOAD at `index` of what `save` is about."""
         state = self._find(save, event)
         if state.loaded is not None:
             raise ScheduleError(f"is loaded already, by event {state.loaded}")
@@ -132,6 +135,7 @@ class Moves:
         return [state.saved, *([] if state.used is None else [state.used])]
 
     def drop(self, save: Op, event: Event) -> list[int]:
+        """A DROP or GDROP of what `save` is about."""
         state = self._find(save, event)
         if state.loaded is not None:
             raise ScheduleError(f"was loaded by event {state.loaded} and not used since")

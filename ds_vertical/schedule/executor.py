@@ -20,9 +20,13 @@ class InFlight(Protocol):
     num_bytes: int
 
     @property
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether it is complete: `wait` would return at once."""
+        ...
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Return once it is complete. Raises what has failed."""
+        ...
 
 
 Handler = Callable[[Event], InFlight | None]

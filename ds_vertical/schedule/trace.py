@@ -76,17 +76,21 @@ class RecordingTracer(Tracer):
     def span(
         self, resource: str, name: object, start: float, end: float, num_bytes: int = 0, *, issue: float | None = None
     ) -> None:
+        """See `Tracer.span`."""
         thread = threading.current_thread().name
         self._records.append(("span", thread, resource, name, start if issue is None else issue, start, end, num_bytes))
 
     def wait(self, name: object, by: object, start: float, end: float) -> None:
+        """See `Tracer.wait`."""
         self._records.append(("wait", threading.current_thread().name, name, by, start, end))
 
     def count(self, name: str, value: float) -> None:
+        """See `Tracer.count`."""
         self._records.append(("count", threading.current_thread().name, name, now(), value))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
+        """See `Tracer.step`."""
         start = now()
         try:
             yield
@@ -141,6 +145,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Wait:
+    """A thread waited for `name`, which the event `by` needs; seconds of `now()`."""
+
     step: int
     thread: str
     name: str
@@ -151,6 +157,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Count:
+    """The value of a counter from `time` on."""
+
     step: int
     thread: str
     name: str

@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -643,7 +644,8 @@ def test_resolve_keeps_everything_that_was_written(section: dict[str, Any]) -> N
     resolved = resolve(loaded)
     for key, value in loaded.model_dump().items():
         if value is not None:
-            assert getattr(resolved, key) == value
+            found = getattr(resolved, key)
+            assert (asdict(found) if is_dataclass(found) else found) == value
             assert resolved.reasons[key] == ("as written" if key in section else "default")
 
 

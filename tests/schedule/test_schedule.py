@@ -223,9 +223,9 @@ def test_a_fetch_after_a_step_waits_for_it() -> None:
 
 
 def test_dependencies_refuse_an_event_that_no_rule_covers() -> None:
-    with pytest.raises(ScheduleError, match=r"event 1 \(0WRITE\): no rule says what it depends on"):
-        dependencies(parse_events("preFETCH 0WRITE"))
-    for text in ("0STEP.d1@-1", "0STEP.d1", "0FETCH@+2", "0STEP.e0@-1", "0STEP.e1", "0STEP@-1", "0READ.d0@-1", "COMMIT.e0"):
+    with pytest.raises(ScheduleError, match=r"event 1 \(0HOLD.e0\): no rule says what it depends on"):
+        dependencies(parse_events("preFETCH 0HOLD.e0"))
+    for text in ("0STEP.d1@-1", "0STEP.d1", "0FETCH@+2", "0STEP.e0@-1", "0STEP.e1", "0STEP@-1", "0HOLD.d0@-1", "COMMIT.e0"):
         with pytest.raises(ScheduleError, match=r"event 0 .*: no rule says what it depends on"):
             dependencies(parse_events(text))
 
@@ -295,7 +295,7 @@ def edited(schedule: Schedule, before: str, after: str) -> Schedule:
         ("vertical", "1STEP", "", "never happened: 1STEP"),
         ("vertical", "1STEP", "1STEP 5STEP", "5STEP): has no place in a schedule of order vertical with 3 layers"),
         ("vertical", "2F1", "2F1 2F2", "2F2): has no place"),
-        ("vertical", "2STEP", "2STEP 2READ", "2READ): has no place"),
+        ("vertical", "2STEP", "2STEP 2COMMIT", "2COMMIT): has no place"),
         ("evaluation", "sufF1", "sufF1 sufHEAD1", "sufHEAD1): has no place in a schedule of order forward"),
         ("evaluation", "sufF1 ", "", "never happened: sufF1"),
         ("vertical", "2STEP", "2STEP 2FETCH 2RELEASE", "2RELEASE): nothing used 2 since event 37 fetched it"),
