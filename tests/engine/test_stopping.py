@@ -27,6 +27,7 @@ from ds_vertical.engine import signals
 from ds_vertical.engine.checkpoint import manifest
 from ds_vertical.engine.signals import FINISHED, Stopping
 from ds_vertical.offload.speculation import StepTiming
+from ds_vertical.types import SignalSettings
 
 NUM_STEPS = 4
 slow = pytest.mark.slow
@@ -141,7 +142,7 @@ def test_a_signal_before_the_batches_end_is_obeyed_at_their_end(tmp_path: Path) 
 
 def stopping_in(folder: str) -> Stopping:
     start_process_group()
-    return Stopping({"save_dir": folder, "tag": None}, StepTiming(None, None, certain=True, on_ssd=True))
+    return Stopping(SignalSettings(folder, None), StepTiming(None, None, certain=True, on_ssd=True))
 
 
 @pytest.fixture
