@@ -152,6 +152,6 @@ class Stopping:
         status = FINISHED if finished or number is None else 128 + number
         accelerator.log(
             f"ds_vertical: the step under way was {'finished' if finished else 'left, or there was none'}; checkpoint"
-            f" {Path(self._wanted['save_dir'], tag)} saved in {time.monotonic() - start:.1f} s; exit status {status}"
+            f" {Path(self._wanted.save_dir, tag)} saved in {time.monotonic() - start:.1f} s; exit status {status}"
         )
         raise SystemExit(status)
