@@ -152,7 +152,7 @@ class AccountWriter:
     """Writes `folder/account.jsonl`, a line per step; a schedule is written out where it is another than the step before's."""
 
     def __init__(self, folder: Path, facts: RunInfo) -> None:
-        self._file = Path(folder, FILE_NAME).open("w", encoding="utf-8", buffering=1)
+        self._file = Path(folder, FILE_NAME).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the run
         self._file.write(json.dumps({"facts": _named(asdict(facts))}) + "\n")
         self._last: Schedule | None = None
         self._num_steps = 0

@@ -108,11 +108,11 @@ class Candidate:
 
     def schedule(self, num_layers: int) -> Schedule:
         """A step in the steady state."""
-        setting = self.setting
+        setting, placement = self.setting, self.setting.placement
         # What is issued ahead at the end of a step, of `pre` and the first layers, is no longer due in the next one.
         due = frozenset(range(LEAD, num_layers)) if setting.window else frozenset((PRE, *range(num_layers)))
-        waits = self.shape.on_ssd(TensorKind.GRADIENTS) > 0
-        moves = not self.machine.one_memory or self.shape.on_ssd(TensorKind.ACTIVATIONS) > 0
+        waits = placement.share(TensorKind.GRADIENTS, Tier.SSD) > 0
+        moves = not self.machine.one_memory or placement.share(TensorKind.ACTIVATIONS, Tier.SSD) > 0
         return build_training(
             TrainingStep(
                 num_layers,
