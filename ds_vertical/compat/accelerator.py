@@ -1,21 +1,81 @@
-"""DeepSpeed's accelerator, its communication and its log. Private names of DeepSpeed are not used here."""
+"""DeepSpeed's accelerator, its communication and the lines that rank 0 prints. No private name of DeepSpeed is used here."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deepspeed import comm as dist
 from deepspeed import init_distributed
 from deepspeed.accelerator import get_accelerator as _get_accelerator
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["device_name", "dist", "get_accelerator", "init_distributed", "is_one_memory", "log", "unlink_shared_workspace"]
 
 
-def get_accelerator() -> Any:
-    """DeepSpeed's accelerator (typed loosely: its declaration allows None)."""
-    return _get_accelerator()
+class Accelerator(Protocol):
+    """What this package calls of DeepSpeed's accelerator, whose abstract class declares no types."""
+
+    def is_synchronized_device(self) -> bool:
+        """Whether the device computes in host memory, and nothing is asynchronous."""
+        ...
+
+    def resolves_data_dependency(self) -> bool:
+        """Whether a host's read of a tensor waits for the device's work on it."""
+        ...
+
+    def is_fp16_supported(self) -> bool:
+        """Whether the device computes in fp16."""
+        ...
+
+    def is_bf16_supported(self) -> bool:
+        """Whether the device computes in bf16."""
+        ...
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """The kind of device, such as "cuda"; with an index the device of that number."""
+        ...
+
+    def current_device(self) -> int | str:
+        """The device in use."""
+        ...
+
+    def current_device_name(self) -> str:
+        """The device in use, as torch names it."""
+        ...
+
+    def set_device(self, device_index: int) -> None:
+        """Use another device from now on, on this thread."""
+        ...
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """The stream on which the device works for this thread."""
+        ...
+
+    def communication_backend_name(self) -> str:
+        """The back end of torch.distributed that the device needs."""
+        ...
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's contents in page-locked host memory."""
+        ...
+
+    def get_rng_state(self) -> torch.Tensor:
+        """The state of the device's random number generator."""
+        ...
+
+    def set_rng_state(self, new_state: torch.Tensor) -> None:
+        """Put back a state that `get_rng_state` returned."""
+        ...
+
+
+def get_accelerator() -> Accelerator:
+    """DeepSpeed's accelerator: the CPU where there is no other."""
+    found: Any = _get_accelerator()
+    return found
 
 
 def is_one_memory() -> bool:
@@ -35,7 +95,7 @@ def log(line: str) -> None:
 
 
 def unlink_shared_workspace(rank: int) -> None:
-    """Of the memory through which the CPU accelerator's ranks of one host reduce (66 MiB each) remove the name: DeepSpeed
-    never does, and it would outlive its processes. All ranks must have opened it."""
+    """Remove the name of the shared memory (66 MiB) through which this `rank` reduces with the others of its host. DeepSpeed
+    never does, and the memory would outlive its processes. Call it after all ranks have opened theirs."""
     parts = (os.getuid(), os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), rank)
     Path("/dev/shm", "_".join(("deepspeed_allreduce_buffer", *map(str, parts)))).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed
 import functools
 import mmap
 import os
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
@@ -18,8 +18,20 @@ from ds_vertical.compat import accelerator
 from ds_vertical.io import host
 
 
+class PinHandle(Protocol):
+    """What DeepSpeed's op `pin_memory` locks and frees with."""
+
+    def new_cpu_locked_tensor(self, numel: int, example: torch.Tensor, /) -> torch.Tensor:
+        """A 1-d tensor of locked memory, of the example's dtype."""
+        ...
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor, /) -> bool:
+        """Free it; False for a tensor that was made elsewhere."""
+        ...
+
+
 @functools.cache
-def _pin_handle() -> Any:
+def _pin_handle() -> PinHandle:
     module: Any = PinMemoryBuilder().load(verbose=False)
     return module.pin_handle()
 

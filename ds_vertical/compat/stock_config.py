@@ -39,6 +39,7 @@ class OffloadSettings:
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> OffloadSettings:
+        """The settings of a DeepSpeed JSON. Raises pydantic.ValidationError for a section that DeepSpeed refuses."""
         zero = DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
         param, optimizer, aio = zero.offload_param, zero.offload_optimizer, get_aio_config(config)
         params_on_ssd = param is not None and param.device == OffloadDeviceEnum.nvme
@@ -77,23 +78,24 @@ def locked_by_zero_init(config: dict[str, Any]) -> int:
 
 
 def has_dynamic_scale(config: dict[str, Any]) -> bool:
+    """Whether the JSON asks for fp16 with a loss scale that changes from step to step."""
     fp16 = config.get("fp16") or {}
     return bool(fp16.get("enabled")) and not fp16.get("loss_scale")
 
 
-def element_bytes(units: Mapping[Any, Sequence[ZeroParam]], config: dict[str, Any]) -> int:
-    """Of a parameter, once DeepSpeed has converted the model."""
+def element_bytes(units: Iterable[Sequence[ZeroParam]], config: dict[str, Any]) -> int:
+    """Bytes of a parameter's element once DeepSpeed has converted the model: the largest, of the parameters of `units`."""
     half = any((config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
-    return 2 if half else max(param.element_size() for params in units.values() for param in params)
+    return 2 if half else max(param.element_size() for params in units for param in params)
 
 
 def norm_bytes() -> int:
-    """Of one element in the copy from which a gradient's norm is taken."""
+    """Bytes of one element in the copy of a gradient from which DeepSpeed takes its norm."""
     return get_norm_dtype().itemsize
 
 
 def check_zero(zero: Mapping[str, Any]) -> None:
-    """DeepSpeed's own check of the section, which the runs would fail in only after they have started."""
+    """Check the `zero_optimization` section as DeepSpeed does when a run has started. Raises ConfigError, a line per fault."""
     import pydantic
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

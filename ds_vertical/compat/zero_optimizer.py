@@ -175,11 +175,12 @@ def state_files(
 
 
 def chunk_numel(optimizer: DeepSpeedZeroOptimizer_Stage3, chunk: int) -> int:
+    """This rank's elements of a chunk."""
     return optimizer.fp16_partitioned_groups_flat_numel[chunk]
 
 
 def gradient_file(optimizer: DeepSpeedZeroOptimizer_Stage3) -> Path:
-    """Where gradients wait that are not to wait in host memory: beside the state."""
+    """The file of the gradients that wait on SSD for their step: it lies beside the optimizer's files."""
     swapper: Any = optimizer.optimizer_swapper
     return Path(swapper.swap_folder) / "gradients.swp"
 

@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch._dynamo
@@ -23,14 +24,17 @@ from deepspeed.runtime.zero.utils import apply_to_tensors_only  # noqa: F401 - u
 from ds_vertical.compat.accelerator import get_accelerator
 from ds_vertical.types import Tier
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 # A torch.nn.Parameter with the attributes that zero.Init grafts on it (ds_tensor, ds_status, ...): no type knows them.
 ZeroParam = Any
 
 
-def keep_signature(function: Any) -> None:
-    """Let `inspect.signature` read what it would find out anew. torch's `Function.apply` asks at each call of DeepSpeed's
-    linear layer."""
-    function.__signature__ = inspect.signature(function)
+def keep_signature(function: FunctionType) -> None:
+    """Store a function's signature where `inspect.signature` looks first. torch's `Function.apply` asks for it at each call of
+    DeepSpeed's linear layer."""
+    vars(function)["__signature__"] = inspect.signature(function)
 
 
 keep_signature(LinearFunctionForZeroStage3.forward)
@@ -76,14 +80,17 @@ def shard_tier(param: ZeroParam) -> Tier:
 
 
 def shard_bytes(param: ZeroParam) -> int:
+    """Bytes of this rank's shard of the parameter."""
     return param.partition_numel() * param.element_size()
 
 
 def full_numel(param: ZeroParam) -> int:
+    """Elements of the whole parameter, partitioned or not."""
     return int(param.ds_numel) if is_zero_param(param) else param.numel()
 
 
 def full_shape(param: ZeroParam) -> tuple[int, ...]:
+    """The shape of the whole parameter, partitioned or not."""
     return tuple(param.ds_shape if is_zero_param(param) else param.shape)
 
 
@@ -100,6 +107,7 @@ def rounds_late_fp32(config: dict[str, Any]) -> bool:
 
 
 def swap_file(param: ZeroParam) -> SwapFile:
+    """The file of this rank's shard of a parameter on SSD."""
     swapper = param.nvme_swapper
     numel = param.ds_tensor.ds_numel
     aligned = swapper._io_aligned_numel(numel)
@@ -157,8 +165,8 @@ def guard_parameters(
             setattr(swapper, name, _after(before, _noting(writing, refused, written, getattr(swapper, name))))
 
 
-def _after(before: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+def _after(before: Callable[[], None], then: Callable[P, R]) -> Callable[P, R]:
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         before()
         return then(*args, **kwargs)
 
@@ -169,13 +177,14 @@ def _noting(
     writing: Callable[[Iterable[ZeroParam]], None],
     refused: Callable[[Iterable[ZeroParam]], None],
     written: Callable[[Iterable[ZeroParam]], None],
-    write: Callable[..., Any],
-) -> Callable[..., Any]:
+    write: Callable[P, R],
+) -> Callable[P, R]:
     """`write`, whose first argument is the parameters written, by position or name; noted after a failure too. Where `writing`
     raises, `refused` forgets the new values, and the parameters are what their files say."""
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        params = list(args[0] if args else kwargs.get("params", kwargs.get("dst_fp16_params", ())))
+    def noted(*args: P.args, **kwargs: P.kwargs) -> R:
+        given: Any = args[0] if args else kwargs.get("params", kwargs.get("dst_fp16_params", ()))
+        params: list[ZeroParam] = list(given)
         try:
             writing(params)
         except BaseException:
@@ -202,6 +211,7 @@ def gather(params: Sequence[ZeroParam]) -> list[torch.Tensor]:
 
 
 def partition(params: Iterable[ZeroParam]) -> None:
+    """Leave of each gathered parameter this rank's shard only. Collective where ranks share a parameter's state."""
     for param in params:
         param.partition()
 

@@ -51,7 +51,7 @@ class Others(Protocol):
         ...
 
 
-class _Reached(Exception):
+class _ReachedEndError(Exception):
     """The event at which the ranks decide."""
 
 
@@ -107,15 +107,15 @@ class CollectiveReplay:
 
         def vote(_: Event) -> None:
             if not self._only_gathers and not is_done("votes") and self._others.vote():
-                raise _Reached
+                raise _ReachedEndError
 
         def reach(_: Event) -> None:
-            raise _Reached
+            raise _ReachedEndError
 
         handlers = dict.fromkeys(Op, lambda _: None) | {Op.FETCH: fetch, Op.REDUCE: reduce, Op.RELEASE: vote, Op.NORM: reach}
         try:
             Executor(handlers, overlap=overlap).run(schedule)
-        except _Reached:
+        except _ReachedEndError:
             return
 
 

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -22,22 +22,25 @@ from ds_vertical.io.runs import run_dir
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _watch: FailureWatch | None = None
-_watched: Any = None  # the process group's store
+_watched: object = None  # the process group's store
 
 
 def rank() -> int:
+    """This process's number among the ranks, from 0."""
     return dist.get_rank()
 
 
 def world_size() -> int:
+    """The number of ranks."""
     return dist.get_world_size()
 
 
-def all_gathered(value: Any) -> list[Any]:
-    """Every rank's value, in the order of the ranks."""
-    found: list[Any] = [value] * world_size()
+def all_gathered(value: T) -> list[T]:
+    """Every rank's value, which pickle takes, in the order of the ranks. Collective."""
+    found: list[T] = [value] * world_size()
     if world_size() > 1:
         torch.distributed.all_gather_object(found, value)
     return found
@@ -124,6 +127,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def ranks_on_this_host() -> int:
+    """The number of ranks that run on the host of this one. Collective."""
     return all_gathered(socket.gethostname()).count(socket.gethostname())
 
 

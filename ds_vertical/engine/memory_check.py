@@ -73,7 +73,7 @@ class Forecast:
         self._json = stock_config.OffloadSettings.read(config)
         self._num_shards = distributed_ranks.world_size()
         self._one_memory = accelerator.is_one_memory()
-        self._param_bytes = stock_config.element_bytes(layers.units, config)
+        self._param_bytes = stock_config.element_bytes(layers.units.values(), config)
         self._unit_of = layers.unit_of()
         self._persistent = self._on_device()
         self.chunks = [chunk for group in groups for chunk in self._chunks(group)]

@@ -38,19 +38,31 @@ class Completion(NamedTuple):
 
 
 class NativeQueue(Protocol):
-    """The queue of `native.checked_aio()`; its results are the fields of a Completion. Thread-safe."""
+    """The queue that the op `checked_aio` makes. Its results are the fields of a Completion. Thread-safe."""
 
-    def read(self, address: int, num_bytes: int, path: bytes, offset: int, /) -> int: ...
+    def read(self, address: int, num_bytes: int, path: bytes, offset: int, /) -> int:
+        """Issue a read of a file's bytes from `offset` on to `address`; returns the operation's number."""
+        ...
 
-    def write(self, address: int, num_bytes: int, path: bytes, offset: int, /) -> int: ...
+    def write(self, address: int, num_bytes: int, path: bytes, offset: int, /) -> int:
+        """Issue a write of the bytes at `address` to a file, from `offset` on; returns the operation's number."""
+        ...
 
-    def wait(self, operation: int, /) -> tuple[int, int, int, str, int, int]: ...
+    def wait(self, operation: int, /) -> tuple[int, int, int, str, int, int]:
+        """Block until the operation is complete; returns its result, once."""
+        ...
 
-    def poll(self, operation: int, /) -> tuple[int, int, int, str, int, int] | None: ...
+    def poll(self, operation: int, /) -> tuple[int, int, int, str, int, int] | None:
+        """The result, once, of an operation that is complete; None of one in flight."""
+        ...
 
-    def wait_all(self) -> None: ...
+    def wait_all(self) -> None:
+        """Block until no operation is in flight; their results can still be asked for."""
+        ...
 
-    def pending(self) -> int: ...
+    def pending(self) -> int:
+        """The number of operations in flight."""
+        ...
 
 
 class DiskError(OSError):
@@ -141,13 +153,16 @@ class Transfer:
                 resource = "ssd_read" if self.is_read else "ssd_write"
                 # monotonic_ns and perf_counter are one clock on Linux
                 span = (done.start_ns * 1e-9, done.end_ns * 1e-9)
-                self._queue.observer.span(resource, os.path.basename(self.path), *span, done.num_transferred)
+                self._queue.observer.span(resource, os.path.basename(self.path), *span, done.num_transferred)  # noqa: PTH119 - fast
 
 
 class Observer(Protocol):
-    """Hears of every operation that was seen to complete: `start`, `end` in seconds of `time.perf_counter`."""
+    """Is told of every operation that the caller of a queue has seen complete."""
 
-    def span(self, resource: str, name: object, start: float, end: float, num_bytes: int = 0) -> None: ...
+    def span(self, resource: str, name: object, start: float, end: float, num_bytes: int = 0) -> None:
+        """`resource` ("ssd_read" or "ssd_write") has worked on the file `name` from `start` to `end`, in seconds of
+        `time.perf_counter`, and moved `num_bytes`."""
+        ...
 
 
 class DiskQueue:
@@ -169,6 +184,7 @@ class DiskQueue:
 
     @property
     def native(self) -> NativeQueue:
+        """The queue of the op. Raises ValueError once `close` has been called."""
         if self._native is None:
             raise ValueError("the queue was closed")
         return self._native
@@ -199,6 +215,7 @@ class DiskQueue:
         return Transfer(self, False, address, num_bytes, os.fspath(path), offset)
 
     def count(self, is_read: bool, num_bytes: int) -> None:
+        """Add the bytes of an operation that was seen to complete; from any thread."""
         with self._lock:
             if is_read:
                 self.num_read_bytes += num_bytes

@@ -25,7 +25,7 @@ def try_place(out: Path) -> None:
     """As `check_out`, of a file; raises OSError."""
     if out.is_dir():
         raise IsADirectoryError("it is a folder")
-    os.unlink(_beside(out))
+    _beside(out).unlink()
 
 
 def write_out(out: Path, text: str) -> None:
@@ -48,25 +48,25 @@ def replace_file(out: Path, text: str) -> None:
     """As `write_out`, of a file; raises OSError."""
     beside = _beside(out)
     try:
-        with open(beside, "w", encoding="utf-8") as file:
+        with beside.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(beside, out.stat().st_mode & 0o777 if out.exists() else 0o666 & ~mask)
-        os.replace(beside, out.resolve())
+        beside.chmod(out.stat().st_mode & 0o777 if out.exists() else 0o666 & ~mask)
+        beside.replace(out.resolve())
     except BaseException:
-        os.unlink(beside)
+        beside.unlink()
         raise
 
 
-def _beside(out: Path) -> str:
+def _beside(out: Path) -> Path:
     """A new empty file in the folder of `out`, of whatever a link leads to."""
     real = out.resolve()
     descriptor, name = tempfile.mkstemp(prefix=f".{real.name[:100]}.", dir=real.parent)
     os.close(descriptor)
-    return name
+    return Path(name)
 
 
 def _refused(out: Path, error: OSError) -> ConfigError:

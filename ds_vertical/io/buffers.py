@@ -1,11 +1,11 @@
-"""Tickets of asynchronous transfers, and the one place that knows how a device overlaps with the host.
+"""Host buffers: those that the SSD fills, taken and put back, and tensors that are kept for the next one of their size.
 
 [Note: host buffers] A buffer is filled by the SSD and then copied to the device. It may take the next read only once that
-copy is complete: `HostBuffer.wait_copies`, which `Lane.run` returned. Where device and host are one memory (the CPU
+copy is complete: `HostBuffer.wait_copies`, which `CopyStream.run` returned. Where device and host are one memory (the CPU
 accelerator) the parameters alias the buffer, nothing is asynchronous, and there is nothing to wait for.
 
-Memory that is kept for the next tensor of its size: given back to the system and asked for again, it would be faulted in
-page by page in every step.
+[Note: kept tensors] Memory that is given back to the system and asked for again in every step would be faulted in page by page
+each time. A `Reserve` keeps it for the next tensor of its size.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ds_vertical.io.aio import DiskQueue, Transfer
 
-ReadCheck = Callable[[str, int, Any], None]
+if TYPE_CHECKING:
+    from ds_vertical.io.checksums import Data
+
+ReadCheck = Callable[[str, int, "Data"], None]
 
 
 def nothing_to_wait_for() -> None:
@@ -91,6 +94,7 @@ class BufferPool:
 
     @property
     def num_free(self) -> int:
+        """Buffers that `take` would give out."""
         return len(self._free)
 
     def take(self) -> HostBuffer:

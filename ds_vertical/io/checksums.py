@@ -9,11 +9,17 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import xxhash
 
 from ds_vertical.io.regular_file import open_regular
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+    Data = Buffer | NDArray[Any]
 
 ALGORITHM: Final = "xxh3_64"
 LARGEST_READ: Final = 1 << 23
@@ -28,12 +34,13 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The byte behind the piece."""
         return self.offset + self.num_bytes
 
 
-def checksum(data: Any) -> int:
-    """Of a contiguous buffer of bytes."""
-    return xxhash.xxh3_64_intdigest(data)
+def checksum(data: Data) -> int:
+    """The XXH3 checksum, 64 bits, of a contiguous buffer of bytes."""
+    return xxhash.xxh3_64_intdigest(data)  # type: ignore[arg-type] - it takes every buffer
 
 
 class ChecksumError(RuntimeError):
@@ -66,17 +73,17 @@ class Checksums:
         self._lock = threading.Lock()
         self._files: dict[str, dict[int, Piece]] = {}
 
-    def note(self, path: str | os.PathLike[str], offset: int, data: Any) -> None:
+    def note(self, path: str | os.PathLike[str], offset: int, data: Data) -> None:
         """`data`, a contiguous buffer of bytes, is being written to a file from `offset` on. Other threads run meanwhile."""
-        view = memoryview(data).cast("B")
+        view = memoryview(data).cast("B")  # type: ignore[arg-type] - arrays are buffers
         self._note(os.fspath(path), Piece(offset, len(view), checksum(view)))
 
-    def check(self, path: str | os.PathLike[str], offset: int, data: Any) -> None:
+    def check(self, path: str | os.PathLike[str], offset: int, data: Data) -> None:
         """`data`, a contiguous buffer of bytes, has been read from a file from `offset` on; see [Note: verify]. Other threads
         run meanwhile. Without `verify` nothing happens. Raises ChecksumError."""
         if not self.verify:
             return
-        name, view = os.fspath(path), memoryview(data).cast("B")
+        name, view = os.fspath(path), memoryview(data).cast("B")  # type: ignore[arg-type] - arrays are buffers
         known, unknown = self._within(name, offset, offset + len(view))
         for piece in known:
             found = checksum(view[piece.offset - offset : piece.end - offset])
@@ -102,6 +109,7 @@ class Checksums:
             self._files.pop(os.fspath(path), None)
 
     def clear(self) -> None:
+        """Forget all files: state was written past the checksums."""
         with self._lock:
             self._files.clear()
 

@@ -43,10 +43,11 @@ class Threads:
 
     @classmethod
     def now(cls) -> Threads:
+        """The process as it is; in strings, which are faster than pathlib: the watch of `openmp_wait` calls this often."""
         waited = {}
-        for thread in os.listdir("/proc/self/task"):
+        for thread in os.listdir("/proc/self/task"):  # noqa: PTH208
             try:
-                with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
+                with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:  # noqa: PTH123
                     waited[thread] = int(file.read().split()[1]) / 1e9
             except (OSError, IndexError):  # it has ended; or no such file
                 continue
@@ -70,6 +71,7 @@ class Host:
 
     @classmethod
     def now(cls) -> Host:
+        """The processors as they are."""
         names = {f"cpu{number}" for number in cores()}
         try:
             text = (_PROC / "stat").read_text(encoding="ascii", errors="replace")
@@ -106,7 +108,7 @@ class Processes:
     def __init__(self) -> None:
         self.at = time.perf_counter()
         self._ticks: dict[int, tuple[str, int]] = {}
-        for folder in os.listdir(_PROC):
+        for folder in os.listdir(_PROC):  # noqa: PTH208 - there may be thousands
             if folder.isdigit() and int(folder) != os.getpid():
                 try:
                     text = (_PROC / folder / "stat").read_text(errors="replace")

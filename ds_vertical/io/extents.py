@@ -28,6 +28,7 @@ class Extents:
         return offset
 
     def give_back(self, offset: int, num_bytes: int) -> None:
+        """Free a range that `take` returned."""
         self.num_used -= num_bytes
         index = bisect_left(self._free, (offset, 0))
         before, after = self._free[:index], self._free[index:]
@@ -49,5 +50,6 @@ class Extent:
     num_bytes: int
 
     def overlaps(self, other: Extent) -> bool:
+        """Whether some byte of the file lies in both."""
         end, other_end = self.offset + self.num_bytes, other.offset + other.num_bytes
         return self.path == other.path and self.offset < other_end and other.offset < end

@@ -1,7 +1,5 @@
-"""The files inside a run's folder: exact sizes, free space, preallocation. Imports neither torch nor deepspeed.
-
-Which mount holds a path.
-"""
+"""The files inside a run's folder: exact sizes, free space, preallocation, and the mount that holds them. Imports neither torch
+nor deepspeed."""
 
 from __future__ import annotations
 
@@ -11,9 +9,9 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ds_vertical.errors import StorageError
 from ds_vertical.io import remove_tree
@@ -51,7 +49,7 @@ def check_files(expected: Mapping[Path, int]) -> None:
     faults, mounts = [], read_mounts()
     for path, size_bytes in expected.items():
         try:
-            actual = os.stat(path)
+            actual = path.stat()
         except OSError as error:
             faults.append(f"{path}: stat: {error.strerror} (expected {size_bytes} bytes)")
             continue
@@ -126,7 +124,7 @@ def set_aside(pairs: Mapping[Path, Path], vacated: Collection[Path] = ()) -> Non
             os.link(path, aside)
             made[path] = aside
         for path in pairs:
-            _unlink(path) if path in vacated else os.replace(fresh[path], path)
+            _unlink(path) if path in vacated else fresh[path].replace(path)
     except BaseException as error:
         _put_back(made)
         remove_files(fresh.values())
@@ -141,7 +139,7 @@ def _put_back(made: Mapping[Path, Path]) -> None:
         if path.exists() and aside.samefile(path):
             aside.unlink()
         else:
-            os.replace(aside, path)
+            aside.replace(path)
 
 
 def disk_bytes(folder: Path) -> int:
@@ -150,7 +148,7 @@ def disk_bytes(folder: Path) -> int:
     for root, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # a live run's
-                status = os.lstat(os.path.join(root, name))
+                status = Path(root, name).lstat()
                 found.setdefault((status.st_dev, status.st_ino), []).append(status)
     return sum(here[0].st_blocks * 512 for here in found.values() if len(here) >= here[0].st_nlink)
 
@@ -258,7 +256,7 @@ def _allocate(path: Path, size_bytes: int, undo: contextlib.ExitStack) -> None:
         raise fail(path, f"preallocate {size_bytes} bytes", error, remedy) from error
 
 
-def _undo(function: Any, path: Path, *arguments: Any) -> None:
+def _undo(function: Callable[..., object], path: Path, *arguments: object) -> None:
     """Take one step of a failed preallocation back; a failure here must not hide the error that led to it."""
     try:
         function(path, *arguments)

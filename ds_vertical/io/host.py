@@ -1,4 +1,4 @@
-"""This process's host memory: what the machine allows it, what it holds, and giving back pages that hold nothing.
+"""This process's host memory and cores: what the machine allows it, what it uses, and what it gives back.
 
 [Note: resting] A page-locked buffer that nobody uses takes its memory all the same. A buffer at rest is unlocked and its
 pages are given back to the kernel, while its addresses stay valid: whoever writes to it next gets fresh pages, zeroed.
@@ -12,8 +12,6 @@ pinned, mapped and, in a virtual machine, translated one by one, and may be more
 that large back to the kernel, or not, as the heap happens to lie; the kernel then maps it anew, page by page and zeroed, on
 one core while the others wait: up to a fifth of a step. Kept memory has its price: an aligned block fits only into a larger
 freed one (glibc before 2.38), so the heap first grows by a few blocks.
-
-Cores of the host among the threads of a process that computes on it.
 
 [Note: one team] torch computes on a team of OpenMP threads per calling thread. Where more of them exist in a process than
 there are cores, whether they work or not, the runtime lets them sleep between any two operations instead of waiting awake, and
@@ -37,7 +35,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -52,7 +50,7 @@ _THRESHOLDS: Final = ((-1, 64 << 20), (-3, 32 << 20))
 
 
 @functools.cache
-def _libc() -> Any:
+def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]

@@ -18,12 +18,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -40,11 +40,11 @@ _MISTAKE_S: Final = 1.0  # awake for less than that
 
 
 @functools.cache
-def _runtimes() -> tuple[Any, ...]:
+def _runtimes() -> tuple[ctypes.CDLL, ...]:
     """The libgomp's that are loaded: usually one, torch's."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
         paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libgomp" in line}
-    return tuple(ctypes.CDLL(path) for path in sorted(paths) if os.path.exists(path))
+    return tuple(ctypes.CDLL(path) for path in sorted(paths) if Path(path).exists())
 
 
 class _SleepingTeam(threading.Thread):

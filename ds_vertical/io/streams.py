@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -24,19 +24,20 @@ class CopyEvent(Protocol):
 
 
 class CopyStream:
-    """Copies from host to device, beside the device's computation. On CUDA a stream of its own; see [Note: host buffers].
+    """Copies from host to device, beside the device's computation. On CUDA it has a stream of its own; see `buffers`, [Note:
+    host buffers].
 
-    One lane serves all buffers of a store, so that copies run in the order in which they were issued.
+    One CopyStream serves all buffers of a store, so that copies run in the order in which they were issued.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, issue: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
-        """Issue copies on the lane; `issue` returns the device tensors it makes.
+        """Call `issue`, which issues copies and returns the device tensors that it makes, on the stream.
 
-        The device's current stream waits for them, the host does not. Returns what the host calls before it overwrites
-        the source.
+        The device's current stream waits for the copies, the host does not. Returns the function that the host calls before it
+        overwrites the copies' source.
         """
         if self._stream is None:
             issue()
@@ -47,24 +48,32 @@ class CopyStream:
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(copied)
         for tensor in tensors:
-            tensor.record_stream(current)  # made on the lane, freed by code that knows the current stream only
+            tensor.record_stream(current)  # made on the copy stream, freed by code that knows the current stream only
         return copied.synchronize
 
 
-class EventWindow:
-    """What the device has been given to do and has not done: the memory that this uses is free only then.
+class DeviceEvent(Protocol):
+    """A point in the device's work."""
 
-    `record`: gives the event behind what the device has been given so far; None where it does everything at once. `most`:
-    marks that the device may have ahead of it.
+    def synchronize(self) -> None:
+        """Return once the device has come to it."""
+        ...
+
+
+class EventWindow:
+    """How far the device may be behind the host, which releases memory that the device still uses: a number of releases.
+
+    `record`: makes the event behind all that the device has been given so far; None for a device that does its work at once.
+    `most`: releases that the device may have ahead of it.
     """
 
-    def __init__(self, record: Callable[[], Any] | None, most: int) -> None:
+    def __init__(self, record: Callable[[], DeviceEvent] | None, most: int) -> None:
         self._record = record
         self._most = most
-        self._events: deque[Any] = deque()
+        self._events: deque[DeviceEvent] = deque()
 
     def mark(self) -> None:
-        """Something has been released here."""
+        """The host has released memory that the work issued so far uses."""
         if self._record is not None:
             self._events.append(self._record())
 
@@ -75,15 +84,17 @@ class EventWindow:
             self._events.popleft()
 
     def clear(self) -> None:
+        """Forget the marks: the device has been waited for, or has failed."""
         self._events.clear()
 
 
-def recorder(device: torch.device) -> Callable[[], Any] | None:
-    """For a `EventWindow` of the device's current stream. Whoever waits for its events leaves its core to others."""
+def recorder(device: torch.device) -> Callable[[], DeviceEvent] | None:
+    """The `record` of an `EventWindow` over the device's current stream; None for a device without streams. A thread that waits
+    for such an event sleeps, so that other threads have its core."""
     if device.type != "cuda":
         return None
 
-    def record() -> Any:
+    def record() -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(device))
         return event

@@ -1,4 +1,4 @@
-"""What was started and is to be waited for."""
+"""A transfer that has been started and is to be waited for."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
+        """Whether `wait` has completed the transfer."""
         return self._wait is None
 
     def after(self, earlier: Ticket) -> Ticket:
@@ -27,6 +28,7 @@ class Ticket:
         return Ticket(self.what, wait, self.num_bytes)
 
     def wait(self) -> None:
+        """Complete the transfer. Raises what the transfer raises; then the next call waits again."""
         if self._wait is not None:
             self._wait()
             self._wait = None  # not before: an interrupted wait is no completed one

@@ -22,6 +22,7 @@ TURN_FILE = "builder.flock"
 
 
 def say(text: str) -> None:
+    """Print a line to standard error, at once: a compile takes minutes."""
     print(f"ds_vertical: {text}", file=sys.stderr, flush=True)
 
 
@@ -30,7 +31,7 @@ def holders(path: Path) -> list[int]:
     found = []
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # the process ended meanwhile, or belongs to somebody else
-            if os.path.samefile(link, path):
+            if link.samefile(path):
                 found.append(int(link.parts[2]))
     return sorted(set(found))
 
@@ -46,7 +47,7 @@ def is_stale(lock: Path) -> bool:
 def builder(folder: Path) -> str | None:
     """Who has its turn to build in a cache folder ("process 17 on node7 since 12:01:02"); None where nobody does."""
     try:
-        with open(folder / TURN_FILE, encoding="utf-8") as turn:
+        with (folder / TURN_FILE).open(encoding="utf-8") as turn:
             return None if _try_flock(turn.fileno()) else turn.read().strip() or "another builder"
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -76,7 +77,7 @@ def wait_for_lock(lock: Path) -> None:
 def build_turn(folder: Path) -> Iterator[None]:
     """Only one builder at a time per cache folder; the others say for whom they wait."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / TURN_FILE, "a+") as turn:
+    with (folder / TURN_FILE).open("a+") as turn:
         start, next_word = time.monotonic(), 0.0
         while not _try_flock(turn.fileno()):
             waited = time.monotonic() - start

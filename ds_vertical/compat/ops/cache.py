@@ -25,13 +25,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_vertical.compat.ops.build_lock import HEARTBEAT_S, build_turn, clear_stale_lock, say, wait_for_lock
+
+if TYPE_CHECKING:
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    StockLoad = Callable[[OpBuilder, bool], Any]  # DeepSpeed's OpBuilder.jit_load: the module
 
 FLAG_VARIABLES = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "TORCH_CUDA_ARCH_LIST")
 
@@ -99,10 +104,10 @@ def _cpu_features() -> str:
 def _cuda_toolchain(accelerator: str) -> str:
     if accelerator != "cuda":
         return "none"
-    nvcc = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
     version = (
         subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-        if os.path.exists(nvcc)
+        if nvcc.exists()
         else _command_line_output("nvcc", "--version")
     )
     gpu = _command_line_output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
@@ -220,7 +225,7 @@ def _stdout_into(log: Path) -> Iterator[None]:
     # by descriptor: ninja is a child process, which does not know sys.stdout
     sys.stdout.flush()
     saved = os.dup(1)
-    with open(log, "wb") as sink:
+    with log.open("wb") as sink:
         os.dup2(sink.fileno(), 1)
         try:
             yield
@@ -230,7 +235,7 @@ def _stdout_into(log: Path) -> Iterator[None]:
             os.close(saved)
 
 
-def _compile(stock_load: Any, builder: Any, op_folder: Path) -> ModuleType:
+def _compile(stock_load: StockLoad, builder: OpBuilder, op_folder: Path) -> ModuleType:
     """Let DeepSpeed compile one op, visibly; the compiler's lines go to a log beside the folder."""
     op_folder.parent.mkdir(parents=True, exist_ok=True)
     log = op_folder.parent / f"{op_folder.name}.log"
@@ -248,7 +253,7 @@ def _compile(stock_load: Any, builder: Any, op_folder: Path) -> ModuleType:
     return module
 
 
-def _load(stock_load: Any, builder: Any, verbose: bool) -> ModuleType:
+def _load(stock_load: StockLoad, builder: OpBuilder, verbose: bool) -> ModuleType:
     """Stand-in for `OpBuilder.jit_load`: the cached library if there is one, else a visible compile."""
     extensions = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     op_folder = extensions / builder.name
@@ -309,7 +314,7 @@ def activate() -> None:
         stock_load = OpBuilder.jit_load
 
         @functools.wraps(stock_load)
-        def jit_load(self: Any, verbose: bool = True) -> ModuleType:
+        def jit_load(self: OpBuilder, verbose: bool = True) -> ModuleType:
             return _load(stock_load, self, verbose)
 
         jit_load.from_ds_vertical = True  # type: ignore[attr-defined]

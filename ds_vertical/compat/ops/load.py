@@ -13,13 +13,17 @@ import functools
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_vertical.compat.ops import cache
-from ds_vertical.io.aio import DiskQueue, Observer
+from ds_vertical.io.aio import DiskQueue, NativeQueue, Observer
+
+if TYPE_CHECKING:
+    import torch
+    from deepspeed.ops.op_builder.builder import OpBuilder
 
 CSRC = Path(__file__).parent / "csrc"
 PIECE_NUMEL = 1 << 20
@@ -39,9 +43,9 @@ class OwnOp:
         """Name of the compiled library; see [Note: our own ops]."""
         return f"{self.name}_{hashlib.sha256((CSRC / self.source).read_bytes()).hexdigest()[:8]}"
 
-    def builder(self) -> Any:
+    def builder(self) -> OpBuilder:
         """A DeepSpeed builder of this op."""
-        builder = _stock_builder(self.stock)
+        builder: Any = _stock_builder(self.stock)
         builder.name = self.build_name
         builder.sources = lambda: [str(CSRC / self.source), *self.shipped]
         return builder
@@ -58,21 +62,22 @@ JOINT = OwnOp("joint", "joint.cpp", (), "CPUAdamBuilder")
 OWN_OPS = (FREE_ADAM, CHECKED_AIO, JOINT)
 
 
-def _stock_builder(class_name: str) -> Any:
+def _stock_builder(class_name: str) -> OpBuilder:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 
     accelerator = get_accelerator()
     assert accelerator is not None  # DeepSpeed falls back to the CPU
-    return PinMemoryBuilder() if class_name == "PinMemoryBuilder" else accelerator.create_op_builder(class_name)
+    made: Any = PinMemoryBuilder() if class_name == "PinMemoryBuilder" else accelerator.create_op_builder(class_name)
+    return made
 
 
-def needed_ops() -> dict[str, Callable[[], Any]]:
+def needed_ops() -> dict[str, Callable[[], OpBuilder]]:
     """Ops that this package uses here, library name to builder; pin_memory first, because async_io links to it."""
     stock = {"pin_memory": "PinMemoryBuilder", "cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
     if cache.accelerator_name() == "cpu":
         stock["deepspeed_shm_comm"] = "ShareMemCommBuilder"
-    builders: dict[str, Callable[[], Any]] = {name: functools.partial(_stock_builder, cls) for name, cls in stock.items()}
+    builders: dict[str, Callable[[], OpBuilder]] = {name: functools.partial(_stock_builder, cls) for name, cls in stock.items()}
     return builders | {op.build_name: op.builder for op in OWN_OPS}
 
 
@@ -87,11 +92,17 @@ class AdamModule(Protocol):
     ValueError otherwise, and for an id that `create_adam` did not make. Updates of one id take turns.
     """
 
-    def create_adam(self, *args: Any) -> int: ...
+    def create_adam(self, optimizer_id: int, /, *settings: float) -> int:
+        """Make the optimizer of an id: lr, beta1, beta2, eps, weight_decay, whether it is AdamW, whether it logs."""
+        ...
 
-    def destroy_adam(self, optimizer_id: int, /) -> int: ...
+    def destroy_adam(self, optimizer_id: int, /) -> int:
+        """Forget the optimizer of an id."""
+        ...
 
-    def adam_update(self, *args: Any) -> int: ...
+    def adam_update(self, optimizer_id: int, /, *args: float | torch.Tensor) -> int:
+        """Take one step in place, of the tensors that come last; see above."""
+        ...
 
     def set_num_threads(self, num_threads: int, /) -> None:
         """OpenMP threads of the updates that the calling thread will make; 0: OpenMP's choice."""
@@ -103,54 +114,61 @@ class PiecewiseAdam:
     elements, so that the lock is free between two. A multiple of the kernel's vectors: every element is rounded as in
     one call."""
 
-    def __init__(self, stock: Any) -> None:
+    def __init__(self, stock: AdamModule) -> None:
         self._stock = stock
         self._turns: dict[int, threading.Lock] = {}
         self._limit = threading.local()
         self._openmp = ctypes.CDLL("libgomp.so.1")  # the one that the kernel runs on, loaded already
 
-    def create_adam(self, *args: Any) -> int:
-        self._turns.setdefault(args[0], threading.Lock())
-        return self._stock.create_adam(*args)
+    def create_adam(self, optimizer_id: int, /, *settings: float) -> int:
+        """As `AdamModule`'s."""
+        self._turns.setdefault(optimizer_id, threading.Lock())
+        return self._stock.create_adam(optimizer_id, *settings)
 
     def destroy_adam(self, optimizer_id: int, /) -> int:
+        """As `AdamModule`'s."""
         self._turns.pop(optimizer_id, None)
         return self._stock.destroy_adam(optimizer_id)
 
     def set_num_threads(self, num_threads: int, /) -> None:
+        """As `AdamModule`'s. Raises ValueError for a negative number."""
         if num_threads < 0:
             raise ValueError("num_threads must be 0 (OpenMP's choice) or more")
         self._limit.num_threads = num_threads
 
-    def adam_update(self, *args: Any) -> int:
-        optimizer_id, settings, tensors = args[0], args[:8], args[8:]
-        _check_tensors(tensors)
+    def adam_update(self, optimizer_id: int, /, *args: float | torch.Tensor) -> int:
+        """As `AdamModule`'s, piece by piece. Raises ValueError."""
+        settings, tensors = args[:7], _tensors(args[7:])
         turn = self._turns.get(optimizer_id)
         if turn is None:
             raise ValueError(f"there is no CPU Adam optimizer {optimizer_id}")
         flat = [tensor.view(-1) for tensor in tensors]
         with turn:
             for start in range(0, max(1, len(flat[0])), PIECE_NUMEL):
-                self._update_piece(settings, [tensor[start : start + PIECE_NUMEL] for tensor in flat])
+                self._update_piece(optimizer_id, settings, [tensor[start : start + PIECE_NUMEL] for tensor in flat])
         return 0
 
-    def _update_piece(self, settings: tuple[Any, ...], tensors: list[Any]) -> None:
+    def _update_piece(
+        self, optimizer_id: int, settings: Sequence[float | torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> None:
         before = self._openmp.omp_get_max_threads()
         limit = getattr(self._limit, "num_threads", 0)
         if limit:
             self._openmp.omp_set_num_threads(limit)
         try:
-            self._stock.adam_update(*settings, *tensors)
+            self._stock.adam_update(optimizer_id, *settings, *tensors)
         finally:
             self._openmp.omp_set_num_threads(before)
 
 
-def _check_tensors(tensors: tuple[Any, ...]) -> None:
-    params, grads, exp_avg, exp_avg_sq = tensors
-    if any(t.device.type != "cpu" or not t.is_contiguous() or t.numel() != params.numel() for t in tensors):
+def _tensors(arguments: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """The four tensors of an update. Raises ValueError for tensors that CPU Adam does not take."""
+    params, grads, exp_avg, exp_avg_sq = arguments
+    if any(t.device.type != "cpu" or not t.is_contiguous() or t.numel() != params.numel() for t in arguments):
         raise ValueError("CPU Adam takes four contiguous tensors of one size in host memory")
     if grads.dtype != params.dtype or exp_avg.dtype != exp_avg_sq.dtype:
         raise ValueError("CPU Adam takes gradients in the parameters' dtype, and both moments in one dtype")
+    return arguments
 
 
 def _first_line(error: Exception) -> str:
@@ -166,7 +184,8 @@ def free_adam() -> AdamModule:
     """
     cache.activate()
     try:
-        return FREE_ADAM.builder().load(verbose=False)
+        module: Any = FREE_ADAM.builder().load(verbose=False)
+        return module
     except Exception as error:
         warnings.warn(
             f"ds_vertical: {CSRC / FREE_ADAM.source} could not be compiled or loaded ({_first_line(error)});"
@@ -175,21 +194,30 @@ def free_adam() -> AdamModule:
             RuntimeWarning,
             stacklevel=2,
         )
-        return PiecewiseAdam(_stock_builder("CPUAdamBuilder").load(verbose=False))
+        stock: Any = _stock_builder("CPUAdamBuilder").load(verbose=False)
+        return PiecewiseAdam(stock)
 
 
 # ---- aio
 
 
+class AioModule(Protocol):
+    """The op of `checked_aio`. `Queue(block_size, queue_depth, single_submit)`: block size in bytes, depth in blocks. Raises
+    ValueError for what the kernel does not take."""
+
+    Queue: Callable[..., NativeQueue]
+
+
 @functools.cache
-def checked_aio() -> Any:
+def checked_aio() -> AioModule:
     """The module of `Queue`, reads and writes past the page cache with every result checked: see `ds_vertical.io.aio`.
 
     Raises RuntimeError where it cannot be compiled (libaio's headers are missing, as DeepSpeed's own op says then).
     """
     cache.activate()
     try:
-        return CHECKED_AIO.builder().load(verbose=False)
+        module: Any = CHECKED_AIO.builder().load(verbose=False)
+        return module
     except Exception as error:
         raise RuntimeError(
             f"{CSRC / CHECKED_AIO.source} could not be compiled or loaded ({_first_line(error)}); install libaio's headers"
@@ -213,14 +241,15 @@ def new_disk_queue(aio: Mapping[str, Any], observer: Observer | None = None) -> 
 
 
 @functools.cache
-def joint() -> Callable[[Any], Any] | None:
+def joint() -> Callable[[torch.Tensor], torch.Tensor] | None:
     """From a tensor to the same one behind a node of its own in the graph, without the interpreter in forward or backward.
 
     None where it cannot be compiled, as a RuntimeWarning says: a node written in Python gives the same result, more slowly.
     """
     cache.activate()
     try:
-        return JOINT.builder().load(verbose=False).joint
+        module: Any = JOINT.builder().load(verbose=False)
+        return module.joint
     except Exception as error:
         warnings.warn(
             f"ds_vertical: {CSRC / JOINT.source} could not be compiled or loaded ({_first_line(error)}); nodes written in"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 from ds_vertical.io.regular_file import open_regular, parse_json
 
 
@@ -169,6 +169,6 @@ def is_of_run(locks: list[Lock], run: str) -> bool:
     return any(lock.owner is not None and lock.owner.run in ("", run) for lock in locks)
 
 
-def plain_entry(owner: Owner) -> dict[str, Any]:
-    """JSON form for people."""
+def plain_entry(owner: Owner) -> dict[str, object]:
+    """The owner as JSON objects for users have it: without the run, whose folder is named beside it."""
     return {key: value for key, value in asdict(owner).items() if key != "run"}
