@@ -216,6 +216,7 @@ READ: Final[Mapping[str, Rows]] = {
         ),
         ("compat.engine", "parameter_offload"),
         ("compat.stock_checkpoint", "fp16_groups sub_group_to_group_id fp32_partitioned_groups_flat"),
+        ("engine.zero3.chunks", "sub_group_size"),
         ("engine.zero3.optimizer", "leaf_parameters swap_optimizer dtype"),
     ),
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": (

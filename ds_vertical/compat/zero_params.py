@@ -79,6 +79,11 @@ def shard_tier(param: ZeroParam) -> Tier:
     return Tier.DEVICE if param.ds_persist or param.ds_tensor.device.type != "cpu" else Tier.HOST
 
 
+def shard_numel(param: ZeroParam) -> int:
+    """Elements of this rank's shard."""
+    return param.partition_numel()
+
+
 def shard_bytes(param: ZeroParam) -> int:
     """Bytes of this rank's shard of the parameter."""
     return param.partition_numel() * param.element_size()

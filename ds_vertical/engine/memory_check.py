@@ -19,7 +19,7 @@ from ds_vertical.distributed import ranks as distributed_ranks
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.chunking import FP32_BYTES, boundary, split_chunk
+from ds_vertical.offload.chunking import FP32_BYTES, boundary, chunk_layout, split_chunk
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import BudgetItem, Settings
@@ -243,31 +243,14 @@ class Forecast:
         """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
         passed = 0
         for unit in self._layers.in_chunk_order(self._json.params_on_ssd):
-            for params, persistent in self._split([param for param in group if self._unit_of[id(param)] == unit]):
+            members = (param for param in group if self._unit_of[id(param)] == unit)
+            layout = chunk_layout(members, self._shard, lambda p: id(p) in self._persistent, self._json.sub_group_size)
+            for params, persistent in layout:
                 sizes = tuple(map(self._shard, params))
                 passed += sum(sizes)
                 in_files = self._json.state_on_ssd and sum(sizes) * FP32_BYTES >= self._json.least_bytes
                 params_on_ssd = self._json.params_on_ssd and passed > self._json.max_in_cpu
                 yield PlannedChunk(unit, tuple(params), sizes, in_files, params_on_ssd, persistent)
-
-    def _split(self, members: Sequence[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], bool]]:
-        for stays in (False, True):
-            params = [param for param in members if (id(param) in self._persistent) == stays]
-            for found in split_greedily(params, list(map(self._shard, params)), self._json.sub_group_size):
-                yield found, stays
-
-
-def split_greedily(params: Sequence[Any], sizes: Sequence[int], largest: int) -> list[list[Any]]:
-    """As stock makes sub-groups: one is full when it holds `largest` elements or more."""
-    groups: list[list[Any]] = []
-    size = largest
-    for param, numel in zip(params, sizes, strict=True):
-        if size >= largest:
-            groups.append([])
-            size = 0
-        groups[-1].append(param)
-        size += numel
-    return groups
 
 
 def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[list[nn.Parameter]]:

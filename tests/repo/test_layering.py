@@ -314,7 +314,7 @@ MANY_PARAMETERS = {
     "engine.autotune._chosen": 7,
 }
 MANY_METHODS = {
-    "engine.memory_check.Forecast": 20,
+    "engine.memory_check.Forecast": 19,
     "engine.self_check.check.SelfCheck": 18,
     "engine.train_loop.VerticalLoop": 16,
 }

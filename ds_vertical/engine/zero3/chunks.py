@@ -20,7 +20,7 @@ from ds_vertical.engine.zero3.state import StateRoutes
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.offload.chunking import ChunkPiece, adam_cuts
+from ds_vertical.offload.chunking import ChunkPiece, adam_cuts, chunk_layout
 from ds_vertical.offload.consistency import StateGuard
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.offload.state_files import Chunk
@@ -61,12 +61,15 @@ class ChunkedStage3(StateRoutes):
         Stock's own sub-groups are remembered for the numerics."""
         self.stock_groups += super()._create_fp16_sub_groups(params_group)
         self._persistent |= {id(param) for param in params_group if zero_params.is_persistent(param)}
+
+        def stays(param: nn.Parameter) -> bool:
+            return id(param) in self._persistent
+
         chunks: list[list[nn.Parameter]] = []
         for unit in self.layer_map.in_chunk_order(self.params_in_nvme_and_cpu):
-            members = [param for param in params_group if self._unit_of[id(param)] == unit]
-            for stays in (False, True):
-                if chosen := [param for param in members if (id(param) in self._persistent) == stays]:
-                    chunks += super()._create_fp16_sub_groups(chosen)
+            members = (param for param in params_group if self._unit_of[id(param)] == unit)
+            layout = chunk_layout(members, zero_params.shard_numel, stays, self.sub_group_size)
+            chunks += [params for params, _ in layout]
         return chunks
 
     def steps(self, param: nn.Parameter) -> bool:
