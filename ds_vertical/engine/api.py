@@ -36,14 +36,14 @@ from ds_vertical.io.runs import run_dir
 from ds_vertical.model.compiled_blocks import refuse_compiled_around
 from ds_vertical.model.layers import check_trainable, map_layers
 from ds_vertical.planner.memory_budget import backward_bytes
-from ds_vertical.types import RunSettings
+from ds_vertical.types import OFFLOAD_DEVICES, RunSettings, Tier
 
 
 def _offload_sections(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
     zero = config.get("zero_optimization") or {}
     for name in ("offload_param", "offload_optimizer"):
         section = zero.get(name) if isinstance(zero, dict) else None
-        if isinstance(section, dict) and section.get("device") == "nvme" and section.get("nvme_path"):
+        if isinstance(section, dict) and section.get("device") == OFFLOAD_DEVICES[Tier.SSD] and section.get("nvme_path"):
             yield section
 
 
@@ -81,7 +81,7 @@ def refuse_foreign_model(model: nn.Module, config: dict[str, Any]) -> None:
 
 def refuse_late_fp32(model: nn.Module, config: dict[str, Any]) -> None:
     """Refuse an fp32 model that DeepSpeed would partition at initialize as bf16: see patches/0002."""
-    on_ssd = ((config.get("zero_optimization") or {}).get("offload_param") or {}).get("device") == "nvme"
+    on_ssd = ((config.get("zero_optimization") or {}).get("offload_param") or {}).get("device") == OFFLOAD_DEVICES[Tier.SSD]
     if on_ssd and zero_params.rounds_late_fp32(config) and not zero_params.is_partitioned_model(model):
         raise ConfigError(
             "zero_optimization.offload_param.device: DeepSpeed would write this fp32 model to SSD as bf16, since it was not"

@@ -21,6 +21,7 @@ from ds_vertical.config.deepspeed_keys import AIO_KEYS, TOP_LEVEL_KEYS
 from ds_vertical.config.file import read_config
 from ds_vertical.config.section import SECTION, load_section
 from ds_vertical.errors import ConfigError
+from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
 _ABSENT = object()
 _ZERO = "zero_optimization"
@@ -88,7 +89,7 @@ def build_arms(
 def ssd_folders(config: JsonObject) -> list[str]:
     """Where a configuration keeps parameters and optimizer state on SSD; empty where it keeps neither there."""
     sections = [config[_ZERO].get(name) or {} for name in ("offload_param", "offload_optimizer")]
-    found = [section.get("nvme_path") for section in sections if section.get("device") == "nvme"]
+    found = [section.get("nvme_path") for section in sections if section.get("device") == OFFLOAD_DEVICES[Tier.SSD]]
     return sorted({str(path) for path in found if path})
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_vertical.cli.common import JsonObject
+from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
 Severity = Literal["ok", "warning", "error"]
 Arm = Literal["stock", "vertical"]
@@ -92,5 +93,9 @@ class Target:
         if self.nvme_path is not None:
             return (self.nvme_path,)
         zero = "zero_optimization"
-        found = [self.at(f"{zero}.{name}.nvme_path") for name in _OFFLOADS if self.at(f"{zero}.{name}.device") == "nvme"]
+        found = [
+            self.at(f"{zero}.{name}.nvme_path")
+            for name in _OFFLOADS
+            if self.at(f"{zero}.{name}.device") == OFFLOAD_DEVICES[Tier.SSD]
+        ]
         return tuple(dict.fromkeys(Path(path) for path in found if isinstance(path, str | os.PathLike) and str(path).strip()))

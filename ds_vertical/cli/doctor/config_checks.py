@@ -15,6 +15,7 @@ from ds_vertical.config.deepspeed_keys import TOP_LEVEL_KEYS
 from ds_vertical.config.file import read_config
 from ds_vertical.config.section import SECTION, load_section, show
 from ds_vertical.errors import ConfigError
+from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
 _ZERO: Final = "zero_optimization"
 
@@ -110,7 +111,7 @@ def optimizer(case: Target) -> Iterator[CheckResult]:
     kind = case.at("optimizer.type")
     if not isinstance(given, Mapping) or str(kind).lower() not in ("adam", "adamw"):
         return
-    if case.at(f"{_ZERO}.offload_optimizer.device") not in ("cpu", "nvme"):
+    if case.at(f"{_ZERO}.offload_optimizer.device") not in (OFFLOAD_DEVICES[Tier.HOST], OFFLOAD_DEVICES[Tier.SSD]):
         return
     import inspect
 
@@ -142,7 +143,7 @@ def precision(case: Target) -> Iterator[CheckResult]:
             f"bf16.enabled: got true; this device ({compat_accelerator.device_name()}) has no bf16",
             '"bf16": {"enabled": false}',
         )
-    if case.at(f"{_ZERO}.offload_param.device") == "nvme" and zero_params.rounds_late_fp32(case.config):
+    if case.at(f"{_ZERO}.offload_param.device") == OFFLOAD_DEVICES[Tier.SSD] and zero_params.rounds_late_fp32(case.config):
         yield warning(
             f"{_ZERO}.offload_param.device: a model in fp32 that is not built under zero.Init would be written to SSD as bf16"
             " (patches/0002)",

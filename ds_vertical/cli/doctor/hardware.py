@@ -11,6 +11,7 @@ from ds_vertical.cli.common import gib
 from ds_vertical.cli.doctor.check import CheckResult, Target, error, ok, warning
 from ds_vertical.compat.ops import cache
 from ds_vertical.io import contention, host
+from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
 _SIMD: Final = {
     "-D__AVX512__": "AVX-512, 16 floats",
@@ -57,7 +58,7 @@ def host_memory(case: Target) -> Iterator[CheckResult]:
 def _parameter_buffers(case: Target) -> tuple[int, str]:
     """Bytes of the buffers that zero.Init locks in both arms for parameters on SSD, and what they are called; 0 without."""
     section = "zero_optimization.offload_param"
-    if case.at(f"{section}.device") != "nvme":
+    if case.at(f"{section}.device") != OFFLOAD_DEVICES[Tier.SSD]:
         return 0, ""
     count, size = (case.at(f"{section}.{key}") for key in ("buffer_count", "buffer_size"))
     count, size = (5 if count is None else count), (10**8 if size is None else size)  # DeepSpeed 0.19.8's defaults

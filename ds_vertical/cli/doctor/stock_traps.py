@@ -16,6 +16,7 @@ from ds_vertical.cli.doctor.check import Arm, CheckResult, Target, error, split_
 from ds_vertical.config.cross_check import max_in_cpu_warning
 from ds_vertical.config.deepspeed_keys import AIO_KEYS
 from ds_vertical.config.section import show
+from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
 _ZERO: Final = "zero_optimization"
 _PARAM: Final = f"{_ZERO}.offload_param"
@@ -40,11 +41,11 @@ def find_traps(case: Target) -> Iterator[CheckResult]:
 
 
 def _params_on_ssd(case: Target) -> bool:
-    return case.at(f"{_PARAM}.device") == "nvme"
+    return case.at(f"{_PARAM}.device") == OFFLOAD_DEVICES[Tier.SSD]
 
 
 def _state_on_ssd(case: Target) -> bool:
-    return case.at(f"{_STATE}.device") == "nvme"
+    return case.at(f"{_STATE}.device") == OFFLOAD_DEVICES[Tier.SSD]
 
 
 def _number(value: object, default: float) -> tuple[float, str]:

@@ -25,6 +25,7 @@ from ds_vertical.io.runs import run_lock
 from ds_vertical.io import remove_tree as trees
 from ds_vertical.io.runs.run_lock import Owner
 from ds_vertical.errors import StorageError
+from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
 
 logger = logging.getLogger(__name__)
@@ -358,7 +359,7 @@ def claim_config(config: dict[str, Any], run_id: str, rank: int) -> dict[str, An
     fresh: dict[Path, RunFolder] = {}
     try:
         for section in sections:
-            if not isinstance(section, dict) or section.get("device") != "nvme" or not section.get("nvme_path"):
+            if not isinstance(section, dict) or section.get("device") != OFFLOAD_DEVICES[Tier.SSD] or not section.get("nvme_path"):
                 continue
             root = Path(os.path.realpath(section["nvme_path"]))
             if owned(root) is None:
