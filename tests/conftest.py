@@ -71,3 +71,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # tests that use DeepSpeed without ds_vertical must not compile ops of their own either
     if "deepspeed" in sys.modules:
         cache.activate()
+
+
+@pytest.fixture
+def fp16_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor counts as good at fp16 for DeepSpeed, which would refuse it otherwise."""
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().is_fp16_supported():
+        monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _: True)

@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import status
 
 from ds_vertical.compat import pinned_memory
 from ds_vertical.io import host
 
 MIB = 1 << 20
-
-
-def status(name: str) -> int:
-    """KiB."""
-    return int(re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1])
 
 
 def mapped(address: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from harness import base_config, differing, read_state, read_weights, running
+from harness import base_config, contents, differing, running
 from models import MixerModel, token_batches
 
 BUILD = partial(MixerModel, 2, 64)
@@ -23,16 +23,12 @@ def config_in(folder: Path) -> dict[str, Any]:
     return base_config(folder, num_micro_batches=2, dtype="fp32", params="cpu", optimizer="cpu", section={"seed": 5})
 
 
-def outcome(engine: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return read_weights(model) | read_state(engine, model)
-
-
 @pytest.fixture(scope="module")
 def untroubled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     with running(config_in(tmp_path_factory.mktemp("untroubled")), BUILD, vertical=True) as (engine, model):
         for step in STEPS:
             engine.train_batch(iter(step))
-        return outcome(engine, model)
+        return contents(engine, model)
 
 
 def calls_of(engine: Any) -> dict[str, Callable[[], Any]]:
@@ -88,7 +84,7 @@ def test_a_call_within_a_step_is_refused_and_the_step_goes_on(
         engine.train_batch(*place(engine, model, refused))
         assert refused and "once train_batch has returned" in refused[0]
         engine.train_batch(iter(STEPS[2]))
-        assert not differing(untroubled, outcome(engine, model))
+        assert not differing(untroubled, contents(engine, model))
 
 
 def test_a_step_that_such_a_call_ends_is_as_if_it_had_not_been(tmp_path: Path, untroubled: dict[str, torch.Tensor]) -> None:
@@ -98,7 +94,7 @@ def test_a_step_that_such_a_call_ends_is_as_if_it_had_not_been(tmp_path: Path, u
             engine.train_batch(iter(STEPS[1]), lambda *_: engine.eval_batch(iter(STEPS[0])))
         for step in STEPS[1:]:
             engine.train_batch(iter(step))
-        assert not differing(untroubled, outcome(engine, model))
+        assert not differing(untroubled, contents(engine, model))
 
 
 def test_two_threads_do_not_call_at_once(tmp_path: Path, untroubled: dict[str, torch.Tensor]) -> None:
@@ -133,7 +129,7 @@ def test_two_threads_do_not_call_at_once(tmp_path: Path, untroubled: dict[str, t
         assert all("thread 'MainThread' is in engine.train_batch() of the same engine" in str(error) for error in told)
         told.clear()
         call_of_another(lambda: engine.train_batch(iter(STEPS[2])))
-        assert not told and not differing(untroubled, outcome(engine, model))
+        assert not told and not differing(untroubled, contents(engine, model))
 
 
 def test_a_forked_child_is_told_and_its_parent_goes_on(tmp_path: Path, untroubled: dict[str, torch.Tensor]) -> None:
@@ -158,4 +154,4 @@ def test_a_forked_child_is_told_and_its_parent_goes_on(tmp_path: Path, untrouble
         assert len(said) == 5 and all(f"process {child} was forked from {os.getpid()}" in line for line in said)
         assert "engine.train_batch()" in said[0] and 'multiprocessing\'s "spawn"' in said[0]
         engine.train_batch(iter(STEPS[2]))
-        assert not differing(untroubled, outcome(engine, model))
+        assert not differing(untroubled, contents(engine, model))

@@ -18,10 +18,10 @@ import failing_worker
 import pytest
 import torch
 from failing_worker import run
-from harness import differing, running, start_process_group
+from harness import contents, differing, running, start_process_group
 from models import MixerModel
 from processes import free_port
-from resuming import BATCHES, config_in, contents, loaded, model_of, train
+from resuming import BATCHES, config_in, loaded, model_of, train
 
 from ds_vertical.engine import signals
 from ds_vertical.engine.checkpoint import manifest

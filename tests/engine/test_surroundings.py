@@ -29,7 +29,8 @@ TRAIN = """
 import sys
 from pathlib import Path
 from harness import build_engine, dispose
-from resuming import config_in, contents, model_of, train
+from harness import contents
+from resuming import config_in, model_of, train
 folder = Path(sys.argv[1].encode("ascii").decode("unicode_escape"))
 engine, model = build_engine(config_in(folder / "ssd \\u00e9"), model_of, vertical=True)
 train(engine, range(1))

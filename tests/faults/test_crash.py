@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from crash_worker import EVERY, NUM_TAGS, Log, Starter, bytes_below, evaluate
-from harness import differing, running
-from resuming import assert_whole, config_in, contents, model_of, train
+from harness import contents, differing, running
+from resuming import assert_whole, config_in, model_of, train
 
 from ds_vertical.cli import clean
 from ds_vertical.engine.checkpoint import manifest, save

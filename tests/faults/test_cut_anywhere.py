@@ -13,16 +13,11 @@ from typing import Any
 import pytest
 from cut_kinds import BUILD, KINDS, SECTION, STEPS, evaluate, make
 from cutting import Cut, Site, Trials, chosen, recorded, surroundings
-from deepspeed.accelerator import get_accelerator
-from harness import base_config, differing, dispose, read_state, read_weights, running, small_buffers
+from harness import base_config, contents, differing, dispose, read_weights, running, small_buffers
 
 from ds_vertical.errors import TornStateError
 
-
-@pytest.fixture(autouse=True)
-def fp16_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not get_accelerator().is_fp16_supported():
-        monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _: True)
+pytestmark = pytest.mark.usefixtures("fp16_allowed")
 
 
 @cache
@@ -157,23 +152,23 @@ def loads(folder: Path, kind: str, count: int | None) -> None:
         for step in STEPS[:2]:
             engine.train_batch(iter(step))
         engine.save_checkpoint(str(folder / "saved"), tag="two")
-        saved = read_weights(model) | read_state(engine, model)
+        saved = contents(engine, model)
         with recorded() as found:
             engine.load_checkpoint(str(folder / "saved"), tag="two")
         for cut in share(found, BETWEEN, kind, sites_of_load) if count is None else chosen(found, count):
             engine.train_batch(iter(STEPS[2]))
-            trained = read_weights(model) | read_state(engine, model)
+            trained = contents(engine, model)
             try:
                 with cut:
                     engine.load_checkpoint(str(folder / "saved"), tag="two")
             except KeyboardInterrupt:
                 pass
             try:
-                state = read_weights(model) | read_state(engine, model)
+                state = contents(engine, model)
                 if differing(saved, state) and differing(trained, state):
                     wrong.append(str(cut))
                 engine.load_checkpoint(str(folder / "saved"), tag="two")
-                assert not differing(saved, read_weights(model) | read_state(engine, model))
+                assert not differing(saved, contents(engine, model))
             except TornStateError:
                 made += 1
                 _dispose(engine)

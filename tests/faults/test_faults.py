@@ -17,8 +17,8 @@ from typing import Any
 import deepspeed
 import pytest
 from faults import full_room, immutable, loop_disk, mapped_disk, read_only, small_files
-from harness import build_engine, differing, dispose, running, start_process_group
-from resuming import CLIP, Tensors, config_in, contents, loaded, model_of, train
+from harness import build_engine, contents, differing, dispose, running, start_process_group
+from resuming import CLIP, Tensors, config_in, loaded, model_of, train
 
 import ds_vertical
 from ds_vertical.engine.checkpoint.manifest import complete_tags

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
-from harness import base_config, differing, read_state, read_weights, running, small_buffers
+from harness import base_config, contents, differing, running, small_buffers
 from late import LateSteps
 from models import MixerModel, token_batches
 from places import SUPPORT
@@ -36,10 +36,6 @@ def on_ssd(folder: Path, clip: float) -> dict[str, Any]:
     return small_buffers(base_config(folder, num_micro_batches=2, dtype="fp32", clip=clip, section={"seed": 3}), 600_000)
 
 
-def outcome(engine: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return read_weights(model) | read_state(engine, model)
-
-
 def assert_torn(engine: Any, save: Callable[[], Any]) -> None:
     """It can be neither trained on nor saved, and says so."""
     for use in (lambda: engine.train_batch(iter(STEPS[1])), save):
@@ -53,13 +49,13 @@ def test_a_checkpoint_loaded_while_a_step_is_due_is_the_checkpoint(tmp_path: Pat
     with running(config, BUILD, vertical=True) as (engine, model):
         engine.train_batch(iter(STEPS[0]))
         engine.save_checkpoint(str(tmp_path / "saved"))
-        saved = outcome(engine, model)
+        saved = contents(engine, model)
         engine.train_batch(iter(STEPS[1]))
         assert engine.optimizer.driver.backlog.pending
         engine.load_checkpoint(str(tmp_path / "saved"))
-        assert not differing(saved, outcome(engine, model))
+        assert not differing(saved, contents(engine, model))
         engine.train_batch(iter(STEPS[1]))
-        assert differing(saved, outcome(engine, model))
+        assert differing(saved, contents(engine, model))
 
 
 def test_a_step_interrupted_after_its_norm_counts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +63,7 @@ def test_a_step_interrupted_after_its_norm_counts_whole(tmp_path: Path, monkeypa
     with running(on_ssd(tmp_path / "a", 0.0), BUILD, vertical=True) as (engine, model):
         for step in STEPS[:2]:
             engine.train_batch(iter(step))
-        expected = outcome(engine, model)
+        expected = contents(engine, model)
     with running(on_ssd(tmp_path / "b", 0.0), BUILD, vertical=True) as (engine, model):
         engine.train_batch(iter(STEPS[0]))
         conclude = engine.optimizer.driver.conclude_early
@@ -80,7 +76,7 @@ def test_a_step_interrupted_after_its_norm_counts_whole(tmp_path: Path, monkeypa
         monkeypatch.setattr(engine.optimizer.driver, "conclude_early", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.train_batch(iter(STEPS[1]))
-        assert not differing(expected, outcome(engine, model))
+        assert not differing(expected, contents(engine, model))
 
 
 @pytest.mark.parametrize("place", ["counting", "parameters"])
@@ -133,7 +129,7 @@ def test_a_flush_interrupted_in_its_wait_leaves_the_step_to_the_next_forward(
     build = partial(MixerModel, 4, 512)
     with running(config(tmp_path / "a"), build, vertical=True) as (engine, model):
         losses = [engine.train_batch(iter(step)).item() for step in STEPS[:2]]
-        expected = outcome(engine, model)
+        expected = contents(engine, model)
     with running(config(tmp_path / "b"), build, vertical=True) as (engine, model):
         LateSteps(engine)
         assert engine.train_batch(iter(STEPS[0])).item() == losses[0]
@@ -150,7 +146,7 @@ def test_a_flush_interrupted_in_its_wait_leaves_the_step_to_the_next_forward(
             engine.flush()
         assert 2 in engine.optimizer.driver.backlog.pending
         assert engine.train_batch(iter(STEPS[1])).item() == losses[1]
-        assert not differing(expected, outcome(engine, model))
+        assert not differing(expected, contents(engine, model))
 
 
 def test_whether_a_gradient_is_gone_does_not_depend_on_time(tmp_path: Path) -> None:
@@ -236,13 +232,13 @@ class Sleeper(MixerModel):
 def test_a_signal_in_the_models_own_code_is_obeyed_there(tmp_path: Path) -> None:
     with running(on_ssd(tmp_path, 0.0), partial(Sleeper, 3, 512), vertical=True) as (engine, model):
         engine.train_batch(iter(STEPS[0]))
-        before = outcome(engine, model)
+        before = contents(engine, model)
         model.seconds, start = 20.0, time.monotonic()
         with pytest.raises(Alarm), alarm(0.3):
             engine.train_batch(iter(STEPS[1]))
         assert time.monotonic() - start < 5
         model.seconds = 0.0
-        assert engine.global_steps == 1 and not differing(before, outcome(engine, model))
+        assert engine.global_steps == 1 and not differing(before, contents(engine, model))
         engine.train_batch(iter(STEPS[1]))
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -251,7 +247,7 @@ def test_a_signal_in_a_backward_waits_for_the_end_of_its_event(tmp_path: Path, m
     """Twice, a second apart, it does not."""
     with running(on_ssd(tmp_path, 0.0), BUILD, vertical=True) as (engine, model):
         engine.train_batch(iter(STEPS[0]))
-        before = outcome(engine, model)
+        before = contents(engine, model)
         add, sent = engine._gradients.add, []
 
         def press(times: int, unit: Any) -> None:
@@ -268,7 +264,7 @@ def test_a_signal_in_a_backward_waits_for_the_end_of_its_event(tmp_path: Path, m
                 patch.setattr(engine._gradients, "add", partial(press, times))
                 engine.train_batch(iter(STEPS[1]))
             assert ("came back" in sent) == (times == 1)
-            assert engine.global_steps == 1 and not differing(before, outcome(engine, model))
+            assert engine.global_steps == 1 and not differing(before, contents(engine, model))
         engine.train_batch(iter(STEPS[1]))
 
 

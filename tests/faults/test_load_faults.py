@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from faults import small_files
-from harness import differing, read_weights, running
-from resuming import config_in, contents, model_of, train
+from harness import contents, differing, read_weights, running
+from resuming import config_in, model_of, train
 
 from ds_vertical.engine.checkpoint import manifest
 from ds_vertical.engine.checkpoint.manifest import SavedFile

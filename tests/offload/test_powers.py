@@ -17,8 +17,6 @@ from harness import (
     build_engine,
     differing,
     dispose,
-    read_state,
-    read_weights,
     run_arm,
     run_both,
 )
@@ -126,7 +124,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path, pa
     groups = two_groups if grouped else None
 
     def contents(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
-        return read_weights(model) | read_state(engine, model)
+        return contents(engine, model)
 
     def train(engine: Any, steps: range) -> None:
         for step in steps:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from deepspeed import utils as fragments
 from faults import small_files
-from harness import base_config, differing, read_state, read_weights, running, small_buffers
+from harness import base_config, contents, differing, running, small_buffers
 from models import MixerModel, token_batches
 from torch import nn
 
@@ -187,7 +187,7 @@ def untroubled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[float,
         with running(config_in(folder, clip, delay), trip_model, vertical=True) as (engine, model):
             for number in range(4):
                 step(engine, number)
-            ends[clip] = read_weights(model) | read_state(engine, model)
+            ends[clip] = contents(engine, model)
     yield ends
 
 
@@ -214,4 +214,4 @@ def test_a_step_that_failed_whole_is_as_if_it_had_not_been(
             engine.flush()
         for number in (2, 3):
             step(engine, number)
-        assert not differing(untroubled[clip], read_weights(model) | read_state(engine, model))
+        assert not differing(untroubled[clip], contents(engine, model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,8 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_set_full_fp32_param
-from harness import base_config, differing, read_state, read_weights, running, small_buffers
+from faults import flip
+from harness import base_config, contents, differing, running, small_buffers
 from models import MixerModel, token_batches
 
 from ds_vertical.errors import TornStateError
@@ -83,17 +83,6 @@ def model_of(dtype: str = "fp32") -> MixerModel:
 
 def train(engine: Any, steps: range) -> list[float]:
     return [engine.train_batch(iter(BATCHES[step])).item() for step in steps]
-
-
-def flip(path: Path, offset: int) -> None:
-    """One bit, on the disk itself."""
-    fd = os.open(path, os.O_RDWR)
-    try:
-        os.pwrite(fd, bytes([os.pread(fd, 1, offset)[0] ^ 4]), offset)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def spoil(engine: Any, model: Any, what: str) -> tuple[Path, int, Any]:
@@ -205,7 +194,7 @@ def test_every_byte_that_steps_read_is_checked_and_no_bit_changes(
             read, checked, others = (now - then for now, then in zip(amounts(engine), before, strict=True))
             assert read > 20 << 20
             assert (checked, others) == (read if verify else 0, 0)
-            ends.append(read_weights(model) | read_state(engine, model) | {"losses": torch.tensor(losses)})
+            ends.append(contents(engine, model) | {"losses": torch.tensor(losses)})
     assert not differing(*ends)
 
 

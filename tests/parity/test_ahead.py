@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from harness import base_config, differing, read_state, read_weights, running, small_buffers
+from harness import base_config, contents, differing, read_weights, running, small_buffers
 from late import LateReads, LateSteps, SoonReads
 from models import MixerModel, token_batches
 
@@ -38,10 +38,6 @@ def config_in(folder: Path, delay: float, window: int | None = None, **section: 
 
 def step(engine: Any, number: int) -> float:
     return engine.train_batch(iter(BATCHES[number])).item()
-
-
-def end(engine: Any, model: Any) -> Tensors:
-    return read_weights(model) | read_state(engine, model)
 
 
 def files_of(engine: Any, unit: Any) -> set[str]:
@@ -142,7 +138,7 @@ def test_delayed_steps_are_issued_before_train_batch_returns_and_once(tmp_path: 
             assert engine.optimizer.driver.backlog.pending == ()
             pipeline = engine.optimizer.pipeline
             state_bytes.append((pipeline._reader.num_read_bytes, pipeline._writer.num_written_bytes))
-            ends.append(end(engine, model))
+            ends.append(contents(engine, model))
     assert losses[0] == losses[1] and not differing(*ends)
     assert state_bytes[0] == state_bytes[1] and min(state_bytes[0]) > 3 * 12 * 2**20
 
@@ -204,7 +200,7 @@ def trained(config: dict[str, Any], between: Callable[[Any, Any], list[float]], 
             assert params.buffers.layers.num_free + len(held) == params.buffers.layers.num_buffers
             assert params.buffers.pre.num_free + ("pre" in params.ahead) == 1
             assert reads.issued
-        return seen, end(engine, model)
+        return seen, contents(engine, model)
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +267,7 @@ def test_a_read_ahead_that_fails_is_told_by_the_next_step_which_can_be_repeated(
                 restore()
             step(engine, 1)
             step(engine, 2)
-            ends.append(end(engine, model))
+            ends.append(contents(engine, model))
     assert not differing(*ends)
 
 

@@ -17,6 +17,7 @@ from harness import (
     Run,
     assert_identical,
     base_config,
+    contents,
     differing,
     read_state,
     read_weights,
@@ -284,7 +285,7 @@ def test_what_is_due_after_an_error_is_there_for_whoever_reads_the_weights(
                 fail_once(model, place)
                 with pytest.raises(Fault, match=place):
                     engine.train_batch(iter(batches[1]))
-            seen.append(read_weights(model) | read_state(engine, model))
+            seen.append(contents(engine, model))
     assert [differing(seen[0], other) for other in seen[1:]] == [[], []]
 
 

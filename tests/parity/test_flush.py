@@ -24,6 +24,7 @@ from harness import (
     MIN_SSD_BYTES,
     build_engine,
     bytes_on_ssd,
+    contents,
     differing,
     dispose,
     read_grads,
@@ -95,7 +96,7 @@ class Pair:
         return taken
 
     def assert_equal(self) -> None:
-        states = [read_weights(model) | read_state(engine, model) for engine, model in self.arms.values()]
+        states = [contents(engine, model) for engine, model in self.arms.values()]
         assert not differing(*states)
 
     def close(self) -> None:
@@ -429,10 +430,10 @@ def test_destroying_the_engine_takes_the_steps_that_were_left(tmp_path: Path, re
             engine.train_batch(iter(step))
         assert engine.optimizer.driver.backlog.pending
         if flushes:
-            ends.append(read_weights(model) | read_state(engine, model))
+            ends.append(contents(engine, model))
         else:
             engine.destroy()
-            ends.append(read_weights(model) | read_state(engine, model))
+            ends.append(contents(engine, model))
         dispose(engine)
     assert not differing(*ends)
 

@@ -35,6 +35,7 @@ from stateful_models import (
     SharedContext,
     SharedUserDict,
     Statistics,
+    reset_globals,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -46,9 +47,7 @@ from ds_vertical.errors import LayerError
 
 @pytest.fixture(autouse=True)
 def fresh_globals() -> None:
-    NOTES.clear()
-    random.seed(5)
-    np.random.seed(5)
+    reset_globals()
 
 
 # one of each kind; the others are slow

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
-from harness import assert_identical, base_config, differing, read_state, read_weights, run_arm, running
+from harness import assert_identical, base_config, contents, differing, read_weights, run_arm, running
 from models import MixerModel, token_batches
 
 from ds_vertical.errors import CheckpointError
@@ -25,10 +24,7 @@ SCALE = {"enabled": True, "initial_scale_power": 21, "loss_scale_window": 2, "hy
 STATIC = {"enabled": True, "loss_scale": 128}
 
 
-@pytest.fixture(autouse=True)
-def fp16_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not get_accelerator().is_fp16_supported():
-        monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _: True)
+pytestmark = pytest.mark.usefixtures("fp16_allowed")
 
 
 def scales_of(arm: list[float]) -> Any:
@@ -83,7 +79,7 @@ def test_a_resumed_run_has_the_loss_scale_of_one_that_went_on(tmp_path: Path) ->
         then = scaler(engine)
         losses = [engine.train_batch(iter(batch)).item() for batch in batches[3:]]
         ends.append((losses, engine.skipped_steps, scaler(engine)))
-        expected = read_weights(model) | read_state(engine, model)
+        expected = contents(engine, model)
     with running(config, MIXER, vertical=True) as (engine, model):
         fresh = scaler(engine)
         assert {key for key in then if fresh[key] != then[key]} >= {"cur_scale", "cur_iter", "cur_hysteresis"}
@@ -91,7 +87,7 @@ def test_a_resumed_run_has_the_loss_scale_of_one_that_went_on(tmp_path: Path) ->
         assert scaler(engine) == then
         losses = [engine.train_batch(iter(batch)).item() for batch in batches[3:]]
         ends.append((losses, engine.skipped_steps, scaler(engine)))
-        assert differing(expected, read_weights(model) | read_state(engine, model)) == []
+        assert differing(expected, contents(engine, model)) == []
     assert ends[0] == ends[1]
 
 

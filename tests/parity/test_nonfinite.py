@@ -15,10 +15,9 @@ from harness import (
     MIN_SSD_BYTES,
     assert_identical,
     base_config,
+    contents,
     counters,
     differing,
-    read_state,
-    read_weights,
     run_both,
     running,
     small_buffers,
@@ -47,10 +46,6 @@ def step(engine: Any, number: int, spoil: tuple[str, float] = GOOD) -> None:
     """A step of two micro-batches, of which the second is spoilt."""
     ids = torch.randint(0, 16, (2, 1, 4), generator=torch.Generator().manual_seed(number))
     engine.train_batch(iter([{"input_ids": ids[0], "spoil": GOOD}, {"input_ids": ids[1], "spoil": spoil}]))
-
-
-def contents(engine: Any, model: Any) -> dict[str, torch.Tensor]:
-    return read_weights(model) | read_state(engine, model)
 
 
 def bytes_in(folder: Path) -> int:

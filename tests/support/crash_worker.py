@@ -159,9 +159,9 @@ def run(
 
     `point`: be killed there in the first save, to `tag`. `soak`: seed of what else is done between two steps.
     """
-    from harness import build_engine, dispose
+    from harness import build_engine, contents, dispose
     from processes import status
-    from resuming import config_in, contents, model_of
+    from resuming import config_in, model_of
 
     engine, model = build_engine(config_in(Path(ssd), delay=DELAY), model_of, vertical=True)
     told, folder = Log(Path(log)), Path(saved)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 # run as a script, so this folder is first on the path
 import injected
+from processes import say
 
 NUM_TRIES = 2
 STOCK_LIMIT_S = 120
@@ -107,8 +108,8 @@ class Worker:
 
     def reference(self, clip: float) -> tuple[list[float], Any, Any]:
         """Five losses, and weights and state after two steps and after five, of a run without faults."""
-        from harness import running
-        from resuming import config_in, contents, model_of, train
+        from harness import contents, running
+        from resuming import config_in, model_of, train
 
         if clip not in self._references:
             with running(config_in(self._folder / "reference", clip=clip), model_of, vertical=True) as (engine, model):
@@ -119,8 +120,8 @@ class Worker:
         return self._references[clip]
 
     def attempt(self, name: str, draw: random.Random) -> Outcome:
-        from harness import differing, running
-        from resuming import config_in, contents, loaded, model_of, train
+        from harness import contents, differing, running
+        from resuming import config_in, loaded, model_of, train
 
         case = CASES[name]
         losses, two, five = self.reference(case.clip)
@@ -187,7 +188,7 @@ def hear(call: Callable[[], Any]) -> Exception | None:
 
 def train_stock(folder: Path, name: str) -> int:
     """Three steps of stock, the fault in the third, then two more; says what came of each on standard output."""
-    from harness import build_engine, read_state, read_weights
+    from harness import build_engine, contents
     from resuming import config_in, model_of, train
 
     case = CASES[name]
@@ -204,13 +205,9 @@ def train_stock(folder: Path, name: str) -> int:
     say("losses", train(engine, range(3, 5)))
     import torch
 
-    torch.save(read_weights(model) | read_state(engine, model), folder / "end")
+    torch.save(contents(engine, model), folder / "end")
     say("trained on", True)
     return 0
-
-
-def say(word: str, what: object) -> None:
-    print("@ " + json.dumps([word, what]), flush=True)
 
 
 def run_stock(folder: Path, name: str, expected: tuple[list[float], Any, Any]) -> None:

@@ -335,6 +335,11 @@ def running(config: dict[str, Any], build: Callable[[], nn.Module], *, vertical:
         dispose(engine)
 
 
+def contents(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+    """What training has made: weights, and this rank's share of fp32 masters and moments."""
+    return read_weights(model) | read_state(engine, model)
+
+
 def digest(tensors: dict[str, torch.Tensor]) -> str:
     """Of names and bits."""
     total = hashlib.sha256()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -43,3 +44,8 @@ def start_ranks(command: list[str], folder: Path, limit_s: float = 500) -> None:
             process.wait()
     codes = [process.returncode for process in processes]
     assert codes == [0, 0], "\n".join([str(codes), *(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)])
+
+
+def say(word: str, what: object) -> None:
+    """Tell the process that reads this one's standard output, among whatever else stands there."""
+    print("@ " + json.dumps([word, what]), flush=True)

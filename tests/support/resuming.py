@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from harness import (
     base_config,
-    read_state,
-    read_weights,
     running,
     small_buffers,
 )
@@ -51,10 +49,6 @@ def model_of(dtype: str = "fp32", width: int | None = None) -> nn.Module:
 
 def train(engine: Any, steps: range) -> list[float]:
     return [engine.train_batch(iter(BATCHES[step])).item() for step in steps]
-
-
-def contents(engine: Any, model: nn.Module) -> Tensors:
-    return read_weights(model) | read_state(engine, model)
 
 
 @contextlib.contextmanager

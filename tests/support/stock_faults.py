@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from processes import say
+
 LIMIT_S = 120
 MIB = 1 << 20
 FAULTS = ("none", "no room for blocks", "no more writes", "blocks lost", "read-only", "immutable", "truncated", "missing")
@@ -28,7 +30,7 @@ FAULTS = ("none", "no room for blocks", "no more writes", "blocks lost", "read-o
 
 def train(job: dict[str, Any]) -> int:
     """Steps `first` to `end` of stock; before `asks_at` the parent is asked to do its worst."""
-    from harness import build_engine, read_state, read_weights
+    from harness import build_engine, contents
     from resuming import config_in, model_of
     from resuming import train as train_steps
 
@@ -49,7 +51,7 @@ def train(job: dict[str, Any]) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     import torch
 
-    torch.save(read_weights(model) | read_state(engine, model), job["out"])
+    torch.save(contents(engine, model), job["out"])
     return 0
 
 
@@ -81,10 +83,6 @@ def steps_without_us(engine: Any, steps: range) -> list[float]:
             of_micro_batches.append(loss.item())
         losses.append(sum(of_micro_batches) / len(of_micro_batches))
     return losses
-
-
-def say(word: str, what: object) -> None:
-    print("@ " + json.dumps([word, what]), flush=True)
 
 
 def run(job: dict[str, Any], worst: Callable[[], None] = lambda: None) -> dict[str, Any]:

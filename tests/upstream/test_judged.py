@@ -8,7 +8,7 @@ import judge
 import judged
 import pytest
 import torch
-from harness import base_config, differing, read_state, read_weights, running
+from harness import base_config, contents, differing, running
 from models import MixerModel
 from torch import nn
 
@@ -38,7 +38,7 @@ def test_the_three_calls_take_the_steps_of_stocks(tmp_path: Path) -> None:
                 caller.backward(loss)
                 boundaries.append(caller.is_gradient_accumulation_boundary())
                 caller.step()
-            found.append(read_weights(model) | read_state(engine, model))
+            found.append(contents(engine, model))
             assert engine.global_steps == 2
     assert differing(*found) == [] and boundaries == [False, True] * 4
 

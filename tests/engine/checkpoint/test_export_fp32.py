@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import flip
 from harness import differing, running
 from safetensors.torch import load_file
 from tied import FROZEN, Tensors, TiedModel, config_in, masters, train
@@ -158,12 +159,6 @@ def copied(tmp_path: Path, saved: tuple[Path, Tensors]) -> Path:
 
 def convert(folder: Path, *words: str) -> int:
     return zero_to_fp32.main([str(folder), str(folder.parent / "out"), *words])
-
-
-def flip(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
 
 
 def damages(rank: Path) -> Iterator[tuple[str, Any]]:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import differing, running
+from harness import contents, differing, running
 from manifests import write_checkpoint
-from resuming import config_in, contents, model_of, train
+from resuming import config_in, model_of, train
 from run_owners import digest
 
 from ds_vertical.engine.checkpoint import manifest

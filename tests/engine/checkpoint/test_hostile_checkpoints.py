@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import differing, running
+from harness import contents, differing, running
 from models import MixerModel
 from places import RECORDED
-from resuming import BATCHES, config_in, contents, model_of, train
+from resuming import BATCHES, config_in, model_of, train
 
 from ds_vertical.engine.checkpoint import manifest
 from ds_vertical.engine.checkpoint.zero_to_fp32 import ExportError, get_fp32_state_dict_from_zero_checkpoint

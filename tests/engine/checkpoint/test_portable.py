@@ -21,7 +21,16 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import zero_to_fp32 as stock_script
 from faults import small_files
-from harness import base_config, build_engine, counters, differing, dispose, largest_relative, read_state, read_weights, running
+from harness import (
+    base_config,
+    build_engine,
+    contents,
+    counters,
+    differing,
+    dispose,
+    largest_relative,
+    running,
+)
 from models import MixerModel, token_batches
 from places import SUPPORT
 from processes import start_ranks
@@ -41,8 +50,8 @@ Tensors = dict[str, torch.Tensor]
 slow = pytest.mark.slow
 
 
-def contents(engine: Any, model: nn.Module) -> Tensors:
-    return read_weights(model) | read_state(engine, model) | dict(model.named_buffers())
+def with_buffers(engine: Any, model: nn.Module) -> Tensors:
+    return contents(engine, model) | dict(model.named_buffers())
 
 
 def saved_counters(engine: Any) -> dict[str, Any]:
@@ -79,15 +88,15 @@ def assert_stock_goes_on(tmp_path: Path, dtype: str, num_steps: int, **options: 
     portable, own, more = str(tmp_path / "portable"), str(tmp_path / "own"), range(num_steps, num_steps + 2)
     engine, model = build_engine(config, partial(TiedModel, dtype, False), vertical=True, groups=decaying)
     train(engine, range(num_steps))
-    saved, numbers = contents(engine, model), saved_counters(engine)
+    saved, numbers = with_buffers(engine, model), saved_counters(engine)
     assert engine.save_checkpoint(portable, client_state={"note": [1, "two"]}, portable=True)
-    assert differing(saved, contents(engine, model)) == []
+    assert differing(saved, with_buffers(engine, model)) == []
     engine.save_checkpoint(own)
     train(engine, more)
-    uninterrupted = contents(engine, model)
+    uninterrupted = with_buffers(engine, model)
     engine.load_checkpoint(own)
     engine.optimizer.driver.powers = Powers.made_with(BETAS)  # as in a new process of stock's
-    losses, expected, ends = train(engine, more), contents(engine, model), saved_counters(engine)
+    losses, expected, ends = train(engine, more), with_buffers(engine, model), saved_counters(engine)
     dispose(engine)
 
     stock, model, client_state = stock_from(tmp_path, Path(portable), dtype, **options)
@@ -214,7 +223,7 @@ def test_it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone(
         engine.save_checkpoint(str(folder), tag="one")
         there = gathered(model)
         assert there, "no parameter stays on the device"
-        before = contents(engine, model)
+        before = with_buffers(engine, model)
         for point in ("folder made", "folder complete"):
             monkeypatch.setattr(save, "reach", partial(stop_at, point))
             with pytest.raises(Stopped):
@@ -240,7 +249,7 @@ def test_it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone(
         ]
         assert {path.stat().st_mode & 0o777 for path in folder.rglob("*")} == {0o600, 0o700}
         assert gathered(model) == there
-        assert differing(before, contents(engine, model)) == []
+        assert differing(before, with_buffers(engine, model)) == []
         with pytest.raises(CheckpointError, match="of stock DeepSpeed"):
             engine.load_checkpoint(str(folder), tag="two")
         expected = train(engine, range(1, 3))

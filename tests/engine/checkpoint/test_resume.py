@@ -21,9 +21,11 @@ import numpy
 import pytest
 import torch
 from deepspeed.utils import safe_set_full_fp32_param
+from faults import flip
 from harness import (
     base_config,
     build_engine,
+    contents,
     counters,
     differing,
     dispose,
@@ -31,7 +33,7 @@ from harness import (
     running,
 )
 from places import SUPPORT
-from resuming import BATCHES, CLIP, assert_whole, config_in, contents, loaded, model_of, train
+from resuming import BATCHES, CLIP, assert_whole, config_in, loaded, model_of, train
 from torch import nn
 
 from ds_vertical import errors
@@ -398,14 +400,6 @@ def test_a_save_within_a_step_or_into_the_runs_folder_is_refused(tmp_path: Path)
         train(engine, range(1, 2))
 
 
-def flip(path: Path, position: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 1]))
-
-
 @pytest.mark.parametrize(
     ("width", "dtype", "said"),
     [
@@ -480,7 +474,8 @@ import json, sys
 from pathlib import Path
 import torch
 from harness import build_engine, dispose
-from resuming import config_in, contents, model_of, train
+from harness import contents
+from resuming import config_in, model_of, train
 job = json.loads(sys.argv[1])
 config = config_in(Path(job["ssd"]), job["dtype"], job["clip"], job["delay"])
 engine, model = build_engine(config, lambda: model_of(job["dtype"]), vertical=True)

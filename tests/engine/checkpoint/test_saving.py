@@ -17,9 +17,9 @@ from harness import (
     base_config,
     build_engine,
     bytes_on_ssd,
+    contents,
     counters,
     differing,
-    read_state,
     read_weights,
     running,
     small_buffers,
@@ -107,7 +107,7 @@ def test_training_goes_on_after_saving(tmp_path: Path) -> None:
                 assert not differing(read_weights(model), written)
             for batch in batches[1:]:
                 engine.train_batch(iter(batch))
-            ends.append(read_weights(model) | read_state(engine, model))
+            ends.append(contents(engine, model))
     assert not differing(*ends)
 
 
@@ -136,7 +136,7 @@ def captured(engine: Any, model: Any) -> tuple[dict[str, torch.Tensor], dict[str
     """Weights and state, and the counters but micro_steps, which DeepSpeed's checkpoints leave out."""
     counts = counters(engine)
     del counts["micro_steps"]
-    return read_weights(model) | read_state(engine, model), counts
+    return contents(engine, model), counts
 
 
 @pytest.mark.parametrize("params", ["cpu", "none"])

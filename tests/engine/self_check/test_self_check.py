@@ -18,7 +18,6 @@ from models import tiny_gpt2, token_batches
 from stateful import NUM_LAYERS, WIDTH, Base, Block, CountUp, CountUpBlock, batches, config_in
 from stateful_models import (
     CASES,
-    NOTES,
     Keeper,
     MaskOnBlocks,
     Namespaces,
@@ -28,6 +27,7 @@ from stateful_models import (
     SharedContext,
     SharedUserDict,
     Statistics,
+    reset_globals,
 )
 from torch import nn
 
@@ -38,9 +38,7 @@ from ds_vertical.model.stubs import Coroutine
 
 @pytest.fixture(autouse=True)
 def fresh_globals() -> None:
-    NOTES.clear()
-    random.seed(5)
-    np.random.seed(5)
+    reset_globals()
 
 
 def checked(folder: Path, wanted: bool | None = True, **section: Any) -> dict[str, Any]:
