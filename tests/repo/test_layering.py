@@ -21,7 +21,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 40
 MAX_METHODS = 15  # of a class, properties and dunder methods included
 MAX_PARAMETERS = 6  # of a function, without self and cls
-MAX_ANY = 422  # parameters and results whose annotation says Any, in the whole package; to fall below 200
+MAX_ANY = 295  # parameters and results whose annotation says Any, in the whole package; to fall below 200
 LEAVES = frozenset({"errors", "interrupts", "types"})  # every package may import them
 FORBIDDEN = {
     "config": {"torch", "deepspeed"},
@@ -310,12 +310,10 @@ def test_functions_fit_on_one_screen() -> None:
 SIGNATURES_OF_DEEPSPEED = {"engine.api.initialize": 8, "engine.checkpoint.mixin.SavingEngine.load_checkpoint": 7}
 # not finished: numbers as ceilings, each to be removed together with its cause
 MANY_PARAMETERS = {
-    "compat.stock_checkpoint.write_stock_files": 7,
     "engine.autotune._chosen": 7,
 }
 MANY_METHODS = {
     "engine.memory_check.Forecast": 19,
-    "engine.self_check.check.SelfCheck": 18,
     "engine.train_loop.VerticalLoop": 16,
 }
 
@@ -382,7 +380,7 @@ PRIVATE_OF_LIBRARIES = frozenset(
 )
 
 
-NOT_FINISHED = {"io.streams": {"_nothing"}}  # module -> private names of another one of ours
+NOT_FINISHED: dict[str, set[str]] = {}  # module -> private names of another one of ours
 
 
 def uses_of_others_privates(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -445,10 +443,8 @@ def _undocumented(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]
 
 # rooms that are not finished: how many public names have no docstring, as ceilings
 UNDOCUMENTED = {
-    "compat": 16,
-    "distributed": 3,
-    "engine": 55,
-    "io": 25,
+    "engine": 54,
+    "io": 6,
     "model": 2,
 }
 
