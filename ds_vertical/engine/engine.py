@@ -68,7 +68,7 @@ class VerticalEngine(SavingEngine):
         self.optimizer.calls.restore, self.optimizer.calls.tear = self._loop.restore, self.optimizer.condition.tear
         accelerator.log(f"ds_vertical: {assembly.describe(self._params)}")
 
-    def _configure_zero_optimizer(self, optimizer: Any) -> Any:  # override
+    def _configure_zero_optimizer(self, optimizer: object) -> Any:  # override
         check_optimizer(optimizer)
         load_joint()  # a compile belongs ahead of the steps
         with engine.substituted_stage3(partial(VerticalStage3, layers=self.layers, vertical=self.vertical)):
@@ -76,34 +76,34 @@ class VerticalEngine(SavingEngine):
 
     # ---- training and evaluation
 
-    def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
+    def train_batch(self, data_iter: Iterable[object] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
         with self._stopping.obeyed(self), self.optimizer.calls.call("train_batch"), ranks.collective_section("train_batch"):
             return self._loop.train_batch(data_iter, loss_fn)
 
     train_batch.__doc__ = TrainLoop.train_batch.__doc__
 
-    def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
+    def eval_batch(self, data_iter: Iterable[object], loss_fn: LossFn | None = None) -> torch.Tensor:
         with self._stopping.obeyed(self), self.optimizer.calls.call("eval_batch"), ranks.collective_section("eval_batch"):
             return self._loop.eval_batch(data_iter, loss_fn)
 
     eval_batch.__doc__ = TrainLoop.eval_batch.__doc__
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # override
+    def forward(self, *inputs: object, **kwargs: object) -> Any:  # override
         """The model's outputs in evaluation mode, without gradients. In training mode raises RuntimeError."""
         if self.module.training:
             raise RuntimeError(_CALL_TRAIN_BATCH.format(name="forward"))
         with self._stopping.obeyed(self), self.optimizer.calls.call("forward"), torch.no_grad():
             return self._loop.forward(*inputs, **kwargs)
 
-    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> NoReturn:  # override
+    def backward(self, loss: object, retain_graph: bool = False, scale_wrt_gas: bool = True) -> NoReturn:  # override
         """Raises RuntimeError: `train_batch` does it."""
         raise RuntimeError(_CALL_TRAIN_BATCH.format(name="backward"))
 
-    def step(self, lr_kwargs: Any = None) -> NoReturn:  # override
+    def step(self, lr_kwargs: object = None) -> NoReturn:  # override
         """Raises RuntimeError: `train_batch` does it."""
         raise RuntimeError(_CALL_TRAIN_BATCH.format(name="step"))
 
-    def compile(self, *_: Any, **__: Any) -> NoReturn:  # override
+    def compile(self, *_: object, **__: object) -> NoReturn:  # override
         """Raises ConfigError: blocks are compiled one by one, ahead of `initialize`."""
         refuse_engine_compile()
 

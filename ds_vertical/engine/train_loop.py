@@ -53,22 +53,22 @@ class TrainLoop:
         self._recorder: StepRecorder | None = None
         self._recorder_asked = False
         self._surveyor: Surveyor | None = None
-        self._own_data: Iterator[Any] | None = None
+        self._own_data: Iterator[object] | None = None
         self._gauged_tokens = 0
 
     # ---- the work, by arm
 
-    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+    def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
         """One step over the micro-batches; returns their losses."""
         raise NotImplementedError
 
-    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+    def evaluate(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
         """Losses of the micro-batches without training."""
         raise NotImplementedError
 
     # ---- what engines expose
 
-    def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
+    def train_batch(self, data_iter: Iterable[object] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
         """One optimizer step over up to `gradient_accumulation_steps` micro-batches.
 
         `data_iter` yields micro-batches: dict (keyword arguments of the model), tuple (positional) or tensor; None takes
@@ -89,7 +89,7 @@ class TrainLoop:
         self.progress.note(loss, batches)
         return loss
 
-    def eval_batch(self, data_iter: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
+    def eval_batch(self, data_iter: Iterable[object], loss_fn: LossFn | None = None) -> torch.Tensor:
         """Mean loss over up to `gradient_accumulation_steps` micro-batches, in evaluation mode, without gradients.
 
         Raises StopIteration when no micro-batch is left.
@@ -111,7 +111,7 @@ class TrainLoop:
         missing = self.engine.gradient_accumulation_steps() - num_micro_batches
         self.engine.global_samples -= missing * self.engine.train_micro_batch_size_per_gpu() * ranks.world_size()
 
-    def _iterator(self, data_iter: Iterable[Any] | None) -> Iterator[Any]:
+    def _iterator(self, data_iter: Iterable[object] | None) -> Iterator[object]:
         if data_iter is not None:
             return micro.as_iterator(data_iter)
         if self.engine.training_dataloader is None:
@@ -120,7 +120,7 @@ class TrainLoop:
             self._own_data = _epochs(self.engine.training_dataloader)
         return self._own_data
 
-    def _recorded(self, recorder: StepRecorder | None, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+    def _recorded(self, recorder: StepRecorder | None, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
         """`run`, with the step's record where somebody asked for one."""
         if recorder is None:
             return self.run(batches, loss_fn)
@@ -177,7 +177,7 @@ def shares_weights(module: nn.Module) -> bool:
     return sum(1 for _ in module.named_parameters(remove_duplicate=False)) > sum(1 for _ in module.parameters())
 
 
-def _epochs(loader: Iterable[Any]) -> Iterator[Any]:
+def _epochs(loader: Iterable[object]) -> Iterator[object]:
     while True:
         yield from loader
 
@@ -203,7 +203,7 @@ def _seeded(seed: int) -> Iterator[None]:
 class StockLoop(TrainLoop):
     """Stock's own forward, backward and step, one micro-batch after the other."""
 
-    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+    def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         try:
             for index, batch in enumerate(batches):
@@ -217,14 +217,14 @@ class StockLoop(TrainLoop):
             compat_engine.forget_boundary(self.engine)
         return losses
 
-    def _micro_batch(self, index: int, batch: Any, num_micro_batches: int, loss_fn: LossFn | None) -> torch.Tensor:
+    def _micro_batch(self, index: int, batch: object, num_micro_batches: int, loss_fn: LossFn | None) -> torch.Tensor:
         seed = self.seed_of(index)
         with contextlib.nullcontext() if seed is None else _seeded(seed):
             loss = micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn)
             self.engine.backward(loss / num_micro_batches, scale_wrt_gas=False)
         return loss.detach()
 
-    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:
+    def evaluate(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
         return [micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn) for batch in batches]
 
 
@@ -240,7 +240,7 @@ class VerticalLoop(TrainLoop):
         self._num_running = 0  # micro-batches of the step under way, or of the one before
         self._num_evaluations = 0
 
-    def run(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
+    def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
         """One step over the micro-batches. A step that does not count leaves torch's random state as it was."""
         check_trainable(self.module)
         for batch in batches:
@@ -343,33 +343,29 @@ class VerticalLoop(TrainLoop):
 
     # ---- without training
 
-    def evaluate(self, batches: list[Any], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
+    def evaluate(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
         """Losses of the micro-batches without training."""
         seeds = self._evaluation_seeds(len(batches))
         return self._results([self._body(*each, loss_fn) for each in zip(batches, seeds, strict=True)])
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         """The model's outputs for one call, without training."""
         return self._results([Body(partial(self._call_module, *inputs, **kwargs), None, micro.form_of((inputs, kwargs)))])[0]
 
     def _results(self, bodies: list[Body]) -> list[Any]:
         """Run forwards without training, layer-major or, with "horizontal", one after the other; returns what each returned."""
-        with ranks.collective_section("evaluate"):
-            return self._run_evaluation(bodies)
-
-    def _run_evaluation(self, bodies: list[Body]) -> list[Any]:
         parts = self._parts
-        in_turn = parts.vertical.order == "horizontal"
-        with parts.optimizer.live.agreed("evaluation"):
-            parts.optimizer.flush()
-        with (
-            parts.optimizer.calls.running(),
-            WATCH.watching(),
-            suspended_hooks(parts.engine, parts.layers),
-            parts.optimizer.live.schedule_running(),
-        ):
-            together = [[each] for each in bodies] if in_turn else [bodies]
-            return [result for some in together for result in self._evaluated(some)]
+        together = [[each] for each in bodies] if parts.vertical.order == "horizontal" else [bodies]
+        with ranks.collective_section("evaluate"):
+            with parts.optimizer.live.agreed("evaluation"):
+                parts.optimizer.flush()
+            with (
+                parts.optimizer.calls.running(),
+                WATCH.watching(),
+                suspended_hooks(parts.engine, parts.layers),
+                parts.optimizer.live.schedule_running(),
+            ):
+                return [result for some in together for result in self._evaluated(some)]
 
     def _evaluated(self, bodies: list[Body]) -> list[Any]:
         parts = self._parts
@@ -387,15 +383,15 @@ class VerticalLoop(TrainLoop):
 
     # ---- one micro-batch
 
-    def _body(self, batch: Any, seed: int | None, loss_fn: LossFn | None) -> Body:
+    def _body(self, batch: object, seed: int | None, loss_fn: LossFn | None) -> Body:
         functions = () if loss_fn is None else (loss_fn,)
         return Body(partial(self._loss, batch, loss_fn), seed, micro.form_of(batch), functions)
 
-    def _loss(self, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
+    def _loss(self, batch: object, loss_fn: LossFn | None) -> torch.Tensor:
         inputs = compat_engine.inputs_of(self.engine, batch)
         return micro.loss_of(micro.call_model(self._call_module, inputs), batch, loss_fn)
 
-    def _call_module(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _call_module(self, *inputs: object, **kwargs: object) -> Any:
         """The model's own forward under the JSON's torch_autocast; the loss function runs outside it, as in stock."""
         with compat_engine.autocast_if_enabled(self.engine):
             return self.module(*inputs, **kwargs)

@@ -17,15 +17,17 @@ from typing import Any
 import torch
 
 from ds_vertical.compat import accelerator, zero_optimizer, zero_params
+from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest, run_state
 from ds_vertical.engine.checkpoint.manifest import NUM_SHOWN, FileRange, RankManifest, TensorEntry
 from ds_vertical.engine.checkpoint.save import LOOSE
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import files
+from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.regular_file import is_plain_name, open_regular
 from ds_vertical.offload.consistency import HALF_LOADED
-from ds_vertical.offload.state_files import KINDS
+from ds_vertical.offload.state_files import KINDS, Chunk
 
 _PIECE = 1 << 21  # elements moved at a time
 
@@ -56,7 +58,7 @@ def latest_tag(load_dir: Path) -> str | None:
     return tag
 
 
-def load(engine: Any, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, dict[str, Any]]:
+def load(engine: run_state.TrainedEngine, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, dict[str, Any]]:
     """Replace the live state by that of `<load_dir>/<tag>`. Returns the path of its manifest and the client state. Collective.
 
     Raises CheckpointError before anything is touched: no checkpoint, a damaged one (with the last good tag), one that does not
@@ -89,7 +91,7 @@ def load(engine: Any, load_dir: Path, tag: str, wanted: Wanted) -> tuple[str, di
 # ---- what may not change
 
 
-def _check_fits(engine: Any, folder: Path, saved: RankManifest, wanted: Wanted) -> None:
+def _check_fits(engine: run_state.TrainedEngine, folder: Path, saved: RankManifest, wanted: Wanted) -> None:
     faults = list(_differences(engine, saved))
     if wanted.optimizer and not faults:
         faults = list(_optimizer_differences(engine, saved))
@@ -106,7 +108,7 @@ def _raise_for(folder: Path, faults: list[str]) -> None:
         raise CheckpointError(f"{folder}: does not fit this run; {remedy}\n{shown}")
 
 
-def _differences(engine: Any, saved: RankManifest) -> Iterator[str]:
+def _differences(engine: run_state.TrainedEngine, saved: RankManifest) -> Iterator[str]:
     if saved.world_size != ranks.world_size():
         yield f"world size: {ranks.world_size()} here, {saved.world_size} in the checkpoint"
         return
@@ -118,7 +120,7 @@ def _differences(engine: Any, saved: RankManifest) -> Iterator[str]:
             yield from _tensor_differences(name, param, there)
 
 
-def _tensor_differences(name: str, param: Any, there: TensorEntry) -> Iterator[str]:
+def _tensor_differences(name: str, param: ZeroParam, there: TensorEntry) -> Iterator[str]:
     shape, dtype = zero_params.full_shape(param), str(param.dtype).removeprefix("torch.")
     if shape != there.shape:
         yield f"{name}: shape {list(shape)} here, {list(there.shape)} in the checkpoint"
@@ -130,9 +132,9 @@ def _tensor_differences(name: str, param: Any, there: TensorEntry) -> Iterator[s
         yield f"{name}: dtype {dtype} here, {there.dtype} in the checkpoint"
 
 
-def _optimizer_differences(engine: Any, saved: RankManifest) -> Iterator[str]:
-    optimizer = engine.optimizer
-    numbers, inner = saved.numbers, optimizer.optimizer
+def _optimizer_differences(engine: run_state.TrainedEngine, saved: RankManifest) -> Iterator[str]:
+    optimizer, numbers = engine.optimizer, saved.numbers
+    inner: Any = optimizer.optimizer  # DeepSpeed's CPU Adam
     if bool(inner.adam_w_mode) != numbers["adam_w_mode"]:
         yield f"optimizer.params.adam_w_mode: {bool(inner.adam_w_mode)} here, {numbers['adam_w_mode']} in the checkpoint"
     if len(inner.param_groups) != len(numbers["groups"]):
@@ -151,7 +153,7 @@ def _group(number: int | None) -> str:
     return "not trained" if number is None else f"parameter group {number}"
 
 
-def _warn(engine: Any, saved: RankManifest) -> None:
+def _warn(engine: run_state.TrainedEngine, saved: RankManifest) -> None:
     here = run_state.settings_of(engine)
     for key in [key for key in here if key in saved.settings and here[key] != saved.settings[key]]:
         accelerator.log(
@@ -214,7 +216,7 @@ def _read_loose(path: Path) -> dict[str, Any]:
 class _Loading:
     """One rank's share of a load."""
 
-    def __init__(self, engine: Any, folder: Path, saved: RankManifest, wanted: Wanted) -> None:
+    def __init__(self, engine: run_state.TrainedEngine, folder: Path, saved: RankManifest, wanted: Wanted) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
         self._saved = saved
@@ -233,7 +235,7 @@ class _Loading:
             shard.make_room()
 
     def run(self) -> dict[str, Any]:
-        """Returns the client state."""
+        """Put the saved state in the place of the live one. Returns the client state."""
         with torch.no_grad():
             self._load_weights()
             for index, chunk in enumerate(self._optimizer.stepper.chunks):
@@ -278,15 +280,17 @@ class _Loading:
                         self._reader.read(name, "weight", piece[:count], first)
                     writer.write(first * param.element_size(), piece)
 
-    def _load_resident(self, chunk: Any) -> None:
+    def _load_resident(self, chunk: Chunk) -> None:
+        assert chunk.resident is not None
         for kind, flat in zip(self._wanted.kinds, chunk.resident(), strict=False):
             for param, share in zip(chunk.params, flat.narrow(0, 0, chunk.numel).split(list(chunk.sizes)), strict=True):
                 found = torch.empty(share.numel(), dtype=share.dtype)
                 self._read_state(param, kind, found, 0)
                 share.copy_(found)
 
-    def _load_files(self, chunk: Any) -> None:
+    def _load_files(self, chunk: Chunk) -> None:
         """Generation 0 of the chunk, which holds all of its state after a `flush_state`, and is shared with no checkpoint."""
+        assert chunk.files is not None
         for number, kind in enumerate(self._wanted.kinds):
             with _Writer(chunk.files[0][number], self._optimizer.checksums) as writer:
                 for part in chunk.parts("all"):
@@ -296,7 +300,7 @@ class _Loading:
                         self._read_state(param, kind, state.narrow(0, in_part, count), first)
                     writer.write(extent.offset, state)
 
-    def _read_state(self, param: Any, kind: str, target: torch.Tensor, first: int) -> None:
+    def _read_state(self, param: ZeroParam, kind: str, target: torch.Tensor, first: int) -> None:
         name = self._names[id(param)]
         if kind in self._saved.tensors[name].places or kind != KINDS[0]:
             self._reader.read(name, kind, target, first)
@@ -309,7 +313,7 @@ class _Loading:
 class _Writer:
     """Writes a file of the run through the page cache, and keeps its checksums; on leaving, all is on the disk."""
 
-    def __init__(self, path: Path, checksums: Any) -> None:
+    def __init__(self, path: Path, checksums: Checksums) -> None:
         self._path = path
         self._checksums = checksums
         self._fd = -1
@@ -327,7 +331,7 @@ class _Writer:
                 count = os.pwrite(self._fd, view, offset)
                 view, offset = view[count:], offset + count
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 with files.naming(self._path, "sync"):

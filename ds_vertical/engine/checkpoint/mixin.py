@@ -7,21 +7,39 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from torch import nn
+
 from ds_vertical.compat import accelerator, engine
+from ds_vertical.config.resolve import Resolved
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import load, stock_format
 from ds_vertical.engine.checkpoint import save as checkpoint
+from ds_vertical.engine.self_check.first_step import FirstStepCheck
+from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import CheckpointError
 from ds_vertical.offload.param_store import ParamStore
 
 
 class SavingEngine(engine.DeepSpeedEngine):
-    """DeepSpeed's engine whose saves have every step in them. The subclass has a VerticalStage3 as its optimizer."""
+    """DeepSpeed's engine whose saves have every step in them. The subclass sets the attributes."""
 
-    optimizer: Any
+    module: nn.Module
+    optimizer: VerticalStage3
+    vertical: Resolved
+    self_check: FirstStepCheck
 
     @property
     def param_store(self) -> ParamStore:
+        """Where this rank's parameters rest between their uses."""
+        raise NotImplementedError
+
+    @property
+    def stream_seed(self) -> int | None:
+        """Base of the micro-batches' random streams; None where the caller's own stream is used."""
+        raise NotImplementedError
+
+    @stream_seed.setter
+    def stream_seed(self, seed: int | None) -> None:
         raise NotImplementedError
 
     @ranks.collective
@@ -50,8 +68,8 @@ class SavingEngine(engine.DeepSpeedEngine):
     def save_checkpoint(
         self,
         save_dir: str,
-        tag: Any = None,
-        client_state: Mapping[str, Any] = MappingProxyType({}),
+        tag: object = None,
+        client_state: Mapping[str, object] = MappingProxyType({}),
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         *,
@@ -78,12 +96,12 @@ class SavingEngine(engine.DeepSpeedEngine):
     def load_checkpoint(
         self,
         load_dir: str,
-        tag: Any = None,
+        tag: object = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Any = None,
+        custom_load_fn: object = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Replace the live state by a saved one; `tag`: None for the one that `latest` names. What follows has the bits of a
         run that did not stop. Returns the path of what was loaded (None: no `latest`) and the client state.

@@ -6,18 +6,63 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ds_vertical.compat import accelerator, zero_optimizer
 from ds_vertical.compat import engine as compat_engine
+from ds_vertical.config.resolve import Resolved
+from ds_vertical.engine.self_check.first_step import FirstStepCheck
+from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.offload.cpu_adam import Powers
+from ds_vertical.offload.param_store import ParamStore
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-def settings_of(engine: Any) -> dict[str, Any]:
+class TrainedEngine(Protocol):
+    """The engine, as far as checkpoints know it: DeepSpeed's members, and what VerticalEngine adds."""
+
+    module: nn.Module
+    optimizer: VerticalStage3
+    vertical: Resolved
+    self_check: FirstStepCheck
+    global_steps: int
+    lr_scheduler: Any  # the user's, or DeepSpeed's
+
+    @property
+    def param_store(self) -> ParamStore:
+        """Where this rank's parameters rest."""
+        ...
+
+    @property
+    def stream_seed(self) -> int | None:
+        """Base of the micro-batches' random streams; None where the caller's own stream is used."""
+        ...
+
+    @stream_seed.setter
+    def stream_seed(self, seed: int | None) -> None: ...
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch."""
+        ...
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one step."""
+        ...
+
+    def gradient_clipping(self) -> float:
+        """The norm that gradients are clipped to; 0: no clipping."""
+        ...
+
+    def zero_sub_group_size(self) -> int:
+        """Elements of stock's sub-groups."""
+        ...
+
+
+def settings_of(engine: TrainedEngine) -> dict[str, Any]:
     """Settings whose change changes the order of the arithmetic, or the data: the bits of a resumed run are promised with the
     same ones. By JSON path."""
     vertical = engine.vertical
@@ -33,13 +78,14 @@ def settings_of(engine: Any) -> dict[str, Any]:
     } | {f"vertical_schedule.{key}": value for key, value in chosen.items()}
 
 
-def numbers_of(engine: Any) -> dict[str, Any]:
+def numbers_of(engine: TrainedEngine) -> dict[str, Any]:
     """Counters, loss scaler, the optimizer's groups and CPU Adam's powers of beta, as JSON takes them."""
+    adam: Any = engine.optimizer.optimizer
     groups = [{key: value for key, value in group.items() if key != "params"} for group in _groups(engine)]
     return {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
         "loss_scaler": zero_optimizer.loss_scaler_numbers(engine.optimizer),
-        "adam_w_mode": bool(engine.optimizer.optimizer.adam_w_mode),
+        "adam_w_mode": bool(adam.adam_w_mode),
         "groups": groups,
         "powers": asdict(engine.optimizer.driver.powers),
         "has_scheduler": engine.lr_scheduler is not None,
@@ -48,7 +94,7 @@ def numbers_of(engine: Any) -> dict[str, Any]:
     }
 
 
-def set_optimizer(engine: Any, numbers: Mapping[str, Any]) -> None:
+def set_optimizer(engine: TrainedEngine, numbers: Mapping[str, Any]) -> None:
     """The optimizer's groups, its powers of beta and the loss scaler."""
     for group, saved in zip(_groups(engine), numbers["groups"], strict=True):
         group |= {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
@@ -56,7 +102,7 @@ def set_optimizer(engine: Any, numbers: Mapping[str, Any]) -> None:
     zero_optimizer.set_loss_scaler_numbers(engine.optimizer, numbers["loss_scaler"])
 
 
-def set_counters(engine: Any, numbers: Mapping[str, Any]) -> None:
+def set_counters(engine: TrainedEngine, numbers: Mapping[str, Any]) -> None:
     """The counters, and the seed of the micro-batches' random streams where the JSON does not write one."""
     for name, value in numbers["counters"].items():
         setattr(engine, name, value)
@@ -65,14 +111,14 @@ def set_counters(engine: Any, numbers: Mapping[str, Any]) -> None:
     engine.self_check.checked_model = numbers.get("checked_model")
 
 
-def _groups(engine: Any) -> list[dict[str, Any]]:
+def _groups(engine: TrainedEngine) -> list[dict[str, Any]]:
     return engine.optimizer.optimizer.param_groups
 
 
 # ---- what is not JSON
 
 
-def loose_ends(engine: Any) -> dict[str, Any]:
+def loose_ends(engine: TrainedEngine) -> dict[str, Any]:
     """Learning rate scheduler and random states, of types that `torch.load(weights_only=True)` takes."""
     scheduler = engine.lr_scheduler
     return {"lr_scheduler": None if scheduler is None else scheduler.state_dict(), "random": _random_states()}
@@ -103,26 +149,26 @@ def set_random_states(found: Mapping[str, Any]) -> None:
         numpy.random.set_state(states["numpy"])
 
 
-def loose_faults(engine: Any, found: Any, scheduler: bool, run: bool) -> Iterator[str]:
+def loose_faults(engine: TrainedEngine, found: object, scheduler: bool, run: bool) -> Iterator[str]:
     """What of the loose ends could not be put back, before anything is. `scheduler`, `run`: these are wanted."""
     where = "loose.pt"
     kinds = {"lr_scheduler": (dict, type(None)), "random": (dict,), "buffers": (dict,), "client_state": (dict,)}
-    entries = found if isinstance(found, dict) else {}
+    entries: dict[str, Any] = found if isinstance(found, dict) else {}
     wrong = [key for key, kind in kinds.items() if key not in entries or not isinstance(entries[key], kind)]
     if wrong:
         yield f"{where}: {', '.join(wrong)}: missing, or of another kind"
         return
-    if not all(isinstance(buffer, torch.Tensor) for buffer in found["buffers"].values()):
+    if not all(isinstance(buffer, torch.Tensor) for buffer in entries["buffers"].values()):
         yield f"{where}: buffers: not all of them are tensors"
         return
-    yield from buffer_differences(engine, found["buffers"])
+    yield from buffer_differences(engine, entries["buffers"])
     if scheduler and engine.lr_scheduler is not None:
-        yield from (f"{where}: lr_scheduler: {fault}" for fault in _scheduler_faults(engine, found["lr_scheduler"]))
+        yield from (f"{where}: lr_scheduler: {fault}" for fault in _scheduler_faults(engine, entries["lr_scheduler"]))
     if run:
-        yield from (f"{where}: random: {fault}" for fault in _random_faults(found["random"]))
+        yield from (f"{where}: random: {fault}" for fault in _random_faults(entries["random"]))
 
 
-def _scheduler_faults(engine: Any, found: Mapping[str, Any] | None) -> Iterator[str]:
+def _scheduler_faults(engine: TrainedEngine, found: Mapping[str, Any] | None) -> Iterator[str]:
     here = engine.lr_scheduler.state_dict()
     if found is None:
         yield "missing"
@@ -134,7 +180,7 @@ def _scheduler_faults(engine: Any, found: Mapping[str, Any] | None) -> Iterator[
             yield f"{key}: {type(found[key]).__name__}, and {type(value).__name__} here"
 
 
-def _family(value: Any) -> type:
+def _family(value: object) -> type:
     """Numbers of all kinds are one, and so are sequences."""
     families = ((int | float, float), (list | tuple, list))
     return next((family for kinds, family in families if isinstance(value, kinds)), type(value))
@@ -142,7 +188,7 @@ def _family(value: Any) -> type:
 
 def _random_faults(states: Mapping[str, Any]) -> Iterator[str]:
     """Each state is tried on a generator that nobody uses."""
-    trials: dict[str, Callable[[], Any]] = {
+    trials: dict[str, Callable[[], object]] = {
         "torch": lambda: torch.Generator().set_state(states["torch"]),
         "python": lambda: random.Random().setstate(_python_state(states["python"])),
     }
@@ -167,12 +213,12 @@ def _python_state(state: Any) -> tuple[Any, ...]:
 # ---- buffers of the model
 
 
-def buffers_of(engine: Any) -> dict[str, torch.Tensor]:
+def buffers_of(engine: TrainedEngine) -> dict[str, torch.Tensor]:
     """Copies of the model's persistent buffers, by name."""
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in _buffers(engine).items()}
 
 
-def buffer_differences(engine: Any, saved: Mapping[str, torch.Tensor]) -> list[str]:
+def buffer_differences(engine: TrainedEngine, saved: Mapping[str, torch.Tensor]) -> list[str]:
     """By name, what `set_buffers` could not put back."""
     here = _buffers(engine)
     found = [f"buffer {name}: in the checkpoint only" for name in saved if name not in here]
@@ -186,13 +232,14 @@ def _kind(buffer: torch.Tensor) -> str:
     return f"{list(buffer.shape)} of {str(buffer.dtype).removeprefix('torch.')}"
 
 
-def set_buffers(engine: Any, saved: Mapping[str, torch.Tensor]) -> None:
+def set_buffers(engine: TrainedEngine, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put the model's persistent buffers back; `saved`: by name, as `buffers_of` gives them."""
     for name, buffer in _buffers(engine).items():
         with torch.no_grad():
             buffer.copy_(saved[name])
 
 
-def tied_names(engine: Any) -> dict[str, str]:
+def tied_names(engine: TrainedEngine) -> dict[str, str]:
     """Names under which a parameter or persistent buffer of the model stands a second time, each with its first one."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
@@ -207,7 +254,7 @@ def tied_names(engine: Any) -> dict[str, str]:
     return tied
 
 
-def _buffers(engine: Any) -> dict[str, torch.Tensor]:
+def _buffers(engine: TrainedEngine) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path, module in engine.module.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ds_vertical.compat import zero_optimizer, zero_params
+from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest, run_state
 from ds_vertical.engine.checkpoint.manifest import FileRange, RankManifest, SavedFile, TensorEntry
@@ -54,7 +55,12 @@ def reach(point: str) -> None:
 
 
 def save(
-    engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool
+    engine: run_state.TrainedEngine,
+    save_dir: Path,
+    tag: str,
+    client_state: Mapping[str, object],
+    save_latest: bool,
+    exclude_frozen: bool,
 ) -> Path:
     """Save the whole state as `<save_dir>/<tag>`; returns that. All ranks succeed or raise, and an earlier checkpoint of the
     same tag stays loadable until the new one is complete. Collective.
@@ -126,7 +132,7 @@ def _place_script(folder: TagFolder) -> None:
 class RankSave:
     """One rank's share of a save, into `folder`."""
 
-    def __init__(self, engine: Any, folder: Path, exclude_frozen: bool) -> None:
+    def __init__(self, engine: run_state.TrainedEngine, folder: Path, exclude_frozen: bool) -> None:
         self._exclude_frozen = exclude_frozen
         self._engine = engine
         self._optimizer = engine.optimizer
@@ -140,7 +146,7 @@ class RankSave:
         self._memory_bytes = 0
         self._tensors: dict[str, TensorEntry] = {}
 
-    def write(self, client_state: Mapping[str, Any]) -> bytes:
+    def write(self, client_state: Mapping[str, object]) -> bytes:
         """Everything but the folder's manifest; returns the rank's own."""
         self._find_state()
         self._find_weights()
@@ -163,7 +169,7 @@ class RankSave:
     # ---- what there is
 
     def _find_state(self) -> None:
-        sets: dict[int, list[Any]] = {}
+        sets: dict[int, list[Sequence[Path]]] = {}
         chunks = self._optimizer.stepper.chunks
         for index, part, paths in self._generations.on_ssd():
             known = sets.setdefault(index, [])
@@ -198,7 +204,7 @@ class RankSave:
         self._sources.setdefault(path, name)
         self._wanted.setdefault(path, []).append((start, end))
 
-    def _place(self, param: Any, kind: str, found: FileRange) -> None:
+    def _place(self, param: ZeroParam, kind: str, found: FileRange) -> None:
         ranges = self._places.setdefault(id(param), {}).setdefault(kind, [])
         last = ranges[-1] if ranges else None
         if last is not None and last.file == found.file and last.offset + last.num_bytes == found.offset:
@@ -206,7 +212,7 @@ class RankSave:
         else:
             ranges.append(found)
 
-    def _remember(self, param: Any, kind: str, share: torch.Tensor) -> None:
+    def _remember(self, param: ZeroParam, kind: str, share: torch.Tensor) -> None:
         self._place(param, kind, FileRange(MEMORY, self._memory_bytes, share.nbytes))
         self._memory.append(share.detach())
         self._memory_bytes += share.nbytes
@@ -217,7 +223,8 @@ class RankSave:
         for index, params in enumerate(optimizer.fp16_groups):
             entry = zero_optimizer.group_of(optimizer, index), int(zero_optimizer.moments(optimizer, index)["step"])
             group_of |= {id(param): entry for param in params}
-        for name, param in self._engine.module.named_parameters():
+        named: Iterable[tuple[str, ZeroParam]] = self._engine.module.named_parameters()
+        for name, param in named:
             group, step = group_of.get(id(param), (None, 0))
             places = {kind: tuple(ranges) for kind, ranges in self._places.get(id(param), {}).items()}
             shape, dtype = zero_params.full_shape(param), str(param.dtype).removeprefix("torch.")
@@ -225,7 +232,7 @@ class RankSave:
 
     # ---- files
 
-    def _write_memory(self, client_state: Mapping[str, Any]) -> dict[str, SavedFile]:
+    def _write_memory(self, client_state: Mapping[str, object]) -> dict[str, SavedFile]:
         loose = run_state.loose_ends(self._engine)
         _check_loadable("the learning rate scheduler's state", loose["lr_scheduler"])
         loose |= {"buffers": run_state.buffers_of(self._engine), "client_state": dict(client_state)}
@@ -285,7 +292,7 @@ class RankSave:
         return RankManifest(ranks.rank(), ranks.world_size(), saved, self._tensors, settings, numbers, tied)
 
 
-def _check_loadable(what: str, content: Any) -> None:
+def _check_loadable(what: str, content: object) -> None:
     """Raise CheckpointError for what could only be unpickled."""
     buffer = io.BytesIO()
     try:

@@ -18,10 +18,13 @@ import torch
 
 from ds_vertical.compat import stock_checkpoint, zero_optimizer, zero_params
 from ds_vertical.compat.stock_checkpoint import StockCheckpoint, StockGroup
+from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest
+from ds_vertical.engine.checkpoint.run_state import TrainedEngine
 from ds_vertical.engine.checkpoint.save import new_folder
 from ds_vertical.engine.checkpoint.tag_dir import check_tag, sync_file
+from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import StorageError
 from ds_vertical.io import files
 from ds_vertical.io.regular_file import open_regular
@@ -32,7 +35,7 @@ from ds_vertical.offload.state_files import KINDS
 
 
 def save_stock(
-    engine: Any, save_dir: Path, tag: str, client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool
+    engine: TrainedEngine, save_dir: Path, tag: str, client_state: Mapping[str, object], save_latest: bool, exclude_frozen: bool
 ) -> Path:
     """Save as `<save_dir>/<tag>` for stock; returns that. Atomic and collective as `save.save`.
 
@@ -52,7 +55,7 @@ def save_stock(
     return folder.path
 
 
-def _write(engine: Any, folder: Path, client_state: Mapping[str, Any], exclude_frozen: bool) -> None:
+def _write(engine: TrainedEngine, folder: Path, client_state: Mapping[str, object], exclude_frozen: bool) -> None:
     """This rank's files, in the folder."""
     frozen = {} if exclude_frozen else _frozen_on_ssd(engine)
     scratch = _Scratch(folder)
@@ -61,7 +64,7 @@ def _write(engine: Any, folder: Path, client_state: Mapping[str, Any], exclude_f
         groups = _gather(engine.optimizer, scratch)
         shares = {key: _share(shard, scratch) for key, shard in frozen.items()}
 
-        def share_of(param: Any) -> torch.Tensor:
+        def share_of(param: ZeroParam) -> torch.Tensor:
             found = shares.get(id(param))
             return zero_params.shard(param).detach().to("cpu", copy=True) if found is None else found
 
@@ -71,7 +74,7 @@ def _write(engine: Any, folder: Path, client_state: Mapping[str, Any], exclude_f
         raise fail(error.filename or folder, "save", error, "free space there or save to another folder") from error
 
 
-def _save(content: Any, path: str) -> None:
+def _save(content: object, path: str) -> None:
     try:
         torch.save(content, path)
     except RuntimeError as error:  # what torch makes of a failed write, without the reason
@@ -109,18 +112,18 @@ class _Scratch:
             files.remove_files([self._path])
 
 
-def _num_bytes(optimizer: Any) -> int:
+def _num_bytes(optimizer: VerticalStage3) -> int:
     """Of this rank's masters and moments."""
     numel = sum(param.partition_numel() for params in optimizer.stock_groups for param in params)
     return len(KINDS) * FP32_BYTES * numel
 
 
-def _gather(optimizer: Any, scratch: _Scratch) -> list[StockGroup]:
+def _gather(optimizer: VerticalStage3, scratch: _Scratch) -> list[StockGroup]:
     """All state of this rank, in stock's sub-groups."""
     groups = [_group(optimizer, params, scratch) for params in optimizer.stock_groups]
     places = {id(param): (group, start) for group in groups for param, start in _starts(group.params)}
 
-    def targets(param: Any, first: int, count: int) -> list[torch.Tensor]:
+    def targets(param: ZeroParam, first: int, count: int) -> list[torch.Tensor]:
         group, start = places[id(param)]
         return [getattr(group, kind).narrow(0, start + first, count) for kind in KINDS]
 
@@ -139,7 +142,7 @@ def _gather(optimizer: Any, scratch: _Scratch) -> list[StockGroup]:
     return groups
 
 
-def _group(optimizer: Any, params: Sequence[Any], scratch: _Scratch) -> StockGroup:
+def _group(optimizer: VerticalStage3, params: Sequence[ZeroParam], scratch: _Scratch) -> StockGroup:
     """One of stock's sub-groups, whose state is to be filled in."""
     chunk = next(index for index, members in enumerate(optimizer.fp16_groups) if any(each is params[0] for each in members))
     step = int(zero_optimizer.moments(optimizer, chunk)["step"])
@@ -147,7 +150,7 @@ def _group(optimizer: Any, params: Sequence[Any], scratch: _Scratch) -> StockGro
     return StockGroup(params, zero_optimizer.group_of(optimizer, chunk), step, *flats)
 
 
-def _starts(params: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+def _starts(params: Sequence[ZeroParam]) -> Iterator[tuple[ZeroParam, int]]:
     """Each parameter with the first element of its share, where shares are neighbours."""
     start = 0
     for param in params:
@@ -158,7 +161,7 @@ def _starts(params: Sequence[Any]) -> Iterator[tuple[Any, int]]:
 # ---- weights that are not trained
 
 
-def _frozen_on_ssd(engine: Any) -> dict[int, Shard]:
+def _frozen_on_ssd(engine: TrainedEngine) -> dict[int, Shard]:
     """By id(param); those that are trained come from their masters."""
     return {id(shard.param): shard for shard in engine.param_store.files.shards() if not engine.optimizer.steps(shard.param)}
 
