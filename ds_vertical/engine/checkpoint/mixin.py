@@ -10,7 +10,6 @@ from typing import Any, Literal
 from torch import nn
 
 from ds_vertical.compat import accelerator, engine
-from ds_vertical.config.resolve import Resolved
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import load, stock_format
 from ds_vertical.engine.checkpoint import save as checkpoint
@@ -18,6 +17,7 @@ from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import CheckpointError
 from ds_vertical.offload.param_store import ParamStore
+from ds_vertical.types import RunSettings
 
 
 class SavingEngine(engine.DeepSpeedEngine):
@@ -25,7 +25,7 @@ class SavingEngine(engine.DeepSpeedEngine):
 
     module: nn.Module
     optimizer: VerticalStage3
-    vertical: Resolved
+    vertical: RunSettings
     self_check: FirstStepCheck
 
     @property

@@ -13,11 +13,11 @@ from torch import nn
 
 from ds_vertical.compat import accelerator, zero_optimizer
 from ds_vertical.compat import engine as compat_engine
-from ds_vertical.config.resolve import Resolved
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.offload.cpu_adam import Powers
 from ds_vertical.offload.param_store import ParamStore
+from ds_vertical.types import RunSettings
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -27,7 +27,7 @@ class TrainedEngine(Protocol):
 
     module: nn.Module
     optimizer: VerticalStage3
-    vertical: Resolved
+    vertical: RunSettings
     self_check: FirstStepCheck
     global_steps: int
     lr_scheduler: Any  # the user's, or DeepSpeed's

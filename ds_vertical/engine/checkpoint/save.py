@@ -223,8 +223,7 @@ class RankSave:
         for index, params in enumerate(optimizer.fp16_groups):
             entry = zero_optimizer.group_of(optimizer, index), int(zero_optimizer.moments(optimizer, index)["step"])
             group_of |= {id(param): entry for param in params}
-        named: Iterable[tuple[str, ZeroParam]] = self._engine.module.named_parameters()
-        for name, param in named:
+        for name, param in dict[str, ZeroParam](self._engine.module.named_parameters()).items():
             group, step = group_of.get(id(param), (None, 0))
             places = {kind: tuple(ranges) for kind, ranges in self._places.get(id(param), {}).items()}
             shape, dtype = zero_params.full_shape(param), str(param.dtype).removeprefix("torch.")

@@ -12,11 +12,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ds_vertical.compat import stock_checkpoint, zero_optimizer, zero_params
+from ds_vertical.compat.engine import DeepSpeedEngine
 from ds_vertical.compat.stock_checkpoint import StockCheckpoint, StockGroup
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
@@ -51,7 +52,7 @@ def save_stock(
         with ranks.all_or_none("save_checkpoint", partial(zero_optimizer.gather_persistent, engine.optimizer)):
             _write(engine, folder.beside, client_state, exclude_frozen)
             if ranks.rank() == 0 and not manifest.complete_tags(save_dir):  # else the script that reads those stays
-                stock_checkpoint.place_stock_scripts(engine, save_dir)
+                stock_checkpoint.place_stock_scripts(cast(DeepSpeedEngine, engine), save_dir)
     return folder.path
 
 
@@ -69,7 +70,7 @@ def _write(engine: TrainedEngine, folder: Path, client_state: Mapping[str, objec
             return zero_params.shard(param).detach().to("cpu", copy=True) if found is None else found
 
         checkpoint = StockCheckpoint(folder, groups, share_of, client_state, exclude_frozen)
-        stock_checkpoint.write_stock_files(engine, checkpoint, _save)
+        stock_checkpoint.write_stock_files(cast(DeepSpeedEngine, engine), checkpoint, _save)
     except OSError as error:
         raise fail(error.filename or folder, "save", error, "free space there or save to another folder") from error
 
