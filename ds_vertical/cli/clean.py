@@ -1,4 +1,4 @@
-"""`ds-vertical clean`: the folders of runs below an nvme_path, and how to be rid of those that dead runs left there."""
+"""`ds-vertical clean`: lists the folders of runs below an nvme_path, and removes those that dead runs left there."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _FAILED, _BAD_INPUT = 1, 2
 
 @dataclass(frozen=True)
 class AbPlan:
-    """Everything the command line asks for, checked."""
+    """Everything that the command line asks for, checked. `machine`: a report of `ds-vertical limits`."""
 
     arms: Arms
     config: Path

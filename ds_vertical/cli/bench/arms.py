@@ -51,7 +51,7 @@ TRANSFER_SECTION = "aio"
 
 @dataclass(frozen=True)
 class Arms:
-    """The DeepSpeed configuration of each arm, and what is odd about them without being wrong."""
+    """The DeepSpeed configuration of each arm, and warnings about settings that are odd and not wrong."""
 
     stock: JsonObject
     vertical: JsonObject

@@ -1,9 +1,9 @@
-"""Seconds of one micro-batch through the pieces of a Hugging Face model: what stands before its layers, a layer, the suffix.
+"""Seconds of one micro-batch through the pieces of a Hugging Face model: the prefix before its layers, a layer, the suffix.
 
-Measured as the schedule runs them: forward with a graph, as in training; backward of one layer from the gradient of its output,
-each parameter's gradient then moved into an fp32 sum. Several calls of a piece follow one another, as the micro-batches of a
-layer do, so weights are as warm as they are there. The model is made with two layers, with weights of any value.
-Memory that is freed is kept, as in training.
+The timer runs the pieces as the schedule does: forwards with a graph, as in training; the backward of one layer from the
+gradient of its output, and then each parameter's gradient into an fp32 sum. It calls a piece several times in a row, as the
+micro-batches of a layer do, so that the caches hold as much of the weights as in training. The model has two layers, with
+weights of any value. The process keeps the memory that it frees, as in training.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ def _shorten(config: PreTrainedConfig) -> None:
 
 
 class BlockTimer:
-    """Times the pieces of `model` (a Hugging Face configuration) on `device`. `zero_linear`: with ZeRO-3's linear for torch's.
-    This process has that, and what it frees, from now on."""
+    """Times the pieces of `model` (a file with a Hugging Face configuration) on `device`.
+
+    `zero_linear`: ZeRO-3's linear replaces torch's. This process keeps that linear, and the memory that it frees, from now on.
+    """
 
     def __init__(self, model: Path, batch: BlockBatch, device: str, zero_linear: bool = False) -> None:
         keep_freed_memory(_KEPT_BYTES)
@@ -85,9 +87,12 @@ class BlockTimer:
         return self._run()
 
     def rates(self, rounds: int) -> dict[str, float]:
-        """Seconds: of a layer's passes the mean of `rounds` times a few calls, of more where they are short (a step takes the
-        machine's slow moments with the fast ones), of the rest the median; `activation_bytes` of what passes between layers;
-        where the device is the host `gauge_s`, what `block_s` would tell of the time in which the layer was timed."""
+        """Seconds of a layer's forward and backward, of the prefix, and of the suffix with its backward.
+
+        A layer's are means over `rounds` times a few calls, or over more where the calls are short: a step has the machine's
+        slow moments, too. The others are medians. `activation_bytes`: bytes of a layer's input. `gauge_s`, where the device is
+        the host: what `block_s` would return for the time in which the layer was timed.
+        """
         passes = list(self._passes(rounds, _LEAST_S))
         forward, backward = (fmean(column) for column in zip(*passes, strict=True))
         layer = {"layer_forward_s": forward, "layer_backward_s": backward}

@@ -1,8 +1,9 @@
 """From the recorded steps of both arms to the verdict: are the losses equal, and only then, how fast is each arm.
 
 [Note: how equal]
-Architecture 6. On one rank, untied, gradients summed in fp32 and without snake, both arms agree bit for bit. Tied
-weights, several ranks, snake or a narrower sum change the order of additions, so a tolerance holds instead.
+See docs/architecture.md, what is exact. On one rank, with untied weights, gradients summed in fp32 and without snake, both arms
+agree bit for bit. Tied weights, several ranks, snake or a narrower sum change the order of additions, so a tolerance holds
+instead.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Contract:
-    """What two arms owe each other: a relative tolerance on every loss; the reasons why bits may differ, if any."""
+    """How equal the losses of two arms must be: the relative tolerance, and the reasons why bits may differ, if any."""
 
     tolerance: float
     reasons: tuple[str, ...]
@@ -84,7 +85,7 @@ class LossDifference:
 
 @dataclass(frozen=True)
 class LossVerdict:
-    """agreement over all runs; the first difference that decides it and the largest relative one."""
+    """The agreement over all runs, the first difference that decides it, and the largest relative one."""
 
     agreement: Agreement
     contract: Contract

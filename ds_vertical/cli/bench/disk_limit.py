@@ -55,7 +55,7 @@ class Controller:
     version: int
 
     def settings(self, limit: Limit, disk: BlockDevice) -> list[tuple[str, str]]:
-        """(file, text) that limit one disk for a group."""
+        """The files of a group, and the text to write into each, that limit one disk."""
         if self.version == 2:
             return [("io.max", f"{disk.number} rbps={limit.read_bps} wbps={limit.write_bps}")]
         return [

@@ -1,11 +1,12 @@
-"""What a vertical step could be: its bound, the bytes of the table, the memory formula, beside what was measured.
+"""How good a vertical step is: its seconds beside the bound, its bytes beside the table's, its memory beside the formula's.
 
-The machine's rates are measured right ahead of and after each run of the vertical arm, under the same disk limit, with its
-model, micro-batch, dtype and threads, and their mean is that run's, corrected step by step by how long a layer took between
-its steps (`metrics`): a shared machine is another one minutes later. Where nobody asked that, and both tell machines apart
-that differ by more than _STEADY, the run's bound says little, and it is left out of the ratio if another run is steadier. Or
-the rates come from a file. Everything is computed for the schedules that really ran (`run_record`). The simulated makespan
-stands beside the bound: it knows queues and order, but it is a model's opinion, no limit.
+`ds-vertical ab` measures the machine's rates right before and right after each run of the vertical arm, under the same disk
+limit, with the run's model, micro-batch, dtype and threads. A run gets the mean of the two. The mean is corrected for each
+step by how long a layer took between the run's steps (`engine.metrics`), since a shared machine changes within minutes. Where
+no layer was timed, and the two measurements differ by more than _STEADY, the run's bound says little: it is left out of the
+ratio if another run is steadier. The rates may also come from a file. All figures are of the schedules that really ran
+(`planner.run_record`). The simulated makespan stands beside the bound: it takes queues and order into account, but it is a
+prediction and no limit.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _STEADY = 0.15  # by which seconds of a layer may differ ahead of a run and afte
 
 @dataclass(frozen=True)
 class Ran:
-    """A repeat of the vertical arm with its account."""
+    """A repeat of the vertical arm with the account that it kept of its schedules."""
 
     run: Run
     account: Account
 
     def counted(self) -> list[tuple[ExecutedStep, int, int, float]]:
-        """(step, bytes read, bytes written, seconds) of all ranks, without the first step."""
+        """Each step but the first, with the bytes that all ranks read and wrote, and the slowest rank's seconds."""
         counted = []
         for index in range(1, self.run.num_steps):
             records = self.run.step(index)
@@ -108,7 +109,7 @@ Reports = Mapping[int, Sequence[Report]]  # ahead of and after the vertical run,
 
 
 def figures(every: Sequence[Ran], reports: Reports, stock: ArmSummary | None, out: Path) -> JsonObject:
-    """All figures, for ab.json. Raises CostsError for rates that are none."""
+    """All figures, for ab.json. Raises CostsError for reports without the rates."""
     conditions = {repeat: Conditions(found) for repeat, found in reports.items()}
     ran, traced = [each for each in every if not each.run.traced], [each for each in every if each.run.traced]
     measured = median(seconds for each in ran for *_, seconds in each.counted())
@@ -257,7 +258,7 @@ def _kind(event: Event) -> str:
 
 
 def efficiency_lines(found: JsonObject) -> list[str]:
-    """For the terminal, below the table of the arms."""
+    """The figures as lines for the terminal, below the table of the arms."""
     if "bound_s" not in found:
         return [f"no bound: {found['missing']}"] if "missing" in found else []
     shown = []

@@ -1,6 +1,7 @@
-"""The disk's rates as `fio` measures them, to check our own against: same block size, depth, threads, file size, O_DIRECT, and
-memory in huge pages, as our buffers are: of small ones a block is more pieces than a disk may take at once (virtio: 254 of
-4 KiB), and a read takes up to 2.5 times as long.
+"""The disk's rates as `fio` measures them, to check our own against.
+
+fio gets the same block size, depth, threads, file size and O_DIRECT, and memory in huge pages, as our buffers have. In small
+pages a block is more pieces than a disk may take at once (virtio: 254 of 4 KiB), and a read takes up to 2.5 times as long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""What other work on the host takes from a computation beside it: transfers per byte, CPU Adam per second.
+"""What a step costs the host's cores beside the model: transfers, CPU Adam, and the schedule's own code.
+
+`core_s_per_byte`, `core_share`: what transfers and CPU Adam take from a computation beside them. `event_s`: seconds that the
+schedule's code takes for an event of computation. Where host and device are one memory the thread that walks the schedule
+computes as well, so these seconds are part of every step. They are measured on a model that computes next to nothing, with
+stores that move nothing: a step by the schedule against the same forwards and backwards by plain autograd.
 
 [Note: cores and bytes] The kernel submits, pins pages and completes on the cores that compute, and a virtual disk is served by
 the host of the virtual machine, often on the same ones; transfers and products share the memory's bandwidth too. All of it is
@@ -9,12 +14,6 @@ they compute on, over the bytes per second that were moved meanwhile.
 Adam on one core of two thus takes more than half of it: as much as all, where both are also bound by memory. So its share is
 measured as well: what the same products lose beside it in a second, over the seconds' worth of its own work that it does. It is
 more than 1 where both at a time are slower than in turn.
-
-Seconds that the schedule's own code takes for an event of computation, beside what the model computes.
-
-Where host and device are one memory the thread that walks the schedule computes as well, so they are part of every step. They
-are measured on a model that computes next to nothing, with stores that move nothing: a step by the schedule against the same
-forwards and backwards by plain autograd.
 """
 
 from __future__ import annotations
@@ -41,8 +40,11 @@ _TOKENS, _WIDTH, _WEIGHTS = 8, 1024, 12  # 50 MB of weights: more than caches ho
 
 
 def core_s_per_byte(transfer: Callable[[], int], num_cores: int, num_pairs: int) -> float:
-    """Seconds of a core for a byte, 0 or more. `transfer` does some transfers of both directions to their end and returns how
-    many bytes these were; it is called in another thread. Raises what `transfer` raises."""
+    """Seconds of a core that a byte takes from computation beside it, 0 or more.
+
+    `transfer` moves some bytes in both directions, waits until they are moved, and returns how many they were. It is called in
+    another thread. Raises what `transfer` raises.
+    """
     pairs = _beside(transfer, num_pairs)
     return max(0.0, median((1 - left) * num_cores / bytes_per_s for left, bytes_per_s in pairs))
 
@@ -104,8 +106,6 @@ class _Mover(threading.Thread):
 
 def _products() -> Callable[[float], float]:
     """Products of few tokens with more weights than caches hold, for so many seconds: products per second."""
-    import torch
-
     inputs = torch.ones(_TOKENS, _WIDTH)
     weights: list[torch.Tensor] = [torch.ones(_WIDTH, _WIDTH) for _ in range(_WEIGHTS)]
 

@@ -1,5 +1,6 @@
-"""The machine as a run found it, step by step: from the rates measured ahead of the run and after it, and from how fast the
-host was between its steps.
+"""How fast the machine was in each step of a run.
+
+It follows from the rates measured before and after the run, and from how long a layer took between the run's steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _GAUGE = "gauge_s"
 
 
 class Conditions:
-    """Of one run. `reports`: those measured beside it, in order of time. Raises CostsError for rates that are none."""
+    """The machine during one run. `reports`: measured beside it, in order of time. Raises CostsError for one without rates."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
         machines = [report.get("machine", report) for report in reports if Machine.from_dict(report)]
@@ -26,19 +27,21 @@ class Conditions:
 
     @property
     def drift(self) -> float | None:
-        """By how much a layer took longer in one report than in another; None where there is one report, or no layer in it."""
+        """The share by which a layer took longer in one report than in another; None with one report, or without a layer."""
         seconds = [rates.get("layer_forward_s", 0.0) + rates.get("layer_backward_s", 0.0) for rates in self._every]
         return max(seconds) / min(seconds) - 1 if len(seconds) > 1 and min(seconds) > 0 else None
 
     def slowdown(self, steps: Sequence[ExecutedStep], index: int) -> float:
-        """Over the reports' seconds of a block those around a step, from what was measured ahead of it and behind it; 1 where
-        nothing was."""
+        """How much slower than in the reports a block was around a step, from its seconds before and after the step.
+
+        1 where no block was timed there.
+        """
         known = [step.gauge_s for step in steps[max(0, index - 1) : index + 1] if step.gauge_s is not None]
         usual = self.rates.get(_GAUGE)
         return mean(known) / usual if known and usual else 1.0
 
     def during(self, steps: Sequence[ExecutedStep], index: int) -> tuple[Machine, dict[str, float]]:
-        """The machine and the rates in a step of the run."""
+        """The machine and the rates during a step of the run."""
         factor = self.slowdown(steps, index)
         slowed = {key: value * factor if key in _HOST_SECONDS else value for key, value in self.rates.items()}
         return self.machine.slowed(factor), slowed

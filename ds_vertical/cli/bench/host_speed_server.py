@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
-    """A process that measures as long as the block runs; the value for `metrics.VARIABLE`. Raises RuntimeError where it does
+    """Starts the process, ends it with the block, and gives the value for `metrics.VARIABLE`. Raises RuntimeError where it does
     not start."""
     folder = Path(tempfile.mkdtemp(prefix="ds_vertical.timekeeper."))
     path = folder / "socket"

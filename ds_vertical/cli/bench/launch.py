@@ -41,7 +41,7 @@ class Script:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, config: Path, out: Path, name: str, title: str) -> dict[int, list[StepRecord]]:
-        """Train with the JSON `config`; {rank: records}. Writes `out/<name>.log` and `.metrics`. Raises RunError."""
+        """Trains with the JSON `config`; the records by rank. Writes `out/<name>.log` and `.metrics`. Raises RunError."""
         log, metrics = out / f"{name}.log", out / f"{name}.metrics"
         environment = dict(os.environ) | dict(self.environment)
         environment |= {METRICS_VARIABLE: str(metrics), STEPS_VARIABLE: str(self.num_steps)}

@@ -1,5 +1,7 @@
-"""`ds-vertical limits`: the rates of this machine that bound a step: SSD, copies, CPU Adam, matrix products, a layer's forward
-and backward; and what its tiers hold. Kept in the user's cache, from where plans and training take it.
+"""`ds-vertical limits`: measures this machine, and keeps the report in the user's cache for plans and training.
+
+The report has the rates that bound a step (SSD, copies, CPU Adam, matrix products, a layer's forward and backward), and how
+much each tier holds.
 """
 
 from __future__ import annotations
@@ -209,8 +211,11 @@ def rates_table(rates: dict[str, float]) -> str:
 
 
 def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: JsonObject, with_fio: bool = True) -> dict[str, float]:
-    """Bytes/s past the page cache through the queues that training uses: each direction alone, and both together; what they
-    take from computation on the host; beside them what fio finds, where it is installed and asked."""
+    """Bytes/s past the page cache through the queues that training uses: each direction alone, and both together.
+
+    Beside them what the transfers take from computation on the host, and what fio finds, where it is installed and asked for.
+    Raises ConfigError for settings with which no queue can be made.
+    """
     from ds_vertical.compat import pinned_memory
     from ds_vertical.compat.ops import load
     from ds_vertical.compat.stock_config import aio_settings
@@ -292,8 +297,11 @@ def copy_rates(num_bytes: int, rounds: int) -> dict[str, float]:
 
 
 def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
-    """Elements/s of CPU Adam on fp32 state in memory, and of casting masters to bf16: on all host cores, or on the one that
-    training leaves for them where it computes on the host. Bytes/s of the checksums, on one."""
+    """Elements/s of CPU Adam on fp32 state in memory, and of casting masters to bf16; bytes/s of the checksums.
+
+    Adam and the cast run on all host cores, or on the one that training leaves for them where it computes on the host; the
+    checksums run on one.
+    """
     import torch
 
     from ds_vertical.compat.ops import load
@@ -318,8 +326,10 @@ def adam_rate(rounds: int, numel: int = 1 << 23) -> dict[str, float]:
 
 
 def adam_share(rounds: int) -> dict[str, float]:
-    """The share of the cores that CPU Adam on one of them takes from what computes on all, see `host_bench`: updates, casts and
-    checksums of pieces as large as a step's, each again only when no cache has it any more."""
+    """The share of the cores that CPU Adam on one of them takes from a computation on all of them, see `host_bench`.
+
+    It updates, casts and checksums pieces as large as a step's, each again only when it has left the caches.
+    """
     import torch
 
     from ds_vertical.compat.ops import load
@@ -349,7 +359,7 @@ def adam_share(rounds: int) -> dict[str, float]:
 
 
 def norm_rate(rounds: int, numel: int = 1 << 22) -> dict[str, float]:
-    """Elements/s of the norm that stock takes of an fp32 gradient, on the device; each again only when no cache has it."""
+    """Elements/s of the norm that stock takes of an fp32 gradient on the device; each again only when no cache has it."""
     import torch
 
     from ds_vertical.compat import zero_optimizer
@@ -366,7 +376,7 @@ def norm_rate(rounds: int, numel: int = 1 << 22) -> dict[str, float]:
 
 
 def product_rates(rounds: int, tokens: int = 128, width: int = 1024) -> dict[str, float]:
-    """Floating-point operations per second of activations times weights, by dtype; on a GPU of a size that fills it."""
+    """Floating-point operations per second of activations times weights, by dtype; sizes that fill a GPU on one."""
     import torch
 
     device = accelerator()
@@ -394,8 +404,10 @@ def capacity(folder: Path) -> dict[str, int | None]:
 
 
 def layer_seconds(options: argparse.Namespace, config: JsonObject) -> dict[str, float]:
-    """Seconds of a model's pieces for one micro-batch, see `block_timer`; with DeepSpeed's linear where the JSON's stage 3 puts
-    it in torch's place."""
+    """Seconds of a model's pieces for one micro-batch, see `block_timer`.
+
+    They are timed with DeepSpeed's linear where ZeRO stage 3 of the JSON puts it in the place of torch's.
+    """
     from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
 
     zero = config.get("zero_optimization") or {}

@@ -36,7 +36,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what decides a measurement; None for a package that is not installed. `commit`: ours, where this is a checkout."""
+    """Versions of Python and the packages; None for one that is not installed. `commit`: of this checkout, if it is one."""
     packages = ("torch", "deepspeed", "transformers", "ds-vertical")
     found = {name: _version(name) for name in packages}
     return found | {"commit": _commit(Path(__file__).parents[3]), "python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""What an examination looks at, and what it finds. Imports neither torch nor deepspeed."""
+"""What doctor looks at (a Target), and what a check finds (CheckResults). Imports neither torch nor deepspeed."""
 
 from __future__ import annotations
 
@@ -52,8 +52,11 @@ def split_fault(line: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Target:
-    """What is examined besides the machine. `config_path`: a DeepSpeed JSON; `nvme_path`: a folder on the SSD, in place of
-    those that the JSON names; `arm`: which arms the JSON is to run in, null: the one that it says."""
+    """What doctor examines besides the machine.
+
+    `config_path`: a DeepSpeed JSON. `nvme_path`: a folder on the SSD, in the place of those that the JSON names. `arm`: the
+    arms that the JSON is to run in; None: the one that it says.
+    """
 
     config_path: Path | None = None
     nvme_path: Path | None = None
@@ -61,7 +64,7 @@ class Target:
 
     @functools.cached_property
     def config(self) -> JsonObject | None:
-        """The JSON; None where there is none, or none that can be read, which is a finding of one check only."""
+        """The JSON; None without one, and for one that cannot be read, which one check reports."""
         from ds_vertical.config.file import read_config
         from ds_vertical.errors import ConfigError
 

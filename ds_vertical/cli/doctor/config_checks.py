@@ -84,8 +84,8 @@ def _without_auto(section: Mapping[str, object]) -> JsonObject:
 
 
 def near_misses(case: Target) -> Iterator[CheckResult]:
-    """Top-level keys that DeepSpeed would ignore in silence. Those inside sections it refuses itself; see `stock_traps` for
-    aio."""
+    """Finds top-level keys that DeepSpeed would ignore in silence. It refuses unknown keys of sections itself, but for those of
+    aio, see `stock_traps`."""
     for key in case.config or {}:
         if key in TOP_LEVEL_KEYS:
             continue
@@ -100,13 +100,13 @@ def near_misses(case: Target) -> Iterator[CheckResult]:
 
 
 def autos(case: Target) -> Iterator[CheckResult]:
-    """Values left to "auto"."""
+    """Finds values left to "auto"."""
     for each in find_unfilled(case.config or {}):
         yield (warning if each.harmless else error)(each.found, each.line)
 
 
 def optimizer(case: Target) -> Iterator[CheckResult]:
-    """Arguments that CPU Adam does not take: DeepSpeed hands all of them on."""
+    """Finds optimizer arguments that CPU Adam does not take: DeepSpeed hands all of them on."""
     given = case.at("optimizer.params")
     kind = case.at("optimizer.type")
     if not isinstance(given, Mapping) or str(kind).lower() not in ("adam", "adamw"):
@@ -126,7 +126,7 @@ def optimizer(case: Target) -> Iterator[CheckResult]:
 
 
 def precision(case: Target) -> Iterator[CheckResult]:
-    """Whether the device has the JSON's precision."""
+    """Checks that the device has the JSON's precision."""
     if case.config is None:
         return
     from ds_vertical.compat import accelerator as compat_accelerator

@@ -31,7 +31,7 @@ _BUILD: Final = "ds-vertical build-ops"
 
 
 def host_memory(case: Target) -> Iterator[CheckResult]:
-    """What this process may allocate and lock, against what DeepSpeed takes for the JSON before the first step."""
+    """Compares what this process may allocate and lock with what DeepSpeed takes for the JSON before the first step."""
     available, lockable = host.available_bytes(), host.lockable_bytes()
     needed, why = _parameter_buffers(case)
     smaller = 'a smaller "buffer_count" or "buffer_size" in zero_optimization.offload_param'
@@ -70,7 +70,7 @@ def _parameter_buffers(case: Target) -> tuple[int, str]:
 
 
 def aio_events(case: Target) -> Iterator[CheckResult]:
-    """The kernel's limit of asynchronous I/O, which all processes of the machine share."""
+    """Checks the kernel's limit of asynchronous I/O, which all processes of the machine share."""
     folder = Path("/proc/sys/fs")
     taken, most = (int((folder / name).read_text()) for name in ("aio-nr", "aio-max-nr"))
     if most - taken < _LEAST_AIO_EVENTS:
@@ -81,7 +81,7 @@ def aio_events(case: Target) -> Iterator[CheckResult]:
 
 
 def other_work(case: Target) -> Iterator[CheckResult]:
-    """Cores that this process's threads would have to share: with other processes, or with a control group's quota."""
+    """Finds cores that this process's threads must share: with other processes, or with a control group's quota."""
     num_cores, wanted = len(contention.cores()), _num_threads()
     others, takers = contention.look()
     quota = contention.quota()
@@ -104,7 +104,7 @@ def _num_threads() -> int:
 
 
 def page_locked(case: Target) -> Iterator[CheckResult]:
-    """Page-locked memory can really be had, by the call that runs make."""
+    """Checks that this process can lock memory, by the call that runs make."""
     from ds_vertical.compat import accelerator as compat
     from ds_vertical.compat import pinned_memory
 
@@ -124,7 +124,7 @@ def page_locked(case: Target) -> Iterator[CheckResult]:
 
 
 def huge_pages(case: Target) -> Iterator[CheckResult]:
-    """Buffers of direct I/O are in huge pages where the kernel grants them on request; see `host`."""
+    """Checks that the kernel grants huge pages for the buffers of direct I/O; see `io.host`."""
     from ds_vertical.compat import accelerator as compat
 
     mode = _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "absent"
@@ -139,7 +139,7 @@ def huge_pages(case: Target) -> Iterator[CheckResult]:
 
 
 def processor(case: Target) -> Iterator[CheckResult]:
-    """What CPU Adam is compiled for, and whether bf16 is arithmetic or a loop where the device is the CPU."""
+    """Says what CPU Adam is compiled for, and whether a CPU as the device has bf16 arithmetic or computes it in a loop."""
     from cpuinfo import get_cpu_info
 
     from ds_vertical.compat.ops import load
@@ -164,7 +164,7 @@ def processor(case: Target) -> Iterator[CheckResult]:
 
 
 def device(case: Target) -> Iterator[CheckResult]:
-    """The accelerator that DeepSpeed takes, and whether that is what the machine has."""
+    """Compares the accelerator that DeepSpeed takes with what the machine has."""
     named = os.environ.get("DS_ACCELERATOR")
     try:
         from ds_vertical.compat.accelerator import get_accelerator

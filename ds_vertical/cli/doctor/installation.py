@@ -1,7 +1,7 @@
 """Checks of what is installed: versions, DeepSpeed's internals, ninja, the environment, compile locks, ops.
 
-Each is a function of a Case that yields Findings; `doctor` has the table. They run in a worker (`worker`), so that torch
-and deepspeed are imported where a check needs them.
+Each is a function that takes a Target and yields CheckResults; `doctor.command` has the table. They run in a worker
+(`doctor.worker`), so that torch and deepspeed are imported only where a check needs them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BUILD: Final = "ds-vertical build-ops"
 
 
 def supported_versions(case: Target) -> Iterator[CheckResult]:
-    """Python and the packages against what this package declares."""
+    """Compares the versions of Python and the packages with those that this package declares."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -69,7 +69,7 @@ def _version(package: str) -> str | None:
 
 
 def internals(case: Target) -> Iterator[CheckResult]:
-    """DeepSpeed's internals against those that `compat` overrides: importing it compares them."""
+    """Compares DeepSpeed's internals with those that `compat` knows: importing `compat` does that."""
     try:
         from ds_vertical.compat import version
     except ImportError as failure:
@@ -84,7 +84,7 @@ def internals(case: Target) -> Iterator[CheckResult]:
 
 
 def ninja(case: Target) -> Iterator[CheckResult]:
-    """The ninjas on PATH: two of different versions rebuild each other's ops in torch's cache."""
+    """Finds the ninjas on PATH: two of different versions rebuild each other's ops in torch's cache."""
     found = _programs("ninja")
     own = Path(sys.prefix) / "bin" / "ninja"
     first = f"export PATH={own.parent}:$PATH"
@@ -122,7 +122,7 @@ def _told(path: Path, option: str) -> str:
 
 
 def environment(case: Target) -> Iterator[CheckResult]:
-    """Variables that send a run somewhere else without a word."""
+    """Finds variables of the environment that change a run without a word."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
     if extensions and not Path(extensions).is_relative_to(cache.cache_root()):
         yield warning(
@@ -146,7 +146,7 @@ def environment(case: Target) -> Iterator[CheckResult]:
 
 
 def compile_locks(case: Target) -> Iterator[CheckResult]:
-    """Locks of compiles, in this cache and in torch's own: those of the living, and those that all others wait for in vain."""
+    """Finds locks of compiles in this cache and in torch's: live ones, and stale ones, which hold up all others."""
     # before anything imports DeepSpeed through `compat`, which clears stale ones in the folder that it uses
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
@@ -172,7 +172,7 @@ def compile_locks(case: Target) -> Iterator[CheckResult]:
 
 
 def ops(case: Target) -> Iterator[CheckResult]:
-    """Every op that runs use is in the cache and loads; CPU Adam steps a tensor right. Nothing is compiled here."""
+    """Checks that every op of a run is in the cache and loads, and that CPU Adam steps a tensor right. Compiles nothing."""
     from ds_vertical.compat.ops import load
 
     cache.activate()

@@ -68,7 +68,7 @@ def _standing(path: Path) -> Path:
 
 
 def existence(case: Target) -> Iterator[CheckResult]:
-    """There is a folder, and it is one."""
+    """Checks that the path is there, and that it is a folder."""
     if not case.nvme_paths and case.config is not None:
         yield ok("the JSON keeps nothing on SSD, so no disk was examined")
     elif not case.nvme_paths:
@@ -98,7 +98,7 @@ def _folders(case: Target) -> Iterator[tuple[Path, Path]]:
 
 
 def file_system(case: Target) -> Iterator[CheckResult]:
-    """What the folder lies on: kinds that are no SSD, read-only mounts, rotating disks."""
+    """Finds file systems that are no SSD's, read-only mounts, and rotating disks."""
     for path, there in _folders(case):
         mount = mount_of(there, read_mounts())
         network = any(mount.kind == name or (name.endswith(".") and mount.kind.startswith(name)) for name in _NETWORK)
@@ -127,13 +127,13 @@ def _rotates(folder: Path) -> bool:
 
 
 def space(case: Target) -> Iterator[CheckResult]:
-    """Free bytes and inodes, and how large a model they hold."""
+    """Says how many bytes and inodes are free, and how large a model they hold."""
     for path, there in _folders(case):
         yield judge_space(path, os.statvfs(there))
 
 
 def judge_space(path: Path, status: os.statvfs_result) -> CheckResult:
-    """The finding for a file system of which `status` is told."""
+    """The result for a file system with this `status`."""
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     millions = free / _GENERATION_BYTES / 1e6
     room = f"{path}: {gib(free)} of {gib(total)} free: the state of {millions:.0f} M parameters, or of {millions / 2:.0f} M"
@@ -150,7 +150,7 @@ def judge_space(path: Path, status: os.statvfs_result) -> CheckResult:
 
 
 def round_trip(case: Target) -> Iterator[CheckResult]:
-    """Claim a folder as a run does, reserve a file, write it past the page cache, read it back both ways, compare."""
+    """Claims a folder as a run does, reserves a file, writes it past the page cache, reads it back both ways, and compares."""
     for path, there in _folders(case):
         try:
             folder = run_dir.RunFolder.claim(there, run_dir.new_run_id(), 0)
@@ -193,7 +193,7 @@ def _transfer(path: Path, file: Path, case: Target) -> CheckResult:
 
 
 def came_back(sent: bytes, received: bytes, file: Path) -> bool:
-    """Whether what was read past the page cache, and what any program reads from the file, is what was written."""
+    """Whether the bytes read past the page cache, and those that any program reads from the file, are those written."""
     return received == sent and file.read_bytes() == sent
 
 
@@ -220,7 +220,7 @@ def _remedy(failure: BaseException | None, folder: Path) -> str:
 
 
 def runs(case: Target) -> Iterator[CheckResult]:
-    """Other runs on the disk: live ones share its rate, those of dead processes keep its space."""
+    """Finds other runs on the disk: live ones share its rate, folders of dead ones take its space."""
     for path, there in _folders(case):
         if there != path.absolute():
             continue

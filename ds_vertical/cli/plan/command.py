@@ -190,7 +190,8 @@ def _timed(outline: Outline, fields: JsonObject) -> Callable[[int], Seconds]:
 
 
 def time_pieces(outline: Outline, fields: JsonObject, size: int) -> Seconds:
-    """Of a micro-batch of `size` sequences, measured on this machine."""
+    """Seconds of a model's pieces for a micro-batch of `size` sequences, measured on this machine. Raises ConfigError where a
+    block cannot be timed."""
     from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
     from ds_vertical.cli.bench.machine_info import accelerator
 
@@ -259,7 +260,7 @@ def _drive_writes(chosen: Candidate, machine: Profile, ranks: int) -> float | No
 
 
 def plan_lines(found: JsonObject) -> list[str]:
-    """For the terminal."""
+    """The plan as lines for the terminal."""
     setting, model, traffic = found["setting"], found["model"], found["traffic"]
     machine, place = found["machine"], setting["placement"]
     early = f"{1 - setting['delay']:.0%} in the backward, the rest " if setting["early"] else ""

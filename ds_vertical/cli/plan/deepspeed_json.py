@@ -53,7 +53,7 @@ def write_config(candidate: Candidate, outline: Outline, training: TrainingOptio
 
 
 def section(setting: Setting) -> JsonObject:
-    """Every timing key written out, so that what was planned is what runs."""
+    """The `vertical_schedule` section with every key that the planner chose, so that the run is the one that was planned."""
     placement = setting.placement
     return {
         "blocks_per_layer": setting.blocks_per_layer,

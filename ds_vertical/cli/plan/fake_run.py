@@ -1,5 +1,7 @@
-"""Reads the outline of a Hugging Face model from its configuration alone: built and run with torch's fake tensors, which have
-shapes and no memory. (Models ask about the values of tensors on the meta device; of fake ones they know not to.)
+"""Reads the outline of a Hugging Face model from its configuration alone: sizes, operations and saved bytes.
+
+The model is built and run with torch's fake tensors, which have shapes and no memory. (On the meta device models ask for the
+values of tensors, which they do not do with fake ones.)
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class _Meter:
         *args: object,
         **kwargs: object,
     ) -> torch.Tensor:
-        """In the place of torch's; two products of the length squared, halved where the mask is causal."""
+        """Stands in for torch's; counts two products of the length squared, halved where the mask is causal."""
         causal = kwargs.get("is_causal", len(args) > 1 and args[1])
         products = 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
         self.attention_flops += products / 2 if causal else products

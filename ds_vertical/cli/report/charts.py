@@ -91,7 +91,7 @@ def title(resource: str) -> str:
 
 @_chart
 def draw_timeline(panels: Sequence[tuple[str, StepTrace, Sequence[tuple[int, Stall]]]]) -> Figure:
-    """Rows of busy time per resource. Each panel: its title, the step, and the stalls to number in it."""
+    """Draws rows of busy time per resource. Each panel has its title, a step, and the stalls to number in it."""
     used = {span.resource for _, step, _ in panels for span in step.spans}
     rows = [name for name in RESOURCES if name in used]
     figure = _figure(len(panels) * (0.34 * (len(rows) + 1) + 0.75))
@@ -149,7 +149,7 @@ def _stalls(axes: Axes, step: StepTrace, y: int, numbered: Sequence[tuple[int, S
 
 
 def merged(intervals: Iterable[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """The union of intervals, those less than `gap` apart as one."""
+    """The union of intervals; those less than `gap` apart become one."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if found and start - found[-1][1] <= gap:
@@ -160,7 +160,7 @@ def merged(intervals: Iterable[tuple[float, float]], gap: float) -> list[tuple[f
 
 
 def clusters(points: Sequence[tuple[int, float]], distance: float) -> list[tuple[list[int], float]]:
-    """Numbers nearer to each other than `distance`, together, in the middle of where they are."""
+    """Joins numbers whose places are nearer to each other than `distance`, and puts them in the middle of their places."""
     found: list[list[tuple[int, float]]] = []
     for point in sorted(points, key=lambda point: point[1]):
         if found and point[1] - found[-1][-1][1] < distance:

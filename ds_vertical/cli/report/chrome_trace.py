@@ -25,12 +25,12 @@ _MICRO: Final = 1e6
 
 
 def to_json(lines: Sequence[Timeline]) -> str:
-    """The whole file. Raises ValueError without a step."""
+    """The text of the whole file. Raises ValueError for timelines without a step."""
     return json.dumps({"traceEvents": events(lines), "displayTimeUnit": "ms", "otherData": _about(lines)}, allow_nan=False)
 
 
 def events(lines: Sequence[Timeline]) -> list[JsonObject]:
-    """Metadata first, then everything in order of time. Raises ValueError without a step."""
+    """The trace events: metadata first, then the others in order of time. Raises ValueError for timelines without a step."""
     if not any(line.steps for line in lines):
         raise ValueError("no step to export")
     zero = min(_first(step) for line in lines for step in line.steps)
@@ -83,7 +83,7 @@ def _rows(line: Timeline) -> dict[str, Sequence[TraceRecord]]:
 
 
 def disjoint(records: Iterable[Span | Wait]) -> Iterator[list[Span | Wait]]:
-    """The records, on as few rows as hold them without an overlap; none for none."""
+    """Puts the records on as few rows as hold them without an overlap."""
     rows: list[list[Span | Wait]] = []
     for record in sorted(records, key=lambda record: (record.start, record.end)):
         row = next((row for row in rows if row[-1].end <= record.start), None)

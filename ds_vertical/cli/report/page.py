@@ -26,8 +26,11 @@ class Table:
 
 @dataclass(frozen=True)
 class ReportSection:
-    """One section of a run. `key`: its anchor and its chart's file. `missing`: what to do for it to have content, where it has
-    none. `data`: what it says, as JSON. `chart`: a PNG. `about`: what the chart shows, for those who do not see it."""
+    """One section of a run.
+
+    `key`: names its anchor and its chart's file. `missing`: how to get what the section lacks; empty where it lacks nothing.
+    `data`: the section's figures, for JSON. `chart`: a PNG. `about`: what the chart shows, for those who do not see it.
+    """
 
     key: str
     title: str
@@ -55,7 +58,8 @@ class RunReport:
 
 
 def page(runs: Sequence[RunReport], compared: Table, titles: Mapping[str, str], made: str) -> str:
-    """The whole document. `titles`: resources as people call them; `made`: when and by what."""
+    """The whole document. `compared`: a row for each run; `titles`: what people call each resource; `made`: when, and by which
+    version."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("ds_vertical.cli.report", "")

@@ -1,6 +1,6 @@
-"""What a folder holds of a run: traces, step records, accounts, the A/B's verdict, the machine's rates.
+"""Reads what a folder holds of a run: traces, step records, accounts, the A/B's verdict, the machine's rates.
 
-A folder of `ds-vertical ab`, one with traces or step records in it, or one whose subfolders hold them.
+The folder is one of `ds-vertical ab`, one with traces or step records in it, or one whose subfolders hold them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEND = "remove the line if the run was killed while it wrote, or run again"
 
 @dataclass(frozen=True)
 class LimitsReport:
-    """The report of `ds-vertical limits`."""
+    """The machine and the rates in a report of `ds-vertical limits`."""
 
     machine: Machine
     rates: dict[str, float]
@@ -37,8 +37,11 @@ class LimitsReport:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """`traces`, `metrics`: the folders that hold them, by the run's name ("traced.0"). What they hold is read when asked for:
-    that raises ConfigError, with file and line, for what is broken."""
+    """The folder of a run, or of several runs of one script.
+
+    `traces`, `metrics`: the folders that hold them, by the run's name ("traced.0"). The properties read these folders when they
+    are first asked for, and raise ConfigError, with file and line, for what is broken.
+    """
 
     path: Path
     traces: dict[str, Path] = field(default_factory=dict)
@@ -50,7 +53,7 @@ class RecordedRun:
         return self.path.resolve().name
 
     def timelines(self) -> list[Timeline]:
-        """Of the first traced run, its ranks in order; [] where nothing was traced."""
+        """The timelines of the first traced run, by rank; [] where nothing was traced."""
         if not self.traces:
             return []
         run, folder = next(iter(self.traces.items()))
@@ -75,7 +78,7 @@ class RecordedRun:
 
     @cached_property
     def account(self) -> Account | None:
-        """Of the traced run, of another one where that kept none."""
+        """The account of the traced run, or of another run where that one kept none."""
         names = sorted(self.metrics, key=lambda name: name not in self.traces)
         accounts = (_read(read_account, self.metrics[name]) for name in names)
         return next((account for account in accounts if account is not None and account.steps), None)
@@ -95,7 +98,7 @@ class RecordedRun:
 
 
 def open_folder(path: Path) -> RecordedRun:
-    """What is in the folder and one level below. Raises ConfigError for one that is not there, or has nothing of a run."""
+    """Opens the folder and those one level below. Raises ConfigError for one that is not there, or holds nothing of a run."""
     if not path.is_dir():
         what = "a file" if path.exists() else "no such folder"
         raise ConfigError(f"{path}: {what}; name a folder that `ds-vertical ab --out` or a traced run has written")
@@ -122,7 +125,7 @@ def _sort_in(folder: RecordedRun, each: Path) -> None:
 
 
 def read_limits(path: Path) -> LimitsReport:
-    """A file of `ds-vertical limits`. Raises ConfigError."""
+    """Reads a file of `ds-vertical limits`. Raises ConfigError for one that cannot be read or has no rates."""
     return _limits(path, _read(_object, path))
 
 
@@ -149,7 +152,7 @@ def _read(reader: Callable[[Path], _Content], path: Path) -> _Content:
 
 
 def names(folders: Iterable[RecordedRun]) -> list[str]:
-    """A name for each that no other has: the folder's own, with its parent's where two are the same."""
+    """A name of its own for each folder: the folder's name, with its parent's where two are the same."""
     folders = list(folders)
     own = [folder.name for folder in folders]
     return [

@@ -25,7 +25,7 @@ _NO_RATES = f"No prediction: it needs the schedule that ran and the machine's ra
 
 
 def sections(found: Findings) -> list[ReportSection]:
-    """All of them, in the order of the page."""
+    """All sections of a run, in the order of the page."""
     makers: tuple[Callable[[Findings], ReportSection], ...] = (timeline, kinds, rates, bound, memory, arms, losses, overlap)
     return [make(found) for make in makers]
 

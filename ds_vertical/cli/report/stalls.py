@@ -44,7 +44,7 @@ class Stall:
 
 
 def stalls(step: StepTrace) -> list[Stall]:
-    """All of the step in which nothing was computed, in pieces that do not overlap, in order of time."""
+    """The times of the step in which nothing was computed, in pieces that do not overlap, in order of time."""
     found: list[Stall] = []
     waits = [(wait, interval) for wait in step.waits if wait.thread == MAIN for interval in cut(step, [wait])]
     issued = [span for span in step.spans if span.thread == MAIN and not span.resource]
@@ -105,7 +105,7 @@ class Reason:
 
 
 def reasons(found: Iterable[Stall]) -> list[Reason]:
-    """By what was waited for and which resource it was up to, most seconds first."""
+    """The stalls summed by what was waited for and by resource, most seconds first."""
     groups: dict[tuple[str, str], list[Stall]] = defaultdict(list)
     for stall in found:
         what = stall.cause if stall.cause == BETWEEN else stall.cause.partition(" ")[0]

@@ -55,9 +55,13 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Findings:
-    """`measured`, `predicted`: the step that is shown, with all that overlaps it in time; None where there is no trace, or no
+    """All that the report knows of one run.
+
+    `measured`, `predicted`: the step that is shown, with all that overlaps it in time; None without a trace, or without an
     account and rates. `seconds`, `losses`: per arm, step by step of one run. `steady_s`: per arm, the median step of all
-    untraced runs without their first steps; neither has seconds where the arms' losses differ beyond their contract."""
+    untraced runs without their first steps. `seconds` and `steady_s` are empty where the arms' losses differ beyond their
+    contract.
+    """
 
     name: str
     folder: RecordedRun
@@ -194,7 +198,7 @@ def work_compared(found: Findings) -> dict[str, tuple[Work | None, Work | None]]
 
 
 def measured_rates(step: StepTrace, found: Findings) -> dict[str, Rate]:
-    """Of "ssd_read" and "ssd_write", where anything moved."""
+    """The rates of "ssd_read" and "ssd_write", for those in which the step moved anything."""
     limits = found.folder.limits
     known: Mapping[str, float] = vars(limits.machine) if limits else {}
     rates = {}
@@ -223,7 +227,7 @@ def _over_time(step: StepTrace, moved: Sequence[tuple[float, float, int]]) -> tu
 
 
 def overlap_of(step: StepTrace) -> Overlap | None:
-    """As `trace.optimizer_overlap`, in seconds of the step; None where the optimizer did nothing in it."""
+    """The optimizer's seconds in the step, as `trace.optimizer_overlap` counts them; None where it did nothing there."""
     work = [s for s in step.spans if s.resource and (s.resource == "adam" or "optimizer" in s.thread)]
     compute = [s for s in step.spans if s.resource == "compute"]
     taken, beside = ([(max(s.start, step.start), min(s.end, step.end)) for s in spans] for spans in (work, compute))
@@ -232,7 +236,7 @@ def overlap_of(step: StepTrace) -> Overlap | None:
 
 
 def memory_points(step: StepTrace) -> dict[str, list[tuple[float, float]]]:
-    """Per tier (seconds into the step, bytes from then on)."""
+    """The bytes in each tier, as (seconds into the step, bytes from then on)."""
     found: dict[str, list[tuple[float, float]]] = {}
     for count in step.counts:
         if step.start <= count.time <= step.end:

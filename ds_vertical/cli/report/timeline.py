@@ -103,7 +103,7 @@ def _file_kind(name: str, verb: str) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """Of one kind in one step: its resource, the seconds in which any of it was under way, its bytes, its spans."""
+    """The work of one kind in one step: its resource, the seconds in which any of it was under way, its bytes, its spans."""
 
     resource: str
     seconds: float
@@ -112,7 +112,7 @@ class Work:
 
 
 def work_by_kind(step: StepTrace) -> dict[str, Work]:
-    """Seconds are unions of intervals, cut to the step; work of no resource is left out."""
+    """The step's work by kind. Seconds are unions of intervals, cut to the step; work of no resource is left out."""
     spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in step.spans:
         if span.resource:
