@@ -421,6 +421,19 @@ def test_what_is_private_stays_in_its_module() -> None:
     assert wrong == []
 
 
+# ------------------------------------------------------------------------------------------------------- the tests' house
+
+
+def test_tests_lie_in_rooms_and_import_no_other_test() -> None:
+    """What several share is in tests/support; pytest imports test files by their names, so that no two may have one."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert [path.name for path in (ROOT / "tests").glob("*.py")] == ["conftest.py"]
+    assert [name for name, number in Counter(path.name for path in files).items() if number > 1] == []
+    assert not [path for path in files if path.parent.name == "support"]
+    importing = re.compile(r"^\s*(?:from|import) test_\w+", re.M)  # in scripts that a test runs, too
+    assert [path.name for path in (ROOT / "tests").rglob("*.py") if importing.search(path.read_text())] == []
+
+
 # ------------------------------------------------------------------------------------------------------------- docstrings
 
 
