@@ -65,9 +65,9 @@ class GradientsBetweenLayers:
     `tiers`: as in `ActivationStore.open_step`.
     """
 
-    def __init__(self, parcels: TensorSwapper) -> None:
+    def __init__(self, swapper: TensorSwapper) -> None:
         self.tiers: dict[int, Tier] = {}
-        self._parcels = parcels
+        self.swapper = swapper
         self._kept: dict[tuple[Unit, int], tuple[SwappedTensor, list[KeptGradient]]] = {}  # by unit and micro-batch
 
     def save(self, unit: Unit, index: int, boundary: BoundaryTensors) -> Ticket | None:
@@ -75,10 +75,10 @@ class GradientsBetweenLayers:
         taken = boundary.take_gradients(unit, _is_movable_gradient)
         if not taken:
             return None
-        parcel = self._parcels.put([_dense_bytes(grad) for grad, _ in taken], self.tiers[index])
+        parcel = self.swapper.put([_dense_bytes(grad) for grad, _ in taken], self.tiers[index])
         kept = [KeptGradient(g.size(), g.stride(), g.dtype, g.device, put_back) for g, put_back in taken]
         self._kept[unit, index] = (parcel, kept)
-        return _saved(self._parcels, f"save gradient {unit} of {index}", [parcel])
+        return _saved(self.swapper, f"save gradient {unit} of {index}", [parcel])
 
     def load(self, unit: Unit, index: int) -> Ticket | None:
         """Bring the unit's gradients back; the ticket's wait puts them in their places."""
@@ -92,19 +92,19 @@ class GradientsBetweenLayers:
             return [_dense_bytes(grad) for grad in grads]
 
         def wait() -> None:
-            self._parcels.arrive(parcel)
+            self.swapper.arrive(parcel)
             for kept, grad in zip(all_kept, grads, strict=True):
                 kept.put_back(grad)
             grads.clear()
 
-        self._parcels.fetch(parcel, land)
+        self.swapper.fetch(parcel, land)
         return Ticket(f"load gradient {unit} of {index}", wait, parcel.num_bytes)
 
     def drop(self, unit: Unit, index: int) -> None:
         """Forget what was saved of the unit's gradients: they are back."""
         parcel, _ = self._kept.pop((unit, index), (None, []))
         if parcel is not None:
-            self._parcels.drop(parcel)
+            self.swapper.drop(parcel)
 
     def forget(self) -> None:
         """Forget everything, after an error: `TensorSwapper.abandon` has."""
@@ -112,23 +112,23 @@ class GradientsBetweenLayers:
 
 
 class ActivationStore:
-    """Which layer inputs have moved and where they are; `gradients` has the gradients between layers.
+    """Which layer inputs have moved and where they are. `gradients`: those between layers; `swapper`: moves both.
 
     The schedule's events call the methods, those of one micro-batch in the order that its dependencies leave.
     """
 
-    def __init__(self, parcels: TensorSwapper) -> None:
-        self._parcels = parcels
+    def __init__(self, swapper: TensorSwapper) -> None:
+        self.swapper = swapper
         self._privacy = Privacy()
         self._tiers: dict[int, Tier] = {}
         self._kept: dict[tuple[int, int], list[Kept]] = {}  # by layer and micro-batch
         self._by_storage: dict[int, Kept] = {}
-        self.gradients = GradientsBetweenLayers(parcels)
+        self.gradients = GradientsBetweenLayers(swapper)
 
     @property
     def num_bytes(self) -> dict[str, int]:
         """Bytes held per tier."""
-        return {Tier.HOST: self._parcels.host_bytes, Tier.SSD: self._parcels.ssd_bytes}
+        return {Tier.HOST: self.swapper.host_bytes, Tier.SSD: self.swapper.ssd_bytes}
 
     def open_step(self, tiers: dict[int, Tier]) -> None:
         """`tiers`: where each micro-batch that moves rests, in the step that begins."""
@@ -147,7 +147,7 @@ class ActivationStore:
         handed = self._handed(layer, boundary)
         if handed:
             parcels.append(self._put(layer, index, handed, used=False))
-        return _saved(self._parcels, f"save {layer} of {index}", parcels)
+        return _saved(self.swapper, f"save {layer} of {index}", parcels)
 
     def _movable(self, tensors: Sequence[torch.Tensor], boundary: BoundaryTensors) -> list[torch.UntypedStorage]:
         """The storages of those tensors that are worth moving, and the micro-batch's own."""
@@ -178,7 +178,7 @@ class ActivationStore:
         return handed
 
     def _put(self, layer: int, index: int, storages: Sequence[torch.UntypedStorage], used: bool) -> SwappedTensor:
-        parcel = self._parcels.put([_storage_bytes(storage) for storage in storages], self._tiers[index])
+        parcel = self.swapper.put([_storage_bytes(storage) for storage in storages], self._tiers[index])
         for storage in storages:
             kept = Kept(storage, storage.nbytes(), parcel, used=used)
             self._kept.setdefault((layer, index), []).append(kept)
@@ -193,11 +193,11 @@ class ActivationStore:
             if not kept.in_memory:
                 away.setdefault(kept.parcel, []).append(kept)
         for parcel, all_kept in away.items():
-            self._parcels.fetch(parcel, partial(_refill, all_kept))
+            self.swapper.fetch(parcel, partial(_refill, all_kept))
 
         def wait() -> None:
             for parcel, all_kept in away.items():
-                self._parcels.arrive(parcel)
+                self.swapper.arrive(parcel)
                 for kept in all_kept:
                     kept.in_memory = True
 
@@ -222,14 +222,14 @@ class ActivationStore:
         """Forget the layer's inputs: its backward is over."""
         for kept in self._kept.pop((layer, index), ()):
             del self._by_storage[key_of(kept.storage)]
-            self._parcels.drop(kept.parcel)
+            self.swapper.drop(kept.parcel)
 
     # ---- the end
 
     def abandon(self) -> None:
         """After an error: complete what is in flight and forget everything. Storages that are away get memory of any content,
         since the parked forwards are about to be ended, and a `finally` of the user's may look at them."""
-        self._parcels.abandon()
+        self.swapper.abandon()
         for kept in self._by_storage.values():
             if not kept.in_memory and not kept.used:
                 kept.storage.resize_(kept.num_bytes)
@@ -239,7 +239,7 @@ class ActivationStore:
 
     def close(self) -> None:
         """Give buffers and queues back; twice is harmless."""
-        self._parcels.close()
+        self.swapper.close()
 
 
 def _saved(swapper: TensorSwapper, what: str, parcels: Sequence[SwappedTensor]) -> Ticket | None:

@@ -132,7 +132,7 @@ class HeldGradients:
 
     def __init__(self, chunks: Sequence[Parted], file: GradientFile, keep: bool, page_locked: bool) -> None:
         self._chunks = chunks
-        self._file = file
+        self.file = file
         self._keep = keep
         self._lock = threading.Lock()
         self._units: dict[Unit, _Unit] = {}
@@ -188,14 +188,14 @@ class HeldGradients:
             return None
         for part in sorted(held.on_ssd, key=lambda part: (part.chunk, part.start)):
             self.wait(part)
-            held.writes.append((part, self._file.write(part, held.parts[part].data)))
+            held.writes.append((part, self.file.write(part, held.parts[part].data)))
         num_bytes = sum(transfer.num_bytes for _, transfer in held.writes)
         return Ticket(f"hold {unit}", held.wait_written, num_bytes)
 
     def extents(self, part: Part) -> list[Extent]:
         """Where the step of a part finds its gradient on SSD; nowhere if that is in memory."""
         held = self._unit(part)
-        return self._file.extents(part) if held is not None and part in held.on_ssd else []
+        return self.file.extents(part) if held is not None and part in held.on_ssd else []
 
     def data(self, part: Part) -> torch.Tensor:
         """A part's gradient in memory. From any thread. Raises GradientGoneError."""
@@ -244,7 +244,7 @@ class HeldGradients:
     def abandon(self, due: Collection[Unit]) -> OSError | None:
         """After an error: complete the writes in flight, and drop what belongs to no unit that is due. Returns the failure of a
         write that one waits for which is."""
-        self._file.complete()
+        self.file.complete()
         failure: OSError | None = None
         for unit, held in list(self._units.items()):
             if unit not in due:
@@ -258,7 +258,7 @@ class HeldGradients:
 
     def close(self) -> None:
         """Complete the writes in flight and give their queue back."""
-        self._file.close()
+        self.file.close()
 
     # ---- for readers
 
@@ -284,7 +284,7 @@ class HeldGradients:
         stepped: set[Use] = {"early step"} if early else set()
         if stepped and final:
             return stepped
-        waits: set[Use] = {"write"} if part in self._file else {"step"}
+        waits: set[Use] = {"write"} if part in self.file else {"step"}
         return stepped | waits
 
     def _unit(self, part: Part) -> _Unit | None:
@@ -347,13 +347,13 @@ class GradientFile:
     ) -> None:
         self._checksums = checksums if checksums is not None and checksums.verify else None
         self._extents: dict[Part, Extent] = {}
-        self._writer: DiskQueue | None = None
+        self.writer: DiskQueue | None = None
         self.num_bytes = 0
         for part in parts:
             self._extents[part] = Extent(path, self.num_bytes, aligned_numel(part) * FP32_BYTES)
             self.num_bytes += self._extents[part].num_bytes
         if self._extents:
-            self._writer = new_queue()
+            self.writer = new_queue()
         self.sizes = {path: self.num_bytes} if self._extents else {}
 
     def __contains__(self, part: object) -> bool:
@@ -366,8 +366,8 @@ class GradientFile:
     def write(self, part: Part, data: torch.Tensor) -> Transfer:
         """Start writing a part from memory that `aligned` made."""
         extent = self._extents[part]
-        assert self._writer is not None
-        transfer = self._writer.write(data.data_ptr(), extent.num_bytes, extent.path, extent.offset)
+        assert self.writer is not None
+        transfer = self.writer.write(data.data_ptr(), extent.num_bytes, extent.path, extent.offset)
         if self._checksums is not None:  # the padding, too: it is read back
             whole = data.as_strided((extent.num_bytes // FP32_BYTES,), (1,))
             self._checksums.note(extent.path, extent.offset, whole.numpy())
@@ -375,13 +375,13 @@ class GradientFile:
 
     def complete(self) -> None:
         """Return when nothing is in flight, whatever came of it."""
-        if self._writer is not None:
-            self._writer.native.wait_all()
+        if self.writer is not None:
+            self.writer.native.wait_all()
 
     def close(self) -> None:
         """Complete the writes in flight and give the queue back."""
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
 def aligned_numel(part: Part) -> int:

@@ -187,7 +187,7 @@ class ParamStore:
     `files`: the shards on SSD; `buffers`: what they are read into; `updates`: takes the optimizer's new values.
 
     `ahead`: by unit, the shards that are read before their fetch. `host_bytes`: of the buffers. `reads`: the queue of all
-    reads, None where no shard is on SSD. `num_gathers`: so far, by this rank.
+    reads, None where no shard is on SSD; `writer`: of all writes. `num_gathers`: so far, by this rank.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class ParamStore:
         self.ahead: dict[Unit, Copy] = {}
         self._lane = CopyStream(settings.device)
         self._backlog = EventWindow(recorder(settings.device), settings.most_behind)
-        self._writer = writer
+        self.writer = writer
         self.buffers = UnitBuffers(self.files, new_queue, settings.num_buffers)
         self.updates = ParamUpdates(self.files, self.buffers, writer, self._take)
         self.host_bytes, self.reads = self.buffers.num_bytes, self.buffers.reads
@@ -326,7 +326,7 @@ class ParamStore:
     def release_all(self) -> None:
         """Release whatever is fetched or on its way, after an error or an interrupt, which may have cut anything: nothing is in
         flight when the queues say so, and free buffers are those without new values. No step may be under way."""
-        for queue in (self.reads, self._writer):
+        for queue in (self.reads, self.writer):
             if queue is not None:
                 queue.settle()
         self.updates.complete_writes()
@@ -344,5 +344,5 @@ class ParamStore:
         self._closed = True
         if self.reads is not None:
             self.reads.close()
-        self._writer.close()  # completes what it is writing from the buffers
+        self.writer.close()  # completes what it is writing from the buffers
         self.buffers.unlock()

@@ -245,7 +245,9 @@ class ReadStage:
 class StepPipeline:
     """Runs jobs in order on one thread. `slots`: uint8 tensors, page-locked, each as large as all that the largest job reads.
 
-    `error`: the first failure, after which nothing is computed. It is raised by the wait of its batch and of every later one,
+    `reader`, `writer`: the queues of its transfers. `reads`: the stage that gives slots to jobs. `changes`: its lock.
+
+    `error`: the first failure, after which nothing is computed. The wait of its batch raises it, and so does every later wait,
     until `recover`.
     """
 
@@ -262,8 +264,8 @@ class StepPipeline:
         self._settings = settings or PipelineSettings()
         self._writes = WriteStage(writer, self._settings.checksums)
         self.reads = ReadStage(slots, reader, self._writes, self._lock)
-        self._reader = reader
-        self._writer = writer
+        self.reader = reader
+        self.writer = writer
         self._submitted: deque[tuple[StepJob, JobGroup]] = deque()
         self._runs = threading.Lock()
         self._idle = True
@@ -328,8 +330,8 @@ class StepPipeline:
         if self._thread is not None:
             self._thread.join()
         self.reads.expected.clear()
-        self._reader.close()
-        self._writer.close()
+        self.reader.close()
+        self.writer.close()
 
     def _wait(self, batch: JobGroup) -> None:
         self.changes.wait_until(lambda: batch.left == 0 or batch.error is not None)

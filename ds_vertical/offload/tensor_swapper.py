@@ -128,7 +128,10 @@ class GrowingFile:
 
 
 class TensorSwapper:
-    """`most_loads`: parcels that may be on their way back at a time. `path`: the file of the SSD tier, None without one.
+    """Moves parcels out to host memory or SSD, and back. `host_tier`: where they rest in host memory; `queues`: for reads and
+    for writes, none without an SSD tier.
+
+    `most_loads`: parcels that may be on their way back at a time. `path`: the file of the SSD tier, None without one.
     `host_limit`: bytes that may rest in the host tier; None: any number.
 
     A failed read or write raises DiskError in `arrive` or `wait_written`, or in a later `put` that needs the buffer; a file
@@ -151,9 +154,9 @@ class TensorSwapper:
         self._coming: list[SwappedTensor] = []
         self._kept: set[SwappedTensor] = set()
         self.host_tier = HostTier(memory, host_limit, self._kept)
-        self._queues = [new_queue(), new_queue()] if path is not None else []
-        self._load_buffers = _buffers(self._queues[:1], most_loads)
-        self._save_buffers = _buffers(self._queues[1:], _NUM_SAVES)
+        self.queues = [new_queue(), new_queue()] if path is not None else []
+        self._load_buffers = _buffers(self.queues[:1], most_loads)
+        self._save_buffers = _buffers(self.queues[1:], _NUM_SAVES)
         self._loads, self._saves = BufferPool(self._load_buffers), BufferPool(self._save_buffers)
 
     @property
@@ -275,7 +278,7 @@ class TensorSwapper:
         """Forget everything, after an error, once nothing is in flight any more."""
         if self._stream is not None:
             self._stream.synchronize()
-        for queue in self._queues:
+        for queue in self.queues:
             queue.settle()
         for buffer in (*self._load_buffers, *self._save_buffers):
             for transfer in (*buffer.reads, *buffer.writes):
@@ -294,7 +297,7 @@ class TensorSwapper:
     def close(self) -> None:
         """Give the host memory back. The parcels cannot be used afterwards; twice is harmless."""
         self.abandon()
-        for queue in self._queues:
+        for queue in self.queues:
             queue.close()
         self.host_tier.unlock_free()
         for buffer in (*self._load_buffers, *self._save_buffers):

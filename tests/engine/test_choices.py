@@ -243,7 +243,7 @@ def test_what_host_memory_does_not_hold_waits_on_ssd(
     with running(config(tmp_path, clip=1.0), long_model, vertical=True) as (engine, _):
         assert engine.vertical.gradient_host_share < 1
         engine.train_batch(iter(token_batches(1, 4, rows=1, shortest=4)[0]))
-        assert engine.optimizer.gradients._file.num_bytes > 0
+        assert engine.optimizer.gradients.file.num_bytes > 0
     assert "waits on SSD)" in capfd.readouterr().out
 
 

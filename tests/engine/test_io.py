@@ -125,8 +125,8 @@ class OneStep:
 def complete_transfers(engine: Any) -> None:
     """What was issued is on the disk, or read; what is due stays due."""
     engine.optimizer.pipeline.wait_idle()
-    engine.optimizer.gradients._file.complete()
-    engine._params._writer.native.wait_all()
+    engine.optimizer.gradients.file.complete()
+    engine._params.writer.native.wait_all()
     for copy in engine._params.ahead.values():  # of the next step: still in flight, it would count in neither step or in both
         copy.buffer.wait_reads()
 

@@ -36,7 +36,7 @@ def run(folder: Path, build: Callable[[], nn.Module], count: int, dtype: str = "
 
 def moved(engine: Any) -> tuple[int, int]:
     """(read, written) bytes of activations so far."""
-    read, write = engine._activations._parcels._queues
+    read, write = engine._activations.swapper.queues
     return read.num_read_bytes, write.num_written_bytes
 
 
@@ -178,7 +178,7 @@ def test_a_failed_write_is_a_disk_error_and_the_next_step_is_right(tmp_path: Pat
         away.rename(file)
         store = engine._activations
         assert store.num_bytes["ssd"] == 0 and not store._kept and not store.gradients._kept
-        assert store._parcels._loads.num_free == store._parcels._loads.num_buffers
+        assert store.swapper._loads.num_free == store.swapper._loads.num_buffers
         assert engine.train_batch(iter(batches[1])) > 0
         assert file.stat().st_size == size
     assert losses == expected.losses
@@ -188,13 +188,13 @@ def test_a_file_that_was_cut_off_is_a_disk_error(tmp_path: Path) -> None:
     batches = token_batches(2, 3, rows=1, shortest=5)
     with running(config_in(tmp_path, 3, {"activations": SSD}), MIXER, vertical=True) as (engine, _):
         engine.train_batch(iter(batches[0]))
-        fetch = engine._activations._parcels.fetch
+        fetch = engine._activations.swapper.fetch
 
         def cut(*args: Any) -> None:
             next(tmp_path.rglob("rank0.bin")).write_bytes(b"")
             fetch(*args)
 
-        engine._activations._parcels.fetch = cut
+        engine._activations.swapper.fetch = cut
         with pytest.raises(DiskError, match=r"rank0\.bin: read of .* the file ends at byte \d+ "):
             engine.train_batch(iter(batches[1]))
         assert engine._activations.num_bytes["ssd"] == 0

@@ -166,7 +166,7 @@ def test_too_many_micro_batches_for_the_budget_are_refused_in_the_first_step_and
     given = config_in(tmp_path, activations={"device": "host"})
     expected = run_arm(given, MIXER, batches, vertical=True)
     with running(given, MIXER, vertical=True) as (engine, _):
-        parcels = engine._activations._parcels
+        parcels = engine._activations.swapper
         left, parcels.host_tier.limit = parcels.host_tier.limit, 3 * PAGE
         assert left > 1 << 20
         with pytest.raises(MemoryBudgetError, match=r"vertical_schedule\.activations: .* leaves 12288; write fewer"):

@@ -165,7 +165,7 @@ def amounts(engine: Any) -> tuple[int, int, int]:
     """Bytes read by steps, bytes checked, bytes learned or passed."""
     pipeline, sums = engine.optimizer.pipeline, engine.optimizer.checksums
     pipeline.wait_idle()
-    read = engine.param_store.reads.num_read_bytes + pipeline._reader.num_read_bytes
+    read = engine.param_store.reads.num_read_bytes + pipeline.reader.num_read_bytes
     return read, sums.num_checked_bytes, sums.num_learned_bytes + sums.num_passed_bytes
 
 

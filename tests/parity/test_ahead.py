@@ -137,7 +137,7 @@ def test_delayed_steps_are_issued_before_train_batch_returns_and_once(tmp_path: 
             engine.flush()
             assert engine.optimizer.driver.backlog.pending == ()
             pipeline = engine.optimizer.pipeline
-            state_bytes.append((pipeline._reader.num_read_bytes, pipeline._writer.num_written_bytes))
+            state_bytes.append((pipeline.reader.num_read_bytes, pipeline.writer.num_written_bytes))
             ends.append(contents(engine, model))
     assert losses[0] == losses[1] and not differing(*ends)
     assert state_bytes[0] == state_bytes[1] and min(state_bytes[0]) > 3 * 12 * 2**20

@@ -301,7 +301,7 @@ def test_parameters_written_late_are_read_after_that(
 ) -> None:
     made = config(tmp_path, "fp32", clip_of(clips), delay)
     with running(made, partial(mixer, "fp32"), vertical=True) as (engine, model):
-        engine._params._writer._native = LateWrites(engine._params._writer.native)
+        engine._params.writer._native = LateWrites(engine._params.writer.native)
         losses = [engine.train_batch(iter(step)).item() for step in token_batches(4, 2)]
         expected = stock("fp32", clips)
         assert losses == expected.losses
@@ -312,7 +312,7 @@ def test_parameters_written_late_are_read_after_that(
 @pytest.mark.parametrize("delay", [0.3, 1.0])
 def test_destroy_completes_the_writes_under_way_before_their_memory_goes(tmp_path: Path, delay: float) -> None:
     with running(config(tmp_path, "fp32", 0.0, delay), partial(mixer, "fp32"), vertical=True) as (engine, _):
-        late = engine._params._writer._native = LateWrites(engine._params._writer.native)
+        late = engine._params.writer._native = LateWrites(engine._params.writer.native)
         for step in token_batches(2, 2):
             engine.train_batch(iter(step))
         engine.optimizer.pipeline.wait_idle()  # what is issued ahead has come to its writes

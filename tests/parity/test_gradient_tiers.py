@@ -93,7 +93,7 @@ def test_bits_are_stocks_wherever_gradients_wait(
 
     def note(engine: Any, step: int) -> None:
         held = engine.optimizer.gradients
-        seen.append(held._file.num_bytes)
+        seen.append(held.file.num_bytes)
 
     section = {"optimizer_delay": delay, "optimizer_speculation": speculation, "gradient_host_share": share}
     made = config(tmp_path, dtype, clip, **section)
@@ -213,7 +213,7 @@ def test_gradients_written_late_are_written_before_their_memory_is_used_again(
 ) -> None:
     made = config(tmp_path, "fp32", CLIPS, optimizer_delay=0.3, optimizer_speculation=True, gradient_host_share=share)
     with running(made, partial(mixer, "fp32"), vertical=True) as (engine, model):
-        writer = engine.optimizer.gradients._file._writer
+        writer = engine.optimizer.gradients.file.writer
         writer._native = LateWrites(writer.native)
         losses = [engine.train_batch(iter(step)).item() for step in token_batches(NUM_STEPS, 2)]
         assert writer.native.num_asked > NUM_STEPS

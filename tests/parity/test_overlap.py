@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from models import MixerModel, token_batches
 
 from ds_vertical.compat.ops import load
-from ds_vertical.engine import engine
+from ds_vertical.engine import assembly
 from ds_vertical.engine import handlers as sweeps
 from ds_vertical.engine.zero3 import optimizer as zero3_optimizer
 from ds_vertical.io.aio import DiskQueue
@@ -86,7 +86,7 @@ def run(numbers: Numbers, timing: Timing, folder: Path) -> Run:
     build = partial(MixerModel, numbers.num_layers, WIDTH[numbers.wide][numbers.dtype], dropout=0.1, vocab=61)
     batches = token_batches(NUM_STEPS, numbers.num_micro_batches, vocab=61, rows=1, shortest=3)
     # Where host and device are one memory nothing would move to the host.
-    apart = mock.patch.object(engine, "accelerator", TwoMemories()) if moved else contextlib.nullcontext()
+    apart = mock.patch.object(assembly, "accelerator", TwoMemories()) if moved else contextlib.nullcontext()
     with apart:
         return run_arm(config, build, batches, vertical=True)
 
@@ -150,7 +150,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[DiskQueue]:
         queues.append(DiskQueue(SlowQueue(inner, lambda: generator.choice((0.0, LONGEST_PAUSE_S * generator.random())))))
         return queues[-1]
 
-    monkeypatch.setattr(engine, "new_disk_queue", new_queue)
+    monkeypatch.setattr(assembly, "new_disk_queue", new_queue)
     return queues
 
 

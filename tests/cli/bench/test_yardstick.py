@@ -89,7 +89,7 @@ def test_the_table_has_what_activations_and_gradients_move_on_ssd(
     config = small_buffers(base_config(tmp_path, num_micro_batches=4, clip=clip, section=section), 1_200_000)
     ids = torch.arange(2 * 64).view(2, 64) % 61
     with running(config, lambda: MixerModel(3, 768, vocab=61), vertical=True) as (engine, _):
-        queues = engine._activations._parcels._queues
+        queues = engine._activations.swapper.queues
         for _ in range(4):
             before = queues[0].num_read_bytes, queues[1].num_written_bytes
             engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * 4))
