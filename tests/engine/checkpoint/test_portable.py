@@ -101,10 +101,10 @@ def assert_stock_goes_on(tmp_path: Path, dtype: str, num_steps: int, **options: 
 
     stock, model, client_state = stock_from(tmp_path, Path(portable), dtype, **options)
     assert client_state["note"] == [1, "two"]
-    assert differing(saved, contents(stock, model)) == []
+    assert differing(saved, with_buffers(stock, model)) == []
     assert saved_counters(stock) == numbers
     assert train(stock, more) == losses
-    found = contents(stock, model)
+    found = with_buffers(stock, model)
     assert differing(expected, found) == []
     assert saved_counters(stock) == ends
     state = {name for name in found if name.endswith(("/master", "/exp_avg", "/exp_avg_sq"))}
