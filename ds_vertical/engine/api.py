@@ -1,4 +1,7 @@
-"""Models that were built before, or beside, the configuration of this run: what of them is refused."""
+"""A script's two calls: `prepare` checks the JSON and claims the run's folder, `initialize` builds the engine of either arm.
+
+What cannot be trained is refused here, before anything is allocated: the JSON, the model, memory, the disk.
+"""
 
 from __future__ import annotations
 

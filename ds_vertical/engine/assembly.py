@@ -232,26 +232,33 @@ class OtherRanks:
 
     @property
     def num_gathers(self) -> int:
+        """Gathers of units that this rank has begun."""
         return self._params.num_gathers
 
     @property
     def num_reductions(self) -> int:
+        """Reductions of units' gradients that this rank has begun."""
         return self._optimizer.driver.num_reductions
 
     @property
     def num_votes(self) -> int:
+        """Votes on leaving the pass that this rank has begun."""
         return self._stopping.num_votes
 
     def gather(self, unit: Unit) -> None:
+        """Take part in the gather of a unit, whose values nobody will use."""
         self._params.gather_for_others(unit)
 
     def reduce(self, unit: Unit) -> None:
+        """Take part in the reduction of a unit's gradients, with zeros."""
         self._optimizer.reduce_for_others(unit)
 
     def vote(self) -> bool:
+        """Take part in a vote: whether all ranks leave the pass."""
         return self._stopping.vote()
 
     def agree(self, error: Exception | None) -> None:
+        """Raise on all ranks where one of them has an error; on this one its own."""
         with self._optimizer.live.agreed("a pass"):
             if error is not None:
                 raise error

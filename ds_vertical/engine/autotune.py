@@ -74,7 +74,9 @@ def choose_timing(
     chosen, ranks_here = None, ranks.ranks_on_this_host()
     if report is not None and ranks.rank() == 0:
         with contextlib.suppress(CostsError):  # of an older version, or nothing that this model can be planned by: the rules
-            chosen = _chosen(section, resolved, forecast, model, report, room, ranks_here)
+            profile, tokens = Profile.from_dict("this machine", report), _tokens(model, forecast.micro_batch_size)
+            problem = _problem(resolved, forecast, profile, tokens, room, ranks_here)
+            chosen = None if problem is None else _chosen(section, resolved, forecast, problem, profile)
     planned = ranks.all_gathered(chosen)[0]
     if planned is None:
         return resolved
@@ -85,33 +87,35 @@ def choose_timing(
 
 
 def _chosen(
-    section: VerticalConfig,
-    resolved: RunSettings,
-    forecast: Forecast,
-    model: nn.Module,
-    report: Mapping[str, Any],
-    room: Room,
-    ranks_here: int,
-) -> tuple[int, float | None, str] | None:
-    """(prefetch_layers, optimizer_delay, why) for the JSON's nulls; None where the report cannot tell. Raises CostsError."""
-    profile = Profile.from_dict("this machine", report)
-    seconds = _estimate(forecast.shape, profile, resolved.blocks_per_layer, _tokens(model, forecast.micro_batch_size))
+    section: VerticalConfig, resolved: RunSettings, forecast: Forecast, problem: LpProblem, profile: Profile
+) -> tuple[int, float | None, str]:
+    """(prefetch_layers, optimizer_delay, why) for the JSON's nulls. Raises CostsError."""
+    regime, settings = forecast.regime, forecast.settings
+    early = regime.possible and regime.certain
+    setting = Setting(1, settings.num_micro_batches, 1, settings.window, regime.delay, early, problem.shape.placement)
+    windows = WINDOWS[:2] if section.prefetch_layers is None else (resolved.prefetch_layers,)
+    delays = _DELAYS if section.optimizer_delay is None and early else (regime.delay,)
+    best, rule = tune_timing(problem, setting, windows, [delay for delay in delays if delay < 1])
+    delay = best.setting.delay if section.optimizer_delay is None and early else resolved.optimizer_delay
+    return best.setting.window, delay, _reason(best, rule, profile)
+
+
+def _problem(
+    resolved: RunSettings, forecast: Forecast, profile: Profile, tokens: int, room: Room, ranks_here: int
+) -> LpProblem | None:
+    """This model on this rank's part of the machine; None where the profile cannot tell. `tokens`: of a micro-batch. Raises
+    CostsError."""
+    seconds = _estimate(forecast.shape, profile, resolved.blocks_per_layer, tokens)
     if seconds is None:
         return None
     machine = profile.machine.shared(ranks_here)
     seconds = seconds.times(ranks_here if machine.one_memory else 1)
-    regime, settings = forecast.regime, forecast.settings
-    early = regime.possible and regime.certain
+    regime = forecast.regime
     shape = shaped(forecast.shape, seconds, resolved.blocks_per_layer)
-    setting = Setting(1, settings.num_micro_batches, 1, settings.window, regime.delay, early, shape.placement)
     allowed, baseline = room
     limits = {Tier.DEVICE: None, Tier.HOST: allowed, Tier.SSD: None}
-    case = LpProblem(shape, machine, settings, limits, regime.delay, early, forecast.further(baseline))
-    windows = WINDOWS[:2] if section.prefetch_layers is None else (resolved.prefetch_layers,)
-    delays = _DELAYS if section.optimizer_delay is None and early else (regime.delay,)
-    best, rule = tune_timing(case, setting, windows, [delay for delay in delays if delay < 1])
-    delay = best.setting.delay if section.optimizer_delay is None and early else resolved.optimizer_delay
-    return best.setting.window, delay, _reason(best, rule, profile)
+    early = regime.possible and regime.certain
+    return LpProblem(shape, machine, forecast.settings, limits, regime.delay, early, forecast.further(baseline))
 
 
 def _reason(best: Candidate, rule: Candidate, profile: Profile) -> str:

@@ -140,6 +140,7 @@ class Calls:
         call.level = NOTHING
 
     def end(self) -> None:
+        """The call under way is over: another one may begin."""
         self._running = None
 
     @staticmethod

@@ -1,7 +1,7 @@
 """What a run takes of the machine besides memory, against what there is, before a file of it is made: the disk, open files, the
 kernel's events of asynchronous I/O. What `prepare` can know already is checked there: memory that zero.Init locks.
 
-Decisions that all ranks take together: another schedule on one rank would leave the others in a collective for ever.
+All ranks decide together: another schedule on one rank would leave the others in a collective for ever.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ class DiskNeed:
 
     @property
     def needed(self) -> int:
+        """Bytes that this rank's files take in all."""
         return self.state + self.second + self.gradients
 
     @property
     def left(self) -> int:
+        """Bytes that stay free for this rank; negative where they do not suffice."""
         return self.free - self.needed
 
     @property
@@ -63,6 +65,7 @@ class DiskNeed:
 
     @property
     def parts(self) -> str:
+        """What takes them, in words."""
         sizes = {"optimizer state": self.state, "second generation": self.second, "waiting gradients": self.gradients}
         return ", ".join(f"{what} {_mib(count)}" for what, count in sizes.items() if count)
 

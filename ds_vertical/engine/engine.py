@@ -19,7 +19,7 @@ from ds_vertical.engine.module_hooks import load_joint
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.signals import Stopping
-from ds_vertical.engine.train_loop import TrainLoop, VerticalLoop
+from ds_vertical.engine.train_loop import VerticalLoop
 from ds_vertical.engine.zero3.chunks import check_optimizer
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.model.batch import LossFn
@@ -77,16 +77,24 @@ class VerticalEngine(SavingEngine):
     # ---- training and evaluation
 
     def train_batch(self, data_iter: Iterable[object] | None = None, loss_fn: LossFn | None = None) -> torch.Tensor:
+        """One optimizer step over up to `gradient_accumulation_steps` micro-batches.
+
+        `data_iter` yields micro-batches: dict (keyword arguments of the model), tuple (positional) or tensor; None takes
+        the engine's own dataloader. `loss_fn(outputs, batch)` defaults to the model's own loss. With 0 < m < M
+        micro-batches left, the mean is over m. Returns the mean loss, a 0-d fp32 tensor.
+
+        Raises StopIteration, with nothing touched, when no micro-batch is left.
+        """
         with self._stopping.obeyed(self), self.optimizer.calls.call("train_batch"), ranks.collective_section("train_batch"):
             return self._loop.train_batch(data_iter, loss_fn)
 
-    train_batch.__doc__ = TrainLoop.train_batch.__doc__
-
     def eval_batch(self, data_iter: Iterable[object], loss_fn: LossFn | None = None) -> torch.Tensor:
+        """Mean loss over up to `gradient_accumulation_steps` micro-batches, in evaluation mode, without gradients.
+
+        Raises StopIteration when no micro-batch is left.
+        """
         with self._stopping.obeyed(self), self.optimizer.calls.call("eval_batch"), ranks.collective_section("eval_batch"):
             return self._loop.eval_batch(data_iter, loss_fn)
-
-    eval_batch.__doc__ = TrainLoop.eval_batch.__doc__
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:  # override
         """The model's outputs in evaluation mode, without gradients. In training mode raises RuntimeError."""

@@ -35,18 +35,26 @@ LossScale = Callable[[torch.Tensor], torch.Tensor]  # of a micro-batch's loss wh
 class Params(Protocol):
     """Where a unit's parameters come from."""
 
-    def fetch(self, unit: Unit) -> Ticket: ...
+    def fetch(self, unit: Unit) -> Ticket:
+        """Have the unit's full parameters on the device once the ticket has been waited for."""
+        ...
 
     def fetch_ahead(self, unit: Unit) -> Ticket | None:
         """Start reading what the next `fetch` of the unit needs, if that is not in memory."""
         ...
 
-    def release(self, unit: Unit) -> None: ...
+    def release(self, unit: Unit) -> None:
+        """Give the unit's full parameters up."""
+        ...
 
-    def release_all(self) -> None: ...
+    def release_all(self) -> None:
+        """Give up all units' full parameters, wherever a pass was cut."""
+        ...
 
     @property
-    def host_bytes(self) -> int: ...
+    def host_bytes(self) -> int:
+        """Bytes of host memory in its buffers."""
+        ...
 
 
 class Optimizer(Protocol):
@@ -54,13 +62,21 @@ class Optimizer(Protocol):
 
     def reduce_unit(
         self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
-    ) -> bool: ...
+    ) -> bool:
+        """Average a unit's sums over the ranks and hold this rank's share. Returns whether `flat` is held now."""
+        ...
 
-    def hold_unit(self, unit: Unit) -> Ticket | None: ...
+    def hold_unit(self, unit: Unit) -> Ticket | None:
+        """Start writing what of a unit's gradients waits on SSD."""
+        ...
 
-    def open_step(self) -> None: ...
+    def open_step(self) -> None:
+        """Take the global norm, and decide whether the step counts."""
+        ...
 
-    def step_early(self, unit: Unit) -> Ticket | None: ...
+    def step_early(self, unit: Unit) -> Ticket | None:
+        """Issue the parts of a unit that are stepped before the norm is known."""
+        ...
 
     def expect_step(self, unit: Unit, early: bool) -> None:
         """A hint: this is the next step that will be issued."""
@@ -70,9 +86,13 @@ class Optimizer(Protocol):
         """What the norm waits for: a write of an early step that fails fails the step as a whole."""
         ...
 
-    def conclude_early(self) -> None: ...
+    def conclude_early(self) -> None:
+        """Commit the early steps, or discard them, as the norm says."""
+        ...
 
-    def step_unit(self, unit: Unit) -> Ticket | None: ...
+    def step_unit(self, unit: Unit) -> Ticket | None:
+        """Issue what is due of a unit; None where nothing is."""
+        ...
 
     def step_ahead(self, unit: Unit) -> Ticket | None:
         """As `step_unit`, for the next schedule."""
@@ -361,7 +381,8 @@ class _Training(_WithBackward):
 
     def forward(self, event: Event) -> None:
         if self.activations is None or not isinstance(event.layer, int):
-            return super().forward(event)
+            super().forward(event)
+            return
         assert event.micro_batch is not None
         self.activations.require(event.layer, event.micro_batch)
         super().forward(event)

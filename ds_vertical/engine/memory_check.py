@@ -46,6 +46,7 @@ class PlannedChunk:
 
     @property
     def numel(self) -> int:
+        """Elements of this rank's shards."""
         return sum(self.sizes)
 
 
@@ -62,6 +63,70 @@ class FileBytes:
     on_ssd: int
 
 
+class PlannedShards:
+    """Where this rank's shards of parameters and state will rest, as DeepSpeed and the optimizer will lay them out.
+
+    `chunks`: in the optimizer's order. `param_bytes`: of one element.
+    """
+
+    def __init__(
+        self,
+        layers: LayerMap,
+        groups: Sequence[Sequence[nn.Parameter]],
+        json: stock_config.OffloadSettings,
+        param_bytes: int,
+    ) -> None:
+        self.param_bytes = param_bytes
+        self.num_shards = distributed_ranks.world_size()
+        self._layers = layers
+        self._json = json
+        self._unit_of = layers.unit_of()
+        self._persistent = self._on_device()
+        self.chunks = [chunk for group in groups for chunk in self._chunks(group)]
+
+    def numel(self, param: nn.Parameter) -> int:
+        """Elements of this rank's shard."""
+        return -(-zero_params.full_numel(param) // self.num_shards)
+
+    def file_bytes(self, param: nn.Parameter) -> int:
+        """Bytes of the shard's file."""
+        return self.aligned(self.numel(param) * self.param_bytes)
+
+    def aligned(self, num_bytes: int) -> int:
+        """Bytes of a file that holds `num_bytes`: asynchronous I/O moves whole blocks."""
+        alignment = self._json.alignment_bytes
+        return -(-num_bytes // alignment) * alignment
+
+    @property
+    def in_files(self) -> list[nn.Parameter]:
+        """Parameters that rest on SSD."""
+        moved = {id(param) for chunk in self.chunks if not chunk.params_on_ssd for param in chunk.params}
+        everything = (param for params in self._layers.units.values() for param in params)
+        return [param for param in everything if id(param) not in moved and self._goes_to_ssd(param)]
+
+    def _goes_to_ssd(self, param: nn.Parameter) -> bool:
+        return self._json.params_on_ssd and self.numel(param) * self.param_bytes >= self._json.least_bytes
+
+    def _on_device(self) -> set[int]:
+        """By id the parameters that stay there. (Under a limit for the whole model stock goes through it in another order.)"""
+        params = [param for params in self._layers.units.values() for param in params]
+        stays = self._json.persistent(map(zero_params.full_numel, params))
+        return {id(p) for p, persistent in zip(params, stays, strict=True) if persistent and not self._goes_to_ssd(p)}
+
+    def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[PlannedChunk]:
+        """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
+        passed = 0
+        for unit in self._layers.in_chunk_order(self._json.params_on_ssd):
+            members = (param for param in group if self._unit_of[id(param)] == unit)
+            layout = chunk_layout(members, self.numel, lambda p: id(p) in self._persistent, self._json.sub_group_size)
+            for params, persistent in layout:
+                sizes = tuple(map(self.numel, params))
+                passed += sum(sizes)
+                in_files = self._json.state_on_ssd and sum(sizes) * FP32_BYTES >= self._json.least_bytes
+                params_on_ssd = self._json.params_on_ssd and passed > self._json.max_in_cpu
+                yield PlannedChunk(unit, tuple(params), sizes, in_files, params_on_ssd, persistent)
+
+
 class Forecast:
     """What this rank will hold, from the model, the parameters that the optimizer steps (groups) and the JSON."""
 
@@ -71,12 +136,10 @@ class Forecast:
         self._layers = layers
         self._resolved = resolved
         self._json = stock_config.OffloadSettings.read(config)
-        self._num_shards = distributed_ranks.world_size()
         self._one_memory = accelerator.is_one_memory()
         self._param_bytes = stock_config.element_bytes(layers.units.values(), config)
-        self._unit_of = layers.unit_of()
-        self._persistent = self._on_device()
-        self.chunks = [chunk for group in groups for chunk in self._chunks(group)]
+        self._shards = PlannedShards(layers, groups, self._json, self._param_bytes)
+        self.chunks = self._shards.chunks
         clip = float(config.get("gradient_clipping", 1.0) or 0.0)  # DeepSpeed clips to 1 where nothing is written
         dynamic = stock_config.has_dynamic_scale(config)
         self._certain = clip == 0.0 and not dynamic
@@ -92,10 +155,11 @@ class Forecast:
 
     @property
     def files(self) -> FileBytes:
+        """Bytes of the files that this rank will make."""
         stepped = {id(param) for chunk in self.chunks for param in chunk.params}
-        in_files, chunks = self._in_files, [chunk for chunk in self.chunks if chunk.state_on_ssd]
-        parameters = sum(self._file_bytes(param) for param in in_files if id(param) in stepped)
-        state = sum(_MOMENTS * self._aligned(chunk.numel * FP32_BYTES) for chunk in chunks)
+        in_files, chunks = self._shards.in_files, [chunk for chunk in self.chunks if chunk.state_on_ssd]
+        parameters = sum(self._shards.file_bytes(param) for param in in_files if id(param) in stepped)
+        state = sum(_MOMENTS * self._shards.aligned(chunk.numel * FP32_BYTES) for chunk in chunks)
         waiting = (1 - self._resolved.gradient_host_share) * sum(chunk.numel for chunk in self.chunks) * FP32_BYTES
         on_ssd = len(in_files) + _MOMENTS * len(chunks)
         return FileBytes(parameters, state, round(self._held_share * waiting), round(waiting), on_ssd)
@@ -104,14 +168,17 @@ class Forecast:
 
     @property
     def shape(self) -> ModelShape:
-        units = self._layers.units
+        """The model, and where its tensors will rest."""
+        units, shards = self._layers.units, self._shards
+        in_files = shards.in_files
+        file_ids = {id(param) for param in in_files}
         pre, *layer_elements = (sum(zero_params.full_numel(p) for p in units[unit]) for unit in self._units)
         stepped = {id(param) for chunk in self.chunks for param in chunk.params}
         gradients = tuple(sum(zero_params.full_numel(p) for p in units[u] if id(p) in stepped) for u in self._units)
-        rank = (pre + sum(layer_elements)) / self._num_shards
+        rank = (pre + sum(layer_elements)) / shards.num_shards
         resting_state = sum(chunk.numel for chunk in self.chunks if not chunk.state_on_ssd)
         state_on_ssd = 1 - resting_state / rank if any(chunk.state_on_ssd for chunk in self.chunks) else 0.0
-        resting = rank - sum(map(self._shard, self._in_files))
+        resting = rank - sum(map(shards.numel, in_files))
         return ModelShape(
             pre,
             tuple(layer_elements),
@@ -119,7 +186,7 @@ class Forecast:
             0.0,
             0,
             param_bytes=self._param_bytes,
-            num_shards=self._num_shards,
+            num_shards=shards.num_shards,
             generations=self.regime.generations,
             part_elements=memory_budget.PART_ELEMENTS,
             working_bytes=self._working_bytes(max(gradients)),
@@ -130,13 +197,14 @@ class Forecast:
                     TensorKind.GRADIENTS: {Tier.SSD: 1 - self._resolved.gradient_host_share},
                 }
             ),
-            files=tuple(sum(self._file_bytes(p) for p in units[u] if id(p) in self._file_ids) for u in self._units),
+            files=tuple(sum(shards.file_bytes(p) for p in units[u] if id(p) in file_ids) for u in self._units),
             gradients=gradients,
             slot_bytes=max(self._piece_bytes, default=0),
         )
 
     @property
     def settings(self) -> Settings:
+        """How the run uses memory: its micro-batches, buffers and slots."""
         return Settings(
             self._num_micro_batches,
             self._resolved.prefetch_layers,
@@ -181,31 +249,6 @@ class Forecast:
     def _units(self) -> tuple[Unit, ...]:
         return ("pre", *range(self._layers.num_layers))
 
-    def _shard(self, param: nn.Parameter) -> int:
-        """Elements of this rank's shard."""
-        return -(-zero_params.full_numel(param) // self._num_shards)
-
-    def _file_bytes(self, param: nn.Parameter) -> int:
-        return self._aligned(self._shard(param) * self._param_bytes)
-
-    def _aligned(self, num_bytes: int) -> int:
-        alignment = self._json.alignment_bytes
-        return -(-num_bytes // alignment) * alignment
-
-    @property
-    def _in_files(self) -> list[nn.Parameter]:
-        """Parameters that rest on SSD."""
-        moved = {id(param) for chunk in self.chunks if not chunk.params_on_ssd for param in chunk.params}
-        everything = (param for params in self._layers.units.values() for param in params)
-        return [param for param in everything if id(param) not in moved and self._goes_to_ssd(param)]
-
-    @property
-    def _file_ids(self) -> set[int]:
-        return {id(param) for param in self._in_files}
-
-    def _goes_to_ssd(self, param: nn.Parameter) -> bool:
-        return self._json.params_on_ssd and self._shard(param) * self._param_bytes >= self._json.least_bytes
-
     @property
     def _piece_bytes(self) -> list[int]:
         """Bytes of state of each piece that goes through the optimizer's pipeline."""
@@ -230,27 +273,6 @@ class Forecast:
         """A layer's gradients as autograd makes them, and a kernel's own copy of the largest one, which it sums in fp32."""
         params = [param for params in self._layers.units.values() for param in params]
         return gradients * self._param_bytes + max(map(zero_params.full_numel, params)) * FP32_BYTES
-
-    # ---- chunks, as the optimizer will make them
-
-    def _on_device(self) -> set[int]:
-        """By id the parameters that stay there. (Under a limit for the whole model stock goes through it in another order.)"""
-        params = [param for params in self._layers.units.values() for param in params]
-        stays = self._json.persistent(map(zero_params.full_numel, params))
-        return {id(p) for p, persistent in zip(params, stays, strict=True) if persistent and not self._goes_to_ssd(p)}
-
-    def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[PlannedChunk]:
-        """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
-        passed = 0
-        for unit in self._layers.in_chunk_order(self._json.params_on_ssd):
-            members = (param for param in group if self._unit_of[id(param)] == unit)
-            layout = chunk_layout(members, self._shard, lambda p: id(p) in self._persistent, self._json.sub_group_size)
-            for params, persistent in layout:
-                sizes = tuple(map(self._shard, params))
-                passed += sum(sizes)
-                in_files = self._json.state_on_ssd and sum(sizes) * FP32_BYTES >= self._json.least_bytes
-                params_on_ssd = self._json.params_on_ssd and passed > self._json.max_in_cpu
-                yield PlannedChunk(unit, tuple(params), sizes, in_files, params_on_ssd, persistent)
 
 
 def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[list[nn.Parameter]]:

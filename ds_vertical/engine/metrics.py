@@ -1,9 +1,8 @@
 """What one training step cost: seconds, SSD bytes, peak memory and losses, one JSON line per step.
 
 `train_batch` writes the lines in both arms, so that any user script can be compared; `ds_vertical.cli.bench.ab` reads them.
-Two environment variables switch it on: `DS_VERTICAL_METRICS` (a folder) and `DS_VERTICAL_STEPS` (stop after N steps).
-
-How fast the host computes just now: seconds of a layer's passes, between the steps of a run that is measured.
+Two environment variables switch it on: `DS_VERTICAL_METRICS` (a folder) and `DS_VERTICAL_STEPS` (stop after N steps). A third
+one, `DS_VERTICAL_GAUGE`, has the host's speed measured between two steps.
 
 [Note: gauge] On a shared machine the same work takes half as long again some minutes later, so rates that were measured ahead
 of a run are not the run's. `ds-vertical limits` times the passes of a layer of the run's model, and `ds-vertical ab` does so

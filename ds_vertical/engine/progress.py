@@ -4,12 +4,8 @@ All of it is read off what is there anyway: the clock at each step's end, the to
 tracer, the schedule that ran. Nothing waits for the device: on one that computes asynchronously the computation's seconds
 cannot be told, so the resource that decides the bound is named instead of the busiest one.
 
-How fast steps go: tokens per second, the fraction of the bound, how busy each resource was.
-
 A step's seconds run from the end of the step before to its own, so that all of them together are the wall clock. Rates are
 medians over the last steps: a pause between two of them (an evaluation, a save) shows in that step's seconds alone.
-
-One line on the terminal for as long as something runs, which gives way to whatever else is printed meanwhile.
 
 [Note: giving way] Text that is printed while the line stands would begin at the line's end. So for that time the terminal's
 `sys.stdout` and `sys.stderr`, and whoever holds them (logging does), write through a detour: the line is taken away, the text
@@ -210,6 +206,7 @@ class BusyMeter(Tracer):
     def span(
         self, resource: str, name: object, start: float, end: float, num_bytes: int = 0, *, issue: float | None = None
     ) -> None:
+        """A resource has worked from `start` to `end`: see `Tracer.span`."""
         if resource in self.resources:
             self._spans.append((resource, start, end))
         self._inner.span(resource, name, start, end, num_bytes, issue=issue)
@@ -311,6 +308,7 @@ class _Bar(tqdm):
 
 
 def is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody may be looking at the stream."""
     return stream is not None and stream.isatty()
 
 
@@ -322,6 +320,7 @@ def fit(words: Sequence[str], columns: int) -> str:
     return " | ".join(words)[: max(0, columns - 1)]
 
 
+# not rich.live: it replaces sys.stdout and sys.stderr, past which loggers write that hold the streams; the detours would stay
 class StatusLine:
     """The words below what is printed, on `sys.stderr`, within a `with` block; afterwards the terminal is as if they had
     never been there. See [Note: giving way]."""

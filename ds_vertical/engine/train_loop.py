@@ -204,6 +204,7 @@ class StockLoop(TrainLoop):
     """Stock's own forward, backward and step, one micro-batch after the other."""
 
     def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        """One step over the micro-batches; returns their losses."""
         losses: list[torch.Tensor] = []
         try:
             for index, batch in enumerate(batches):
@@ -225,6 +226,7 @@ class StockLoop(TrainLoop):
         return loss.detach()
 
     def evaluate(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
+        """Losses of the micro-batches without training."""
         return [micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn) for batch in batches]
 
 

@@ -309,13 +309,8 @@ def test_functions_fit_on_one_screen() -> None:
 # as DeepSpeed's functions of these names have them
 SIGNATURES_OF_DEEPSPEED = {"engine.api.initialize": 8, "engine.checkpoint.mixin.SavingEngine.load_checkpoint": 7}
 # not finished: numbers as ceilings, each to be removed together with its cause
-MANY_PARAMETERS = {
-    "engine.autotune._chosen": 7,
-}
-MANY_METHODS = {
-    "engine.memory_check.Forecast": 19,
-    "engine.train_loop.VerticalLoop": 16,
-}
+MANY_PARAMETERS: dict[str, int] = {}
+MANY_METHODS: dict[str, int] = {}
 
 
 def test_functions_take_few_parameters() -> None:
@@ -456,7 +451,6 @@ def _undocumented(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]
 
 # rooms that are not finished: how many public names have no docstring, as ceilings
 UNDOCUMENTED = {
-    "engine": 54,
     "io": 6,
     "model": 2,
 }

@@ -50,11 +50,13 @@ def mark(folder: int, run: str, tag: str, token: str) -> None:
 
 
 def unmark(folder: int) -> None:
+    """Remove the mark of a save from a folder, if there is one. `folder`: its descriptor."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(MARK, dir_fd=folder)
 
 
 def is_marked(folder: int, tag: str, token: str) -> bool:
+    """Whether a save of this tag with this token has marked the folder. `folder`: its descriptor."""
     try:
         found = parse_json(read_regular(MARK, _MOST_MARK_BYTES, os.O_NOFOLLOW, folder))
     except (OSError, ValueError):

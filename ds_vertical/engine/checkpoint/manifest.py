@@ -70,10 +70,12 @@ class RankManifest:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
+        """The manifest as it is written to the rank's folder."""
         return (json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> RankManifest:
+        """The manifest that `to_json` has written."""
         found = json.loads(data)
         files = {
             name: SavedFile(entry["num_bytes"], tuple(Piece(*piece) for piece in entry["pieces"]))
@@ -101,6 +103,7 @@ def _tensor(entry: Mapping[str, Any]) -> TensorEntry:
 
 
 def rank_folder(tag_folder: Path, rank: int) -> Path:
+    """The folder of one rank's files in a checkpoint."""
     return tag_folder / f"rank{rank}"
 
 

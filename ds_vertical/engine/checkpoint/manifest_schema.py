@@ -58,11 +58,15 @@ class _Open(BaseModel):
 
 
 class RankEntry(_Strict):
+    """What the folder's manifest says of one rank's own: its bytes and their checksum."""
+
     num_bytes: NonNegative
     checksum: NonNegative
 
 
 class FolderManifest(_Strict):
+    """The manifest of a whole checkpoint, which rank 0 writes last."""
+
     format: Literal[1]
     written_by: str
     checksums: Literal["xxh3_64"]
@@ -81,11 +85,15 @@ class FolderManifest(_Strict):
 
 
 class FileSchema(_Strict):
+    """One file of a rank: its bytes, and (offset, bytes, checksum) of its pieces."""
+
     num_bytes: NonNegative
     pieces: list[tuple[NonNegative, Annotated[int, Field(ge=1)], NonNegative]]
 
 
 class Tensor(_Strict):
+    """One parameter of the model: its shape, its dtype, and where this rank's share of it is."""
+
     shape: list[NonNegative]
     dtype: str
     numel: NonNegative
@@ -95,6 +103,8 @@ class Tensor(_Strict):
 
 
 class Counters(_Open):
+    """The engine's counters."""
+
     global_steps: NonNegative
     global_samples: NonNegative
     micro_steps: NonNegative
@@ -102,6 +112,8 @@ class Counters(_Open):
 
 
 class PowersSchema(_Strict):
+    """CPU Adam's powers of beta after so many steps."""
+
     step: NonNegative
     beta1: Beta
     beta2: Beta
@@ -125,6 +137,8 @@ class Group(_Open):
 
 
 class LossScaler(_Strict):
+    """The numbers of a dynamic loss scale."""
+
     cur_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     cur_iter: NonNegative
     last_overflow_iter: int
@@ -132,6 +146,8 @@ class LossScaler(_Strict):
 
 
 class Numbers(_Open):
+    """The run's numbers besides its tensors: see `run_state.numbers_of`."""
+
     counters: Counters
     loss_scaler: LossScaler | Annotated[dict[str, float], Field(max_length=0)]
     adam_w_mode: bool
@@ -143,6 +159,8 @@ class Numbers(_Open):
 
 
 class Rank(_Strict):
+    """The manifest of one rank's files."""
+
     format: Literal[1]
     rank: NonNegative
     world_size: Annotated[int, Field(ge=1)]

@@ -51,9 +51,11 @@ class SavedTensor:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     def contiguous(self) -> torch.Tensor:
+        """The tensor, read from the checkpoint now."""
         return self._read()
 
 
@@ -376,6 +378,7 @@ def _split(state: Mapping[str, SavedTensor], limit: int | None) -> list[list[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit code."""
     global debug
     parser = argparse.ArgumentParser(description="fp32 weights out of a checkpoint of ds_vertical")
     parser.add_argument("checkpoint_dir", help="the folder given to save_checkpoint")

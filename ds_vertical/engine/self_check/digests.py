@@ -60,6 +60,7 @@ class Digest:
 
     @property
     def tolerance(self) -> float:
+        """The distance up to which rounding of its dtype is no difference; 0: bits count."""
         return _TOLERANCES.get(self.dtype, 0.0)
 
 

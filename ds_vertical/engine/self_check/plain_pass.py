@@ -27,9 +27,13 @@ from ds_vertical.schedule.events import Unit
 class ParamSource(Protocol):
     """Where a unit's parameters come from."""
 
-    def fetch(self, unit: Unit) -> Ticket: ...
+    def fetch(self, unit: Unit) -> Ticket:
+        """Have the unit's full parameters on the device once the ticket has been waited for."""
+        ...
 
-    def release(self, unit: Unit) -> None: ...
+    def release(self, unit: Unit) -> None:
+        """Give the unit's full parameters up."""
+        ...
 
 
 _AHEAD: Final = "forward ahead of the first layer", None
