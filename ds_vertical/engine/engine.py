@@ -156,4 +156,5 @@ class VerticalEngine(SavingEngine):
 
     @stream_seed.setter
     def stream_seed(self, seed: int | None) -> None:
+        """Set the base, as a checkpoint that was loaded has it."""
         self._loop.seed = seed

@@ -37,6 +37,7 @@ class Params(Protocol):
 
     def fetch(self, unit: Unit) -> Ticket:
         """Have the unit's full parameters on the device once the ticket has been waited for."""
+        ...
 
     def fetch_ahead(self, unit: Unit) -> Ticket | None:
         """Start reading what the next `fetch` of the unit needs, if that is not in memory."""
@@ -50,6 +51,7 @@ class Params(Protocol):
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory in its buffers."""
+        ...
 
 
 class Optimizer(Protocol):
@@ -59,6 +61,7 @@ class Optimizer(Protocol):
         self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
     ) -> bool:
         """Average a unit's sums over the ranks and hold this rank's share. Returns whether `flat` is held now."""
+        ...
 
     def hold_unit(self, unit: Unit) -> Ticket | None:
         """Start writing what of a unit's gradients waits on SSD."""

@@ -40,6 +40,7 @@ class SavingEngine(engine.DeepSpeedEngine):
 
     @stream_seed.setter
     def stream_seed(self, seed: int | None) -> None:
+        """Set the base, as a checkpoint that was loaded has it."""
         raise NotImplementedError
 
     @ranks.collective

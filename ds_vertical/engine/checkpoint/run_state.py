@@ -43,7 +43,8 @@ class TrainedEngine(Protocol):
         ...
 
     @stream_seed.setter
-    def stream_seed(self, seed: int | None) -> None: ...
+    def stream_seed(self, seed: int | None) -> None:
+        """Set the base, as a checkpoint that was loaded has it."""
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch."""
