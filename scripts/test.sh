@@ -27,6 +27,7 @@ expression=$(printf '%s and ' "${marks[@]}")
 # one failing check does not hide what the next would say
 failed=()
 .venv/bin/ruff check || failed+=(ruff)
+.venv/bin/ruff format --check || failed+=(format)
 .venv/bin/pyright || failed+=(pyright)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 .venv/bin/python -m pytest -n "${DS_VERTICAL_TEST_WORKERS:-3}" --dist worksteal -m "${expression% and }" --durations=15 ${report:+--junitxml="$report"} "$@" || failed+=(pytest)

@@ -174,7 +174,7 @@ def _descriptor_faults(forecast: Forecast, config: dict[str, Any], resolved: Run
     """Raises the soft limit as far as this run needs it and the hard one lets it."""
     count = ((config["zero_optimization"].get("offload_param") or {}).get("buffer_count")) or _STOCK_FILES
     ours = sum(min(_depth(config), most) + 1 for most in _queues(forecast, resolved))
-    needed = int(len(os.listdir("/proc/self/fd")) + ours + count + _STOCK_FILES + _SPARE)
+    needed = int(len(os.listdir("/proc/self/fd")) + ours + count + _STOCK_FILES + _SPARE)  # noqa: PTH208  # names, no paths
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         yield (

@@ -209,7 +209,7 @@ def _manifest(path: Path) -> tuple[bytes, dict[str, Any]]:
 
 def _open(path: Path) -> Any:
     """A regular file, to read; opening a FIFO would wait for somebody who writes."""
-    file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ExportError(f"{path}: not a regular file; take another tag")

@@ -146,7 +146,7 @@ class _Saved:
             return _Kept(tensor if tensor.device.type == "cpu" else tensor.cpu(), tensor.device)
         self._in_memory -= tensor.nbytes
         if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self._folder)
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  # closed with the check
         host = tensor.detach().contiguous().cpu()
         offset = self._file.seek(0, 2)
         self._file.write(host.view(-1).view(torch.uint8).numpy().data)
