@@ -21,7 +21,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 40
 MAX_METHODS = 15  # of a class, properties and dunder methods included
 MAX_PARAMETERS = 6  # of a function, without self and cls
-MAX_ANY = 295  # parameters and results whose annotation says Any, in the whole package; to fall below 200
+MAX_ANY = 210  # parameters and results whose annotation says Any, in the whole package; to fall below 200
 LEAVES = frozenset({"errors", "interrupts", "types"})  # every package may import them
 FORBIDDEN = {
     "config": {"torch", "deepspeed"},
@@ -443,24 +443,19 @@ def _undocumented(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
-        if ast.get_docstring(node) is None:
+        if ast.get_docstring(node) is None and not is_overload(node):
             yield prefix + node.name
         if isinstance(node, ast.ClassDef):
             yield from _undocumented(node, f"{prefix}{node.name}.")
 
 
-# rooms that are not finished: how many public names have no docstring, as ceilings
-UNDOCUMENTED = {
-    "io": 6,
-    "model": 2,
-}
+def is_overload(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    """Whether it is one of several signatures, or the setter of a property: the docstring stands elsewhere."""
+    return any(ast.unparse(each).rpartition(".")[2] in ("overload", "setter") for each in node.decorator_list)
 
 
 def test_public_names_have_docstrings() -> None:
-    found = {f"{module}.{name}" for module, tree in trees().items() for name in undocumented(tree)}
-    rooms = Counter(map(room, found))
-    above = over(dict(rooms), 0, UNDOCUMENTED)
-    assert sorted(name for name in found if room(name) in above) == []
+    assert [f"{module}.{name}" for module, tree in trees().items() for name in undocumented(tree)] == []
 
 
 # ------------------------------------------------------------------------------------------------------------------ names

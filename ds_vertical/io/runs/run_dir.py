@@ -21,12 +21,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from ds_vertical.io.runs import run_lock
-from ds_vertical.io import remove_tree as trees
-from ds_vertical.io.runs.run_lock import Owner
-from ds_vertical.errors import StorageError
-from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
+from ds_vertical.errors import StorageError
+from ds_vertical.io import remove_tree as trees
+from ds_vertical.io.runs import run_lock
+from ds_vertical.io.runs.run_lock import Owner
+from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ _SECTIONS = ("offload_param", "offload_optimizer")
 
 
 def fail(path: str | os.PathLike[str], operation: str, error: OSError, remedy: str) -> StorageError:
+    """The error to raise where an `operation` on a path failed: path, operation, the system's reason and the remedy."""
     reason = f"{error.strerror or error} (errno {errno.errorcode.get(error.errno or 0, error.errno)})"
     return StorageError(f"{os.fspath(path)}: {operation}: {reason}; {remedy}")
 
@@ -80,6 +81,7 @@ class RunFolder:
 
     @property
     def lock_path(self) -> Path:
+        """Where this rank's lock file lies in the run's folder."""
         return self.path / run_lock.lock_name(self.rank)
 
     @classmethod
@@ -359,7 +361,11 @@ def claim_config(config: dict[str, Any], run_id: str, rank: int) -> dict[str, An
     fresh: dict[Path, RunFolder] = {}
     try:
         for section in sections:
-            if not isinstance(section, dict) or section.get("device") != OFFLOAD_DEVICES[Tier.SSD] or not section.get("nvme_path"):
+            if (
+                not isinstance(section, dict)
+                or section.get("device") != OFFLOAD_DEVICES[Tier.SSD]
+                or not section.get("nvme_path")
+            ):
                 continue
             root = Path(os.path.realpath(section["nvme_path"]))
             if owned(root) is None:

@@ -11,12 +11,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from ds_vertical.io.runs import run_lock
-from ds_vertical.io.runs import run_dir
-from ds_vertical.io.runs.run_lock import Owner
-from ds_vertical.io.runs.run_dir import Guard
-from ds_vertical.errors import StorageError
 
+from ds_vertical.errors import StorageError
+from ds_vertical.io.runs import run_dir, run_lock
+from ds_vertical.io.runs.run_dir import Guard
+from ds_vertical.io.runs.run_lock import Owner
 
 _RUN_NAME = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9-]+-[0-9a-f]{8}")  # see storage.new_run_id
 
@@ -40,6 +39,7 @@ class Tenant:
 
     @property
     def owners(self) -> tuple[Owner | None, ...]:
+        """Of all the run's locks; None for a lock that does not tell its owner."""
         return self.live + self.elsewhere + self.gone
 
     @property

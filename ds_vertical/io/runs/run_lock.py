@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
-from ds_vertical.io.regular_file import open_regular, parse_json
 
+from ds_vertical.io.regular_file import open_regular, parse_json
 
 _WRITTEN_BY: Final = {"written_by": "ds_vertical"}
 _MOST_BYTES: Final = 1 << 14
@@ -41,6 +41,7 @@ class Owner:
 
     @classmethod
     def me(cls, rank: int, run: str) -> Owner:
+        """This process, as the owner of a rank's lock in the folder of `run`."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         return cls(os.getpid(), socket.gethostname(), rank, start_ticks(os.getpid()) or 0, since, run)
 
@@ -61,6 +62,7 @@ class Owner:
         return cls(**entry)
 
     def to_json(self) -> bytes:
+        """The bytes of a lock file of this owner's: a line of JSON."""
         return json.dumps(_WRITTEN_BY | asdict(self)).encode() + b"\n"
 
     def __str__(self) -> str:
@@ -86,6 +88,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def lock_name(rank: int) -> str:
+    """The name of a rank's lock file in the run's folder."""
     return f"rank{rank}.lock"
 
 
