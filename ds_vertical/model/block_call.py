@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard, overload
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -106,17 +106,9 @@ def changed(values: Sequence[object], versions: Sequence[int], kept: Collection[
     return any(a != b and key_of(t.untyped_storage()) not in kept for t, a, b in zip(counted, now, versions, strict=True))
 
 
-@overload
-def leaf_of(value: torch.Tensor) -> torch.Tensor: ...
-
-
-@overload
-def leaf_of(value: object) -> object: ...
-
-
-def leaf_of(value: object) -> object:
-    """A leaf that stands for a tensor behind its block: the same storage, no graph. Any other value is itself."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf that stands for a tensor behind its block: the same storage, no graph."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def twins_of(values: Sequence[object], twins: dict[int, torch.Tensor]) -> list[object]:

@@ -95,7 +95,7 @@ class RecordedBlocks:
         """A block has run: complete the record of its call. Returns the output with leaves in the place of its tensors."""
         outputs, out_spec = pytree.tree_flatten(output)
         _refuse_opaque(self._blocks[block], outputs)
-        leaves = [leaf_of(value) for value in outputs]
+        leaves: list[object] = [leaf_of(value) if isinstance(value, torch.Tensor) else value for value in outputs]
         returned = pytree.tree_unflatten(leaves, out_spec)
         found = call.found
         originals = {id(value): value for value in call.args if id(value) in twins and isinstance(value, torch.Tensor)}
