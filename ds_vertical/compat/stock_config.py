@@ -63,7 +63,7 @@ class OffloadSettings:
         return found
 
 
-def aio_settings(config: dict[str, Any]) -> dict[str, Any]:
+def aio_settings(config: Mapping[str, object]) -> dict[str, int]:
     """The `aio` section with DeepSpeed's defaults."""
     return get_aio_config(config)
 

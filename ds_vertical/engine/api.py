@@ -6,7 +6,7 @@ What cannot be trained is refused here, before anything is allocated: the JSON, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -42,7 +42,7 @@ from ds_vertical.planner.memory_budget import backward_bytes
 from ds_vertical.types import OFFLOAD_DEVICES, RunSettings, Tier
 
 
-def _offload_sections(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def _offload_sections(config: Mapping[str, object]) -> Iterable[dict[str, Any]]:
     zero = config.get("zero_optimization") or {}
     for name in ("offload_param", "offload_optimizer"):
         section = zero.get(name) if isinstance(zero, dict) else None
@@ -50,22 +50,22 @@ def _offload_sections(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
             yield section
 
 
-def run_folder(config: dict[str, Any]) -> Path | None:
+def run_folder(config: Mapping[str, object]) -> Path | None:
     """The first nvme_path in use; of a prepared configuration it is the run's folder."""
     return next((Path(section["nvme_path"]) for section in _offload_sections(config)), None)
 
 
-def nvme_paths(config: dict[str, Any]) -> list[str]:
+def nvme_paths(config: Mapping[str, object]) -> list[str]:
     """Those in use."""
     return [section["nvme_path"] for section in _offload_sections(config)]
 
 
-def unclaimed_paths(config: dict[str, Any]) -> list[str]:
+def unclaimed_paths(config: Mapping[str, object]) -> list[str]:
     """The nvme_paths in use that `prepare` has not replaced by this run's folder."""
     return [s["nvme_path"] for s in _offload_sections(config) if run_dir.owned(s["nvme_path"]) is None]
 
 
-def refuse_foreign_model(model: nn.Module, config: dict[str, Any]) -> None:
+def refuse_foreign_model(model: nn.Module, config: Mapping[str, object]) -> None:
     """Refuse a model whose parameters zero.Init has already written below another path than this run's."""
     roots = [Path(section["nvme_path"]).resolve() for section in _offload_sections(config)]
     unclaimed = unclaimed_paths(config)
@@ -229,7 +229,7 @@ def _bind(engine: Any, loop: TrainLoop) -> None:
     engine.eval_batch = MethodType(lambda _, data_iter, loss_fn=None: loop.eval_batch(data_iter, loss_fn), engine)
 
 
-def _single_config(args: Any, config: Any, config_params: Any) -> tuple[Any, Any]:
+def _single_config(args: Any, config: object, config_params: object) -> tuple[Any, Any]:
     """The one configuration given, by deepspeed.initialize's rules; args comes back without it."""
     given = config if config is not None else config_params
     from_args = getattr(args, "deepspeed_config", None)

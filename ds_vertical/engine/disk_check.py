@@ -165,7 +165,7 @@ def _queues(forecast: Forecast, resolved: RunSettings) -> list[float]:
     return [*shards, *parts, *gradients, *activations]
 
 
-def _depth(config: dict[str, Any]) -> int:
+def _depth(config: Mapping[str, object]) -> int:
     aio = stock_config.aio_settings(config)
     return aio["queue_depth"] * aio["intra_op_parallelism"]
 

@@ -21,7 +21,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 40
 MAX_METHODS = 15  # of a class, properties and dunder methods included
 MAX_PARAMETERS = 6  # of a function, without self and cls
-MAX_ANY = 210  # parameters and results whose annotation says Any, in the whole package; to fall below 200
+MAX_ANY = 199  # parameters and results whose annotation says Any, in the whole package
 LEAVES = frozenset({"errors", "interrupts", "types"})  # every package may import them
 FORBIDDEN = {
     "config": {"torch", "deepspeed"},
