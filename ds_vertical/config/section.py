@@ -28,6 +28,11 @@ def _list_to_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _bytes_to_text(value: object) -> object:
+    """pydantic takes b"ssd" for the member of that value, which no JSON can hold: its text is refused like any other word."""
+    return repr(value) if isinstance(value, bytes | bytearray) else value
+
+
 DottedPath = Annotated[StrictStr, StringConstraints(pattern=r"^[^\s.]+(\.[^\s.]+)*$")]
 LayerPaths = Annotated[tuple[DottedPath, ...], BeforeValidator(_list_to_tuple), Field(min_length=1)]
 
@@ -37,7 +42,7 @@ class Activations(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    device: Annotated[Tier, Field(strict=False)] | None = None
+    device: Annotated[Tier, Field(strict=False), BeforeValidator(_bytes_to_text)] | None = None
     """The tier they go to. Null: "device", where they are made."""
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the micro-batches that go there; the others stay on the device."""

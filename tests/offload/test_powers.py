@@ -15,6 +15,7 @@ from harness import (
     assert_identical,
     base_config,
     build_engine,
+    contents,
     differing,
     dispose,
     run_arm,
@@ -122,9 +123,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path, pa
     batches = token_batches(8, 1)
     build, folder = partial(MixerModel, 2, dropout=0.1), str(tmp_path / "checkpoint")
     groups = two_groups if grouped else None
-
-    def contents(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
-        return contents(engine, model)
 
     def train(engine: Any, steps: range) -> None:
         for step in steps:

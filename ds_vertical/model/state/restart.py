@@ -25,7 +25,7 @@ class StateMissed(LayerError):  # noqa: N818 - a request to start over, as StopI
         self.path = path
         super().__init__(
             f"{path or 'state'}: in each run of this step the forwards have changed state that they did not change before, this"
-            f" time there; keep what changes in attributes of the blocks or of the model, {HORIZONTAL}"
+            f" time there; keep what changes in the blocks' attributes, or within the model's forward, {HORIZONTAL}"
         )
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
