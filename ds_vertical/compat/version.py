@@ -6,6 +6,7 @@ reads signatures and compiled code only; it makes no engine.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from ds_vertical.compat.deepspeed_members import VERSIONS, Member, members_of  #
 SUPPORTED: Final = VERSIONS[-1]
 _REMEDY: Final = f"pip install deepspeed=={SUPPORTED}"
 _MISSING: Final = "is missing"
+_ANYTHING: Final = "(*args, **kwargs)"  # a wrapper that somebody has put there, and that hands on whatever it is given
 
 
 class DeepSpeedVersionError(ImportError):
@@ -48,7 +50,7 @@ def check_deepspeed() -> int:
         owner = _resolve(member.owner)
         if member.parameters is not None:
             found = _found(owner, member.name)
-            if found not in (f"({member.parameters})", "(*args, **kwargs)", "(self, *args, **kwargs)"):
+            if found not in (f"({member.parameters})", _ANYTHING):
                 raise _error(member, found, f"({member.parameters})")
         elif not hasattr(owner, member.name):
             if member.owner not in attributes:
@@ -78,16 +80,35 @@ def _resolve(owner: str) -> object:
 
 
 def _found(owner: object, name: str) -> str:
-    """The parameters of a member in parentheses, as a stub file writes them, or `_MISSING`."""
+    """The parameters of a member in parentheses, as a stub file writes them, or `_MISSING`; `_ANYTHING` where it takes what it
+    is given, or does not tell."""
     member = getattr(owner, name, None)
-    return f"({', '.join(_parameters(member))})" if callable(member) else _MISSING
+    if not callable(member):
+        return _MISSING
+    try:
+        function = _innermost(member)
+        return _ANYTHING if _takes_anything(function) else f"({', '.join(_parameters(function))})"
+    except ValueError:  # a compiled function without a signature
+        return _ANYTHING
+
+
+def _takes_anything(function: Callable[..., object]) -> bool:
+    """Whether a function has `*` and `**` of any name, and no parameter beside them but one that comes first, as `self` does;
+    or is a partial of another, which the check cannot hold to that one's parameters."""
+    if isinstance(function, functools.partial):
+        return True
+    kinds = [each.kind for each in inspect.signature(function).parameters.values()]
+    return kinds[-2:] == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD] and len(kinds) <= 3
+
+
+def _innermost(function: Callable[..., object]) -> Callable[..., object]:
+    """The function behind DeepSpeed's profiling decorator, which keeps no signature."""
+    inner = _wrapped(function)
+    return function if inner is None else _innermost(inner)
 
 
 def _parameters(function: Callable[..., object]) -> list[str]:
-    """A function's parameters, looking through DeepSpeed's profiling decorator (it keeps no signature)."""
-    inner = _wrapped(function)
-    if inner is not None:
-        return _parameters(inner)
+    """A function's parameters, as a stub file writes them."""
     parameters, written = inspect.signature(function).parameters.values(), []
     star = False
     for each in parameters:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 import time
 import weakref
@@ -44,7 +45,7 @@ def _runtimes() -> tuple[ctypes.CDLL, ...]:
     """The libgomp's that are loaded: usually one, torch's."""
     with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
         paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libgomp" in line}
-    return tuple(ctypes.CDLL(path) for path in sorted(paths) if Path(path).exists())
+    return tuple(ctypes.CDLL(path) for path in sorted(paths) if os.path.exists(path))  # noqa: PTH110  # no error either
 
 
 class _SleepingTeam(threading.Thread):

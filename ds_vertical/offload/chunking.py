@@ -103,14 +103,19 @@ def chunk_layout(
     """The chunks of one unit and optimizer group: the parameters of each, and whether they stay on the device.
 
     Those that stay are apart from the others, behind them. Either are cut as stock cuts sub-groups (DeepSpeed 0.19.8,
-    `_create_fp16_sub_groups`): a chunk is full when it holds `largest` elements of this rank or more. `numel`: a parameter's
-    elements on this rank. Set-up makes chunks by it, and the memory budget foretells them.
+    `_create_fp16_sub_groups`): all in one chunk if they have no more than `largest` elements on this rank; else a chunk is
+    full when it holds as many. `numel`: a parameter's elements on this rank. Set-up makes chunks by it, and the memory budget
+    foretells them.
     """
     params = list(members)
     for staying in (False, True):
+        alike = [each for each in params if stays(each) == staying]
+        if alike and sum(map(numel, alike)) <= largest:  # a parameter without elements behind a full chunk begins no new one
+            yield alike, staying
+            continue
         chunk: list[_Param] = []
         size = 0
-        for param in (each for each in params if stays(each) == staying):
+        for param in alike:
             chunk.append(param)
             size += numel(param)
             if size >= largest:

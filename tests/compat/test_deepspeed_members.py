@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -115,12 +116,20 @@ def test_an_attribute_that_nothing_sets_is_refused(monkeypatch: pytest.MonkeyPat
     assert "DeepSpeedZeroOptimizer_Stage3.fp17_groups is missing" in refusal()
 
 
-def test_a_wrapper_that_passes_everything_on_is_no_other_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts and tools wrap DeepSpeed's methods before they import this package."""
-    stock = deepspeed.DeepSpeedEngine.save_checkpoint
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+def counted(stock: Any) -> Any:
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
         return stock(self, *args, **kwargs)
 
-    monkeypatch.setattr(deepspeed.DeepSpeedEngine, "save_checkpoint", counted)
+    return count
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [counted, lambda stock: lambda *a, **kw: stock(*a, **kw), lambda stock: functools.partial(stock, tag=None)],
+    ids=["self first", "other names", "partial"],
+)
+def test_a_wrapper_that_passes_everything_on_is_no_other_method(monkeypatch: pytest.MonkeyPatch, wrapped: Any) -> None:
+    """Scripts and tools wrap DeepSpeed's methods before they import this package."""
+    stock = deepspeed.DeepSpeedEngine.save_checkpoint
+    monkeypatch.setattr(deepspeed.DeepSpeedEngine, "save_checkpoint", wrapped(stock))
     assert version.check_deepspeed() == len(MEMBERS)

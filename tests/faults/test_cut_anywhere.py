@@ -208,8 +208,16 @@ def cuts_in(found: Counter[Site], files: tuple[str, ...], functions: tuple[str, 
 @pytest.mark.parametrize(
     ("files", "functions"),
     [
-        pytest.param(("offload/param_store.py", "compat/zero_params.py"), ("ParamStore.release", "partition"), id="release"),
-        pytest.param(("model/stubs.py", "engine/module_hooks.py"), ("Stubs.", "suspended_hooks"), id="forwards put back"),
+        pytest.param(
+            ("offload/param_store.py", "offload/param_shards.py", "compat/zero_params.py"),
+            ("ParamStore.release", "complete_writes", "taken_buffers", "UnitBuffers.reset", "partition"),
+            id="release",
+        ),
+        pytest.param(
+            ("model/stubs.py", "engine/module_hooks.py"),
+            ("Stubs.", "suspended_hooks", "_HooksOfModules."),
+            id="forwards put back",
+        ),
     ],
 )
 def test_an_interrupt_while_something_is_given_up(tmp_path: Path, files: tuple[str, ...], functions: tuple[str, ...]) -> None:

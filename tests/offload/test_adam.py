@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_vertical.offload.chunking import ALIGNMENT, LANE, ChunkPiece, Cut, Part, adam_cuts, split_chunk
+from ds_vertical.offload.chunking import ALIGNMENT, LANE, ChunkPiece, Cut, Part, adam_cuts, chunk_layout, split_chunk
 from ds_vertical.offload.cpu_adam import AdamSettings, CpuAdam
 
 
@@ -157,3 +160,15 @@ def test_uncut_adam_does_not(cpu_adam: DeepSpeedCPUAdam) -> None:
     regrouping = Regrouping(sizes, (len(sizes),), tuple((index,) for index in range(len(sizes))))
     assert regrouped_matches_stock(cpu_adam, regrouping, cut=True)
     assert not regrouped_matches_stock(cpu_adam, regrouping, cut=False)
+
+
+# ---- chunks
+
+
+@pytest.mark.parametrize("sizes", [[], [4, 4, 0], [8, 0, 0], [8, 8, 0], [3, 9, 0, 1, 8], [0, 0], [7], [9, 1]], ids=str)
+def test_chunks_are_cut_as_stock_cuts_sub_groups(sizes: list[int]) -> None:
+    params = [SimpleNamespace(partition_numel=partial(int, size)) for size in sizes]
+    stock = DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups
+    expected = stock(cast(Any, SimpleNamespace(sub_group_size=8)), params) if params else []
+    found = chunk_layout(params, lambda param: param.partition_numel(), lambda _: False, 8)
+    assert [chunk for chunk, _ in found] == expected
