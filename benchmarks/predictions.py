@@ -28,12 +28,12 @@ import run
 from ds_vertical.cli.bench.arms import ssd_folders
 from ds_vertical.cli.plan.command import time_pieces
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
-from ds_vertical.cli.plan.fake_run import read_outline
+from ds_vertical.cli.plan.fake_run import read_spec
 from ds_vertical.model.hf import read_fields
 from ds_vertical.planner import memory_budget, search
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
-from ds_vertical.planner.model_shape import Division, Outline, Seconds, shape_of
+from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
 from ds_vertical.planner.search import Candidate, Setting, Task
 from ds_vertical.types import Placement, Tier
 
@@ -95,17 +95,17 @@ LITTLE = 1.3e9  # bytes of host memory in which the sweep's model does not find 
 
 
 @cache
-def outline_of(model: str, tokens: int, dims: tuple[str, ...], dtype: str) -> tuple[Outline, dict[str, Any]]:
-    """A shape's outline and its configuration, with `dims` ("KEY=JSON") put into that."""
+def outline_of(model: str, tokens: int, dims: tuple[str, ...], dtype: str) -> tuple[ModelSpec, dict[str, Any]]:
+    """A shape's spec and its configuration, with `dims` ("KEY=JSON") put into that."""
     fields = read_fields(run.ROOT / "configs" / "models" / f"{model}.json")
     fields |= {key: json.loads(value) for key, _, value in (dim.partition("=") for dim in dims)}
-    return read_outline(model, fields, tokens, dtype), fields
+    return read_spec(model, fields, tokens, dtype), fields
 
 
 def seconds_of(model: str, tokens: int, dtype: str, size: int) -> Seconds:
     """The model's pieces for `size` sequences, timed now; a block's size does not depend on how many there are."""
-    outline, fields = outline_of(model, tokens, (), dtype)
-    return time_pieces(outline, fields, size)
+    spec, fields = outline_of(model, tokens, (), dtype)
+    return time_pieces(spec, fields, size)
 
 
 def profile_of(limited: bool, out: Path) -> Profile:
@@ -118,14 +118,14 @@ def profile_of(limited: bool, out: Path) -> Profile:
     return Profile.from_dict("this machine", json.loads(target.read_text()))
 
 
-def candidate(row: Row, dtype: str, out: Path) -> tuple[Candidate, Outline]:
+def candidate(row: Row, dtype: str, out: Path) -> tuple[Candidate, ModelSpec]:
     """The setting as a plan made now would have it."""
-    outline, _ = outline_of(row.model, row.tokens, row.dims, dtype)
+    spec, _ = outline_of(row.model, row.tokens, row.dims, dtype)
     early = row.delay is not None and row.delay < 1
     delay = 1.0 if row.delay is None else row.delay
     placement = Placement.of(activations_on_ssd=row.on_ssd)
     shape = shape_of(
-        outline,
+        spec,
         seconds_of(row.model, row.tokens, dtype, row.size),
         Division(
             sequences=row.size,
@@ -140,7 +140,7 @@ def candidate(row: Row, dtype: str, out: Path) -> tuple[Candidate, Outline]:
     settings = memory_budget.Settings(row.micro_batches, row.window, held_share=held, one_memory=machine.one_memory)
     setting = Setting(row.size, row.micro_batches, row.blocks, row.window, delay, early, placement)
     case = LpProblem(shape, machine, settings, dict(zip(Tier, (None, None, None), strict=True)), delay, early)
-    return Candidate(setting, shape, machine, case, 0.0, ()), outline
+    return Candidate(setting, shape, machine, case, 0.0, ()), spec
 
 
 def measured(row: Row, dtype: str, steps: int, out: Path, resume: bool) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def measured(row: Row, dtype: str, steps: int, out: Path, resume: bool) -> dict[
 
 def measure(row: Row, dtype: str, steps: int, out: Path) -> dict[str, Any]:
     """Predicts and runs one row. Raises CalledProcessError."""
-    found, outline = candidate(row, dtype, out)
-    step_s = train(row, row.name, found, outline, steps, out)
+    found, spec = candidate(row, dtype, out)
+    step_s = train(row, row.name, found, spec, steps, out)
     after, _ = candidate(row, dtype, out)
     both = found.step_s, after.step_s
     predicted, taken = sum(both) / 2, median(step_s)
@@ -164,12 +164,12 @@ def measure(row: Row, dtype: str, steps: int, out: Path) -> dict[str, Any]:
     return told | {"bound_s": (found.bound.seconds + after.bound.seconds) / 2}
 
 
-def train(row: Row, name: str, found: Candidate, outline: Outline, steps: int, out: Path) -> list[float]:
+def train(row: Row, name: str, found: Candidate, spec: ModelSpec, steps: int, out: Path) -> list[float]:
     """Seconds of each step but the first, of a run of `row`'s model and disk as `found` would have it. Raises
     CalledProcessError."""
     clip = 1.0 if row.delay is None else 0.0
     training = TrainingOptions(clip, "/tmp/ds_vertical", locked=False, learning_rate=LEARNING_RATE)
-    config = write_config(found, outline, training)
+    config = write_config(found, spec, training)
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(config, indent=2))
@@ -186,13 +186,13 @@ def choices(dtype: str, steps: int, out: Path, rows: list[dict[str, Any]]) -> li
     """What `plan` takes for the sweep's model, tokens and disk, trained as well, beside the best of the sweep. With little host
     memory the optimizer's state rests on SSD, as in the sweep; with all of the machine's nothing has to."""
     best = min(row["measured_s"] for row in rows)
-    outline, _ = outline_of("gpt_101m", 8, (), dtype)
-    task = Task(outline, SWEPT_TOKENS, cache(lambda size: seconds_of("gpt_101m", 8, dtype, size)), clip=0.0)
+    spec, _ = outline_of("gpt_101m", 8, (), dtype)
+    task = Task(spec, SWEPT_TOKENS, cache(lambda size: seconds_of("gpt_101m", 8, dtype, size)), clip=0.0)
     machine = profile_of(True, out)
     found: list[dict[str, Any]] = []
     for name, host_bytes in (("plan_little_host_memory", LITTLE), ("plan", machine.capacity[Tier.HOST])):
         chosen = search.choose(task, machine.machine, {**machine.capacity, Tier.DEVICE: None, Tier.HOST: host_bytes}).chosen
-        step_s = train(SWEEP[0], name, chosen, outline, steps, out)
+        step_s = train(SWEEP[0], name, chosen, spec, steps, out)
         told = {"choice": name, "host_bytes": host_bytes, "setting": chosen.setting.to_json(), "predicted_s": chosen.step_s}
         found.append(told | {"step_s": step_s, "measured_s": median(step_s), "over_best": median(step_s) / best})
         print(f"{name}: predicted {chosen.step_s:.2f} s, measured {median(step_s):.2f} s", flush=True)

@@ -48,7 +48,7 @@ SLOW_MEMBERS = {
     "test_numerics.py::test_parameters_on_ssd_may_count_as_persistent[0.05]",
     "test_numerics.py::test_snake_changes_the_last_bits_at_most[2]",
     "test_overlap.py::test_without_overlap_no_event_finds_anything_in_flight[0.0]",
-    "test_parcels.py::test_the_same_bits_from_host_memory[both]",
+    "test_tensor_swapper.py::test_the_same_bits_from_host_memory[both]",
 }
 
 

@@ -16,7 +16,7 @@ from ds_vertical.cli.common import gib
 from ds_vertical.cli.doctor.check import Target
 from ds_vertical.io.files import disk_bytes
 from ds_vertical.io.runs import run_lock
-from ds_vertical.io.runs.run_dirs import Tenant, examine, remove_run, tenants
+from ds_vertical.io.runs.run_dirs import FoundRun, examine, find_runs, remove_run
 
 _NOT_REMOVED: Final = 1
 _EPILOG: Final = """examples:
@@ -35,7 +35,7 @@ Exit status: 0; 1 where something that was to be removed could not be; 2 for bad
 class ListedRun:
     """A run's folder as listed. `num_bytes`: what deleting it frees; `result`: what came of that, empty where not asked."""
 
-    tenant: Tenant
+    run: FoundRun
     num_bytes: int
     result: str = ""  # "removed", "gone" (meanwhile, without us), "kept" (it is live, or may be), "failed"
     error: str = ""
@@ -43,12 +43,12 @@ class ListedRun:
     @property
     def name(self) -> str:
         """The run's id, which is its folder's name."""
-        return self.tenant.folder.name
+        return self.run.folder.name
 
     @property
     def word(self) -> str:
         """What the line says of the run, and under which the last line counts it: what came of its removal, else its state."""
-        return self.result or self.tenant.state
+        return self.result or self.run.state
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,52 +117,52 @@ def _walk(root: Path, names: Sequence[str] | None, parser: argparse.ArgumentPars
     if not root.is_dir():
         return
     try:
-        found = tenants(root)
+        found = find_runs(root)
     except OSError as error:
         parser.error(f"{root}: {error.strerror}; name a folder that can be read")
-    for tenant in found:
-        entry = ListedRun(tenant, disk_bytes(tenant.folder))
-        named = tenant.folder.name in (names or ())
-        if named or (names == [] and tenant.state == "stale"):
+    for run in found:
+        entry = ListedRun(run, disk_bytes(run.folder))
+        named = run.folder.name in (names or ())
+        if named or (names == [] and run.state == "stale"):
             _remove(entry, named)
         yield entry
 
 
 def _remove(entry: ListedRun, named: bool) -> None:
-    if entry.tenant.fault:
+    if entry.run.fault:
         entry.result = "failed"  # the line about the folder says why
         return
     try:
-        entry.result = remove_run(entry.tenant.folder, named)
+        entry.result = remove_run(entry.run.folder, named)
     except (OSError, errors.StorageError) as error:
         entry.result, entry.error = "failed", str(error)
     if entry.result == "kept":
-        entry.tenant = examine(entry.tenant.folder) or entry.tenant
+        entry.run = examine(entry.run.folder) or entry.run
 
 
-def _owner(tenant: Tenant) -> str:
+def _owner(run: FoundRun) -> str:
     """Whose the folder is, and how that is known, in words."""
-    if tenant.fault:
-        return f"a run {tenant.fault}"
-    if not tenant.is_ours:
+    if run.fault:
+        return f"a run {run.fault}"
+    if not run.is_ours:
         return "no lock in it says that a run made it under this name"
-    first = str(tenant.owners[0] or "a process that did not write its name")
-    others = f" and {len(tenant.owners) - 1} more" if len(tenant.owners) > 1 else ""
-    if tenant.state == "live":
+    first = str(run.owners[0] or "a process that did not write its name")
+    others = f" and {len(run.owners) - 1} more" if len(run.owners) > 1 else ""
+    if run.state == "live":
         return f"{first}{others}"
-    return f"{first}{others}; " + ("gone" if tenant.state == "stale" else "on another host, so nothing can be told of it here")
+    return f"{first}{others}; " + ("gone" if run.state == "stale" else "on another host, so nothing can be told of it here")
 
 
 def _lines(entry: ListedRun) -> Iterator[str]:
-    yield f"  {entry.word:8}{gib(entry.num_bytes):>10}  {entry.name}  {_owner(entry.tenant)}"
-    folder = entry.tenant.folder
-    if not entry.tenant.is_ours:
+    yield f"  {entry.word:8}{gib(entry.num_bytes):>10}  {entry.name}  {_owner(entry.run)}"
+    folder = entry.run.folder
+    if not entry.run.is_ours:
         yield f"{'':22}-> never removed here: rm -r {folder}  # once you know what it is"
     elif entry.result == "kept":
         yield f"{'':22}-> not removed: end the run first"
     elif entry.error:
         yield from (f"{'':22}-> {line}" for line in entry.error.splitlines())
-    elif entry.word == "unknown" and not entry.tenant.fault:
+    elif entry.word == "unknown" and not entry.run.fault:
         yield f"{'':22}-> ds-vertical clean --path {folder.parent} --remove {folder.name}  # once you know that it is over"
 
 
@@ -179,14 +179,14 @@ def _summary(entries: list[ListedRun], counts: Counter[str], freed: int, missing
 
 def _described(entry: ListedRun) -> dict[str, object]:
     """JSON form; `since`: when the first of its owners took its lock."""
-    tenant = entry.tenant
+    run = entry.run
     owners = [
         {"state": state, **(run_lock.plain_entry(owner) if owner else {})}
-        for state, group in (("live", tenant.live), ("unknown", tenant.elsewhere), ("gone", tenant.gone))
+        for state, group in (("live", run.live), ("unknown", run.elsewhere), ("gone", run.gone))
         for owner in group
     ]
-    since = min((owner.since for owner in tenant.owners if owner is not None), default=None)
-    told = {"run_id": entry.name, "folder": str(tenant.folder), "state": tenant.state, "why": _owner(tenant), "since": since}
+    since = min((owner.since for owner in run.owners if owner is not None), default=None)
+    told = {"run_id": entry.name, "folder": str(run.folder), "state": run.state, "why": _owner(run), "since": since}
     return told | {"bytes": entry.num_bytes, "owners": owners, "result": entry.result or None, "error": entry.error or None}
 
 

@@ -30,7 +30,7 @@ class Follower:
         return ran
 
 
-class Surveyor:
+class RunLogger:
     """Keeps the account of one engine in `folder`; made before its first recorded step."""
 
     def __init__(self, engine: Any, folder: Path, tokens: int) -> None:

@@ -20,7 +20,7 @@ from ds_vertical.engine.handlers import Body
 from ds_vertical.engine.metrics import StepRecorder
 from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.progress import Progress
-from ds_vertical.engine.run_log import Surveyor, model_config
+from ds_vertical.engine.run_log import RunLogger, model_config
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.interrupts import Changed
 from ds_vertical.io import host
@@ -52,7 +52,7 @@ class TrainLoop:
         self.device = torch.device(accelerator.device_name())
         self._recorder: StepRecorder | None = None
         self._recorder_asked = False
-        self._surveyor: Surveyor | None = None
+        self._run_logger: RunLogger | None = None
         self._own_data: Iterator[object] | None = None
         self._gauged_tokens = 0
 
@@ -133,7 +133,7 @@ class TrainLoop:
             tied=shares_weights(self.module),
         )
         tokens = micro.count_tokens(batches[:1])
-        self._survey(recorder, tokens, self._gauged(tokens))
+        self._log_step(recorder, tokens, self._gauged(tokens))
         return losses
 
     def _gauged(self, tokens: int) -> float | None:
@@ -147,13 +147,13 @@ class TrainLoop:
         batch = {"tokens": self._gauged_tokens, "sequences": sequences, "dtype": dtype}
         return metrics.measure_between_steps(model_config(module) if dtype else None, batch, torch.get_num_threads())
 
-    def _survey(self, recorder: StepRecorder, tokens: int, gauge_s: float | None) -> None:
+    def _log_step(self, recorder: StepRecorder, tokens: int, gauge_s: float | None) -> None:
         """The vertical arm's account of the step, beside its record."""
         if self.ran is None or ranks.rank() != 0:
             return
-        if self._surveyor is None:
-            self._surveyor = Surveyor(self.engine, recorder.folder, tokens)
-        self._surveyor.step(gauge_s)
+        if self._run_logger is None:
+            self._run_logger = RunLogger(self.engine, recorder.folder, tokens)
+        self._run_logger.step(gauge_s)
 
     @property
     def module(self) -> nn.Module:

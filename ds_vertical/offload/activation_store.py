@@ -42,7 +42,7 @@ class Kept:
 
     storage: torch.UntypedStorage
     num_bytes: int
-    parcel: SwappedTensor
+    swapped: SwappedTensor
     in_memory: bool = False
     used: bool = False
     stays: bool = False
@@ -75,16 +75,16 @@ class GradientsBetweenLayers:
         taken = boundary.take_gradients(unit, _is_movable_gradient)
         if not taken:
             return None
-        parcel = self.swapper.put([_dense_bytes(grad) for grad, _ in taken], self.tiers[index])
+        swapped = self.swapper.put([_dense_bytes(grad) for grad, _ in taken], self.tiers[index])
         kept = [KeptGradient(g.size(), g.stride(), g.dtype, g.device, put_back) for g, put_back in taken]
-        self._kept[unit, index] = (parcel, kept)
-        return _saved(self.swapper, f"save gradient {unit} of {index}", [parcel])
+        self._kept[unit, index] = (swapped, kept)
+        return _saved(self.swapper, f"save gradient {unit} of {index}", [swapped])
 
     def load(self, unit: Unit, index: int) -> Ticket | None:
         """Bring the unit's gradients back; the ticket's wait puts them in their places."""
         if (unit, index) not in self._kept:
             return None
-        parcel, all_kept = self._kept[unit, index]
+        swapped, all_kept = self._kept[unit, index]
         grads: list[torch.Tensor] = []
 
         def land() -> list[torch.Tensor]:
@@ -92,19 +92,19 @@ class GradientsBetweenLayers:
             return [_dense_bytes(grad) for grad in grads]
 
         def wait() -> None:
-            self.swapper.arrive(parcel)
+            self.swapper.arrive(swapped)
             for kept, grad in zip(all_kept, grads, strict=True):
                 kept.put_back(grad)
             grads.clear()
 
-        self.swapper.fetch(parcel, land)
-        return Ticket(f"load gradient {unit} of {index}", wait, parcel.num_bytes)
+        self.swapper.fetch(swapped, land)
+        return Ticket(f"load gradient {unit} of {index}", wait, swapped.num_bytes)
 
     def drop(self, unit: Unit, index: int) -> None:
         """Forget what was saved of the unit's gradients: they are back."""
-        parcel, _ = self._kept.pop((unit, index), (None, []))
-        if parcel is not None:
-            self.swapper.drop(parcel)
+        swapped, _ = self._kept.pop((unit, index), (None, []))
+        if swapped is not None:
+            self.swapper.drop(swapped)
 
     def forget(self) -> None:
         """Forget everything, after an error: `TensorSwapper.abandon` has."""
@@ -138,16 +138,16 @@ class ActivationStore:
 
     def save(self, layer: int, index: int, boundary: BoundaryTensors) -> Ticket | None:
         """Save what micro-batch `index` hands to the layer, and what only we still hold of layers that it has been through."""
-        parcels: list[SwappedTensor] = []
+        all_swapped: list[SwappedTensor] = []
         for used in range(max(0, layer - 1), layer + 1):
             storages = self._movable(boundary.inputs(used), boundary)
             ours = [storage for storage in storages if _is_ours(storage, boundary.lists(used))]
             if ours:
-                parcels.append(self._put(used, index, ours, used=True))
+                all_swapped.append(self._put(used, index, ours, used=True))
         handed = self._handed(layer, boundary)
         if handed:
-            parcels.append(self._put(layer, index, handed, used=False))
-        return _saved(self.swapper, f"save {layer} of {index}", parcels)
+            all_swapped.append(self._put(layer, index, handed, used=False))
+        return _saved(self.swapper, f"save {layer} of {index}", all_swapped)
 
     def _movable(self, tensors: Sequence[torch.Tensor], boundary: BoundaryTensors) -> list[torch.UntypedStorage]:
         """The storages of those tensors that are worth moving, and the micro-batch's own."""
@@ -178,26 +178,26 @@ class ActivationStore:
         return handed
 
     def _put(self, layer: int, index: int, storages: Sequence[torch.UntypedStorage], used: bool) -> SwappedTensor:
-        parcel = self.swapper.put([_storage_bytes(storage) for storage in storages], self._tiers[index])
+        swapped = self.swapper.put([_storage_bytes(storage) for storage in storages], self._tiers[index])
         for storage in storages:
-            kept = Kept(storage, storage.nbytes(), parcel, used=used)
+            kept = Kept(storage, storage.nbytes(), swapped, used=used)
             self._kept.setdefault((layer, index), []).append(kept)
             self._by_storage[key_of(storage)] = kept
             storage.resize_(0)
-        return parcel
+        return swapped
 
     def load(self, layer: int, index: int) -> Ticket | None:
         """Bring what was saved of the layer's inputs back; the ticket's wait completes it."""
         away: dict[SwappedTensor, list[Kept]] = {}
         for kept in self._kept.get((layer, index), ()):
             if not kept.in_memory:
-                away.setdefault(kept.parcel, []).append(kept)
-        for parcel, all_kept in away.items():
-            self.swapper.fetch(parcel, partial(_refill, all_kept))
+                away.setdefault(kept.swapped, []).append(kept)
+        for swapped, all_kept in away.items():
+            self.swapper.fetch(swapped, partial(_refill, all_kept))
 
         def wait() -> None:
-            for parcel, all_kept in away.items():
-                self.swapper.arrive(parcel)
+            for swapped, all_kept in away.items():
+                self.swapper.arrive(swapped)
                 for kept in all_kept:
                     kept.in_memory = True
 
@@ -222,7 +222,7 @@ class ActivationStore:
         """Forget the layer's inputs: its backward is over."""
         for kept in self._kept.pop((layer, index), ()):
             del self._by_storage[key_of(kept.storage)]
-            self.swapper.drop(kept.parcel)
+            self.swapper.drop(kept.swapped)
 
     # ---- the end
 
@@ -242,16 +242,16 @@ class ActivationStore:
         self.swapper.close()
 
 
-def _saved(swapper: TensorSwapper, what: str, parcels: Sequence[SwappedTensor]) -> Ticket | None:
-    """Of parcels on their way out; None where there are none."""
-    if not parcels:
+def _saved(swapper: TensorSwapper, what: str, all_swapped: Sequence[SwappedTensor]) -> Ticket | None:
+    """Of swapped tensors on their way out; None where there are none."""
+    if not all_swapped:
         return None
 
     def wait() -> None:
-        for parcel in parcels:
-            swapper.wait_written(parcel)
+        for swapped in all_swapped:
+            swapper.wait_written(swapped)
 
-    return Ticket(what, wait, sum(parcel.num_bytes for parcel in parcels))
+    return Ticket(what, wait, sum(swapped.num_bytes for swapped in all_swapped))
 
 
 def _is_ours(storage: torch.UntypedStorage, lists: Sequence[list[object]]) -> bool:

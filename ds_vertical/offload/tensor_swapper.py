@@ -1,14 +1,14 @@
 """Bytes that leave the device for a while: to page-locked host memory, or through it to a file, and back.
 
-[Note: parcels] A parcel packs some tensors. On its way out it is copied to a host buffer and, for the SSD, written from
-there; the device's memory may be given up as soon as `put` returns. On its way back it is read into a buffer and copied to
-memory that the owner provides then. Copies run on a stream of their own: a write is issued once its copy is complete, a
-copy back once its read is, whichever later call finds that out. Where device and host are one memory a copy is complete
-at once.
+[Note: swapped tensors] A SwappedTensor packs some tensors. On its way out it is copied to a host buffer and, for the SSD,
+written from there; the device's memory may be given up as soon as `put` returns. On its way back it is read into a buffer and
+copied to memory that the owner provides then. Copies run on a stream of their own: a write is issued once its copy is
+complete, a copy back once its read is, whichever later call finds that out. Where device and host are one memory a copy is
+complete at once.
 
 What rests in the host tier may take `host_limit`, which the memory budget leaves (the buffers on the way to and from the SSD, a
-few parcels, are not counted): beyond it, memory of sizes that nothing uses any more is given back, then MemoryBudgetError is
-raised, before anything is taken.
+few swapped tensors, are not counted): beyond it, memory of sizes that nothing uses any more is given back, then
+MemoryBudgetError is raised, before anything is taken.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SwappedTensor:
 
 
 class HostTier:
-    """Page-locked memory of the parcels that rest in host memory. `kept`: all parcels, those on SSD included.
+    """Page-locked memory of the swapped tensors that rest in host memory. `kept`: all swapped tensors, those on SSD included.
 
     `limit`: bytes that may rest here; None: any number.
     """
@@ -80,7 +80,7 @@ class HostTier:
     def num_bytes(self) -> int:
         """Bytes of what rests in the host tier, and of memory that has held such."""
         free = sum(data.numel() for sizes in self._free.values() for data in sizes)
-        return free + sum(parcel.host.numel() for parcel in self._kept if parcel.host is not None)
+        return free + sum(swapped.host.numel() for swapped in self._kept if swapped.host is not None)
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Memory of this size. Raises MemoryBudgetError, with nothing taken, where the limit leaves no room for it."""
@@ -99,11 +99,11 @@ class HostTier:
         return self._memory.lock(num_bytes)
 
     def put_back(self, data: torch.Tensor) -> None:
-        """Keep the memory for the next parcel of its size."""
+        """Keep the memory for the next swapped tensor of its size."""
         self._free.setdefault(data.numel(), []).append(data)
 
     def unlock_free(self) -> None:
-        """Give the memory back that no parcel has."""
+        """Give the memory back that no swapped tensor has."""
         for free in self._free.values():
             while free:
                 self._memory.unlock(free.pop())
@@ -111,16 +111,16 @@ class HostTier:
 
 
 class GrowingFile:
-    """The file of the SSD tier, which grows with the parcels in it."""
+    """The file of the SSD tier, which grows with the swapped tensors in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.extents = Extents()
         self._num_bytes = 0
 
-    def place(self, parcel: SwappedTensor) -> None:
-        """Give the parcel its place. Raises StorageError where the file cannot grow."""
-        parcel.offset = self.extents.take(parcel.num_bytes)
+    def place(self, swapped: SwappedTensor) -> None:
+        """Give the swapped tensor its place. Raises StorageError where the file cannot grow."""
+        swapped.offset = self.extents.take(swapped.num_bytes)
         if self.extents.end > self._num_bytes:
             size = _round_up(self.extents.end, _GROWTH_BYTES)
             preallocate({self.path: size})
@@ -128,10 +128,10 @@ class GrowingFile:
 
 
 class TensorSwapper:
-    """Moves parcels out to host memory or SSD, and back. `host_tier`: where they rest in host memory; `queues`: for reads and
+    """Moves tensors out to host memory or SSD, and back. `host_tier`: where they rest in host memory; `queues`: for reads and
     for writes, none without an SSD tier.
 
-    `most_loads`: parcels that may be on their way back at a time. `path`: the file of the SSD tier, None without one.
+    `most_loads`: swapped tensors that may be on their way back at a time. `path`: the file of the SSD tier, None without one.
     `host_limit`: bytes that may rest in the host tier; None: any number.
 
     A failed read or write raises DiskError in `arrive` or `wait_written`, or in a later `put` that needs the buffer; a file
@@ -166,7 +166,7 @@ class TensorSwapper:
 
     @property
     def ssd_bytes(self) -> int:
-        """Bytes of the file that parcels rest in."""
+        """Bytes of the file that swapped tensors rest in."""
         return 0 if self._file is None else self._file.extents.num_used
 
     # ---- out
@@ -176,15 +176,15 @@ class TensorSwapper:
         if tier not in _TIERS:
             raise ValueError(f"tensors go to {' or '.join(_TIERS)}, not to {tier}")
         self._advance()
-        parcel = SwappedTensor(tier, _round_up(sum(_round_up(tensor.numel(), 64) for tensor in tensors)))
+        swapped = SwappedTensor(tier, _round_up(sum(_round_up(tensor.numel(), 64) for tensor in tensors)))
         if tier is Tier.HOST:
-            target = parcel.host = self.host_tier.take(parcel.num_bytes)
-            self._kept.add(parcel)
+            target = swapped.host = self.host_tier.take(swapped.num_bytes)
+            self._kept.add(swapped)
         else:
-            self._kept.add(parcel)
+            self._kept.add(swapped)
             assert self._file is not None
-            self._file.place(parcel)
-            buffer = parcel.buffer = self._take(self._saves, parcel.num_bytes)
+            self._file.place(swapped)
+            buffer = swapped.buffer = self._take(self._saves, swapped.num_bytes)
             target = buffer.data
         pieces = _pieces(target, tensors)
         with _copies_on(self._stream):
@@ -192,68 +192,69 @@ class TensorSwapper:
                 piece.copy_(tensor, non_blocking=self._stream is not None)
                 if self._stream is not None:
                     tensor.record_stream(self._stream)
-            parcel.copied = self._stream.record_event() if self._stream is not None else None
+            swapped.copied = self._stream.record_event() if self._stream is not None else None
         if tier is Tier.SSD:
-            self._unwritten.append(parcel)
+            self._unwritten.append(swapped)
             self._advance()
-        return parcel
+        return swapped
 
-    def wait_written(self, parcel: SwappedTensor) -> None:
-        """Return once the parcel is where it rests. Raises DiskError."""
-        if parcel.copied is not None:
-            parcel.copied.synchronize()
+    def wait_written(self, swapped: SwappedTensor) -> None:
+        """Return once the swapped tensor is where it rests. Raises DiskError."""
+        if swapped.copied is not None:
+            swapped.copied.synchronize()
         self._advance()
-        for write in parcel.writes:
+        for write in swapped.writes:
             write.wait()
 
-    def _write(self, parcel: SwappedTensor) -> None:
-        buffer, file = parcel.buffer, self._file
+    def _write(self, swapped: SwappedTensor) -> None:
+        buffer, file = swapped.buffer, self._file
         assert buffer is not None and file is not None
-        write = buffer.queue.write(buffer.data.data_ptr(), parcel.num_bytes, file.path, parcel.offset)
-        parcel.writes = buffer.writes = [write]
-        parcel.buffer = None
+        write = buffer.queue.write(buffer.data.data_ptr(), swapped.num_bytes, file.path, swapped.offset)
+        swapped.writes = buffer.writes = [write]
+        swapped.buffer = None
         self._saves.put_back(buffer)
 
     # ---- back
 
-    def fetch(self, parcel: SwappedTensor, land: Land) -> None:
-        """Start bringing a parcel back. `land` gives 1-d uint8 tensors of the sizes that were put; it is called once, later."""
-        parcel.land, parcel.landed = land, None
-        if parcel.tier is Tier.SSD:
-            self.wait_written(parcel)
+    def fetch(self, swapped: SwappedTensor, land: Land) -> None:
+        """Start bringing a swapped tensor back. `land` gives 1-d uint8 tensors of the sizes that were put; it is called once,
+        later."""
+        swapped.land, swapped.landed = land, None
+        if swapped.tier is Tier.SSD:
+            self.wait_written(swapped)
             assert self._file is not None
-            buffer = self._take(self._loads, parcel.num_bytes)
-            parcel.buffer = buffer
-            buffer.issue_read(str(self._file.path), 0, parcel.num_bytes, parcel.offset)
-        self._coming.append(parcel)
+            buffer = self._take(self._loads, swapped.num_bytes)
+            swapped.buffer = buffer
+            buffer.issue_read(str(self._file.path), 0, swapped.num_bytes, swapped.offset)
+        self._coming.append(swapped)
         self._advance()
 
-    def arrive(self, parcel: SwappedTensor) -> None:
+    def arrive(self, swapped: SwappedTensor) -> None:
         """Return once the bytes are where they belong (on CUDA: for all later work of the current stream). Raises DiskError."""
         self._advance()
-        if parcel.land is not None:
-            self._land(parcel)
-        if parcel.landed is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(parcel.landed)
+        if swapped.land is not None:
+            self._land(swapped)
+        if swapped.landed is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(swapped.landed)
 
-    def _land(self, parcel: SwappedTensor) -> None:
-        self._coming.remove(parcel)
-        buffer, land = parcel.buffer, parcel.land
-        parcel.buffer = parcel.land = None
+    def _land(self, swapped: SwappedTensor) -> None:
+        self._coming.remove(swapped)
+        buffer, land = swapped.buffer, swapped.land
+        swapped.buffer = swapped.land = None
         assert land is not None
         try:
             if buffer is not None:
                 buffer.wait_reads()
-            source = buffer.data if buffer is not None else parcel.host
+            source = buffer.data if buffer is not None else swapped.host
             assert source is not None
             targets = land()
             with _copies_on(self._stream):
                 for piece, target in zip(_pieces(source, targets), targets, strict=True):
                     target.copy_(piece, non_blocking=self._stream is not None)
                 if self._stream is not None:
-                    parcel.landed = self._stream.record_event()
+                    swapped.landed = self._stream.record_event()
                     if buffer is not None:
-                        buffer.wait_copies = parcel.landed.synchronize
+                        buffer.wait_copies = swapped.landed.synchronize
         finally:
             if buffer is not None:
                 self._loads.put_back(buffer)
@@ -263,16 +264,16 @@ class TensorSwapper:
         while self._unwritten and (self._unwritten[0].copied is None or self._unwritten[0].copied.query()):
             self._write(self._unwritten.pop(0))
         if self._stream is not None:
-            for parcel in list(self._coming):
-                if parcel.buffer is None or all(read.done for read in parcel.buffer.reads):
-                    self._land(parcel)
+            for swapped in list(self._coming):
+                if swapped.buffer is None or all(read.done for read in swapped.buffer.reads):
+                    self._land(swapped)
 
     # ---- the end
 
-    def drop(self, parcel: SwappedTensor) -> None:
-        """Forget a parcel, which must not be on its way back. Raises DiskError for a write of it that failed."""
-        self.wait_written(parcel)
-        self._forget(parcel)
+    def drop(self, swapped: SwappedTensor) -> None:
+        """Forget a swapped tensor, which must not be on its way back. Raises DiskError for a write of it that failed."""
+        self.wait_written(swapped)
+        self._forget(swapped)
 
     def abandon(self) -> None:
         """Forget everything, after an error, once nothing is in flight any more."""
@@ -284,10 +285,10 @@ class TensorSwapper:
             for transfer in (*buffer.reads, *buffer.writes):
                 _complete(transfer)
             buffer.reads, buffer.writes = [], []
-        for parcel in list(self._kept):
-            for write in parcel.writes:
+        for swapped in list(self._kept):
+            for write in swapped.writes:
                 _complete(write)
-            self._forget(parcel)
+            self._forget(swapped)
         if self._file is not None:
             self._file.extents = Extents()
         self._unwritten.clear()
@@ -295,7 +296,7 @@ class TensorSwapper:
         self._loads, self._saves = BufferPool(self._load_buffers), BufferPool(self._save_buffers)
 
     def close(self) -> None:
-        """Give the host memory back. The parcels cannot be used afterwards; twice is harmless."""
+        """Give the host memory back. The swapped tensors cannot be used afterwards; twice is harmless."""
         self.abandon()
         for queue in self.queues:
             queue.close()
@@ -306,14 +307,14 @@ class TensorSwapper:
         self._load_buffers, self._save_buffers = [], []
         self._loads, self._saves = BufferPool([]), BufferPool([])
 
-    def _forget(self, parcel: SwappedTensor) -> None:
-        self._kept.discard(parcel)
-        if parcel.host is not None:
-            self.host_tier.put_back(parcel.host)
-            parcel.host = None
-        if parcel.offset >= 0 and self._file is not None:
-            self._file.extents.give_back(parcel.offset, parcel.num_bytes)
-            parcel.offset = -1
+    def _forget(self, swapped: SwappedTensor) -> None:
+        self._kept.discard(swapped)
+        if swapped.host is not None:
+            self.host_tier.put_back(swapped.host)
+            swapped.host = None
+        if swapped.offset >= 0 and self._file is not None:
+            self._file.extents.give_back(swapped.offset, swapped.num_bytes)
+            swapped.offset = -1
 
     def _take(self, pool: BufferPool, num_bytes: int) -> HostBuffer:
         """A free buffer of at least that size, once its earlier transfers are complete."""
@@ -356,7 +357,7 @@ def _round_up(number: int, multiple: int = _PAGE_BYTES) -> int:
 
 
 def _pieces(data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Places for the tensors inside a parcel, one after another."""
+    """Places for the tensors inside a swapped tensor, one after another."""
     pieces, start = [], 0
     for tensor in tensors:
         pieces.append(data.narrow(0, start, tensor.numel()))

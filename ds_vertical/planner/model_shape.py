@@ -12,7 +12,7 @@ DTYPE_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelSpec:
     """A model and a sequence length, in tokens. `block_elements`: parameters' elements of each block in order of execution;
     `pre_elements`: those of all that is outside the blocks.
 
@@ -61,12 +61,12 @@ class Seconds:
         return Seconds(*(factor * getattr(self, field.name) for field in fields(self)))
 
 
-def estimated(outline: Outline, sequences: int, flops_per_s: float) -> Seconds:
+def estimated(spec: ModelSpec, sequences: int, flops_per_s: float) -> Seconds:
     """Seconds at a rate of floating-point operations: a backward has twice as many as its forward, the head has both."""
     if not flops_per_s > 0:
         raise CostsError(f"flops_per_s: got {flops_per_s!r}; write a rate above 0, per second")
-    forward = sequences * outline.block_flops / flops_per_s
-    pre, head = (sequences * flops / flops_per_s for flops in (outline.pre_flops, outline.head_flops))
+    forward = sequences * spec.block_flops / flops_per_s
+    pre, head = (sequences * flops / flops_per_s for flops in (spec.pre_flops, spec.head_flops))
     return Seconds(forward, 2 * forward, pre, 2 * pre, 3 * head)
 
 
@@ -96,19 +96,19 @@ class Division:
     placement: Placement = Placement()
 
 
-def shape_of(outline: Outline, seconds: Seconds, division: Division) -> ModelShape:
+def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShape:
     """The model as the schedule sees it. `seconds`: of one micro-batch of that many sequences."""
     blocks_per_layer, sequences = division.blocks_per_layer, division.sequences
-    elements = outline.layers(blocks_per_layer)
-    param_bytes = DTYPE_BYTES[outline.dtype]
-    made = max(*elements, outline.pre_elements) * param_bytes  # gradients as autograd makes them
-    kept = max(blocks_per_layer * outline.block_saved_bytes, outline.head_saved_bytes + outline.block_saved_bytes)
+    elements = spec.layers(blocks_per_layer)
+    param_bytes = DTYPE_BYTES[spec.dtype]
+    made = max(*elements, spec.pre_elements) * param_bytes  # gradients as autograd makes them
+    kept = max(blocks_per_layer * spec.block_saved_bytes, spec.head_saved_bytes + spec.block_saved_bytes)
     shape = ModelShape(
-        outline.pre_elements,
+        spec.pre_elements,
         elements,
         0.0,
         0.0,
-        sequences * outline.passed_bytes,
+        sequences * spec.passed_bytes,
         param_bytes=param_bytes,
         num_shards=division.num_shards,
         generations=division.generations,

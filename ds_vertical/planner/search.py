@@ -21,7 +21,7 @@ from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.closed_forms import Traffic, traffic_of
 from ds_vertical.planner.costs import Parts, event_costs, split_steps
 from ds_vertical.planner.linear_program import LpProblem, Solution
-from ds_vertical.planner.model_shape import Division, Outline, Seconds, shape_of
+from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_training
@@ -54,7 +54,7 @@ class Task:
     `speculation`: with clipping, expect that the norm asks for none, so that layers are stepped early and nothing is redone.
     """
 
-    outline: Outline
+    spec: ModelSpec
     tokens: int
     seconds: Callable[[int], Seconds]
     num_ranks: int = 1
@@ -64,7 +64,7 @@ class Task:
 
     def counts(self) -> Iterator[tuple[int, int]]:
         """(sequences per micro-batch, M) with `tokens` or the least above it."""
-        per_rank = self.outline.sequence_length * self.num_ranks
+        per_rank = self.spec.sequence_length * self.num_ranks
         total = max(1, -(-self.tokens // per_rank))
         for size in [self.micro_batch_size] if self.micro_batch_size else _MICRO_BATCH_SIZES:
             if size <= total:
@@ -251,7 +251,7 @@ class _Search:
     def cases(self) -> Iterator[tuple[LpProblem, int, int]]:
         """(case, sequences per micro-batch, blocks per layer)"""
         task = self.task
-        all_blocks = [b for b in _BLOCKS if b == 1 or 2 * b <= len(task.outline.block_elements)]
+        all_blocks = [b for b in _BLOCKS if b == 1 or 2 * b <= len(task.spec.block_elements)]
         regimes = [regime for on_ssd in (1.0, 0.0) for regime in self._regimes(on_ssd)]
         for size, count in task.counts():
             settings = [(_Sizes(size, count, blocks), regime) for blocks in all_blocks for regime in regimes]
@@ -280,7 +280,7 @@ class _Search:
         )
         held = delay if early and self.task.clip == 0 else 1.0  # what may be redone is kept
         settings = memory_budget.Settings(sizes.num_micro_batches, 1, held_share=held, one_memory=self.machine.one_memory)
-        shape = shape_of(self.task.outline, seconds, division)
+        shape = shape_of(self.task.spec, seconds, division)
         return LpProblem(shape, self.machine, settings, self.limits, delay, early, self.further)
 
 

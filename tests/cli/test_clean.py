@@ -22,7 +22,7 @@ from run_owners import Job, jobs, write_lock
 from ds_vertical.cli import clean
 from ds_vertical.io.files import disk_bytes, make_run_private
 from ds_vertical.io.runs import run_dir, run_dirs, run_lock
-from ds_vertical.io.runs.run_dirs import Tenant
+from ds_vertical.io.runs.run_dirs import FoundRun
 
 WITHOUT_LOCK = "20260131-235959-node7-1f2e3d4c"
 
@@ -97,7 +97,7 @@ def test_a_run_is_live_while_one_rank_is_and_unknown_while_one_may_be(
     (dead("half_known") / "rank1.lock").write_text((write_lock(tmp_path / "far", host="node7") / "rank0.lock").read_text())
     dead("both_dead", 0)
     dead("both_dead", 1)
-    states = {tenant.folder.name: tenant.state for tenant in run_dirs.tenants(tmp_path)}
+    states = {run.folder.name: run.state for run in run_dirs.find_runs(tmp_path)}
     assert states == {"half_alive": "live", "half_known": "unknown", "far": "unknown", "both_dead": "stale"}
     status, report = said(capsys, "--path", tmp_path, "--remove")
     assert status == 0 and report["counts"] == {"live": 1, "unknown": 2, "removed": 1}
@@ -240,7 +240,7 @@ def test_what_a_kill_leaves_of_a_removal_is_still_known_for_a_dead_runs(
     assert without_deleting(tmp_path, "kill", code).returncode == -signal.SIGKILL
     left = sorted(path.name for path in folder.iterdir())
     assert left[:10] == ranks and len(left) == 11
-    assert [tenant.state for tenant in run_dirs.tenants(tmp_path)] == ["stale"]
+    assert [run.state for run in run_dirs.find_runs(tmp_path)] == ["stale"]
     assert clean.main(["--path", str(tmp_path), "--remove"]) == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -253,9 +253,9 @@ def test_a_file_that_cannot_be_deleted_is_named_and_the_rest_goes(tmp_path: Path
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert re.search(r"  failed .*run1", done.stdout)
     assert re.search(r"-> \S+/run1/swap\d+: delete: Input/output error \(errno EIO\); delete it by hand", done.stdout)
-    (tenant,) = run_dirs.tenants(tmp_path)
-    assert tenant.state == "stale" and len(list(tenant.folder.iterdir())) == 2
-    assert run_dirs.remove_run(tenant.folder, named=False) == "removed"
+    (run,) = run_dirs.find_runs(tmp_path)
+    assert run.state == "stale" and len(list(run.folder.iterdir())) == 2
+    assert run_dirs.remove_run(run.folder, named=False) == "removed"
 
 
 # ---- runs that start and end meanwhile
@@ -265,12 +265,12 @@ def test_a_run_that_starts_after_the_list_keeps_its_folder(
     tmp_path: Path, job: Callable[..., Job], dead: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = dead("run1", 1)
-    (listed,) = run_dirs.tenants(tmp_path)
+    (listed,) = run_dirs.find_runs(tmp_path)
     assert listed.state == "stale"
     started = job(tmp_path, "run1", 0)
     assert run_dirs.remove_run(folder, named=False) == "kept"
     assert run_dirs.remove_run(folder, named=True) == "kept"
-    monkeypatch.setattr(clean, "tenants", lambda root: [listed])
+    monkeypatch.setattr(clean, "find_runs", lambda root: [listed])
     assert clean.main(["--path", str(tmp_path), "--remove"]) == 0
     assert clean.main(["--path", str(tmp_path), "--remove", "run1"]) == 1
     assert swapped(folder) and started.finish() == 0
@@ -287,9 +287,9 @@ def test_a_run_that_is_unknown_by_now_is_kept_unless_named(tmp_path: Path) -> No
 def test_a_run_that_ends_after_the_list_is_no_failure(
     tmp_path: Path, dead: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (listed,) = run_dirs.tenants(dead("run1").parent)
+    (listed,) = run_dirs.find_runs(dead("run1").parent)
     run_dir.RunFolder.claim(tmp_path, "run1", 0).release()
-    monkeypatch.setattr(clean, "tenants", lambda root: [listed])
+    monkeypatch.setattr(clean, "find_runs", lambda root: [listed])
     status, report = said(capsys, "--path", tmp_path, "--remove")
     assert status == 0 and report["counts"] == {"gone": 1} and report["freed_bytes"] == 0
 
@@ -327,7 +327,7 @@ def test_a_look_waits_for_a_claim_that_is_under_way(tmp_path: Path, dead: Callab
     """A lock that is looked at cannot be taken at that moment: the run would be refused."""
     folder, held = dead("run1"), []
     found = behind_the_guard(folder, lambda: run_dirs.examine(folder), lambda guard: held.append(run_dir._take_lock(guard, 1)))
-    assert isinstance(found, Tenant) and found.state == "live"
+    assert isinstance(found, FoundRun) and found.state == "live"
     os.close(held[0])
 
 

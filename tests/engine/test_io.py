@@ -39,7 +39,7 @@ from ds_vertical.compat import zero_params
 from ds_vertical.errors import StorageError
 from ds_vertical.io.aio import DiskError
 from ds_vertical.io.runs import run_dir
-from ds_vertical.io.runs.run_dirs import Tenant, tenants
+from ds_vertical.io.runs.run_dirs import FoundRun, find_runs
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.schedule.events import Unit
 
@@ -383,8 +383,8 @@ EVERYWHERE = {
 }
 
 
-def pid_of(tenant: Tenant) -> int:
-    (owner,) = tenant.live
+def pid_of(run: FoundRun) -> int:
+    (owner,) = run.live
     assert owner is not None
     return owner.pid
 
@@ -412,7 +412,7 @@ def test_two_jobs_on_one_nvme_path_finish_as_if_alone_and_a_killed_ones_folder_g
                 other.proceed()  # both compute now
                 losses.append(engine.train_batch(iter(step)).item())
                 other.heard("stepped")
-            here = {pid_of(tenant): tenant.folder for tenant in tenants(disk)}
+            here = {pid_of(run): run.folder for run in find_runs(disk)}
             assert set(here) == {os.getpid(), other.process.pid}
             other.proceed()
             other.heard("finished")
@@ -421,7 +421,7 @@ def test_two_jobs_on_one_nvme_path_finish_as_if_alone_and_a_killed_ones_folder_g
             assert all(kind in files for kind in kinds), files
             other.process.send_signal(signal.SIGKILL)
             other.process.wait(timeout=200)
-            assert [tenant.state for tenant in tenants(disk) if tenant.folder == here[other.process.pid]] == ["stale"]
+            assert [run.state for run in find_runs(disk) if run.folder == here[other.process.pid]] == ["stale"]
             assert clean.main(["--path", str(disk), "--remove"]) == 0
             assert list(disk.iterdir()) == [here[os.getpid()]]
             assert_as_alone(alone[1], engine, model, losses)

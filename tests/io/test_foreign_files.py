@@ -66,9 +66,9 @@ def test_a_copy_of_a_run_under_another_name_is_not_the_runs(tmp_path: Path) -> N
     entry = json.loads(folder.lock_path.read_text())
     assert (entry["written_by"], entry["run"]) == ("ds_vertical", RUN)
     folder.release()
-    assert [tenant.folder.name for tenant in run_dirs.tenants(tmp_path)] == []
+    assert [run.folder.name for run in run_dirs.find_runs(tmp_path)] == []
     earlier = write_lock(tmp_path / "earlier")
-    assert [(tenant.folder, tenant.state) for tenant in run_dirs.tenants(tmp_path)] == [(earlier, "stale")]
+    assert [(run.folder, run.state) for run in run_dirs.find_runs(tmp_path)] == [(earlier, "stale")]
     assert clean.main(["--path", str(tmp_path), "--remove"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 

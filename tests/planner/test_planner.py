@@ -10,11 +10,11 @@ import pytest
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program, search
-from ds_vertical.planner.model_shape import Division, Outline, Seconds, estimated, shape_of
+from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of
 from ds_vertical.planner.search import Candidate, PlanError, Setting, Task, choose
 from ds_vertical.types import Machine, Placement, TensorKind, Tier, TierBytes
 
-MODEL = Outline(
+MODEL = ModelSpec(
     "eight", 512, "bf16", 20_000_000, (50_000_000,) * 8, 10_000_000, 5.2e10, 0.0, 1e10, 4_194_304, 90_000_000, 60_000_000
 )
 GPU = Machine(3e9, 2e9, 1e9, 16, False, 2e10, 2e10, 2e9, 1.4e9, ssd_latency_s=1e-4, copy_latency_s=1e-5)

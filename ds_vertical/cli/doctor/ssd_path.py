@@ -20,7 +20,7 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.io import files
 from ds_vertical.io.files import mount_of, read_mounts
 from ds_vertical.io.runs import run_dir
-from ds_vertical.io.runs.run_dirs import Tenant, tenants
+from ds_vertical.io.runs.run_dirs import FoundRun, find_runs
 
 _GENERATION_BYTES: Final = 14  # per parameter: fp32 master and two moments, bf16 parameter
 _LEAST_FREE_BYTES: Final = 64 << 20
@@ -225,12 +225,12 @@ def runs(case: Target) -> Iterator[CheckResult]:
         if there != path.absolute():
             continue
         try:
-            found = tenants(there)
+            found = find_runs(there)
         except OSError as failure:
             yield error(f"{path}: {failure.strerror}", _remedy(failure, there) or _ANOTHER)
             continue
-        for tenant in found:
-            yield _told(tenant)
+        for run in found:
+            yield _told(run)
         bare = there / "zero_stage_3"
         if bare.is_dir():
             held = f"{gib(files.disk_bytes(bare))} of a stock run without a folder of its own; the next such run deletes them,"
@@ -239,20 +239,20 @@ def runs(case: Target) -> Iterator[CheckResult]:
             yield ok(f"{path}: no other run's files")
 
 
-def _told(tenant: Tenant) -> CheckResult:
-    folder, who = tenant.folder, str(next(iter(tenant.owners), None) or "a process that did not write its name")
+def _told(run: FoundRun) -> CheckResult:
+    folder, who = run.folder, str(next(iter(run.owners), None) or "a process that did not write its name")
     clean = f"ds-vertical clean --path {folder.parent} --remove"
-    if tenant.fault:
-        return warning(f"{folder}: a run {tenant.fault}", f"ls -ld {folder}")
-    if tenant.state == "stale":
-        owners = ", ".join(str(owner or "a process that did not write its name") for owner in tenant.gone)
+    if run.fault:
+        return warning(f"{folder}: a run {run.fault}", f"ls -ld {folder}")
+    if run.state == "stale":
+        owners = ", ".join(str(owner or "a process that did not write its name") for owner in run.gone)
         return warning(f"{folder}: {gib(files.disk_bytes(folder))} left by a run that is dead ({owners})", clean)
-    if tenant.state == "live":
+    if run.state == "live":
         return warning(f"{folder}: a live run ({who}) uses the disk, which shares its rate", "wait for it, or use another disk")
-    if tenant.elsewhere:
-        return warning(f"{folder}: a run of another host ({who}), of which nothing can be told here", f"ssh {_host(tenant)}")
+    if run.elsewhere:
+        return warning(f"{folder}: a run of another host ({who}), of which nothing can be told here", f"ssh {_host(run)}")
     return warning(f"{folder}: named like a run's folder, without a lock that says so", f"rm -r {folder}  # if you know it")
 
 
-def _host(tenant: Tenant) -> str:
-    return next((owner.host for owner in tenant.elsewhere if owner is not None), "")
+def _host(run: FoundRun) -> str:
+    return next((owner.host for owner in run.elsewhere if owner is not None), "")

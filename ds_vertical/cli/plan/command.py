@@ -24,7 +24,7 @@ from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
 from ds_vertical.planner.machine import Profile
-from ds_vertical.planner.model_shape import Division, Outline, Seconds, estimated, shape_of
+from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of
 from ds_vertical.planner.search import Candidate, Plan, PlanError, Task, choose
 from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
 
@@ -85,25 +85,25 @@ def plan(options: argparse.Namespace) -> JsonObject:
     _check(options)
     whole = _profile(options)
     machine = replace(whole, machine=whole.machine.shared(options.num_ranks))
-    outline, fields = _outline(options)
+    spec, fields = _spec(options)
     task = Task(
-        outline,
+        spec,
         options.tokens_per_step,
-        _seconds(options, machine, outline, fields),
+        _seconds(options, machine, spec, fields),
         options.num_ranks,
         options.clip,
         options.micro_batch_size,
         options.speculation,
     )
     if not any(task.counts()):
-        fitting = -(-options.tokens_per_step // (outline.sequence_length * options.num_ranks))
+        fitting = -(-options.tokens_per_step // (spec.sequence_length * options.num_ranks))
         has = f"a step of {options.tokens_per_step} tokens has {fitting} sequence(s) a rank"
         advice = f"write {fitting} or less, or more --tokens-per-step"
         raise ConfigError(f"--micro-batch-size {options.micro_batch_size}: {has}; {advice}")
     found = choose(task, machine.machine, _limits(machine, options))
     locked = not machine.machine.one_memory
     training = TrainingOptions(options.clip, options.nvme_path, locked, machine.aio or AIO)
-    config = write_config(found.chosen, outline, training)
+    config = write_config(found.chosen, spec, training)
     if options.host_memory is not None:
         config[SECTION]["host_memory_bytes"] = _host_bytes(options)
     return _report(found, task, machine, options) | {"config": config}
@@ -141,13 +141,13 @@ def _profile(options: argparse.Namespace) -> Profile:
     return Profile.from_dict("this machine", report)
 
 
-def _outline(options: argparse.Namespace) -> tuple[Outline, JsonObject]:
+def _spec(options: argparse.Namespace) -> tuple[ModelSpec, JsonObject]:
     path = named_shape(options.model)
-    from ds_vertical.cli.plan.fake_run import read_outline
+    from ds_vertical.cli.plan.fake_run import read_spec
 
     fields = read_fields(path)
     length = options.sequence_length or min(2048, _positions(fields))
-    return read_outline(Path(options.model).stem, fields, length, options.dtype), fields
+    return read_spec(Path(options.model).stem, fields, length, options.dtype), fields
 
 
 def _positions(fields: JsonObject) -> int:
@@ -163,19 +163,19 @@ def _limits(machine: Profile, options: argparse.Namespace) -> TierBytes:
     return {tier: None if size is None else size / ranks[tier] for tier, size in given.items()}
 
 
-def _seconds(options: argparse.Namespace, machine: Profile, outline: Outline, fields: JsonObject) -> Callable[[int], Seconds]:
+def _seconds(options: argparse.Namespace, machine: Profile, spec: ModelSpec, fields: JsonObject) -> Callable[[int], Seconds]:
     """Of the model's pieces by sequences per micro-batch: timed where this is the machine, else from its operations."""
     if options.machine is None:
-        timed = _timed(outline, fields)
+        timed = _timed(spec, fields)
         slower = options.num_ranks if machine.machine.one_memory else 1  # ranks that share the cores
         return lambda size: timed(size).times(slower)
-    rate = machine.flops_per_s.get(outline.dtype)
+    rate = machine.flops_per_s.get(spec.dtype)
     if rate is None:
-        raise CostsError(f"rates.{outline.dtype}_flops_per_s: missing in {options.machine}; run `ds-vertical limits` again")
-    return lambda size: estimated(outline, size, rate)
+        raise CostsError(f"rates.{spec.dtype}_flops_per_s: missing in {options.machine}; run `ds-vertical limits` again")
+    return lambda size: estimated(spec, size, rate)
 
 
-def _timed(outline: Outline, fields: JsonObject) -> Callable[[int], Seconds]:
+def _timed(spec: ModelSpec, fields: JsonObject) -> Callable[[int], Seconds]:
     @cache
     def timed(size: int) -> Seconds:
         if size > _TIMED_SIZES[-1]:
@@ -183,13 +183,13 @@ def _timed(outline: Outline, fields: JsonObject) -> Callable[[int], Seconds]:
             grown = (size - _TIMED_SIZES[-1]) / (_TIMED_SIZES[-1] - _TIMED_SIZES[-2])
             slopes = {key: value + grown * (value - asdict(less)[key]) for key, value in asdict(most).items()}
             return Seconds(**{key: max(0.0, value) for key, value in slopes.items()})
-        print(f"timing a block of {outline.name} with micro-batches of {size}", file=sys.stderr, flush=True)
-        return time_pieces(outline, fields, size)
+        print(f"timing a block of {spec.name} with micro-batches of {size}", file=sys.stderr, flush=True)
+        return time_pieces(spec, fields, size)
 
     return timed
 
 
-def time_pieces(outline: Outline, fields: JsonObject, size: int) -> Seconds:
+def time_pieces(spec: ModelSpec, fields: JsonObject, size: int) -> Seconds:
     """Seconds of a model's pieces for a micro-batch of `size` sequences, measured on this machine. Raises ConfigError where a
     block cannot be timed."""
     from ds_vertical.cli.bench.block_timer import BlockBatch, BlockTimer
@@ -198,12 +198,12 @@ def time_pieces(outline: Outline, fields: JsonObject, size: int) -> Seconds:
     with tempfile.TemporaryDirectory(prefix="ds_vertical.plan.") as folder:
         model = Path(folder, "config.json")
         model.write_text(json.dumps(fields))
-        batch = BlockBatch(size * outline.sequence_length, size, outline.dtype)
+        batch = BlockBatch(size * spec.sequence_length, size, spec.dtype)
         try:
             rates = BlockTimer(model, batch, accelerator(), zero_linear=True).rates(3)
         except RuntimeError as error:  # of torch: out of memory, as a rule
             advice = "write a smaller --micro-batch-size or --sequence-length, or name a machine with --machine"
-            what = f"a block of {outline.name} with micro-batches of {size} cannot be timed here"
+            what = f"a block of {spec.name} with micro-batches of {size} cannot be timed here"
             raise ConfigError(f"{what} ({str(error).splitlines()[0]}); {advice}") from error
     forward, backward = rates["layer_forward_s"], max(0.0, rates["layer_backward_s"])
     return Seconds(forward, backward, rates["pre_forward_s"], rates["pre_backward_s"], rates["head_s"])
@@ -213,10 +213,10 @@ def time_pieces(outline: Outline, fields: JsonObject, size: int) -> Seconds:
 
 
 def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespace) -> JsonObject:
-    chosen, outline, ranks = found.chosen, task.outline, options.num_ranks
-    tokens = chosen.setting.micro_batch_size * chosen.setting.num_micro_batches * outline.sequence_length * ranks
+    chosen, spec, ranks = found.chosen, task.spec, options.num_ranks
+    tokens = chosen.setting.micro_batch_size * chosen.setting.num_micro_batches * spec.sequence_length * ranks
     return {
-        "model": {"name": outline.name, "elements": outline.num_elements, "sequence_length": outline.sequence_length},
+        "model": {"name": spec.name, "elements": spec.num_elements, "sequence_length": spec.sequence_length},
         "machine": {"name": machine.name, "date": machine.date, "assumed": list(machine.assumed), "tuned_aio": machine.aio},
         "setting": chosen.setting.to_json(),
         "tokens_per_step": tokens,
@@ -240,7 +240,7 @@ def _stock(task: Task, machine: Profile, limits: TierBytes) -> JsonObject:
     whose layers fit into the device; its activations rest in host memory, those of one micro-batch at a time."""
     steps: list[tuple[float, int]] = []
     for size, count in task.counts():
-        shape = shape_of(task.outline, task.seconds(size), Division(size, num_shards=task.num_ranks))
+        shape = shape_of(task.spec, task.seconds(size), Division(size, num_shards=task.num_ranks))
         device = shape.working_bytes + 2 * max(shape.layer_elements) * shape.param_bytes
         room = limits[Tier.DEVICE]
         if steps and room is not None and device > room:

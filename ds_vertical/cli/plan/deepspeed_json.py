@@ -9,7 +9,7 @@ from typing import Final
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
-from ds_vertical.planner.model_shape import Outline
+from ds_vertical.planner.model_shape import ModelSpec
 from ds_vertical.planner.search import Candidate, Setting
 from ds_vertical.types import OFFLOAD_DEVICES, TensorKind, Tier
 
@@ -29,11 +29,11 @@ class TrainingOptions:
     learning_rate: float = 1e-4
 
 
-def write_config(candidate: Candidate, outline: Outline, training: TrainingOptions) -> JsonObject:
+def write_config(candidate: Candidate, spec: ModelSpec, training: TrainingOptions) -> JsonObject:
     """The JSON as a dict: the planner's settings for the model, with the options that were given."""
     setting = candidate.setting
-    precision = {"bf16": {"enabled": outline.dtype == "bf16"}}
-    if outline.dtype == "fp16":
+    precision = {"bf16": {"enabled": spec.dtype == "bf16"}}
+    if spec.dtype == "fp16":
         precision |= {"fp16": {"enabled": True}}
     return {
         "train_micro_batch_size_per_gpu": setting.micro_batch_size,
@@ -46,7 +46,7 @@ def write_config(candidate: Candidate, outline: Outline, training: TrainingOptio
             "type": "AdamW",
             "params": {"lr": training.learning_rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
         },
-        "zero_optimization": _zero(setting, outline, training),
+        "zero_optimization": _zero(setting, spec, training),
         "aio": dict(training.aio),
         SECTION: section(setting),
     }
@@ -73,8 +73,8 @@ def _activations(setting: Setting) -> JsonObject:
     return {"device": Tier.HOST.value, "share": host} if host else {"device": Tier.DEVICE.value}
 
 
-def _zero(setting: Setting, outline: Outline, training: TrainingOptions) -> JsonObject:
-    largest, elements, locked = outline.largest_parameter, outline.num_elements, training.locked
+def _zero(setting: Setting, spec: ModelSpec, training: TrainingOptions) -> JsonObject:
+    largest, elements, locked = spec.largest_parameter, spec.num_elements, training.locked
     in_host = setting.placement.share(TensorKind.PARAMETERS, Tier.HOST)
     everything = in_host > 1 - 1e-6
     parameters_tier = Tier.HOST if everything else Tier.SSD
@@ -98,7 +98,7 @@ def _zero(setting: Setting, outline: Outline, training: TrainingOptions) -> Json
         "sub_group_size": 100_000_000 if elements >= _MODEL else 8_000_000,
         "stage3_param_persistence_threshold": 0,
         "stage3_prefetch_bucket_size": 0,
-        "stage3_max_live_parameters": 2 * max(largest, max(outline.block_elements)),
+        "stage3_max_live_parameters": 2 * max(largest, max(spec.block_elements)),
         "stage3_max_reuse_distance": 0,
         "offload_param": parameters,
         "offload_optimizer": state,

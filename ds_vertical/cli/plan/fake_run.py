@@ -1,4 +1,4 @@
-"""Reads the outline of a Hugging Face model from its configuration alone: sizes, operations and saved bytes.
+"""Reads the spec of a Hugging Face model from its configuration alone: sizes, operations and saved bytes.
 
 The model is built and run with torch's fake tensors, which have shapes and no memory. (On the meta device models ask for the
 values of tensors, which they do not do with fake ones.)
@@ -21,7 +21,7 @@ from ds_vertical.cli.common import JsonObject
 from ds_vertical.errors import ConfigError, LayerError
 from ds_vertical.model.hf import build_model, refused
 from ds_vertical.model.layers import map_layers
-from ds_vertical.planner.model_shape import Outline
+from ds_vertical.planner.model_shape import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -82,8 +82,8 @@ class _Mark:
     passed_bytes: int
 
 
-def read_outline(name: str, fields: JsonObject, sequence_length: int, dtype: str) -> Outline:
-    """The outline of a causal language model. `fields`: of its Hugging Face configuration.
+def read_spec(name: str, fields: JsonObject, sequence_length: int, dtype: str) -> ModelSpec:
+    """The spec of a causal language model. `fields`: of its Hugging Face configuration.
 
     Raises ConfigError where transformers cannot build it, or it has no layers to be found.
     """
@@ -91,7 +91,7 @@ def read_outline(name: str, fields: JsonObject, sequence_length: int, dtype: str
         return _read(name, _model(name, fields, dtype), sequence_length, dtype)
 
 
-def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -> Outline:
+def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -> ModelSpec:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and 0 < positions < sequence_length:  # XLNet's are -1: no limit
         raise ConfigError(f"--sequence-length {sequence_length}: {name} has {positions} positions; write {positions} or less")
@@ -107,7 +107,7 @@ def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -
     middle = [(entered, left) for entered, left in zip(marks[::2], marks[1::2], strict=True)]
     flops = [left.flops - entered.flops for entered, left in middle]
     kept = [left.kept_bytes - entered.kept_bytes for entered, left in middle]
-    return Outline(
+    return ModelSpec(
         name=name,
         sequence_length=sequence_length,
         dtype=dtype,

@@ -23,7 +23,7 @@ Outcome = Literal["removed", "gone", "kept"]
 
 
 @dataclass(frozen=True)
-class Tenant:
+class FoundRun:
     """A run's folder, with the owners of its locks by how they fare; None: one that did not write its name.
 
     `fault`: why the folder could not be looked into. `is_ours`: a lock in it says that a run made it under this name; anything
@@ -50,20 +50,20 @@ class Tenant:
         return "stale" if self.gone and self.is_ours and not self.elsewhere and not self.fault else "unknown"
 
 
-def tenants(nvme_path: str | os.PathLike[str]) -> list[Tenant]:
+def find_runs(nvme_path: str | os.PathLike[str]) -> list[FoundRun]:
     """The runs' folders below an nvme_path. Raises OSError where that cannot be read."""
     folders = sorted(path for path in Path(nvme_path).iterdir() if path.is_dir() and not path.is_symlink())
     return [found for found in map(examine, folders) if found is not None]
 
 
-def examine(folder: Path) -> Tenant | None:
-    """The tenant of one folder; None where it is no run's, or was given up meanwhile."""
+def examine(folder: Path) -> FoundRun | None:
+    """The run of one folder; None where it is no run's, or was given up meanwhile."""
     named = _RUN_NAME.fullmatch(folder.name) is not None
     try:
         uid = folder.lstat().st_uid
         if uid != os.geteuid():
             fault = f"of user id {uid}, who alone can see whether it is alive"
-            return Tenant(folder, fault=fault) if named else None
+            return FoundRun(folder, fault=fault) if named else None
         if not named and not run_lock.lock_names(folder):
             return None
         with run_dir.guarded(folder, create=False) as guard:
@@ -71,7 +71,7 @@ def examine(folder: Path) -> Tenant | None:
     except FileNotFoundError:
         return None
     except (OSError, StorageError) as error:
-        return Tenant(folder, fault=f"that cannot be looked into: {error}")
+        return FoundRun(folder, fault=f"that cannot be looked into: {error}")
     return found if named or found.is_ours else None
 
 
@@ -93,11 +93,11 @@ def remove_run(folder: Path, named: bool) -> Outcome:
     return "removed"
 
 
-def _look(guard: Guard) -> Tenant:
+def _look(guard: Guard) -> FoundRun:
     found = run_lock.locks_in(guard.fd)
 
     def owners(standing: run_lock.Standing) -> tuple[Owner | None, ...]:
         return tuple(lock.owner for lock in found if lock.standing == standing)
 
     is_ours = run_lock.is_of_run(found, guard.path.name)
-    return Tenant(guard.path, owners("live"), owners("elsewhere"), owners("gone"), is_ours=is_ours)
+    return FoundRun(guard.path, owners("live"), owners("elsewhere"), owners("gone"), is_ours=is_ours)

@@ -47,24 +47,24 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("name", ["gpt_13m", "llama_3_8b"])
-def test_the_outline_has_the_models_own_sizes(name: str) -> None:
+def test_the_spec_has_the_models_own_sizes(name: str) -> None:
     fields = hf.read_fields(SHAPES / f"{name}.json")
-    outline = fake_run.read_outline(name, fields, 64, "bf16")
+    spec = fake_run.read_spec(name, fields, 64, "bf16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SHAPES / f"{name}.json"))
-    assert outline.num_elements == sum(param.numel() for param in model.parameters())
-    assert len(outline.block_elements) == model.config.num_hidden_layers
+    assert spec.num_elements == sum(param.numel() for param in model.parameters())
+    assert len(spec.block_elements) == model.config.num_hidden_layers
     hidden = model.config.hidden_size
-    assert outline.passed_bytes == 64 * hidden * 2
+    assert spec.passed_bytes == 64 * hidden * 2
     # Two operations for each weight and token, and the products of attention.
     attention = 2 * 64 * 64 * hidden * 2 / 2
-    assert outline.block_flops == pytest.approx(2 * 64 * outline.block_elements[0] + attention, rel=0.02)
-    assert outline.head_flops == pytest.approx(2 * 64 * hidden * model.config.vocab_size, rel=0.02)
+    assert spec.block_flops == pytest.approx(2 * 64 * spec.block_elements[0] + attention, rel=0.02)
+    assert spec.head_flops == pytest.approx(2 * 64 * hidden * model.config.vocab_size, rel=0.02)
 
 
 def test_what_autograd_keeps_of_a_block_is_what_it_keeps_in_a_real_one() -> None:
     fields = hf.read_fields(SHAPES / "gpt_13m.json")
-    outline = fake_run.read_outline("gpt_13m", fields, 128, "fp32")
+    spec = fake_run.read_spec("gpt_13m", fields, 128, "fp32")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**fields, "use_cache": False}))
     block = model.get_submodule("gpt_neox.layers.0")
     kept: dict[int, int] = {}
@@ -86,7 +86,7 @@ def test_what_autograd_keeps_of_a_block_is_what_it_keeps_in_a_real_one() -> None
 
     block.forward = forward
     model(input_ids=torch.zeros(1, 128, dtype=torch.long))
-    assert sum(kept.values()) == pytest.approx(outline.block_saved_bytes, rel=0.35)
+    assert sum(kept.values()) == pytest.approx(spec.block_saved_bytes, rel=0.35)
 
 
 def test_a_configuration_without_a_longest_sequence_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

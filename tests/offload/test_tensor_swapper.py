@@ -46,15 +46,15 @@ class Counting(HostMemory):
 def opened(tmp_path: Path) -> Iterator[Callable[..., tuple[TensorSwapper, Counting]]]:
     every: list[tuple[TensorSwapper, Counting]] = []
 
-    def open_parcels(host_limit: int | None = None) -> tuple[TensorSwapper, Counting]:
+    def open_swapper(host_limit: int | None = None) -> tuple[TensorSwapper, Counting]:
         memory = Counting()
         every.append((TensorSwapper(tmp_path / "away.bin", NEW_QUEUE, memory, torch.device("cpu"), 3, host_limit), memory))
         return every[-1]
 
-    yield open_parcels
-    for parcels, memory in every:
-        parcels.close()
-        parcels.close()
+    yield open_swapper
+    for swapper, memory in every:
+        swapper.close()
+        swapper.close()
         assert memory.sizes == []
 
 
@@ -62,68 +62,68 @@ def some_bytes(*sizes: int) -> list[torch.Tensor]:
     return [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
 
 
-def bring_back(parcels: TensorSwapper, parcel: SwappedTensor, sizes: list[int]) -> list[torch.Tensor]:
+def bring_back(swapper: TensorSwapper, swapped: SwappedTensor, sizes: list[int]) -> list[torch.Tensor]:
     landed = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    parcels.fetch(parcel, lambda: landed)
-    parcels.arrive(parcel)
+    swapper.fetch(swapped, lambda: landed)
+    swapper.arrive(swapped)
     return landed
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.SSD])
 def test_what_went_away_comes_back_as_often_as_it_is_asked_for(opened: Any, tier: Tier) -> None:
-    parcels, _ = opened()
+    swapper, _ = opened()
     sizes = [[5000], [1, 63, 64, 65], [PAGE], [3 * PAGE + 1, 7], [100_000]]
     sent = [some_bytes(*each) for each in sizes]
     copies = [[tensor.clone() for tensor in each] for each in sent]
-    away = [parcels.put(each, tier) for each in sent]
+    away = [swapper.put(each, tier) for each in sent]
     for each in sent:
         for tensor in each:
             tensor.zero_()  # given up
     for _ in range(2):
         for number in (3, 0, 4, 1, 2):
-            found = bring_back(parcels, away[number], sizes[number])
+            found = bring_back(swapper, away[number], sizes[number])
             assert all(map(torch.equal, found, copies[number]))
-    for parcel in away:
-        parcels.drop(parcel)
-    assert parcels.ssd_bytes == 0
+    for swapped in away:
+        swapper.drop(swapped)
+    assert swapper.ssd_bytes == 0
 
 
 def test_host_memory_is_used_again(opened: Any) -> None:
-    parcels, memory = opened()
+    swapper, memory = opened()
     for _ in range(3):
-        for parcel in [parcels.put(some_bytes(PAGE), Tier.HOST), parcels.put(some_bytes(2 * PAGE), Tier.HOST)]:
-            parcels.drop(parcel)
-    assert sorted(memory.sizes) == [PAGE, 2 * PAGE] and parcels.host_bytes == 3 * PAGE
+        for swapped in [swapper.put(some_bytes(PAGE), Tier.HOST), swapper.put(some_bytes(2 * PAGE), Tier.HOST)]:
+            swapper.drop(swapped)
+    assert sorted(memory.sizes) == [PAGE, 2 * PAGE] and swapper.host_bytes == 3 * PAGE
 
 
 def test_beyond_the_limit_nothing_is_taken_and_what_is_there_comes_back(opened: Any) -> None:
-    parcels, memory = opened(host_limit=3 * PAGE)
+    swapper, memory = opened(host_limit=3 * PAGE)
     (kept,) = some_bytes(2 * PAGE)
-    parcel = parcels.put([kept], Tier.HOST)
+    swapped = swapper.put([kept], Tier.HOST)
     with pytest.raises(MemoryBudgetError) as caught:
-        parcels.put(some_bytes(2 * PAGE), Tier.HOST)
+        swapper.put(some_bytes(2 * PAGE), Tier.HOST)
     told = str(caught.value)
     assert told.startswith("vertical_schedule.activations: 8192 bytes of host memory") and "8192 more" in told
     assert "leaves 12288" in told and "gradient_accumulation_steps" in told and "host_memory_bytes" in told
-    assert memory.sizes == [2 * PAGE] and parcels.host_bytes == 2 * PAGE
-    second = parcels.put(some_bytes(PAGE), Tier.HOST)  # what fits goes on
-    assert torch.equal(bring_back(parcels, parcel, [2 * PAGE])[0], kept)
-    parcels.drop(second)
+    assert memory.sizes == [2 * PAGE] and swapper.host_bytes == 2 * PAGE
+    second = swapper.put(some_bytes(PAGE), Tier.HOST)  # what fits goes on
+    assert torch.equal(bring_back(swapper, swapped, [2 * PAGE])[0], kept)
+    swapper.drop(second)
 
 
 def test_memory_of_a_size_that_nothing_uses_any_more_makes_room(opened: Any) -> None:
-    parcels, memory = opened(host_limit=4 * PAGE)
-    parcels.drop(parcels.put(some_bytes(3 * PAGE), Tier.HOST))
-    parcels.put(some_bytes(2 * PAGE), Tier.HOST)
+    swapper, memory = opened(host_limit=4 * PAGE)
+    swapper.drop(swapper.put(some_bytes(3 * PAGE), Tier.HOST))
+    swapper.put(some_bytes(2 * PAGE), Tier.HOST)
     assert memory.sizes == [2 * PAGE]
 
 
 def test_buffers_on_the_way_to_the_file_are_not_counted(opened: Any) -> None:
-    parcels, _ = opened(host_limit=PAGE)
+    swapper, _ = opened(host_limit=PAGE)
     (sent,) = some_bytes(3 * PAGE)
-    parcel = parcels.put([sent], Tier.SSD)
-    parcels.put(some_bytes(PAGE), Tier.HOST)
-    assert torch.equal(bring_back(parcels, parcel, [3 * PAGE])[0], sent)
+    swapped = swapper.put([sent], Tier.SSD)
+    swapper.put(some_bytes(PAGE), Tier.HOST)
+    assert torch.equal(bring_back(swapper, swapped, [3 * PAGE])[0], sent)
 
 
 # ---- in an engine, with host memory as if it were not the device's
@@ -149,9 +149,9 @@ def test_the_same_bits_from_host_memory(tmp_path: Path, monkeypatch: pytest.Monk
 
     def watched(self: TensorSwapper, tensors: Any, tier: Tier) -> SwappedTensor:
         nonlocal most
-        parcel = put(self, tensors, tier)
-        most = max(most, sum(parcel.tier == "host" for parcel in self._kept))
-        return parcel
+        swapped = put(self, tensors, tier)
+        most = max(most, sum(swapped.tier == "host" for swapped in self._kept))
+        return swapped
 
     monkeypatch.setattr(TensorSwapper, "put", watched)
     assert_identical(expected, run_arm(config_in(tmp_path, activations=given), MIXER, batches, vertical=True))
@@ -166,12 +166,12 @@ def test_too_many_micro_batches_for_the_budget_are_refused_in_the_first_step_and
     given = config_in(tmp_path, activations={"device": "host"})
     expected = run_arm(given, MIXER, batches, vertical=True)
     with running(given, MIXER, vertical=True) as (engine, _):
-        parcels = engine._activations.swapper
-        left, parcels.host_tier.limit = parcels.host_tier.limit, 3 * PAGE
+        swapper = engine._activations.swapper
+        left, swapper.host_tier.limit = swapper.host_tier.limit, 3 * PAGE
         assert left > 1 << 20
         with pytest.raises(MemoryBudgetError, match=r"vertical_schedule\.activations: .* leaves 12288; write fewer"):
             engine.train_batch(iter(batches[0]))
-        assert not parcels._kept and engine.global_steps == 0
-        parcels.host_tier.limit = left
+        assert not swapper._kept and engine.global_steps == 0
+        swapper.host_tier.limit = left
         losses = [engine.train_batch(iter(micro_batches)).item() for micro_batches in batches]
     assert losses == expected.losses
