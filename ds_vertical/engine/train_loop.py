@@ -323,8 +323,8 @@ class VerticalLoop(TrainLoop):
             self.engine.micro_steps += num_micro_batches - 1
             if self._parts.budget.kept:  # not before the first step has allocated what stays
                 host.keep_freed_memory(self._parts.budget.kept)
-            rate = self._parts.optimizer.regime.hit_rate
-            if rate is not None and self.engine.global_steps % self.engine.steps_per_print() == 0:
+            rate, every = self._parts.optimizer.regime.hit_rate, self.engine.steps_per_print()
+            if rate is not None and every and self.engine.global_steps % every == 0:  # None: DeepSpeed prints no steps either
                 _log(f"step {self.engine.global_steps}: {rate:.0%} of the steps tried early came true")
 
     def restore(self, level: int, take_back: Callable[[], None]) -> None:
