@@ -203,7 +203,6 @@ def _execute(plan: AbPlan, group: disk_limit.LimitedGroup | None, command: Seque
         print(f"warning: {warning}")
     with _gauge(plan) as environment:
         runs, reports = _runs(plan, group, environment)
-    check_runs(runs, plan.num_steps, plan.num_ranks)
     verdict = compare_losses(runs, contract_of(plan.arms.vertical, plan.num_ranks, _tied(runs)))
     arms = ARMS if plan.with_stock else ARMS[1:]
     summaries = {arm: summarize_arm([run for run in runs if run.arm == arm and not run.traced]) for arm in arms}
@@ -246,6 +245,7 @@ def _runs(
                 reports[repeat] = [_machine_now(plan, group, earlier[-1])]
             records = script.run(path, plan.out, f"{kind}.{repeat}", f"{kind} {repeat + 1}/{plan.num_repeats}")
             runs.append(Run(ARMS[1] if kind == TRACED else kind, repeat, records, traced=kind == TRACED))
+            check_runs(runs, plan.num_steps, plan.num_ranks)  # before the next run takes its minutes for nothing
             if measured:
                 reports.setdefault(repeat, []).append(_machine_now(plan, group, runs[-1]))
     return runs, reports
