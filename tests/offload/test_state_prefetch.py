@@ -140,6 +140,7 @@ def test_an_interrupted_wait_loses_no_slot(make_rig: Callable[..., Rig], tmp_pat
     transfer.wait = interrupted
     with pytest.raises(KeyboardInterrupt):
         rig.pipeline.wait_idle()
+    assert list(rig.pipeline.reads.expected.begun()) == [entry], "the slot under the read is known as long as it is read into"
     assert within_limit(rig.pipeline.wait_idle) is None and len(rig.pipeline.reads.free) == 1
     assert within_limit(rig.submit(rig.add_one("other", blocks(file, 1)))) is None
     assert within_limit(rig.pipeline.drain) is None and values(file) == [0, 1]
