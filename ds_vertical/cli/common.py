@@ -6,7 +6,7 @@ import re
 from typing import Any, Final
 
 JsonObject = dict[str, Any]
-"""An object of a JSON file that the user wrote, or that a command did: whoever takes a value out of it checks its type."""
+"""An object of a JSON file that the user or a command wrote. Code that takes a value out of it checks the value's type."""
 
 _DECIMAL: Final = {letter: 1000**power for power, letter in enumerate("KMGT", 1)}
 _BINARY: Final = {f"{letter}I": 1024**power for power, letter in enumerate("KMGT", 1)}

@@ -1,4 +1,4 @@
-"""Surveys a vertical engine: the facts of its account, and after each step which schedule it ran."""
+"""Writes a run's log, `account.jsonl`: the facts of one vertical engine, and after each step the schedule that it ran."""
 
 from __future__ import annotations
 

@@ -44,6 +44,17 @@ def signalling(number: signal.Signals) -> Callable[[Any, Any], Any]:
     return loss
 
 
+def drawing(step: int) -> Iterator[Any]:
+    """A step's micro-batches from a loader that draws from torch's random numbers, as one that shuffles does."""
+    for batch in BATCHES[step]:
+        torch.rand(())
+        yield batch
+
+
+def train_drawing(engine: Any, steps: range) -> list[float]:
+    return [engine.train_batch(drawing(step)).item() for step in steps]
+
+
 @pytest.mark.parametrize(
     ("section", "number", "status", "num_steps"),
     [
@@ -61,16 +72,16 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not(
     """A step in place is finished; every other one is left."""
     made = config_in(tmp_path / "ssd", section=section | {"on_signal": {"save_dir": str(tmp_path / "saved")}})
     with running(made, model_of, vertical=True) as (engine, model):
-        losses, expected = train(engine, range(NUM_STEPS)), contents(engine, model)
+        losses, expected = train_drawing(engine, range(NUM_STEPS)), contents(engine, model)
     with running(made, model_of, vertical=True) as (engine, model):
-        train(engine, range(1))
+        train_drawing(engine, range(1))
         with pytest.raises(SystemExit) as ended:
-            engine.train_batch(iter(BATCHES[1]), signalling(number))
+            engine.train_batch(drawing(1), signalling(number))
         assert ended.value.code == status
     assert manifest.complete_tags(tmp_path / "saved") == [f"global_step{num_steps}"]
     with loaded(made, tmp_path / "saved") as (engine, model):
         assert engine.global_steps == num_steps
-        assert train(engine, range(num_steps, NUM_STEPS)) == losses[num_steps:]
+        assert train_drawing(engine, range(num_steps, NUM_STEPS)) == losses[num_steps:]
         assert differing(expected, contents(engine, model)) == []
 
 
