@@ -93,8 +93,8 @@ def _found(owner: object, name: str) -> str:
 
 
 def _takes_anything(function: Callable[..., object]) -> bool:
-    """Whether a function hands on whatever it is given: it has `*` and `**`, of any name, and at most one parameter before them,
-    such as `self`. A functools.partial counts too: its signature lacks the arguments that it holds."""
+    """Whether a function hands on whatever it is given: it has `*` and `**`, of any name, and at most one parameter before
+    them, such as `self`. A functools.partial counts too: its signature lacks the arguments that it holds."""
     if isinstance(function, functools.partial):
         return True
     kinds = [each.kind for each in inspect.signature(function).parameters.values()]
