@@ -80,6 +80,11 @@ class StepParts:
 
         return scale
 
+    def as_given(self, _num_micro_batches: int) -> LossScale:
+        """What the backward of each micro-batch starts from where the user's code has divided the loss: it, times the loss
+        scale."""
+        return self.optimizer.scale_if_loss
+
 
 @dataclass(frozen=True)
 class Assembly:

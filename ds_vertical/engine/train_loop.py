@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine import metrics
 from ds_vertical.engine.assembly import StepParts, moved_tiers
 from ds_vertical.engine.call_guard import RUNNING
-from ds_vertical.engine.handlers import Body
+from ds_vertical.engine.handlers import Body, LossScale
 from ds_vertical.engine.metrics import StepRecorder
 from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.progress import Progress
@@ -230,12 +231,34 @@ class StockLoop(TrainLoop):
         return [micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn) for batch in batches]
 
 
+@dataclass(frozen=True)
+class ModelCall:
+    """Calls the user's model as stock's `forward` would, and makes the forwards of micro-batches out of such calls."""
+
+    engine: compat_engine.DeepSpeedEngine
+
+    def __call__(self, *inputs: object, **kwargs: object) -> Any:
+        """The model's own forward under the JSON's torch_autocast; the loss function runs outside it, as in stock."""
+        with compat_engine.autocast_if_enabled(self.engine):
+            return compat_engine.model_of(self.engine)(*inputs, **kwargs)
+
+    def body(self, batch: object, seed: int | None, loss_fn: LossFn | None) -> Body:
+        """The forward of one micro-batch, which returns its loss."""
+        functions = () if loss_fn is None else (loss_fn,)
+        return Body(partial(self._loss, batch, loss_fn), seed, micro.form_of(batch), functions)
+
+    def _loss(self, batch: object, loss_fn: LossFn | None) -> torch.Tensor:
+        inputs = compat_engine.inputs_of(self.engine, batch)
+        return micro.loss_of(micro.call_model(self, inputs), batch, loss_fn)
+
+
 class VerticalLoop(TrainLoop):
     """The vertical arm: a step takes all its micro-batches, builds their schedule, runs it and concludes."""
 
     def __init__(self, parts: StepParts, check: FirstStepCheck, tracer: Tracer, progress: Progress) -> None:
         vertical = parts.vertical
         super().__init__(parts.engine, vertical.seed if vertical.seed_micro_batches else None, progress)
+        self.call_model = ModelCall(parts.engine)
         self._parts = parts
         self._check = check
         self._tracer = tracer
@@ -243,13 +266,21 @@ class VerticalLoop(TrainLoop):
         self._num_evaluations = 0
 
     def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
-        """One step over the micro-batches. A step that does not count leaves torch's random state as it was."""
+        """One step over the micro-batches; returns their losses. See `step`."""
         check_trainable(self.module)
         for batch in batches:
             refuse_batch_flags(batch)
+        return self.step([self.call_model.body(batch, None, loss_fn) for batch in batches], self._parts.mean_over)
+
+    def step(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> list[torch.Tensor]:
+        """One step over forwards that return their losses; returns those. Each forward gets the seed of its micro-batch.
+
+        `scale_of`: for a number of micro-batches, what the backward of each starts from. A step that does not count leaves
+        torch's random state as it was.
+        """
         if self.engine.training_dataloader is None:
             self.engine.tput_timer.start()
-        seeds = [self.seed_of(index) for index in range(len(batches))]
+        seeds = [self.seed_of(index) for index in range(len(bodies))]
         optimizer, random_state = self._parts.optimizer, torch.get_rng_state()
         num_decided = optimizer.driver.num_decided
 
@@ -259,15 +290,16 @@ class VerticalLoop(TrainLoop):
 
         with Changed(put_back, only_if_failed=True):
             fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
-            bodies = [self._body(*each, loss_fn) for each in zip(batches, fresh, strict=True)]
+            seeded = [replace(body, seed=seed) for body, seed in zip(bodies, fresh, strict=True)]
             if not self.is_recorded or self._parts.vertical.self_check:  # `ab` compares the losses itself
-                self._check.run(bodies)
+                self._check.run(seeded, scale_of)
             with self._tracer.step():
-                losses = until_known(partial(self._run_schedule, bodies), self._parts.state.forget, _log)
-                self.conclude(len(batches))
+                run = partial(self._run_schedule, seeded, scale_of(len(seeded)))
+                losses = until_known(run, self._parts.state.forget, _log)
+                self.conclude(len(seeded))
         return losses
 
-    def _run_schedule(self, bodies: list[Body]) -> list[torch.Tensor]:
+    def _run_schedule(self, bodies: Sequence[Body], scale: LossScale) -> list[torch.Tensor]:
         """The step up to and including the units' optimizer steps. Returns the losses."""
         parts = self._parts
         self._check_ready()
@@ -285,7 +317,7 @@ class VerticalLoop(TrainLoop):
             torch.enable_grad(),
             parts.optimizer.live.schedule_running(),
         ):
-            return parts.runner.train(schedule, bodies, parts.gradients, parts.optimizer.driver, parts.mean_over(len(bodies)))
+            return parts.runner.train(schedule, bodies, parts.gradients, parts.optimizer.driver, scale)
 
     def _check_ready(self) -> None:
         """Raise, on every rank, where a step cannot begin on one."""
@@ -348,11 +380,11 @@ class VerticalLoop(TrainLoop):
     def evaluate(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
         """Losses of the micro-batches without training."""
         seeds = self._evaluation_seeds(len(batches))
-        return self._results([self._body(*each, loss_fn) for each in zip(batches, seeds, strict=True)])
+        return self._results([self.call_model.body(*each, loss_fn) for each in zip(batches, seeds, strict=True)])
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """The model's outputs for one call, without training."""
-        return self._results([Body(partial(self._call_module, *inputs, **kwargs), None, micro.form_of((inputs, kwargs)))])[0]
+        return self._results([Body(partial(self.call_model, *inputs, **kwargs), None, micro.form_of((inputs, kwargs)))])[0]
 
     def _results(self, bodies: list[Body]) -> list[Any]:
         """Run forwards without training, layer-major or, with "horizontal", one after the other; returns what each returned."""
@@ -382,21 +414,6 @@ class VerticalLoop(TrainLoop):
         self._num_evaluations += 1
         base, rank = torch.initial_seed(), ranks.rank()
         return [micro.stream_seed(base, -self._num_evaluations, index, rank) for index in range(num_micro_batches)]
-
-    # ---- one micro-batch
-
-    def _body(self, batch: object, seed: int | None, loss_fn: LossFn | None) -> Body:
-        functions = () if loss_fn is None else (loss_fn,)
-        return Body(partial(self._loss, batch, loss_fn), seed, micro.form_of(batch), functions)
-
-    def _loss(self, batch: object, loss_fn: LossFn | None) -> torch.Tensor:
-        inputs = compat_engine.inputs_of(self.engine, batch)
-        return micro.loss_of(micro.call_model(self._call_module, inputs), batch, loss_fn)
-
-    def _call_module(self, *inputs: object, **kwargs: object) -> Any:
-        """The model's own forward under the JSON's torch_autocast; the loss function runs outside it, as in stock."""
-        with compat_engine.autocast_if_enabled(self.engine):
-            return self.module(*inputs, **kwargs)
 
 
 def _log(line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -9,7 +10,7 @@ import torch
 
 from ds_vertical.compat import accelerator
 from ds_vertical.engine.assembly import StepParts
-from ds_vertical.engine.handlers import Body
+from ds_vertical.engine.handlers import Body, LossScale
 from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.self_check.check import SelfCheck, model_fingerprint
 from ds_vertical.io import host
@@ -31,8 +32,9 @@ class FirstStepCheck:
         self._parts = parts
         self._is_done = False
 
-    def run(self, bodies: list[Body]) -> None:
-        """Before a step over these micro-batches: see `SelfCheck`. Raises SelfCheckError on every rank."""
+    def run(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:
+        """Before a step over these micro-batches: see `SelfCheck`. `scale_of`: for a number of micro-batches, what the backward
+        of each starts from. Raises SelfCheckError on every rank."""
         vertical = self._parts.vertical
         wanted = vertical.self_check
         if self._is_done or wanted is False:
@@ -40,10 +42,10 @@ class FirstStepCheck:
         model = model_fingerprint(self._parts.module, vertical)
         if wanted or self.checked_model != model:
             count = min(len(bodies), NUM_MICRO_BATCHES)  # a single one has no other beside it in the steps either
-            self._compare([replace(bodies[index], seed=index) for index in range(count)])
+            self._compare([replace(bodies[index], seed=index) for index in range(count)], scale_of(count))
         self._is_done, self.checked_model = True, model
 
-    def _compare(self, bodies: list[Body]) -> None:
+    def _compare(self, bodies: list[Body], scale: LossScale) -> None:
         parts, vertical = self._parts, self._parts.vertical
         order, snake, window = vertical.order, vertical.snake, vertical.prefetch_layers
         schedule = build_training(TrainingStep(parts.layers.num_layers, len(bodies), order, snake, window))
@@ -51,9 +53,7 @@ class FirstStepCheck:
             parts.params.check_open()
             parts.gradients.refuse_strays()
             parts.optimizer.flush()
-        check = SelfCheck(
-            parts.module, parts.layers, parts.runner, parts.gradients, schedule, parts.mean_over(len(bodies)), parts.folder
-        )
+        check = SelfCheck(parts.module, parts.layers, parts.runner, parts.gradients, schedule, scale, parts.folder)
         with (
             parts.optimizer.calls.running(),
             WATCH.watching(),
