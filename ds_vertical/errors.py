@@ -32,6 +32,11 @@ class LayerError(ValueError):
     model."""
 
 
+class LoopError(RuntimeError):
+    """The user's training loop does something that layer-major order cannot follow. The message says what, and what to write
+    instead. The step under way has not been."""
+
+
 class Unanimous(BaseException):
     """Raised on every rank at once, by a decision that all ranks took together, to leave a section of code. It is no
     failure."""

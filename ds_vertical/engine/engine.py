@@ -14,7 +14,7 @@ from torch import nn
 from ds_vertical.compat import accelerator, engine
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.assembly import Assembly, HostBudget, StepParts, open_tracer
-from ds_vertical.engine.checkpoint.mixin import SavingEngine
+from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.module_hooks import load_joint
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
@@ -29,13 +29,8 @@ from ds_vertical.offload.param_store import ParamStore
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.types import RunSettings
 
-_CALL_TRAIN_BATCH = (
-    "engine.{name}() is not available with vertical_schedule: layer-major order needs all micro-batches of a step at once;"
-    " call engine.train_batch(data_iter), or set vertical_schedule.enabled to false"
-)
 
-
-class VerticalEngine(SavingEngine):
+class VerticalEngine(CallableEngine):
     """DeepSpeed's engine with layer-major training: `train_batch`, `eval_batch`, and forward in evaluation mode.
 
     `vertical`: the resolved section. `folder`: of the run, on SSD; None: it has none. `budget`: what the memory check allows.
@@ -95,21 +90,6 @@ class VerticalEngine(SavingEngine):
         """
         with self._stopping.obeyed(self), self.optimizer.calls.call("eval_batch"), ranks.collective_section("eval_batch"):
             return self._loop.eval_batch(data_iter, loss_fn)
-
-    def forward(self, *inputs: object, **kwargs: object) -> Any:  # override
-        """The model's outputs in evaluation mode, without gradients. In training mode raises RuntimeError."""
-        if self.module.training:
-            raise RuntimeError(_CALL_TRAIN_BATCH.format(name="forward"))
-        with self._stopping.obeyed(self), self.optimizer.calls.call("forward"), torch.no_grad():
-            return self._loop.forward(*inputs, **kwargs)
-
-    def backward(self, loss: object, retain_graph: bool = False, scale_wrt_gas: bool = True) -> NoReturn:  # override
-        """Raises RuntimeError: `train_batch` does it."""
-        raise RuntimeError(_CALL_TRAIN_BATCH.format(name="backward"))
-
-    def step(self, lr_kwargs: object = None) -> NoReturn:  # override
-        """Raises RuntimeError: `train_batch` does it."""
-        raise RuntimeError(_CALL_TRAIN_BATCH.format(name="step"))
 
     def compile(self, *_: object, **__: object) -> NoReturn:  # override
         """Raises ConfigError: blocks are compiled one by one, ahead of `initialize`."""

@@ -98,13 +98,15 @@ class Optimizer(Protocol):
 class Body:
     """One micro-batch's forward: `run` is the user's unmodified code; `seed` of its random streams (None: the caller's).
 
-    `form`: equal for micro-batches of the same structure; `functions`: the user's that it calls besides the model.
+    `form`: equal for micro-batches of the same structure; `functions`: the user's that it calls besides the model. `checked`:
+    makes what the self-check runs in place of `run`; None: `run` itself.
     """
 
     run: Callable[[], Any]
     seed: int | None
     form: Hashable = None
     functions: tuple[Any, ...] = ()
+    checked: Callable[[], Callable[[], torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -85,7 +85,7 @@ class TrainLoop:
         if not self.module.training:
             self.module.train()
         with self.progress.step():
-            losses = self._recorded(recorder, batches, loss_fn)
+            losses = self._recorded(recorder, partial(self.run, batches, loss_fn), batches)
         loss = micro.mean_loss(losses)
         self.progress.note(loss, batches)
         return loss
@@ -121,19 +121,21 @@ class TrainLoop:
             self._own_data = _epochs(self.engine.training_dataloader)
         return self._own_data
 
-    def _recorded(self, recorder: StepRecorder | None, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:
-        """`run`, with the step's record where somebody asked for one."""
+    def _recorded(
+        self, recorder: StepRecorder | None, run: Callable[[], list[torch.Tensor]], batches: Sequence[object]
+    ) -> list[torch.Tensor]:
+        """`run` these micro-batches, with the step's record where somebody asked for one."""
         if recorder is None:
-            return self.run(batches, loss_fn)
+            return run()
         recorder.begin()
-        losses = self.run(batches, loss_fn)
+        losses = run()
         recorder.end(
             engine=type(self.engine).__name__,
             losses=[float(loss) for loss in losses],
-            tokens=micro.count_tokens(batches),
+            tokens=micro.count_tokens(list(batches)),
             tied=shares_weights(self.module),
         )
-        tokens = micro.count_tokens(batches[:1])
+        tokens = micro.count_tokens(list(batches[:1]))
         self._log_step(recorder, tokens, self._gauged(tokens))
         return losses
 
@@ -252,6 +254,32 @@ class ModelCall:
         return micro.loss_of(micro.call_model(self, inputs), batch, loss_fn)
 
 
+class Counts(Protocol):
+    """What a step adds to DeepSpeed's counters; asked once all its forwards are over."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Micro-batches whose samples count; DeepSpeed by itself counts `gradient_accumulation_steps`."""
+        ...
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of `engine.step`, each of which is a micro-step to DeepSpeed."""
+        ...
+
+
+@dataclass(frozen=True)
+class OwnCounts:
+    """A step of `train_batch`: each micro-batch counts."""
+
+    num_sampled: int
+
+    @property
+    def num_calls(self) -> int:
+        """As stock's arm calls it."""
+        return self.num_sampled
+
+
 class VerticalLoop(TrainLoop):
     """The vertical arm: a step takes all its micro-batches, builds their schedule, runs it and concludes."""
 
@@ -262,7 +290,7 @@ class VerticalLoop(TrainLoop):
         self._parts = parts
         self._check = check
         self._tracer = tracer
-        self._num_running = 0  # micro-batches of the step under way, or of the one before
+        self._counts: Counts = OwnCounts(0)  # of the step under way, or of the one before
         self._num_evaluations = 0
 
     def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
@@ -270,14 +298,27 @@ class VerticalLoop(TrainLoop):
         check_trainable(self.module)
         for batch in batches:
             refuse_batch_flags(batch)
-        return self.step([self.call_model.body(batch, None, loss_fn) for batch in batches], self._parts.mean_over)
+        bodies = [self.call_model.body(batch, None, loss_fn) for batch in batches]
+        return self.step(bodies, self._parts.mean_over, OwnCounts(len(bodies)))
 
-    def step(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> list[torch.Tensor]:
+    def train_window(self, bodies: Sequence[Body], counts: Counts, batches: Sequence[object]) -> None:
+        """One step over the forwards of another loop's micro-batches, whose losses that loop has scaled: their sum is the
+        step's loss. `batches`: for metrics alone."""
+        recorder = self._metrics()
+        if recorder is not None:
+            recorder.check_budget()
+        check_trainable(self.module)
+        with self.progress.step():
+            losses = self._recorded(recorder, partial(self.step, bodies, self._parts.as_given, counts), batches)
+        self.progress.note(micro.mean_loss(losses) * len(losses), batches)
+
+    def step(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale], counts: Counts) -> list[torch.Tensor]:
         """One step over forwards that return their losses; returns those. Each forward gets the seed of its micro-batch.
 
         `scale_of`: for a number of micro-batches, what the backward of each starts from. A step that does not count leaves
         torch's random state as it was.
         """
+        self._counts = counts
         if self.engine.training_dataloader is None:
             self.engine.tput_timer.start()
         seeds = [self.seed_of(index) for index in range(len(bodies))]
@@ -296,7 +337,7 @@ class VerticalLoop(TrainLoop):
             with self._tracer.step():
                 run = partial(self._run_schedule, seeded, scale_of(len(seeded)))
                 losses = until_known(run, self._parts.state.forget, _log)
-                self.conclude(len(seeded))
+                self.conclude()
         return losses
 
     def _run_schedule(self, bodies: Sequence[Body], scale: LossScale) -> list[torch.Tensor]:
@@ -309,7 +350,6 @@ class VerticalLoop(TrainLoop):
             parts.activations.open_step(tiers)
         schedule = self.ran = self._schedule(len(bodies), tuple(tiers))
         noted = parts.activations is not None
-        self._num_running = len(bodies)
         with (
             parts.optimizer.calls.running(),
             WATCH.watching(),
@@ -346,13 +386,13 @@ class VerticalLoop(TrainLoop):
         )
         return build_training(step)
 
-    def conclude(self, num_micro_batches: int) -> None:
+    def conclude(self) -> None:
         """A step counts: so do its samples. What stock's `step` does at the boundary: optimizer, scheduler, counters, monitor,
         printing."""
         with self._parts.optimizer.condition.torn_if_interrupted():
-            self.count_samples(num_micro_batches)
+            self.count_samples(self._counts.num_sampled)
             compat_engine.conclude_step(self.engine)
-            self.engine.micro_steps += num_micro_batches - 1
+            self.engine.micro_steps += self._counts.num_calls - 1
             if self._parts.budget.kept:  # not before the first step has allocated what stays
                 host.keep_freed_memory(self._parts.budget.kept)
             rate, every = self._parts.optimizer.regime.hit_rate, self.engine.steps_per_print()
@@ -373,14 +413,18 @@ class VerticalLoop(TrainLoop):
         if level == RUNNING:
             parts.gradients.drop_all()
             if parts.optimizer.driver.phase.counts and parts.optimizer.live.failure is None:
-                self.conclude(self._num_running)
+                self.conclude()
 
     # ---- without training
 
     def evaluate(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
         """Losses of the micro-batches without training."""
-        seeds = self._evaluation_seeds(len(batches))
-        return self._results([self.call_model.body(*each, loss_fn) for each in zip(batches, seeds, strict=True)])
+        return self.evaluate_bodies([self.call_model.body(batch, None, loss_fn) for batch in batches])
+
+    def evaluate_bodies(self, bodies: Sequence[Body]) -> list[Any]:
+        """Run forwards without training, each with a seed of its own; returns what each returned."""
+        seeds = self._evaluation_seeds(len(bodies))
+        return self._results([replace(body, seed=seed) for body, seed in zip(bodies, seeds, strict=True)])
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """The model's outputs for one call, without training."""

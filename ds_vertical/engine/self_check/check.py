@@ -66,7 +66,7 @@ class SelfCheck:
         snapshot = Snapshot(*survey(self.model, blocks, functions))
         put_back = partial(_put_back, snapshot, Snapshot(*survey_backward(self.model)))
         failed = Changed(self.gradients.drop_all, only_if_failed=True)
-        with preserved(), _generators_kept(), Changed(put_back), failed:
+        with preserved(), generators_kept(), Changed(put_back), failed:
             start = time.perf_counter()
             plain = self._plain(bodies)
             middle = time.perf_counter()
@@ -200,7 +200,8 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
+    """Python's and NumPy's random streams are as they were, after the block."""
     kept = [(item, item.capture()) for item in global_generators()]
     try:
         yield

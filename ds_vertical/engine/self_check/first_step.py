@@ -12,9 +12,10 @@ from ds_vertical.compat import accelerator
 from ds_vertical.engine.assembly import StepParts
 from ds_vertical.engine.handlers import Body, LossScale
 from ds_vertical.engine.module_hooks import suspended_hooks
-from ds_vertical.engine.self_check.check import SelfCheck, model_fingerprint
+from ds_vertical.engine.self_check.check import SelfCheck, generators_kept, model_fingerprint
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
+from ds_vertical.model.thread_state import preserved
 from ds_vertical.schedule.passes import TrainingStep, build_training
 
 NUM_MICRO_BATCHES: Final = 2
@@ -42,7 +43,9 @@ class FirstStepCheck:
         model = model_fingerprint(self._parts.module, vertical)
         if wanted or self.checked_model != model:
             count = min(len(bodies), NUM_MICRO_BATCHES)  # a single one has no other beside it in the steps either
-            self._compare([replace(bodies[index], seed=index) for index in range(count)], scale_of(count))
+            with preserved(), generators_kept():
+                chosen = [_checked(body) for body in bodies[:count]]
+            self._compare([replace(body, seed=index) for index, body in enumerate(chosen)], scale_of(count))
         self._is_done, self.checked_model = True, model
 
     def _compare(self, bodies: list[Body], scale: LossScale) -> None:
@@ -68,3 +71,8 @@ class FirstStepCheck:
         with parts.optimizer.live.agreed("self_check"):
             if error is not None:
                 raise error
+
+
+def _checked(body: Body) -> Body:
+    """What is run of a forward: all of it, or what it makes for the purpose."""
+    return body if body.checked is None else replace(body, run=body.checked())

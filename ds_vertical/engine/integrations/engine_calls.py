@@ -1,0 +1,98 @@
+"""DeepSpeed's three calls on a vertical engine: who is making them, and what takes them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ds_vertical.distributed import ranks
+from ds_vertical.engine.checkpoint.mixin import SavingEngine
+from ds_vertical.engine.integrations.micro_steps import EvaluatedStep, Window, running_step
+from ds_vertical.engine.signals import Stopping
+from ds_vertical.engine.train_loop import VerticalLoop
+from ds_vertical.model import batch as micro
+
+T = TypeVar("T")
+_CALL_TRAIN_BATCH = (
+    "engine.{name}() is not available with vertical_schedule: layer-major order needs all micro-batches of a step at once;"
+    " call engine.train_batch(data_iter), or set vertical_schedule.enabled to false"
+)
+
+
+class CallableEngine(SavingEngine):
+    """DeepSpeed's engine whose `forward`, `backward` and `step` go to the micro-step that makes them. The subclass sets the
+    attributes."""
+
+    _loop: VerticalLoop
+    _stopping: Stopping
+
+    def train_window(
+        self,
+        micro_steps: Sequence[Callable[[], T]],
+        batches: Sequence[object],
+        entering: Callable[[int], None] = lambda _: None,
+    ) -> list[T]:
+        """One optimizer step over the user's whole micro-steps; returns what each returned.
+
+        Each calls the model through this engine once, `backward(loss)` once, and the last one `step()`. The losses are taken
+        as `backward` scales them. `entering(i)` is called as micro-step i begins, and as it goes on behind its model call.
+        `batches`: the micro-batches, for metrics. Where a step starts over, the micro-steps are called again. Raises
+        LoopError where one does something else; the step then has not been.
+        """
+        window = Window(self._loop.call_model, micro_steps, [micro.form_of(batch) for batch in batches], entering)
+        with (
+            self._stopping.obeyed(self),
+            self.optimizer.calls.call("train_window"),
+            ranks.collective_section("train_window"),
+        ):
+            self._loop.train_window(window.bodies, window, batches)
+        return window.results
+
+    def eval_window(self, runs: Sequence[Callable[[], T]], batches: Sequence[object]) -> list[T]:
+        """Run the user's code for some micro-batches without training, each of which calls the model once; returns what each
+        returned."""
+        steps = [EvaluatedStep(self._loop.call_model).body(run, micro.form_of(b)) for run, b in zip(runs, batches, strict=True)]
+        with self._stopping.obeyed(self), self.optimizer.calls.call("eval_window"), ranks.collective_section("eval_window"):
+            return self._loop.evaluate_bodies(steps)
+
+    def forward(self, *inputs: object, **kwargs: object) -> Any:  # override
+        """The model's outputs: within a micro-step with gradients, in evaluation mode without. Otherwise raises
+        RuntimeError."""
+        if (step := running_step(self)) is not None:
+            return step.forward(*inputs, **kwargs)
+        if self.module.training:
+            raise _refusal("forward")
+        with self._stopping.obeyed(self), self.optimizer.calls.call("forward"), torch.no_grad():
+            return self._loop.forward(*inputs, **kwargs)
+
+    def backward(self, loss: object, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:  # override
+        """Note a micro-step's loss, and return it scaled. Outside of one raises RuntimeError."""
+        if (step := running_step(self)) is not None:
+            return step.backward(loss, scale_wrt_gas)
+        raise _refusal("backward")
+
+    def step(self, lr_kwargs: object = None) -> None:  # override
+        """Note that a micro-step asks for the optimizer's step. Outside of one raises RuntimeError."""
+        if (step := running_step(self)) is not None:
+            step.step()
+            return
+        raise _refusal("step")
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:  # override
+        """As DeepSpeed's; within a micro-step that one's."""
+        if (step := running_step(self)) is not None:
+            step.is_boundary = is_boundary
+        else:
+            super().set_gradient_accumulation_boundary(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:  # override
+        """As DeepSpeed's; within a micro-step that one's."""
+        if (step := running_step(self)) is not None:
+            return step.is_boundary
+        return bool(super().is_gradient_accumulation_boundary())
+
+
+def _refusal(name: str) -> RuntimeError:
+    return RuntimeError(_CALL_TRAIN_BATCH.format(name=name))

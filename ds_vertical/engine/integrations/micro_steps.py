@@ -1,0 +1,272 @@
+"""Whole micro-steps of a user's loop: each runs as its micro-batch's forward, and what it asks of the engine is noted.
+
+A micro-step is the user's code for one micro-batch: it calls the model, makes a loss, calls `engine.backward(loss)` and, in the
+last one of the step, `engine.step()`. All micro-steps of a step begin before any of them goes on behind its model call. The
+backward and the optimizer's step happen when the schedule comes to them, not within the calls.
+
+[Note: the running step] The engine finds the micro-step that calls it in a context variable. The hub runs each forward in a
+context of its own, so the variable is the forward's alone, and unset in the hub's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Generic, NoReturn, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ds_vertical.compat import engine as compat_engine
+from ds_vertical.engine.handlers import Body
+from ds_vertical.engine.train_loop import ModelCall
+from ds_vertical.errors import LoopError
+from ds_vertical.model import batch as micro
+from ds_vertical.model.layers import refuse_batch_flags
+
+T = TypeVar("T")
+_ONCE = "a micro-step under vertical_schedule calls the model once, engine.backward(loss) once, and the last one engine.step()"
+
+
+class RunningStep:
+    """The user's code that is running as a micro-batch's forward: what the engine's calls within it do."""
+
+    def __init__(self, call_model: ModelCall) -> None:
+        self.call_model = call_model
+
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        """The model's outputs, with which the code goes on once the schedule has run all layers."""
+        engine = self.call_model.engine
+        return self.call_model(*compat_engine.inputs_of(engine, inputs), **compat_engine.inputs_of(engine, kwargs))
+
+    def backward(self, loss: object, scale_wrt_gas: bool) -> torch.Tensor:
+        """Note the loss. Returns it, scaled as DeepSpeed's `backward` scales it. Raises LoopError where none is expected."""
+        raise LoopError("engine.backward(): called within an evaluation; call it in a training step")
+
+    def step(self) -> None:
+        """Note that the optimizer is to step. Raises LoopError where it is not expected."""
+        raise LoopError("engine.step(): called within an evaluation; call it in a training step")
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the micro-batch is the last one of its step."""
+        return False
+
+    @is_boundary.setter
+    def is_boundary(self, value: bool) -> None:
+        """Note what the user's code says."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the block this is what the engine's calls mean. See [Note: the running step]."""
+        token = _running.set(self)
+        try:
+            yield
+        finally:
+            _running.reset(token)
+
+
+_running: ContextVar[RunningStep | None] = ContextVar("ds_vertical_running_step", default=None)
+
+
+def running_step(engine: object) -> RunningStep | None:
+    """The micro-step of this engine that is making a call now; None outside of any."""
+    found = _running.get()
+    return found if found is not None and found.call_model.engine is engine else None
+
+
+class MicroStep(RunningStep, Generic[T]):
+    """One micro-step of a window. `run`: the user's code, which may be run again where the step starts over. `entering` is
+    called as it begins, and again as it goes on behind its model call. `form`: see `Body`."""
+
+    def __init__(
+        self, run: Callable[[], T], index: int, window: Window[T], entering: Callable[[int], None], form: Hashable
+    ) -> None:
+        super().__init__(window.call_model)
+        self.index = index
+        self._run = run
+        self._window = window
+        self._entering = entering
+        self._form = form
+        self._forget()
+
+    def _forget(self) -> None:
+        self.results: list[T] = []
+        self.num_step_calls = 0
+        self._num_model_calls = 0
+        self._loss: torch.Tensor | None = None
+        self._is_boundary: bool | None = None
+        self._has_stepped = False
+
+    @property
+    def body(self) -> Body:
+        """The micro-step as the forward of its micro-batch, which returns the loss of its backward."""
+        return Body(self._whole, None, self._form, checked=self._model_call)
+
+    def _whole(self) -> torch.Tensor:
+        self._forget()
+        with self.running():
+            self._entering(self.index)
+            self.results.append(self._run())
+        if self._loss is None:
+            raise self._refusal("it has not called engine.backward(loss)")
+        if self._is_last and not self._has_stepped:
+            raise self._refusal("it is the last one of the step, and has not called engine.step()")
+        return self._loss
+
+    # ---- what the user's code calls
+
+    def forward(self, *inputs: object, **kwargs: object) -> object:  # override
+        """The model's outputs. Raises LoopError at a second call."""
+        self._num_model_calls += 1
+        if self._num_model_calls > 1:
+            raise self._refusal(
+                "it calls the model a second time (for label smoothing's metrics, a reference by a disabled adapter, or a"
+                " contrastive loss, say), and layer-major order has given the layers up then; turn that off, precompute the"
+                " other call's outputs, or set vertical_schedule.enabled to false"
+            )
+        refuse_batch_flags(kwargs)
+        outputs = super().forward(*inputs, **kwargs)
+        self._entering(self.index)
+        return outputs
+
+    def backward(self, loss: object, scale_wrt_gas: bool) -> torch.Tensor:  # override
+        """Note the loss, and return it scaled. Raises LoopError for a second one, and for what is no loss."""
+        if self._loss is not None:
+            raise self._refusal("it calls engine.backward a second time; add the losses, and call it once")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise self._refusal("engine.backward takes the loss as a tensor with one element, computed with gradients")
+        self._loss = loss / self.call_model.engine.gradient_accumulation_steps() if scale_wrt_gas else loss
+        return self._loss
+
+    def step(self) -> None:  # override
+        """Note the call. Raises LoopError ahead of `backward`, and at a boundary that is not the last micro-step's."""
+        self.num_step_calls += 1
+        if not self.is_boundary:
+            return
+        if self._loss is None:
+            raise self._refusal("it calls engine.step() ahead of engine.backward(loss)")
+        if not self._is_last:
+            raise self._refusal("it calls engine.step() at a boundary, and more micro-batches of the same step follow")
+        self._has_stepped = True
+
+    @property
+    def is_boundary(self) -> bool:
+        """What the user's code has said, or whether this is the last micro-step."""
+        return self._is_last if self._is_boundary is None else self._is_boundary
+
+    @is_boundary.setter
+    def is_boundary(self, value: bool) -> None:
+        self._is_boundary = value
+
+    @property
+    def _is_last(self) -> bool:
+        return self.index == len(self._window) - 1
+
+    def _refusal(self, what: str) -> LoopError:
+        return LoopError(f"micro-step {self.index} of a step of {len(self._window)}: {what}. ({_ONCE}.)")
+
+    # ---- the self-check
+
+    def _model_call(self) -> Callable[[], torch.Tensor]:
+        """The micro-step's model call alone, with a loss of the outputs: the self-check runs it twice, which would count
+        twice in the user's metrics otherwise. The user's code is run up to the call, and ended there."""
+        self._forget()
+        noting = _Noting(self.call_model)
+        try:
+            with noting.running():
+                self._entering(self.index)
+                self._run()
+        except _Noted as noted:
+            inputs, kwargs = noted.call
+            return lambda: loss_of_outputs(RunningStep.forward(self, *inputs, **kwargs))
+        raise self._refusal("it has not called the engine; call engine(...), or the model that the trainer hands over")
+
+
+class _Noted(BaseException):
+    """Ends a micro-step at its model call; a BaseException, so that the user's code does not handle it."""
+
+    def __init__(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        super().__init__()
+        self.call = inputs, kwargs
+
+
+class _Noting(RunningStep):
+    def forward(self, *inputs: object, **kwargs: object) -> NoReturn:  # override
+        raise _Noted(inputs, kwargs)
+
+    def backward(self, loss: object, scale_wrt_gas: bool) -> NoReturn:  # override
+        raise LoopError(
+            "engine.backward(): the micro-step has not called the engine's forward before; call engine(...), or the model that"
+            " the trainer hands over, not a module of it"
+        )
+
+
+class Window(Generic[T]):
+    """The micro-steps of one step. `forms`: of each one's micro-batch, see `Body`."""
+
+    def __init__(
+        self,
+        call_model: ModelCall,
+        runs: Sequence[Callable[[], T]],
+        forms: Sequence[Hashable],
+        entering: Callable[[int], None],
+    ) -> None:
+        self.call_model = call_model
+        pairs = enumerate(zip(runs, forms, strict=True))
+        self._steps = [MicroStep(run, index, self, entering, form) for index, (run, form) in pairs]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def bodies(self) -> list[Body]:
+        """One forward for each micro-step."""
+        return [step.body for step in self._steps]
+
+    @property
+    def results(self) -> list[T]:
+        """What each micro-step returned."""
+        return [step.results[0] for step in self._steps]
+
+    @property
+    def num_sampled(self) -> int:
+        """Micro-batches whose samples count: DeepSpeed counts a full step's for a short one too."""
+        return self.call_model.engine.gradient_accumulation_steps()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of `engine.step`."""
+        return sum(step.num_step_calls for step in self._steps)
+
+
+class EvaluatedStep(RunningStep):
+    """The user's code for one micro-batch without training."""
+
+    def body(self, run: Callable[[], object], form: Hashable) -> Body:
+        """It as the forward of its micro-batch, which returns what the code returns."""
+
+        def whole() -> object:
+            with self.running():
+                return run()
+
+        return Body(whole, None, form)
+
+
+def loss_of_outputs(outputs: object) -> torch.Tensor:
+    """A number that depends on all outputs, for the self-check: the model's own loss, or a sum of the outputs with weights
+    that differ from element to element."""
+    try:
+        return micro.loss_of(outputs, None, None)
+    except ValueError:
+        pass
+    tensors = [each for each in pytree.tree_leaves(outputs) if isinstance(each, torch.Tensor) and each.requires_grad]
+    if not tensors:
+        raise LoopError("the model's outputs require no gradient: nothing would be trained")
+    return torch.stack([_weighted(each) for each in tensors]).sum()
+
+
+def _weighted(tensor: torch.Tensor) -> torch.Tensor:
+    weights = torch.linspace(-1, 1, tensor.numel(), device=tensor.device).view(tensor.shape)
+    return (tensor.float() * weights).mean()
