@@ -26,6 +26,7 @@ from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import files
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.regular_file import is_plain_name, open_regular
+from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.consistency import HALF_LOADED
 from ds_vertical.offload.state_files import KINDS, Chunk
 
@@ -35,11 +36,13 @@ _PIECE = 1 << 21  # elements moved at a time
 @dataclass(frozen=True)
 class Wanted:
     """What is to be loaded besides the weights: moments, steps and the optimizer's numbers; the scheduler; counters and random
-    states."""
+    states. `strict`: parameters and buffers must be the model's; else those that only one of the two has are left alone, as
+    long as the optimizer's state has a place and a source."""
 
     optimizer: bool
     scheduler: bool
     run: bool
+    strict: bool = True
 
     @property
     def kinds(self) -> Sequence[str]:
@@ -92,7 +95,7 @@ def load(engine: run_state.TrainedEngine, load_dir: Path, tag: str, wanted: Want
 
 
 def _check_fits(engine: run_state.TrainedEngine, folder: Path, saved: RankManifest, wanted: Wanted) -> None:
-    faults = list(_differences(engine, saved))
+    faults = list(_differences(engine, saved, wanted))
     if wanted.optimizer and not faults:
         faults = list(_optimizer_differences(engine, saved))
     if wanted.scheduler and bool(engine.lr_scheduler) != bool(saved.numbers["has_scheduler"]):
@@ -108,25 +111,30 @@ def _raise_for(folder: Path, faults: list[str]) -> None:
         raise CheckpointError(f"{folder}: does not fit this run; {remedy}\n{shown}")
 
 
-def _differences(engine: run_state.TrainedEngine, saved: RankManifest) -> Iterator[str]:
+def _differences(engine: run_state.TrainedEngine, saved: RankManifest, wanted: Wanted) -> Iterator[str]:
     if saved.world_size != ranks.world_size():
         yield f"world size: {ranks.world_size()} here, {saved.world_size} in the checkpoint"
         return
     here = dict(engine.module.named_parameters())
-    yield from (f"{name}: not in the checkpoint" for name in here if name not in saved.tensors)
-    yield from (f"{name}: in the checkpoint only" for name in saved.tensors if name not in here)
     for name, param in here.items():
-        if (there := saved.tensors.get(name)) is not None:
-            yield from _tensor_differences(name, param, there)
+        if name not in saved.tensors and (wanted.strict or wanted.optimizer and engine.optimizer.steps(param)):
+            yield f"{name}: not in the checkpoint"
+    for name, there in saved.tensors.items():
+        if name not in here and (wanted.strict or wanted.optimizer and there.group is not None):
+            yield f"{name}: in the checkpoint only"
+    for name, param in here.items():
+        if (found := saved.tensors.get(name)) is not None:
+            yield from _tensor_differences(name, param, found, wanted.strict or wanted.optimizer)
 
 
-def _tensor_differences(name: str, param: ZeroParam, there: TensorEntry) -> Iterator[str]:
+def _tensor_differences(name: str, param: ZeroParam, there: TensorEntry, whole: bool) -> Iterator[str]:
+    """`whole`: what is trained must have its weights in the checkpoint."""
     shape, dtype = zero_params.full_shape(param), str(param.dtype).removeprefix("torch.")
     if shape != there.shape:
         yield f"{name}: shape {list(shape)} here, {list(there.shape)} in the checkpoint"
     elif param.partition_numel() != there.numel:
         yield f"{name}: a share of {param.partition_numel()} elements here, {there.numel} in the checkpoint"
-    if param.requires_grad and not there.places:
+    if whole and param.requires_grad and not there.places:
         yield f"{name}: trained here; the checkpoint was saved without it, as a frozen one"
     if dtype != there.dtype:
         yield f"{name}: dtype {dtype} here, {there.dtype} in the checkpoint"
@@ -144,7 +152,8 @@ def _optimizer_differences(engine: run_state.TrainedEngine, saved: RankManifest)
     chunks = enumerate(optimizer.fp16_groups)
     group_of = {id(p): zero_optimizer.group_of(optimizer, index) for index, params in chunks for p in params}
     for name, param in engine.module.named_parameters():
-        here, there = group_of.get(id(param)), saved.tensors[name].group
+        here = group_of.get(id(param))
+        there = saved.tensors[name].group if name in saved.tensors else None
         if here != there:
             yield f"{name}: {_group(here)} here, {_group(there)} in the checkpoint"
 
@@ -187,13 +196,7 @@ class _Reader:
             raise CheckpointError(f"{self._folder}: {kind} of {name} is {len(view)} bytes short")
 
     def _read_range(self, found: FileRange, inside: int, view: memoryview) -> None:
-        path, position = self._folder / found.file, found.offset + inside
-        with files.naming(path, "read"), os.fdopen(open_regular(path), "rb", buffering=0) as file:
-            while view:
-                count = os.preadv(file.fileno(), [view], position)
-                if not count:
-                    raise CheckpointError(f"{path}: ends at byte {position}")
-                view, position = view[count:], position + count
+        _fill(self._folder / found.file, found.offset + inside, view)
 
 
 def _read_loose(path: Path) -> dict[str, Any]:
@@ -227,7 +230,8 @@ class _Loading:
 
     def loose_faults(self) -> list[str]:
         """What of the loose ends could not be put back: none, others than they must be, or of another model."""
-        return list(run_state.loose_faults(self._engine, self._loose, self._wanted.scheduler, self._wanted.run))
+        wanted = self._wanted
+        return list(run_state.loose_faults(self._engine, self._loose, wanted.scheduler, wanted.run, wanted.strict))
 
     def make_room(self) -> None:
         """Have a file to write for every weight. Raises StorageError."""
@@ -261,8 +265,8 @@ class _Loading:
         on_ssd = {id(shard.param): shard for shard in shard_files.shards()}
         for param in self._engine.module.parameters():
             name, shard = self._names[id(param)], on_ssd.get(id(param))
-            if "weight" not in self._saved.tensors[name].places:
-                continue  # a frozen one, which the save left out
+            if not self._is_saved(name):
+                continue  # a frozen one, which the save left out, or one that the checkpoint does not know
             if shard is None:
                 share = zero_params.shard(param)
                 found = torch.empty(share.numel(), dtype=share.dtype)
@@ -280,24 +284,33 @@ class _Loading:
                         self._reader.read(name, "weight", piece[:count], first)
                     writer.write(first * param.element_size(), piece)
 
+    def _is_saved(self, name: str) -> bool:
+        """Whether the checkpoint has the parameter's values."""
+        return name in self._saved.tensors and "weight" in self._saved.tensors[name].places
+
     def _load_resident(self, chunk: Chunk) -> None:
         assert chunk.resident is not None
         for kind, flat in zip(self._wanted.kinds, chunk.resident(), strict=False):
             for param, share in zip(chunk.params, flat.narrow(0, 0, chunk.numel).split(list(chunk.sizes)), strict=True):
-                found = torch.empty(share.numel(), dtype=share.dtype)
-                self._read_state(param, kind, found, 0)
-                share.copy_(found)
+                if self._is_saved(self._names[id(param)]):
+                    found = torch.empty(share.numel(), dtype=share.dtype)
+                    self._read_state(param, kind, found, 0)
+                    share.copy_(found)
 
     def _load_files(self, chunk: Chunk) -> None:
         """Generation 0 of the chunk, which holds all of its state after a `flush_state`, and is shared with no checkpoint."""
         assert chunk.files is not None
+        stay = any(not self._is_saved(self._names[id(param)]) for param in chunk.params)  # some of it stays as it is
         for number, kind in enumerate(self._wanted.kinds):
             with _Writer(chunk.files[0][number], self._optimizer.checksums) as writer:
                 for part in chunk.parts("all"):
                     extent = chunk.extents(part)[number]
-                    state = torch.zeros(extent.num_bytes // 4, dtype=torch.float32)
+                    state = torch.zeros(extent.num_bytes // FP32_BYTES, dtype=torch.float32)
+                    if stay:
+                        _fill(chunk.files[0][number], extent.offset, _bytes_of(state))
                     for param, first, in_part, count in chunk.overlaps(part):
-                        self._read_state(param, kind, state.narrow(0, in_part, count), first)
+                        if self._is_saved(self._names[id(param)]):
+                            self._read_state(param, kind, state.narrow(0, in_part, count), first)
                     writer.write(extent.offset, state)
 
     def _read_state(self, param: ZeroParam, kind: str, target: torch.Tensor, first: int) -> None:
@@ -339,6 +352,16 @@ class _Writer:
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(self._fd)
+
+
+def _fill(path: Path, position: int, view: memoryview) -> None:
+    """Fill `view` with a file's bytes from `position` on. Raises CheckpointError where it ends too early, StorageError."""
+    with files.naming(path, "read"), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        while view:
+            count = os.preadv(file.fileno(), [view], position)
+            if not count:
+                raise CheckpointError(f"{path}: ends at byte {position}")
+            view, position = view[count:], position + count
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

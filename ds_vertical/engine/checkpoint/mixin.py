@@ -108,7 +108,8 @@ class SavingEngine(engine.DeepSpeedEngine):
         run that did not stop. Returns the path of what was loaded (None: no `latest`) and the client state.
 
         Without optimizer states the weights and fp32 masters are loaded, and moments, steps and learning rates stay as they
-        are. Raises CheckpointError, with nothing touched: no checkpoint, a damaged one, one that does not fit, one of stock
+        are. `load_module_strict`: False leaves parameters and buffers alone that only one of model and checkpoint has; with
+        optimizer states those that are trained must be in both. Raises CheckpointError, with nothing touched: no checkpoint, a damaged one, one that does not fit, one of stock
         DeepSpeed; OtherRankError.
         """
         self._check_between_steps("load_checkpoint")
@@ -117,10 +118,13 @@ class SavingEngine(engine.DeepSpeedEngine):
         found = ranks.all_gathered(own)[0]
         if found is None:
             return None, None
-        if not load_module_strict or custom_load_fn is not None:
-            raise CheckpointError("load_checkpoint: load_module_strict=False and custom_load_fn are not available here")
+        if custom_load_fn is not None:
+            raise CheckpointError(
+                f"load_checkpoint(custom_load_fn={custom_load_fn!r}): not available here; leave it out: a load puts weights into"
+                " their files, which no function could be given"
+            )
         states, scheduler = (each and not load_module_only for each in (load_optimizer_states, load_lr_scheduler_states))
-        wanted = load.Wanted(optimizer=states, scheduler=scheduler, run=not load_module_only)
+        wanted = load.Wanted(states, scheduler, run=not load_module_only, strict=load_module_strict)
         with self.optimizer.calls.call("load_checkpoint"):
             path, client_state = load.load(self, Path(load_dir), found, wanted)
         self.optimizer.condition.note_good(Path(load_dir, found))

@@ -150,8 +150,9 @@ def set_random_states(found: Mapping[str, Any]) -> None:
         numpy.random.set_state(states["numpy"])
 
 
-def loose_faults(engine: TrainedEngine, found: object, scheduler: bool, run: bool) -> Iterator[str]:
-    """What of the loose ends could not be put back, before anything is. `scheduler`, `run`: these are wanted."""
+def loose_faults(engine: TrainedEngine, found: object, scheduler: bool, run: bool, strict: bool = True) -> Iterator[str]:
+    """What of the loose ends could not be put back, before anything is. `scheduler`, `run`: these are wanted; `strict`: the
+    checkpoint's buffers must be those of the model."""
     where = "loose.pt"
     kinds = {"lr_scheduler": (dict, type(None)), "random": (dict,), "buffers": (dict,), "client_state": (dict,)}
     entries: dict[str, Any] = found if isinstance(found, dict) else {}
@@ -162,7 +163,7 @@ def loose_faults(engine: TrainedEngine, found: object, scheduler: bool, run: boo
     if not all(isinstance(buffer, torch.Tensor) for buffer in entries["buffers"].values()):
         yield f"{where}: buffers: not all of them are tensors"
         return
-    yield from buffer_differences(engine, entries["buffers"])
+    yield from buffer_differences(engine, entries["buffers"], strict)
     if scheduler and engine.lr_scheduler is not None:
         yield from (f"{where}: lr_scheduler: {fault}" for fault in _scheduler_faults(engine, entries["lr_scheduler"]))
     if run:
@@ -219,11 +220,11 @@ def buffers_of(engine: TrainedEngine) -> dict[str, torch.Tensor]:
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in _buffers(engine).items()}
 
 
-def buffer_differences(engine: TrainedEngine, saved: Mapping[str, torch.Tensor]) -> list[str]:
-    """By name, what `set_buffers` could not put back."""
+def buffer_differences(engine: TrainedEngine, saved: Mapping[str, torch.Tensor], strict: bool = True) -> list[str]:
+    """By name, what `set_buffers` could not put back; if `strict`, also what only one of the two has."""
     here = _buffers(engine)
-    found = [f"buffer {name}: in the checkpoint only" for name in saved if name not in here]
-    found += [f"buffer {name}: not in the checkpoint" for name in here if name not in saved]
+    found = [f"buffer {name}: in the checkpoint only" for name in saved if strict and name not in here]
+    found += [f"buffer {name}: not in the checkpoint" for name in here if strict and name not in saved]
     both = [(name, here[name], saved[name]) for name in here if name in saved]
     kinds = [(name, _kind(mine), _kind(theirs)) for name, mine, theirs in both]
     return found + [f"buffer {name}: {mine} here, {theirs} in the checkpoint" for name, mine, theirs in kinds if mine != theirs]
@@ -234,10 +235,11 @@ def _kind(buffer: torch.Tensor) -> str:
 
 
 def set_buffers(engine: TrainedEngine, saved: Mapping[str, torch.Tensor]) -> None:
-    """Put the model's persistent buffers back; `saved`: by name, as `buffers_of` gives them."""
+    """Put the model's persistent buffers back, as far as `saved` has them: by name, as `buffers_of` gives them."""
     for name, buffer in _buffers(engine).items():
-        with torch.no_grad():
-            buffer.copy_(saved[name])
+        if name in saved:
+            with torch.no_grad():
+                buffer.copy_(saved[name])
 
 
 def tied_names(engine: TrainedEngine) -> dict[str, str]:

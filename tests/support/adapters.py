@@ -1,0 +1,45 @@
+"""A small Llama with LoRA adapters, as PEFT makes one: its base is frozen, and lies on SSD where the JSON says so."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import base_config, small_buffers
+from torch import nn
+
+BATCHES = [
+    [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 256, (2, 1, 6), generator=torch.Generator().manual_seed(step))]
+    for step in range(8)
+]
+
+
+def llama(width: int = 768, **settings: Any) -> nn.Module:
+    """Two layers whose square matrices have more than 1 MiB in bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes, **({"use_cache": False} | settings))
+    return LlamaForCausalLM(config)
+
+
+def lora(rank: int = 128, **settings: Any) -> nn.Module:
+    """A layer's adapters of rank 128 have enough state to lie on SSD."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)  # the base that a script would load
+    return get_peft_model(llama(**settings), LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+
+def lora_config(folder: Path, **options: Any) -> dict[str, Any]:
+    """For `lora`: bf16, two micro-batches; `options` as those of `base_config`."""
+    section = {"seed": 7} | options.pop("section", {})
+    config = base_config(folder, num_micro_batches=2, section=section, **options)
+    return config if options.get("params") == "cpu" else small_buffers(config, 700_000)
+
+
+def train(engine: Any, steps: range) -> list[float]:
+    """Losses of the steps."""
+    return [engine.train_batch(iter(copy.deepcopy(BATCHES[step]))).item() for step in steps]
