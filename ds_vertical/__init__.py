@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ds_vertical.config.section import VerticalConfig
     from ds_vertical.engine.api import initialize, prepare
     from ds_vertical.engine.engine import VerticalEngine
+    from ds_vertical.engine.integrations.pretrained import save_pretrained
     from ds_vertical.errors import ConfigError, NonFiniteError, OtherRankError, TornStateError
     from ds_vertical.io.checksums import ChecksumError
 
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "initialize",
     "prepare",
+    "save_pretrained",
     "VerticalEngine",
     "VerticalConfig",
     "ConfigError",
@@ -32,6 +34,7 @@ __all__ = [
 _HOMES = {
     "initialize": "ds_vertical.engine.api",
     "prepare": "ds_vertical.engine.api",
+    "save_pretrained": "ds_vertical.engine.integrations.pretrained",
     "VerticalEngine": "ds_vertical.engine.engine",
     "VerticalConfig": "ds_vertical.config.section",
     "ConfigError": "ds_vertical.errors",

@@ -92,31 +92,43 @@ def inputs_of(engine: DeepSpeedEngine, batch: Any) -> Any:
     return engine._cast_inputs_half(batch) if engine.fp16_auto_cast() else batch
 
 
-def consolidated_weights(engine: DeepSpeedEngine, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
-    """The model's state dict with full weights on the host, on rank 0; None on the other ranks.
+def consolidated_weights(
+    engine: DeepSpeedEngine,
+    wanted: Callable[[str, ZeroParam], bool],
+    copied: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight.detach().to("cpu", copy=True),
+    root: torch.nn.Module | None = None,
+) -> dict[str, torch.Tensor] | None:
+    """The model's state dict with full weights on the host, on rank 0; None on the other ranks. Collective.
 
-    Gathers one module at a time. As `_zero3_consolidated_16bit_state_dict`, except that every weight is a copy: stock's
-    alias the swap buffers where the device is the host, and the next gather overwrites them.
+    `wanted(name, parameter)`: what is left out is not gathered either. `copied`: of a weight, on the host. `root`: the part of
+    the model that is meant, with names of its own; None: all of it. Gathers one module at a time. As
+    `_zero3_consolidated_16bit_state_dict`, except that every weight is a copy: stock's alias the swap buffers where the device
+    is the host, and the next gather overwrites them.
     """
     optimizer: Any = engine.optimizer
-    model: Any = engine.module
+    model: Any = engine.module if root is None else root
     optimizer.checkpoint_event_prologue()
     state: dict[str, torch.Tensor] = {}
     shared: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        own: dict[str, ZeroParam] = dict(module.named_parameters(recurse=False))
+        every: dict[str, ZeroParam] = dict(module.named_parameters(recurse=False))
+        own = {name: param for name, param in every.items() if wanted(prefix + name, param)}
         with deepspeed.zero.GatheredParameters(list(own.values())):
             for name, param in own.items() if dist.get_rank() == 0 else ():
-                if param.requires_grad or not exclude_frozen:
-                    if param.ds_id not in shared:
-                        shared[param.ds_id] = param.detach().to("cpu", copy=True)
-                    state[prefix + name] = shared[param.ds_id]
+                if param.ds_id not in shared:
+                    shared[param.ds_id] = copied(param)
+                state[prefix + name] = shared[param.ds_id]
         for name, buffer in module.named_buffers(recurse=False):
             if name in persistent_buffers(module):
                 state[prefix + name] = buffer.detach().cpu()
     optimizer.checkpoint_event_epilogue()
     return state if dist.get_rank() == 0 else None
+
+
+def partitions_weights(engine: DeepSpeedEngine) -> bool:
+    """Whether each rank holds a share of every weight only (ZeRO stage 3)."""
+    return engine.zero_optimization_partition_weights()
 
 
 def persistent_buffers(module: torch.nn.Module) -> set[str]:

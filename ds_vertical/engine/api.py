@@ -26,6 +26,7 @@ from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.assembly import HostBudget
 from ds_vertical.engine.autotune import choose_gradient_tier, choose_timing
 from ds_vertical.engine.engine import VerticalEngine
+from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, host_room
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.signals import leave_on_sigterm
@@ -220,7 +221,9 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     budget = HostBudget(host_bytes, kept_bytes, left)
     factory = partial(VerticalEngine, vertical=resolved, layers=layers, folder=run_folder(prepared), budget=budget)
     with compat_engine.substituted_engine(factory):
-        return compat_engine.stock_initialize(config=prepared, **kwargs)
+        returned = compat_engine.stock_initialize(config=prepared, **kwargs)
+    write_full_weights(returned[0])
+    return returned
 
 
 def _bind(engine: Any, loop: TrainLoop) -> None:

@@ -10,19 +10,17 @@ import torch
 from harness import base_config, small_buffers
 from torch import nn
 
-BATCHES = [
-    [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 256, (2, 1, 6), generator=torch.Generator().manual_seed(step))]
-    for step in range(8)
-]
+_IDS = torch.randint(0, 256, (8, 2, 1, 6), generator=torch.Generator().manual_seed(0))
+BATCHES = [[{"input_ids": ids, "labels": ids} for ids in step] for step in _IDS]
 
 
 def llama(width: int = 768, **settings: Any) -> nn.Module:
     """Two layers whose square matrices have more than 1 MiB in bf16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes, **({"use_cache": False} | settings))
-    return LlamaForCausalLM(config)
+    given: dict[str, Any] = dict(hidden_size=width, intermediate_size=width, num_hidden_layers=2, num_attention_heads=4)
+    given |= {"vocab_size": 256, "max_position_embeddings": 64, "use_cache": False} | settings
+    return LlamaForCausalLM(LlamaConfig(**given))
 
 
 def lora(rank: int = 128, **settings: Any) -> nn.Module:

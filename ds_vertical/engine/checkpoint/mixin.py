@@ -61,7 +61,9 @@ class SavingEngine(engine.DeepSpeedEngine):
         return saved
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:  # override
-        return engine.consolidated_weights(self, exclude_frozen_parameters)
+        self.optimizer.live.refuse_inside("_zero3_consolidated_16bit_state_dict")
+        with self.optimizer.calls.joined("_zero3_consolidated_16bit_state_dict"):
+            return engine.consolidated_weights(self, lambda _, param: param.requires_grad or not exclude_frozen_parameters)
 
     # ---- checkpoints
 
@@ -109,8 +111,8 @@ class SavingEngine(engine.DeepSpeedEngine):
 
         Without optimizer states the weights and fp32 masters are loaded, and moments, steps and learning rates stay as they
         are. `load_module_strict`: False leaves parameters and buffers alone that only one of model and checkpoint has; with
-        optimizer states those that are trained must be in both. Raises CheckpointError, with nothing touched: no checkpoint, a damaged one, one that does not fit, one of stock
-        DeepSpeed; OtherRankError.
+        optimizer states those that are trained must be in both. Raises CheckpointError, with nothing touched: no checkpoint, a
+        damaged one, one that does not fit, one of stock DeepSpeed; OtherRankError.
         """
         self._check_between_steps("load_checkpoint")
         with ranks.all_or_none("load_checkpoint"):
@@ -120,8 +122,8 @@ class SavingEngine(engine.DeepSpeedEngine):
             return None, None
         if custom_load_fn is not None:
             raise CheckpointError(
-                f"load_checkpoint(custom_load_fn={custom_load_fn!r}): not available here; leave it out: a load puts weights into"
-                " their files, which no function could be given"
+                f"load_checkpoint(custom_load_fn={custom_load_fn!r}): not available here; leave it out: a load puts weights"
+                " into their files, which no function could be given"
             )
         states, scheduler = (each and not load_module_only for each in (load_optimizer_states, load_lr_scheduler_states))
         wanted = load.Wanted(states, scheduler, run=not load_module_only, strict=load_module_strict)

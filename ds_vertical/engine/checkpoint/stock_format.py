@@ -24,10 +24,10 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest
 from ds_vertical.engine.checkpoint.run_state import TrainedEngine
 from ds_vertical.engine.checkpoint.save import new_folder
+from ds_vertical.engine.checkpoint.scratch import Scratch
 from ds_vertical.engine.checkpoint.tag_dir import check_tag, sync_file
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import StorageError
-from ds_vertical.io import files
 from ds_vertical.io.regular_file import open_regular
 from ds_vertical.io.runs.run_dir import fail
 from ds_vertical.offload.chunking import FP32_BYTES
@@ -59,9 +59,11 @@ def save_stock(
 def _write(engine: TrainedEngine, folder: Path, client_state: Mapping[str, object], exclude_frozen: bool) -> None:
     """This rank's files, in the folder."""
     frozen = {} if exclude_frozen else _frozen_on_ssd(engine)
-    scratch = _Scratch(folder)
+    scratch = Scratch(folder)
     try:
-        scratch.check_room(_num_bytes(engine.optimizer) + sum(shard.num_bytes for shard in frozen.values()))
+        scratch.check_room(
+            _num_bytes(engine.optimizer) + sum(shard.num_bytes for shard in frozen.values()), "a portable checkpoint"
+        )
         groups = _gather(engine.optimizer, scratch)
         shares = {key: _share(shard, scratch) for key, shard in frozen.items()}
 
@@ -88,38 +90,13 @@ def _save(content: object, path: str) -> None:
 # ---- state
 
 
-class _Scratch:
-    """Flat tensors of this rank in mapped files of a folder, which have lost their names already."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._path = folder / f"scratch{ranks.rank()}"
-
-    def check_room(self, num_bytes: int) -> None:
-        """Raise StorageError unless so many bytes fit beside the files made of them."""
-        available = files.free_bytes(self._folder)
-        if 2 * num_bytes > available:
-            raise StorageError(
-                f"{self._folder}: a portable checkpoint needs {2 * num_bytes} bytes for this rank until it is complete"
-                f" ({2 * num_bytes / 2**30:.2f} GiB), the file system has {available} free; free space or save elsewhere"
-            )
-
-    def tensor(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Zeros, with blocks on the disk: a page that found none would end the process."""
-        files.preallocate({self._path: numel * dtype.itemsize})
-        try:
-            return torch.from_file(str(self._path), shared=True, size=numel, dtype=dtype)
-        finally:
-            files.remove_files([self._path])
-
-
 def _num_bytes(optimizer: VerticalStage3) -> int:
     """Of this rank's masters and moments."""
     numel = sum(param.partition_numel() for params in optimizer.stock_groups for param in params)
     return len(KINDS) * FP32_BYTES * numel
 
 
-def _gather(optimizer: VerticalStage3, scratch: _Scratch) -> list[StockGroup]:
+def _gather(optimizer: VerticalStage3, scratch: Scratch) -> list[StockGroup]:
     """All state of this rank, in stock's sub-groups."""
     groups = [_group(optimizer, params, scratch) for params in optimizer.stock_groups]
     places = {id(param): (group, start) for group in groups for param, start in _starts(group.params)}
@@ -143,7 +120,7 @@ def _gather(optimizer: VerticalStage3, scratch: _Scratch) -> list[StockGroup]:
     return groups
 
 
-def _group(optimizer: VerticalStage3, params: Sequence[ZeroParam], scratch: _Scratch) -> StockGroup:
+def _group(optimizer: VerticalStage3, params: Sequence[ZeroParam], scratch: Scratch) -> StockGroup:
     """One of stock's sub-groups, whose state is to be filled in."""
     chunk = next(index for index, members in enumerate(optimizer.fp16_groups) if any(each is params[0] for each in members))
     step = int(zero_optimizer.moments(optimizer, chunk)["step"])
@@ -167,7 +144,7 @@ def _frozen_on_ssd(engine: TrainedEngine) -> dict[int, Shard]:
     return {id(shard.param): shard for shard in engine.param_store.files.shards() if not engine.optimizer.steps(shard.param)}
 
 
-def _share(shard: Shard, scratch: _Scratch) -> torch.Tensor:
+def _share(shard: Shard, scratch: Scratch) -> torch.Tensor:
     target = scratch.tensor(shard.numel, shard.param.dtype)
     _read(Path(shard.path), 0, target)
     return target

@@ -1,5 +1,5 @@
-"""`load_module_strict=False` means what it means in stock: what the checkpoint leaves out stays as it is. HF's Trainer passes it
-for every model of PEFT."""
+"""`load_module_strict=False` means what it means in stock: what the checkpoint leaves out stays as it is. HF's Trainer passes
+it for every model of PEFT."""
 
 from __future__ import annotations
 
