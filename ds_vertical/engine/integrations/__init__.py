@@ -1,1 +1,1 @@
-"""Loops that are not `train_batch`: how their calls of the engine become whole steps."""
+"""Loops that are not `train_batch`: how their calls of the engine become whole steps; what other libraries save."""
