@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ds_vertical.engine.api import initialize, prepare
     from ds_vertical.engine.engine import VerticalEngine
     from ds_vertical.engine.integrations.pretrained import save_pretrained
+    from ds_vertical.engine.integrations.patch import patch
     from ds_vertical.errors import ConfigError, NonFiniteError, OtherRankError, TornStateError
     from ds_vertical.io.checksums import ChecksumError
 
@@ -21,6 +22,7 @@ __all__ = [
     "initialize",
     "prepare",
     "save_pretrained",
+    "patch",
     "VerticalEngine",
     "VerticalConfig",
     "ConfigError",
@@ -35,6 +37,7 @@ _HOMES = {
     "initialize": "ds_vertical.engine.api",
     "prepare": "ds_vertical.engine.api",
     "save_pretrained": "ds_vertical.engine.integrations.pretrained",
+    "patch": "ds_vertical.engine.integrations.patch",
     "VerticalEngine": "ds_vertical.engine.engine",
     "VerticalConfig": "ds_vertical.config.section",
     "ConfigError": "ds_vertical.errors",

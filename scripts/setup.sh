@@ -106,7 +106,7 @@ install_python_packages() {
     install_torch
     # build constraints: DeepSpeed comes as a source package and is built here
     visibly "installing ds_vertical and its pinned dependencies" \
-        pip_install -e '.[hf,plot,plan,dev]' -c constraints.txt --build-constraint constraints.txt
+        pip_install -e '.[hf,scripts,plot,plan,dev]' -c constraints.txt --build-constraint constraints.txt
 }
 
 # What the set-up depends on; while it does not change, a later run has nothing to install.

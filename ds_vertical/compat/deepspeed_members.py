@@ -104,10 +104,20 @@ CALLED: Final[Mapping[str, Rows]] = {
     "deepspeed": (
         (
             "initialize",
-            "compat.engine",
+            "compat.entry_points",
             "args=..., model=..., optimizer=..., model_parameters=..., training_data=..., lr_scheduler=...,"
             " distributed_port=..., mpu=..., dist_init_required=..., collate_fn=..., config=..., mesh_param=...,"
             " config_params=...",
+        ),
+    ),
+    "deepspeed.runtime.zero.partition_parameters:Init": (
+        (
+            "__init__",
+            "compat.entry_points",
+            "self, module=..., data_parallel_group=..., mem_efficient_linear=..., remote_device=..., pin_memory=...,"
+            " config_dict_or_path=..., config=..., enabled=..., dtype=..., mpu=..., zero_param_parallel_group=...,"
+            " zero_quantized_weights=..., zero_quantized_nontrainable_weights=..., sequence_data_parallel_group=...,"
+            " param_swapper=..., tensor_overrides=...",
         ),
     ),
     ENGINE: (

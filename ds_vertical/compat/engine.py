@@ -19,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled  # noq
 from deepspeed.runtime.zero import stage3
 from torch.utils.hooks import RemovableHandle
 
+from ds_vertical.compat import entry_points
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.interrupts import Changed
 
@@ -26,8 +27,8 @@ from ds_vertical.interrupts import Changed
 
 
 def stock_initialize(**kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize`, looked up at call time."""
-    return deepspeed.initialize(**kwargs)
+    """DeepSpeed's own `initialize`, also where `ds_vertical.patch()` has put another function in its place."""
+    return entry_points.stock_initialize(**kwargs)
 
 
 def model_of(engine: DeepSpeedEngine) -> torch.nn.Module:

@@ -10,16 +10,22 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ds_vertical.config.section import show
+from ds_vertical.config.section import show, with_section_on_top
 from ds_vertical.errors import ConfigError
 
 
 def read_config(config: dict[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """The DeepSpeed configuration as a dict of the caller's own.
+    """The DeepSpeed configuration as a dict of the caller's own, with the section at the top level (`with_section_on_top`).
 
     Accepts what deepspeed.initialize does: a dict (deep-copied), the path of a JSON file (comments allowed, as hjson
-    reads them) or base64 of JSON (url-safe or standard alphabet). Raises ConfigError, also on duplicate keys.
+    reads them) or base64 of JSON (url-safe or standard alphabet). Raises ConfigError, also on duplicate keys, and where both
+    places have a section.
     """
+    return with_section_on_top(read_as_written(config))
+
+
+def read_as_written(config: dict[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """As `read_config`, with the section where the user has written it."""
     if isinstance(config, dict):
         return copy.deepcopy(config)
     if not isinstance(config, (str, os.PathLike)):

@@ -21,6 +21,7 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.types import Order, Tier
 
 SECTION = "vertical_schedule"
+SECOND_PLACE = f"zero_optimization.{SECTION}"  # where DeepSpeed without ds_vertical refuses the section instead of ignoring it
 
 
 def _list_to_tuple(value: object) -> object:
@@ -147,11 +148,29 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
 # --- the section ---------------------------------------------------------------------------------------------------
 
 
-def load_section(config: Mapping[str, object]) -> VerticalConfig | None:
-    """The validated section of a whole DeepSpeed configuration, or None where it has none.
+def with_section_on_top(config: Mapping[str, object]) -> dict[str, object]:
+    """A shallow copy of a whole DeepSpeed configuration; a section inside `zero_optimization` stands at the top level in it.
 
-    Raises ConfigError for unknown keys, wrong values, and top-level keys that look like a misspelt section name.
+    So DeepSpeed ignores the section, and our readers have one place to look at. Raises ConfigError where both have one.
     """
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, Mapping) or SECTION not in zero:
+        return dict(config)
+    if SECTION in config:
+        raise ConfigError(
+            f"{SECTION} and {SECOND_PLACE}: got {show(config[SECTION])} and {show(zero[SECTION])}; the section has two places,"
+            " and one of them is enough; remove the one at the top level"
+        )
+    kept = {key: value for key, value in zero.items() if key != SECTION}
+    return {**config, "zero_optimization": kept, SECTION: zero[SECTION]}
+
+
+def load_section(config: Mapping[str, object]) -> VerticalConfig | None:
+    """The validated section of a whole DeepSpeed configuration, from either of its two places, or None where it has none.
+
+    Raises ConfigError for unknown keys, wrong values, a section in both places, and keys that look like its misspelt name.
+    """
+    config = with_section_on_top(config)
     _refuse_near_misses(config)
     if SECTION not in config:
         return None
@@ -231,8 +250,8 @@ def _refuse_near_misses(config: Mapping[str, object]) -> None:
     ]
     zero = config.get("zero_optimization")
     if isinstance(zero, Mapping):
-        nested = [key for key in zero if key == SECTION or _resembles_section(key)]
-        faults += [f'zero_optimization.{key}: "{SECTION}" belongs at the top level; move it there' for key in nested]
+        nested = [key for key in zero if _resembles_section(key)]
+        faults += [f'zero_optimization.{key}: unknown section; did you mean "{SECTION}"? Rename it' for key in nested]
         faults += [
             f'zero_optimization.{key}: unknown section; did you mean "{near}"? Rename it'
             for key in zero

@@ -43,7 +43,8 @@ from ds_vertical.planner.memory_budget import backward_bytes
 from ds_vertical.types import OFFLOAD_DEVICES, RunSettings, Tier
 
 
-def _offload_sections(config: Mapping[str, object]) -> Iterable[dict[str, Any]]:
+def offload_sections(config: Mapping[str, object]) -> Iterable[dict[str, Any]]:
+    """The JSON's offload sections with device "nvme" and a path, to be read or changed."""
     zero = config.get("zero_optimization") or {}
     for name in ("offload_param", "offload_optimizer"):
         section = zero.get(name) if isinstance(zero, dict) else None
@@ -53,22 +54,22 @@ def _offload_sections(config: Mapping[str, object]) -> Iterable[dict[str, Any]]:
 
 def run_folder(config: Mapping[str, object]) -> Path | None:
     """The first nvme_path in use; of a prepared configuration it is the run's folder."""
-    return next((Path(section["nvme_path"]) for section in _offload_sections(config)), None)
+    return next((Path(section["nvme_path"]) for section in offload_sections(config)), None)
 
 
 def nvme_paths(config: Mapping[str, object]) -> list[str]:
     """Those in use."""
-    return [section["nvme_path"] for section in _offload_sections(config)]
+    return [section["nvme_path"] for section in offload_sections(config)]
 
 
 def unclaimed_paths(config: Mapping[str, object]) -> list[str]:
     """The nvme_paths in use that `prepare` has not replaced by this run's folder."""
-    return [s["nvme_path"] for s in _offload_sections(config) if run_dir.owned(s["nvme_path"]) is None]
+    return [s["nvme_path"] for s in offload_sections(config) if run_dir.owned(s["nvme_path"]) is None]
 
 
 def refuse_foreign_model(model: nn.Module, config: Mapping[str, object]) -> None:
     """Refuse a model whose parameters zero.Init has already written below another path than this run's."""
-    roots = [Path(section["nvme_path"]).resolve() for section in _offload_sections(config)]
+    roots = [Path(section["nvme_path"]).resolve() for section in offload_sections(config)]
     unclaimed = unclaimed_paths(config)
     for param in model.parameters():
         folder = zero_params.swap_folder(param)
@@ -158,7 +159,7 @@ def initialize(
     kwargs |= dict(zip(names, positional, strict=False))
     kwargs |= dict(model=model, optimizer=optimizer, model_parameters=model_parameters)
     kwargs |= dict(training_data=training_data, lr_scheduler=lr_scheduler)
-    args, given = _single_config(args, kwargs.pop("config"), kwargs.pop("config_params"))
+    args, given = single_config(args, kwargs.pop("config"), kwargs.pop("config_params"))
     raw = read_config(given)
     preflight.check_process(nvme_paths(raw))
     section = load_section(raw)
@@ -232,7 +233,7 @@ def _bind(engine: Any, loop: TrainLoop) -> None:
     engine.eval_batch = MethodType(lambda _, data_iter, loss_fn=None: loop.eval_batch(data_iter, loss_fn), engine)
 
 
-def _single_config(args: Any, config: object, config_params: object) -> tuple[Any, Any]:
+def single_config(args: Any, config: object, config_params: object) -> tuple[Any, Any]:
     """The one configuration given, by deepspeed.initialize's rules; args comes back without it."""
     given = config if config is not None else config_params
     from_args = getattr(args, "deepspeed_config", None)

@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from hypothesis import strategies as st
 from places import ROOT
 
 from ds_vertical.config.cross_check import check
-from ds_vertical.config.file import read_config
+from ds_vertical.config.file import read_as_written, read_config
 from ds_vertical.config.resolve import explain, resolve
-from ds_vertical.config.section import SECTION, OnSignal, VerticalConfig, load_section
+from ds_vertical.config.section import SECOND_PLACE, SECTION, OnSignal, VerticalConfig, load_section
 from ds_vertical.errors import ConfigError
 
 BASE: dict[str, Any] = {
@@ -359,10 +360,40 @@ def test_no_key_that_deepspeed_knows_is_a_near_miss() -> None:
     assert load_section(dict.fromkeys(top, {}) | {"zero_optimization": dict.fromkeys(zero, {})}) is None
 
 
-@pytest.mark.parametrize("name", [SECTION, "vertical_shedule"])
-def test_section_inside_zero_optimization_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^zero_optimization\.{name}: .* belongs at the top level"):
-        load_section(changed(f"zero_optimization.{name}", {}))
+def test_zero_optimization_is_the_sections_second_place(tmp_path: Path) -> None:
+    config = changed(SECOND_PLACE, {"snake": True})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    expected = changed(SECTION, {"snake": True})
+    for given in (config, str(path), base64.urlsafe_b64encode(path.read_bytes()).decode()):
+        assert read_config(given) == expected, "DeepSpeed must not see a key of zero_optimization that it refuses"
+    assert load_section(config) == VerticalConfig(snake=True)
+    assert config == changed(SECOND_PLACE, {"snake": True}), "the caller's own dict was changed"
+    assert read_as_written(str(path)) == config
+
+
+def test_deepspeed_without_ds_vertical_refuses_the_second_place() -> None:
+    import pydantic
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    DeepSpeedConfig(changed(SECTION, {}))  # ignored in silence: stock would train
+    with pytest.raises(pydantic.ValidationError, match=rf"{SECTION}\n +Extra inputs are not permitted"):
+        DeepSpeedConfig(changed(SECOND_PLACE, {}))
+
+
+@pytest.mark.parametrize("read", [read_config, load_section])
+def test_a_section_in_both_places_is_refused(read: Callable[[dict[str, Any]], object]) -> None:
+    config = changed(SECOND_PLACE, {"enabled": True}) | {SECTION: {"enabled": False}}
+    with pytest.raises(ConfigError) as caught:
+        read(config)
+    told = str(caught.value)
+    assert told.startswith(f'{SECTION} and {SECOND_PLACE}: got {{"enabled": false}} and {{"enabled": true}}; ')
+    assert told.endswith("remove the one at the top level")
+
+
+def test_a_misspelt_section_inside_zero_optimization_is_refused() -> None:
+    with pytest.raises(ConfigError, match=rf'^zero_optimization\.vertical_shedule: .* did you mean "{SECTION}"\? Rename it$'):
+        load_section(changed("zero_optimization.vertical_shedule", {}))
 
 
 # --- cross-checks --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ds_vertical.compat.stock_config import check_zero
 from ds_vertical.config.cross_check import check
 from ds_vertical.config.deepspeed_keys import AIO_KEYS, TOP_LEVEL_KEYS
 from ds_vertical.config.file import read_config
-from ds_vertical.config.section import SECTION, load_section
+from ds_vertical.config.section import SECOND_PLACE, SECTION, load_section
 from ds_vertical.errors import ConfigError
 from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
@@ -104,7 +104,7 @@ def _read_assigned(source: str | os.PathLike[str], assignments: Sequence[str]) -
 def _assign(config: JsonObject, assignment: str) -> None:
     """Applies one `dotted.key=JSON` in place, making the objects on the way. Raises ConfigError for nonsense."""
     key, equals, text = assignment.partition("=")
-    parts = key.strip().split(".")
+    parts = key.strip().removeprefix(f"{_ZERO}." if key.strip().startswith(SECOND_PLACE) else "").split(".")
     if not equals or not all(parts):
         raise ConfigError(f"--set {assignment}: write KEY=VALUE, e.g. --set gradient_accumulation_steps=16")
     try:
