@@ -17,6 +17,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "run": Command("launch a script as it is, with the section of its JSON in force", "ds_vertical.cli.run", "main"),
     "ab": Command(
         "run one script with stock ZeRO-Infinity and with the vertical schedule, and compare",
         "ds_vertical.cli.bench.ab",
