@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import runpy
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from ds_vertical.engine.integrations.after_import import when_imported
@@ -41,9 +42,18 @@ def main() -> None:
     else:
         if not sys.flags.safe_path:
             sys.path[0] = str(Path(name).resolve().parent)
-        runpy.run_path(name, run_name="__main__")
+        _run_script(Path(name).absolute())
     if "deepspeed" not in sys.modules:
         print(f"ds_vertical.run: {name} has ended and has not used DeepSpeed: nothing was trained layer-major", file=sys.stderr)
+
+
+def _run_script(path: Path) -> None:
+    """As Python runs it: `__main__` is the script's until the process ends, for what runs at exit, too."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = str(path)
+    module.__loader__ = SourceFileLoader("__main__", str(path))
+    code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    exec(code, vars(module))
 
 
 def _end_for_usage(line: str) -> NoReturn:

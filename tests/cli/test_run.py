@@ -34,9 +34,15 @@ inner("broken")
 """
 
 
+# what a launcher tells each rank
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+
+
 def python(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    environment = os.environ | (ALONE if RUN == tuple(command[1:3]) else {})
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, check=False, timeout=200
+        command, cwd=cwd, capture_output=True, text=True, check=False, timeout=200, env=environment, stdin=subprocess.DEVNULL
     )
 
 
@@ -75,7 +81,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path) -> None:
 def test_tracebacks_and_exit_codes_are_a_plain_launchs(tmp_path: Path) -> None:
     path = script(tmp_path, FAILS)
     for arguments, status in ((["error"], 1), (["exit", "7"], 7), (["exit", "0"], 0)):
-        plain, ours = (python(*how, path, *arguments, cwd=tmp_path) for how in ((), RUN))
+        plain, ours = (python(*how, path.relative_to(tmp_path), *arguments, cwd=tmp_path) for how in ((), RUN))
         assert ours.returncode == plain.returncode == status
         assert ours.stderr == plain.stderr and ("broken" in ours.stderr) == (status == 1)
 

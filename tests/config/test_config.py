@@ -365,8 +365,8 @@ def test_zero_optimization_is_the_sections_second_place(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     expected = changed(SECTION, {"snake": True})
-    for given in (config, str(path), base64.urlsafe_b64encode(path.read_bytes()).decode()):
-        assert read_config(given) == expected, "DeepSpeed must not see a key of zero_optimization that it refuses"
+    for written in (config, str(path), base64.urlsafe_b64encode(path.read_bytes()).decode()):
+        assert read_config(written) == expected, "DeepSpeed must not see a key of zero_optimization that it refuses"
     assert load_section(config) == VerticalConfig(snake=True)
     assert config == changed(SECOND_PLACE, {"snake": True}), "the caller's own dict was changed"
     assert read_as_written(str(path)) == config

@@ -46,7 +46,6 @@ class Model(nn.Module):
             hidden = torch.tanh(layer(hidden))
         return hidden.square().mean()
 
-deepspeed.init_distributed()
 with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
     model = Model()
 engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())

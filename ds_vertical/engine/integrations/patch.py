@@ -7,7 +7,6 @@ has one configuration, with the bare nvme_path, and gives it to both.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,8 +46,8 @@ def patch() -> None:
 
 def _initialize(**arguments: Any) -> entry_points.Engines:
     """What `deepspeed.initialize` does in a patched process."""
-    args, given = arguments.get("args"), arguments.get("config")
-    given = arguments.get("config_params") if given is None else given
+    args = arguments.get("args")
+    given = next((arguments[name] for name in ("config", "config_params") if arguments.get(name) is not None), None)
     config = _readable(getattr(args, "deepspeed_config", None) if given is None else given)
     section = None if config is None else load_section(config)
     if config is None or section is None:
@@ -57,11 +56,8 @@ def _initialize(**arguments: Any) -> entry_points.Engines:
     model = arguments.get("model")
     if isinstance(model, nn.Module):
         config = _in_folder_of(model, config)
-    if getattr(args, "deepspeed_config", None) is not None:
-        api.single_config(args, arguments.get("config"), arguments.get("config_params"))  # refuses two configurations
-        arguments["args"] = copy.copy(args)
-        arguments["args"].deepspeed_config = None
-    arguments |= {"config": config, "config_params": None}
+    args, _ = api.single_config(args, arguments.get("config"), arguments.get("config_params"))  # refuses two configurations
+    arguments |= {"args": args, "config": config, "config_params": None}
     if arguments.get("optimizer") is None and config.get("optimizer") is None:
         return _initialize_inference(config, arguments)
     return api.initialize(**arguments)
