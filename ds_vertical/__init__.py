@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from ds_vertical.config.section import VerticalConfig
     from ds_vertical.engine.api import initialize, prepare
     from ds_vertical.engine.engine import VerticalEngine
-    from ds_vertical.engine.integrations.pretrained import save_pretrained
     from ds_vertical.engine.integrations.patch import patch
+    from ds_vertical.engine.integrations.pretrained import save_pretrained
     from ds_vertical.errors import ConfigError, NonFiniteError, OtherRankError, TornStateError
     from ds_vertical.io.checksums import ChecksumError
 

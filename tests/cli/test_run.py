@@ -40,7 +40,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 
 def python(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
-    environment = os.environ | (ALONE if RUN == tuple(command[1:3]) else {})
+    environment = os.environ | (ALONE if tuple(command[1:3]) == RUN else {})
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, check=False, timeout=200, env=environment, stdin=subprocess.DEVNULL
     )

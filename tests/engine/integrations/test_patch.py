@@ -62,7 +62,8 @@ found["reference"] = seen(deepspeed.initialize(model=reference, config=no_optimi
 found["unchanged"] = config == before
 
 late = Model()
-by_code = deepspeed.initialize(model=late, optimizer=deepspeed.ops.adam.DeepSpeedCPUAdam(late.parameters()), config=no_optimizer)
+adam = deepspeed.ops.adam.DeepSpeedCPUAdam(late.parameters())
+by_code = deepspeed.initialize(model=late, optimizer=adam, config=no_optimizer)
 found["late"] = seen(by_code[0])
 encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
 found["args"] = seen(deepspeed.initialize(args=Namespace(deepspeed_config=path), model=build(encoded))[0])
