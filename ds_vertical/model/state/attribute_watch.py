@@ -35,7 +35,8 @@ class AttributeWatch:
         setter, deleter = self._set, self._delete
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-            self._note(module, name)
+            if name != "training" or vars(module).get(name) is not value:  # loops call model.train() in each micro-step
+                self._note(module, name)
             setter(module, name, value)
 
         def delete_attribute(module: nn.Module, name: str) -> None:

@@ -1,0 +1,188 @@
+"""A script of Hugging Face's Trainer in both arms: everything that users see of it, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from harness import differing
+from trainer_runs import Seen, arguments_for, recorder, run_arm, tiny_llama, token_rows
+
+from deepspeed import DeepSpeedEngine
+
+from ds_vertical.engine.integrations.engine_calls import CallableEngine
+from ds_vertical.engine.train_loop import seeded
+from ds_vertical.errors import LoopError
+from ds_vertical.model.batch import stream_seed
+
+HOST = {"params": "cpu", "optimizer": "cpu"}
+
+
+def assert_same(stock: Seen, vertical: Seen) -> None:
+    """Losses, norms, learning rates, evaluations, the events' order, DeepSpeed's counters, final weights."""
+    assert stock.logs == vertical.logs
+    assert stock.events == vertical.events
+    assert stock.more == vertical.more
+    assert not differing(stock.weights, vertical.weights)
+
+
+def both(folder: Path, train: Callable[[Path, dict[str, Any], Seen], Any], **options: Any) -> tuple[Seen, Seen]:
+    """(stock with state in host memory, vertical with all on SSD): stock on SSD is wrong for some of these models."""
+    stock = run_arm(folder / "stock", vertical=False, train=train, **(options | HOST))
+    return stock, run_arm(folder / "vertical", vertical=True, train=train, **options)
+
+
+def trained(seen: Seen, args: Any, kind: Any = None, **options: Any) -> Any:
+    """A Trainer that has trained a tiny Llama on 11 micro-batches an epoch."""
+    from transformers import Trainer
+
+    given = {"model": tiny_llama(), "train_dataset": token_rows(22), "eval_dataset": token_rows(10, seed=2)}
+    trainer = (kind or Trainer)(args=args, **(given | {"callbacks": [recorder(seen)]} | options))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_two_epochs_with_short_windows_and_evaluations(tmp_path: Path, dtype: str) -> None:
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        return trained(seen, arguments_for(folder, config, eval_strategy="epoch"))
+
+    on_host = {"params": "cpu"} if dtype == "fp32" else {}  # stock would write such a model to SSD as bf16
+    stock, vertical = both(tmp_path, train, dtype=dtype, **on_host)
+    assert_same(stock, vertical)
+    assert [log["grad_norm"] > 1 for log in stock.logs if "grad_norm" in log] == [True] * 6, "clipping must act"
+    assert sum("eval_loss" in log for log in stock.logs) == 2
+
+
+def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
+    logits = outputs.logits[:, :-1].float().flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["label smoothing", "compute_loss_func", "metrics of logits", "averaged loss"])
+def test_losses_of_other_kinds(tmp_path: Path, kind: str) -> None:
+    def metrics(prediction: Any) -> dict[str, float]:
+        return {"mean": float(prediction.predictions.astype("float64").mean())}
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        more = {"label_smoothing_factor": 0.1} if kind == "label smoothing" else {}
+        args = arguments_for(folder, config, num_train_epochs=1, eval_strategy="epoch", **more)
+        options: dict[str, Any] = {
+            "compute_loss_func": {"compute_loss_func": own_loss},
+            "metrics of logits": {"compute_metrics": metrics},
+        }.get(kind, {})
+        return trained(seen, args, **options)
+
+    assert_same(*both(tmp_path, train))
+
+
+@pytest.mark.slow
+def test_early_stopping_and_the_best_checkpoint(tmp_path: Path) -> None:
+    from transformers import EarlyStoppingCallback
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        saving = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True, "save_total_limit": 1}
+        args = arguments_for(folder, config, num_train_epochs=6, **saving)
+        trainer = trained(seen, args, callbacks=[recorder(seen), EarlyStoppingCallback(1)])
+        seen.more["stopped"] = trainer.state.global_step
+        return trainer
+
+    stock, vertical = both(tmp_path, train, lr=1e-2)
+    assert_same(stock, vertical)
+    assert stock.more["stopped"] < 18
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_one_that_did_not_stop(tmp_path: Path) -> None:
+    def train(folder: Path, config: dict[str, Any], seen: Seen, steps: int = 6, resume: bool = False) -> Any:
+        from transformers import Trainer
+
+        args = arguments_for(folder, config, max_steps=6, save_strategy="steps", save_steps=2, num_train_epochs=2)
+        stop = [] if steps == 6 else [stopping_at(steps)]
+        rows = token_rows(22)
+        trainer = Trainer(model=tiny_llama(), args=args, train_dataset=rows, callbacks=[recorder(seen), *stop])
+        trainer.train(resume_from_checkpoint=resume or None)
+        return trainer
+
+    whole = run_arm(tmp_path / "whole", vertical=True, train=train)
+    part = tmp_path / "part"
+    run_arm(part, vertical=True, train=lambda *given: train(*given, steps=4))
+    rest = run_arm(part, vertical=True, train=lambda *given: train(*given, resume=True))
+    assert [log for log in whole.logs if "grad_norm" in log][-2:] == [log for log in rest.logs if "grad_norm" in log]
+    assert not differing(whole.weights, rest.weights)
+
+
+def stopping_at(step: int) -> Any:
+    """A callback that ends training there, as a time limit would."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = control.should_training_stop or state.global_step == step
+
+    return Stop()
+
+
+def test_a_micro_step_that_cannot_be_followed_is_named_and_leaves_no_step(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    class Twice(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            model(**inputs)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        args = arguments_for(folder, config, max_steps=1)
+        trainer = Twice(model=tiny_llama(num_layers=2), args=args, train_dataset=token_rows(16), callbacks=[recorder(seen)])
+        with pytest.raises(LoopError, match="micro-step 0 of a step of 4: it calls the model a second time"):
+            trainer.train()
+        return trainer
+
+    seen = run_arm(tmp_path, vertical=True, train=train)
+    assert seen.more["global_steps"] == 0
+    assert not any("grad_norm" in log for log in seen.logs)
+
+
+@pytest.mark.slow
+def test_dropout_is_stocks_where_that_seeds_its_micro_batches(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    class Seeded(Trainer):
+        """Stock's arm, whose micro-batches have the streams that `ds-vertical ab` gives them."""
+
+        number = 0
+
+        def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(model, DeepSpeedEngine) or isinstance(model, CallableEngine):
+                return super().training_step(model, *args, **kwargs)
+            index, self.number = self.number % 4, self.number + 1
+            with seeded(stream_seed(42, model.global_steps, index, 0)):
+                return super().training_step(model, *args, **kwargs)
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        model, rows = tiny_llama(dropout=0.1), token_rows(24)
+        return trained(seen, arguments_for(folder, config), kind=Seeded, model=model, train_dataset=rows)
+
+    assert_same(*both(tmp_path, train))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_only", [True, False])
+def test_an_evaluation_reads_each_layer_once_for_each_window(tmp_path: Path, loss_only: bool) -> None:
+    fetched = []
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        trainer = trained(seen, arguments_for(folder, config, max_steps=1), eval_dataset=token_rows(18, seed=2))
+        engine = trainer.model_wrapped
+        fetch = engine.param_store.fetch
+        with patch.object(engine.param_store, "fetch", lambda unit: fetched.append(unit) or fetch(unit)):
+            trainer.evaluate() if loss_only else trainer.predict(token_rows(18, seed=2))
+        return trainer
+
+    run_arm(tmp_path, vertical=True, train=train)
+    assert fetched.count(1) == 3  # 9 micro-batches: 4, 4, 1, or 1, 4, 4
