@@ -197,7 +197,7 @@ def evaluating(module: nn.Module) -> Changed:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Within the block torch's, Python's and NumPy's random streams are those of a micro-batch's seed."""
     with applied(ThreadState.capture().seeded(seed)), global_generators_seeded(seed):
         yield
@@ -223,7 +223,7 @@ class StockLoop(TrainLoop):
 
     def _micro_batch(self, index: int, batch: object, num_micro_batches: int, loss_fn: LossFn | None) -> torch.Tensor:
         seed = self.seed_of(index)
-        with contextlib.nullcontext() if seed is None else _seeded(seed):
+        with contextlib.nullcontext() if seed is None else seeded(seed):
             loss = micro.loss_of(micro.call_model(self.engine, batch), batch, loss_fn)
             self.engine.backward(loss / num_micro_batches, scale_wrt_gas=False)
         return loss.detach()

@@ -12,9 +12,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from harness import base_config, dispose, read_weights, small_buffers, start_process_group
+from harness import base_config, differing, dispose, read_weights, small_buffers, start_process_group
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+HOST = {"params": "cpu", "optimizer": "cpu"}
 NOT_COMPARED = ("runtime", "per_second", "time", "flos")
 
 
@@ -110,25 +111,22 @@ def stock() -> Iterator[None]:
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """As `ds_vertical.patch()`, until the end of the block."""
+    """As `ds_vertical.patch()`, until the end of the block. Loaders are not looked ahead: Trainer takes whole windows."""
     import deepspeed
     from transformers import Trainer
 
     import ds_vertical
-    from ds_vertical.engine.integrations import trainer
+    from ds_vertical.compat import entry_points
+    from ds_vertical.engine.integrations import three_calls
 
-    plain, made = deepspeed.initialize, Trainer.__init__
-
-    def initialize(*args: Any, config_params: Any = None, **kwargs: Any) -> Any:
-        with patch.object(deepspeed, "initialize", plain):
-            return ds_vertical.initialize(*args, config=ds_vertical.prepare(config_params), **kwargs)
-
-    with patch.object(deepspeed, "initialize", initialize):
-        trainer.install()
-        try:
-            yield
-        finally:
-            Trainer.__init__ = made
+    initialize, init, made = deepspeed.initialize, deepspeed.zero.Init.__init__, Trainer.__init__
+    with patch.object(three_calls, "install", lambda: None):
+        ds_vertical.patch()
+    try:
+        yield
+    finally:
+        deepspeed.initialize, deepspeed.zero.Init.__init__, Trainer.__init__ = initialize, init, made
+        entry_points._stock.clear()
 
 
 def recorder(seen: Seen) -> Any:
@@ -167,3 +165,17 @@ def run_arm(folder: Path, *, vertical: bool, train: Callable[[Path, dict[str, An
     del trainer, engine
     gc.collect()
     return seen
+
+
+def assert_same(stock: Seen, vertical: Seen) -> None:
+    """Losses, norms, learning rates, evaluations, the events' order, DeepSpeed's counters, final weights."""
+    assert stock.logs == vertical.logs
+    assert stock.events == vertical.events
+    assert stock.more == vertical.more
+    assert not differing(stock.weights, vertical.weights)
+
+
+def both(folder: Path, train: Callable[[Path, dict[str, Any], Seen], Any], **options: Any) -> tuple[Seen, Seen]:
+    """(stock with state in host memory, vertical with all on SSD): stock on SSD is wrong for some of these models."""
+    stock = run_arm(folder / "stock", vertical=False, train=train, **(options | HOST))
+    return stock, run_arm(folder / "vertical", vertical=True, train=train, **options)

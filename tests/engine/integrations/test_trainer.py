@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import differing
-from trainer_runs import Seen, arguments_for, recorder, run_arm, tiny_llama, token_rows
-
 from deepspeed import DeepSpeedEngine
+from harness import differing
+from trainer_runs import Seen, arguments_for, assert_same, both, recorder, run_arm, tiny_llama, token_rows
 
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.train_loop import seeded
 from ds_vertical.errors import LoopError
 from ds_vertical.model.batch import stream_seed
-
-HOST = {"params": "cpu", "optimizer": "cpu"}
-
-
-def assert_same(stock: Seen, vertical: Seen) -> None:
-    """Losses, norms, learning rates, evaluations, the events' order, DeepSpeed's counters, final weights."""
-    assert stock.logs == vertical.logs
-    assert stock.events == vertical.events
-    assert stock.more == vertical.more
-    assert not differing(stock.weights, vertical.weights)
-
-
-def both(folder: Path, train: Callable[[Path, dict[str, Any], Seen], Any], **options: Any) -> tuple[Seen, Seen]:
-    """(stock with state in host memory, vertical with all on SSD): stock on SSD is wrong for some of these models."""
-    stock = run_arm(folder / "stock", vertical=False, train=train, **(options | HOST))
-    return stock, run_arm(folder / "vertical", vertical=True, train=train, **options)
 
 
 def trained(seen: Seen, args: Any, kind: Any = None, **options: Any) -> Any:

@@ -1,0 +1,86 @@
+"""TRL's trainers in both arms: everything that users see of them, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import Seen, arguments_for, assert_same, both, recorder, tiny_llama
+
+pytestmark = pytest.mark.slow
+SFT_ROWS = [" ".join(f"w{(7 * row + 3 * i) % 125}" for i in range(10 + row % 20)) for row in range(22)]
+
+
+def tokenizer() -> Any:
+    """One token for each of 125 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(125))]
+    vocabulary = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def adapter() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "packed"])
+def test_sft(tmp_path: Path, kind: str) -> None:
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        data = Dataset.from_dict({"text": SFT_ROWS})
+        more = {"packing": True, "max_length": 32} if kind == "packed" else {}
+        args = arguments_for(folder, config, SFTConfig, gradient_checkpointing=False, **({"eval_strategy": "epoch"} | more))
+        model, seen_by = tiny_llama(vocab=128), [recorder(seen)]
+        options = {"peft_config": adapter()} if kind == "lora" else {}
+        given = {"train_dataset": data, "eval_dataset": data.select(range(6)), "processing_class": tokenizer()}
+        trainer = SFTTrainer(model=model, args=args, callbacks=seen_by, **given, **options)
+        trainer.train()
+        return trainer
+
+    assert_same(*both(tmp_path, train))
+
+
+def test_dpo_with_a_reference_model(tmp_path: Path) -> None:
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        from datasets import Dataset
+        from trl import DPOConfig, DPOTrainer
+
+        rows = [{"prompt": each[:12], "chosen": f" {each[12:]}", "rejected": " w1 w2 w3"} for each in SFT_ROWS]
+        args = arguments_for(folder, config, DPOConfig, gradient_checkpointing=False, num_train_epochs=1)
+        model, reference = tiny_llama(vocab=128), tiny_llama(vocab=128)
+        given = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer()}
+        trainer = DPOTrainer(model=model, ref_model=reference, args=args, callbacks=[recorder(seen)], **given)
+        trainer.train()
+        return trainer
+
+    assert_same(*both(tmp_path, train, params="cpu", optimizer="cpu"))
+
+
+def test_a_reward_model(tmp_path: Path) -> None:
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        import torch
+        from datasets import Dataset
+        from transformers import LlamaForSequenceClassification
+        from trl import RewardConfig, RewardTrainer
+
+        torch.manual_seed(0)
+        settings = tiny_llama(vocab=128).config
+        settings.num_labels, settings.pad_token_id = 1, 0
+        torch.manual_seed(0)
+        model = LlamaForSequenceClassification(settings)
+        rows = [{"chosen": each, "rejected": f"{each[:12]} w1 w2 w3"} for each in SFT_ROWS]
+        args = arguments_for(folder, config, RewardConfig, gradient_checkpointing=False, num_train_epochs=1)
+        given = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer()}
+        trainer = RewardTrainer(model=model, args=args, callbacks=[recorder(seen)], **given)
+        trainer.train()
+        return trainer
+
+    assert_same(*both(tmp_path, train))
