@@ -93,7 +93,7 @@ def count_tokens(batches: list[Any]) -> int:
 
 def form_of(batch: Any) -> Hashable:
     """A value that is equal for micro-batches of the same structure: keys, types, dtypes and numbers of dimensions."""
-    leaves, spec = pytree.tree_flatten(batch)
+    leaves, spec = pytree.tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
     return repr(spec), tuple((v.dtype, v.dim()) if isinstance(v, torch.Tensor) else type(v) for v in leaves)
 
 

@@ -18,9 +18,10 @@ from typing import Final, Protocol, TypeVar, cast
 
 from torch import nn
 
+from ds_vertical.compat import accelerator
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.eval_windows import EvaluationWindows, fitting
-from ds_vertical.errors import ConfigError, LoopError
+from ds_vertical.errors import ConfigError, LayerError, LoopError
 
 T = TypeVar("T")
 _CALLED_WITH: Final = {
@@ -197,7 +198,13 @@ class Bridge:
             return self._predict(model, inputs, *args, **kwargs)
         if not self._predicted:
             runs = [functools.partial(self._predicted_one, model, batch, args, kwargs) for batch in windows.window]
-            self._predicted = engine.eval_window(runs, windows.window)
+            try:
+                self._predicted = engine.eval_window(runs, windows.window)
+            except LayerError as error:  # TRL's SFT calls the model twice where it is asked for logits, say
+                self._windows = None
+                name = f"{type(self._trainer).__name__}.prediction_step"
+                accelerator.log(f"ds_vertical: this evaluation reads all layers for each batch: {name}: {error}")
+                return self._predict(model, inputs, *args, **kwargs)
             windows.size = fitting(self._predicted, engine.gradient_accumulation_steps())
         return self._predicted.pop(0)
 

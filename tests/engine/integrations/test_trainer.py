@@ -168,3 +168,20 @@ def test_an_evaluation_reads_each_layer_once_for_each_window(tmp_path: Path, los
 
     run_arm(tmp_path, vertical=True, train=train)
     assert fetched.count(1) == 3  # 9 micro-batches: 4, 4, 1, or 1, 4, 4
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_calls_the_model_twice_is_in_stocks_order(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    class Twice(Trainer):
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            first = super().prediction_step(model, inputs, *args, **kwargs)
+            second = super().prediction_step(model, inputs, *args, **kwargs)
+            assert torch.equal(first[0], second[0])
+            return first
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        return trained(seen, arguments_for(folder, config, num_train_epochs=2, eval_strategy="epoch"), kind=Twice)
+
+    assert_same(*both(tmp_path, train))
