@@ -37,7 +37,7 @@ def patch() -> None:
     """
     if entry_points.is_replaced():
         return
-    when_imported("transformers.trainer", trainer.install)
+    when_imported("transformers.trainer", trainer.bridge_trainers)
     three_calls.install()
     if accelerator.is_one_memory():
         keep_cores_for_this_thread()  # ahead of the first collective, which may be Accelerate's

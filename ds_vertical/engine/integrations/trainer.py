@@ -69,7 +69,7 @@ class Trainer(Protocol):
     evaluation_loop: Callable[..., object]
 
 
-def install() -> None:
+def bridge_trainers() -> None:
     """Let every Trainer that the script makes from here on hand its engine whole steps, where that engine is a vertical one.
 
     Call it once transformers.trainer is imported; twice is harmless. Raises ConfigError where this version's methods take other
