@@ -196,7 +196,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     if isinstance(kwargs["optimizer"], torch.optim.Optimizer):
         check_optimizer(kwargs["optimizer"])
     refuse_float64(model)
-    check_trainable(model)
+    check_trainable(model, lambda line: accelerator.log(f"ds_vertical: {line}"))
     layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
     refuse_compiled_around(model, layers.blocks)
     refuse_foreign_model(model, config)

@@ -295,7 +295,7 @@ class VerticalLoop(TrainLoop):
 
     def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
         """One step over the micro-batches; returns their losses. See `step`."""
-        check_trainable(self.module)
+        check_trainable(self.module, _log)
         for batch in batches:
             refuse_batch_flags(batch)
         bodies = [self.call_model.body(batch, None, loss_fn) for batch in batches]
@@ -307,7 +307,7 @@ class VerticalLoop(TrainLoop):
         recorder = self._metrics()
         if recorder is not None:
             recorder.check_budget()
-        check_trainable(self.module)
+        check_trainable(self.module, _log)
         with self.progress.step():
             losses = self._recorded(recorder, partial(self.step, bodies, self._parts.as_given, counts), batches)
         self.progress.note(micro.mean_loss(losses) * len(losses), batches)

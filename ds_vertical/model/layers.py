@@ -6,7 +6,7 @@ everything outside the layers: prefix, glue between layers and suffix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,10 +285,26 @@ def _assign_units(model: nn.Module, blocks: Sequence[Block], layers: Sequence[ra
     return {unit: tuple(members) for unit, members in units.items()}
 
 
-def check_trainable(model: nn.Module) -> None:
-    """Refuse settings under which layer-major training would be silently wrong. Raises LayerError naming the setting."""
+def check_trainable(model: nn.Module, tell: Callable[[str], None]) -> None:
+    """Refuse settings under which layer-major training would be silently wrong, and switch off what the schedule makes
+    needless, with one line each to `tell`: the model's own gradient checkpointing, and KV caches. Neither changes what a step
+    computes. Raises LayerError naming the setting, with nothing switched."""
     for path, setting, remedy in _refused_settings(model):
         raise LayerError(f"{path}: got {setting}; layer-major training cannot reproduce it; {remedy}")
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in checkpointed:
+        vars(module)["gradient_checkpointing"] = False
+    if checkpointed:
+        tell(
+            f"the model's gradient checkpointing is switched off ({len(checkpointed)} modules): the schedule recomputes each"
+            " layer from its saved inputs already"
+        )
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
+    if caching:
+        tell("model.config.use_cache is set to False: training needs no KV cache, and a recompute would fill it twice")
 
 
 def _refused_settings(model: nn.Module) -> Iterator[tuple[str, object, str]]:
@@ -304,9 +320,6 @@ def _refused_settings(model: nn.Module) -> Iterator[tuple[str, object, str]]:
             if getattr(each, name, None) is True:
                 yield f"{where}.{name}", True, "set it to False: it collects outputs by hooks, whose gradients would be lost"
     for path, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            remedy = "call model.gradient_checkpointing_disable(): the schedule recomputes each layer already"
-            yield f"model.{path or '(root)'}.gradient_checkpointing", True, remedy
         layerdrop = getattr(module, "layerdrop", None)
         if isinstance(layerdrop, float) and layerdrop > 0:
             yield f"model.{path}.layerdrop", layerdrop, "set it to 0: it drops layers per micro-batch"

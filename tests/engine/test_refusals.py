@@ -44,12 +44,6 @@ def tiny(model_type: str, **settings: Any) -> PreTrainedModel:
     return auto.from_config(config)
 
 
-def checkpointing() -> nn.Module:
-    model = tiny("llama")
-    model.gradient_checkpointing_enable()
-    return model
-
-
 def with_layerdrop_in_a_module() -> nn.Module:
     model = tiny("opt", ffn_dim=32, word_embed_proj_dim=32)
     model.model.decoder.layerdrop = 0.25
@@ -81,7 +75,6 @@ def shared_module() -> nn.Module:
             lambda: tiny("llama", attn_implementation="eager", output_attentions=True),
             r"model\.config\.output_attentions: got True",
         ),
-        (checkpointing, r"gradient_checkpointing: got True.*gradient_checkpointing_disable"),
         (shared_module, r"'model\.layers\.2' shares the module .* with 'model\.layers\.0'"),
         (lambda: nn.Linear(8, 8), r"vertical_schedule\.layers: no stack of repeated modules"),
     ],
@@ -158,25 +151,47 @@ def test_flags_in_a_batch_are_refused(llama: tuple[Any, nn.Module], flag: str) -
         assert llama[0].train_batch(iter(batches)) > 0
 
 
-def test_a_kv_cache_is_refused(llama: tuple[Any, nn.Module]) -> None:
+def test_a_kv_cache_that_the_code_asks_for_is_refused(llama: tuple[Any, nn.Module]) -> None:
     engine, model = llama
-    model.config.use_cache = True
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | {"use_cache": True}), with_kwargs=True)
     try:
         message = r"block model\.layers\.0 got a DynamicCache.*model\.config\.use_cache = False"
         assert_step_refused(engine, model, ragged_batches(1, 3)[0], message)
     finally:
-        model.config.use_cache = False
+        hook.remove()
     assert engine.train_batch(iter(ragged_batches(1, 3)[0])) > 0
 
 
-def test_checkpointing_switched_on_later_is_refused(llama: tuple[Any, nn.Module]) -> None:
-    engine, model = llama
-    model.gradient_checkpointing_enable()
-    try:
-        assert_step_refused(engine, model, ragged_batches(1, 3)[0], r"gradient_checkpointing: got True")
-    finally:
-        model.gradient_checkpointing_disable()
-    assert engine.train_batch(iter(ragged_batches(1, 3)[0])) > 0
+CHECKPOINTING = "ds_vertical: the model's gradient checkpointing is switched off (4 modules): the schedule recomputes"
+CACHE = "ds_vertical: model.config.use_cache is set to False"
+
+
+def test_checkpointing_and_caches_are_switched_off_with_a_line(
+    tmp_path: Path, llama: tuple[Any, nn.Module], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the engine is built, and where somebody switches them on again; the numbers are those without."""
+
+    def checkpointing() -> nn.Module:
+        model = tiny("llama")
+        model.activation_checkpointing_enable()
+        assert model.config.use_cache is True
+        return model
+
+    batches = ragged_batches(2, 3)
+    engine, _ = build_engine(settings_of(tmp_path), lambda: tiny("llama", use_cache=False), vertical=True)
+    expected = [engine.train_batch(iter(step)).item() for step in batches]
+    engine.destroy()
+    assert CHECKPOINTING not in capsys.readouterr().out
+    engine, model = build_engine(settings_of(tmp_path), checkpointing, vertical=True)
+    assert not model.is_activation_checkpointing and model.config.use_cache is False
+    assert (said := capsys.readouterr().out).count(CHECKPOINTING) == said.count(CACHE) == 1
+    assert engine.train_batch(iter(batches[0])).item() == expected[0]
+    assert CHECKPOINTING not in (said := capsys.readouterr().out) and CACHE not in said
+    model.activation_checkpointing_enable()
+    model.config.use_cache = True
+    assert engine.train_batch(iter(batches[1])).item() == expected[1]
+    assert (said := capsys.readouterr().out).count(CHECKPOINTING) == said.count(CACHE) == 1
+    engine.destroy()
 
 
 def assert_step_refused(engine: Any, model: nn.Module, batches: list[Any], message: str) -> None:

@@ -76,7 +76,7 @@ class _Trained(MemoryOptimizer):
 
 
 def run_vertical(model: nn.Module, bodies: Sequence[Callable[[], torch.Tensor]]) -> tuple[list[torch.Tensor], Grads, str]:
-    check_trainable(model)
+    check_trainable(model, print)
     layers = map_layers(model)
     params = MemoryParams(layers)
     optimizer = _Trained(params)
