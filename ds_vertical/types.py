@@ -464,6 +464,11 @@ class ModelShape:
         return self._units if self.gradients is None else self.gradients
 
     @property
+    def stepped_elements(self) -> int:
+        """Of all units, on all ranks: those of parameters that are trained."""
+        return sum(self.unit_gradients)
+
+    @property
     def _units(self) -> tuple[int, ...]:
         return (self.pre_elements, *self.layer_elements)
 
@@ -478,3 +483,9 @@ class ModelShape:
     def shard(self, unit: Unit | None) -> float:
         """Elements of a unit that this rank keeps."""
         return self.elements(unit) / self.num_shards
+
+    def stepped(self, unit: Unit | None) -> float:
+        """Elements of a unit that this rank's optimizer steps."""
+        if self.gradients is None or not self.elements(unit):
+            return self.shard(unit)
+        return self.gradients[1 + unit if isinstance(unit, int) else 0] / self.num_shards

@@ -176,8 +176,8 @@ class Forecast:
         stepped = {id(param) for chunk in self.chunks for param in chunk.params}
         gradients = tuple(sum(zero_params.full_numel(p) for p in units[u] if id(p) in stepped) for u in self._units)
         rank = (pre + sum(layer_elements)) / shards.num_shards
-        resting_state = sum(chunk.numel for chunk in self.chunks if not chunk.state_on_ssd)
-        state_on_ssd = 1 - resting_state / rank if any(chunk.state_on_ssd for chunk in self.chunks) else 0.0
+        of_state = sum(chunk.numel for chunk in self.chunks) or 1
+        state_on_ssd = sum(chunk.numel for chunk in self.chunks if chunk.state_on_ssd) / of_state
         resting = rank - sum(map(shards.numel, in_files))
         return ModelShape(
             pre,
@@ -270,9 +270,12 @@ class Forecast:
         return found
 
     def _working_bytes(self, gradients: int) -> int:
-        """A layer's gradients as autograd makes them, and a kernel's own copy of the largest one, which it sums in fp32."""
-        params = [param for params in self._layers.units.values() for param in params]
-        return gradients * self._param_bytes + max(map(zero_params.full_numel, params)) * FP32_BYTES
+        """A layer's gradients as autograd makes them, and a kernel's own copy of the largest one, which it sums in fp32; of the
+        largest parameter that is not trained, a copy in the kernel's order."""
+        params = (param for params in self._layers.units.values() for param in params)
+        stepped = (param for chunk in self.chunks for param in chunk.params)
+        summed = max(map(zero_params.full_numel, stepped), default=0) * FP32_BYTES
+        return gradients * self._param_bytes + max(summed, max(map(zero_params.full_numel, params)) * self._param_bytes)
 
 
 def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[list[nn.Parameter]]:

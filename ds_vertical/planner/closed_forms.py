@@ -85,16 +85,17 @@ def vertical_traffic(
     layers, alone = shape.num_layers, num_micro_batches == 1
     passes = (layers - 1, layers - 1) if alone else (3 * layers - 1, 2 * layers)
     elements = shape.num_elements / shape.num_shards
-    parameters = elements * shape.param_bytes * shape.on_ssd(TensorKind.PARAMETERS)
-    gradients = elements * shape.gradient_bytes * (waiting * shape.on_ssd(TensorKind.GRADIENTS))
-    state = elements * shape.state_bytes * shape.on_ssd(TensorKind.STATE)
+    stepped = shape.stepped_elements / shape.num_shards
+    each = shape.param_bytes * shape.on_ssd(TensorKind.PARAMETERS)
+    gradients = stepped * shape.gradient_bytes * (waiting * shape.on_ssd(TensorKind.GRADIENTS))
+    state = stepped * shape.state_bytes * shape.on_ssd(TensorKind.STATE)
     steps = 1.0 + redone
     return Traffic(
-        parameters_read=parameters * fetches,
+        parameters_read=elements * each * fetches,
         gradients_read=gradients,
         state_read=state * steps,
         activations_read=activations * passes[0],
-        parameters_written=parameters * steps,
+        parameters_written=stepped * each * steps,
         gradients_written=gradients,
         state_written=state * steps,
         activations_written=activations * passes[1],

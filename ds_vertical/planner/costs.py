@@ -56,7 +56,7 @@ def split_steps(shape: ModelShape, delay: float) -> dict[tuple[Unit, str], float
     check_share("optimizer_delay", delay)
     units: tuple[Unit, ...] = (PRE, *range(shape.num_layers))
     shares = {"e0": 1 - delay, "d0": delay}
-    return {(unit, part): shape.shard(unit) * share for unit in units for part, share in shares.items()}
+    return {(unit, part): shape.stepped(unit) * share for unit in units for part, share in shares.items()}
 
 
 def is_early(event: Event) -> bool:
@@ -65,7 +65,7 @@ def is_early(event: Event) -> bool:
 
 
 class PartSizes:
-    """Elements of this rank that an event is about: of its part, or of its whole unit.
+    """Elements of this rank that are stepped and that an event is about: of its part, or of its whole unit.
 
     `parts`: elements per (unit, part). Without it, the parts of a unit that the events name are of equal size. A STEP without
     a part, beside others with one, is about the rest: one more part.
@@ -81,7 +81,7 @@ class PartSizes:
 
     def elements(self, event: Event) -> float:
         """Raises CostsError for a part whose size was not given, and for parts larger than their unit."""
-        whole, named = self._shape.shard(event.layer), self._named.get(event.layer, set())
+        whole, named = self._shape.stepped(event.layer), self._named.get(event.layer, set())
         if event.layer is None or (event.part is None and (event.op is not Op.STEP or named == {None})):
             return whole
         if self._parts is None:

@@ -184,12 +184,13 @@ def _compute_s(case: LpProblem, sweep: str) -> float:
     again = 0.0 if shape.recompute_last else last
     if sweep == "forward_s":
         return count * ((layers - again) * shape.forward_s + shape.pre_forward_s)
-    norm = shape.num_elements / shape.num_shards / case.machine.norm_elements_per_s if case.machine.norm_elements_per_s else 0.0
+    stepped = shape.stepped_elements / shape.num_shards
+    norm = stepped / case.machine.norm_elements_per_s if case.machine.norm_elements_per_s else 0.0
     return count * (layers * (shape.forward_s + shape.backward_s) + shape.head_s + shape.pre_backward_s) + norm
 
 
 def _adam_s(case: LpProblem, sweep: str) -> float:
-    elements = _share(case, sweep) * case.shape.num_elements / case.shape.num_shards
+    elements = _share(case, sweep) * case.shape.stepped_elements / case.shape.num_shards
     return case.machine.adam_s(elements, elements * case.shape.written_bytes)
 
 
@@ -202,11 +203,12 @@ def _copy_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
     shape, machine = case.shape, case.machine
     forward = sweep == "forward_s"
     rank = shape.num_elements / shape.num_shards
+    gradients = shape.stepped_elements / shape.num_shards * shape.gradient_bytes
     moved = _activation_bytes(case)
     loads = 1.0 if forward else 2.0
     for what, rate, fixed, times in (
         ("copies in", machine.copy_in_bytes_per_s, rank * shape.param_bytes, loads),
-        ("copies out", machine.copy_out_bytes_per_s, 0.0 if forward else rank * shape.gradient_bytes, 1.0),
+        ("copies out", machine.copy_out_bytes_per_s, 0.0 if forward else gradients, 1.0),
     ):
         assert rate is not None  # a machine with copies has rates for them
         each = times * moved / rate
@@ -220,9 +222,10 @@ def _activation_bytes(case: LpProblem) -> float:
 def _read_write(case: LpProblem, sweep: str) -> tuple[Row, Row]:
     """Bytes from and to SSD in a sweep, per variable; those that no variable changes under ""."""
     shape = case.shape
-    rank = shape.num_elements / shape.num_shards
-    parameters = rank * shape.param_bytes * (1.0 if shape.on_ssd(TensorKind.PARAMETERS) else 0.0)
-    state, gradients = rank * shape.state_bytes * shape.on_ssd(TensorKind.STATE), rank * shape.gradient_bytes
+    rank, stepped = shape.num_elements / shape.num_shards, shape.stepped_elements / shape.num_shards
+    each = shape.param_bytes * (1.0 if shape.on_ssd(TensorKind.PARAMETERS) else 0.0)
+    parameters, written = rank * each, stepped * each
+    state, gradients = stepped * shape.state_bytes * shape.on_ssd(TensorKind.STATE), stepped * shape.gradient_bytes
     steps, activations, waiting = _share(case, sweep), _activation_bytes(case), case.settings.held_share
     forward = sweep == "forward_s"
     fetched = parameters * (1 - case.forward_share if forward else 1 - _kept(case))
@@ -233,8 +236,8 @@ def _read_write(case: LpProblem, sweep: str) -> tuple[Row, Row]:
         "gradients_on_ssd": waiting * gradients if forward else 0.0,
     }
     write = {
-        "": steps * (state + parameters),
-        "parameters_in_host": -steps * parameters,
+        "": steps * (state + written),
+        "parameters_in_host": -steps * written,
         "activations_on_ssd": activations,
         "gradients_on_ssd": 0.0 if forward else waiting * gradients,
     }
@@ -277,9 +280,10 @@ def tier_bytes(problem: LpProblem, placement: Placement, tier: Tier) -> float:
         case Tier.DEVICE | Tier.HOST:
             return memory_budget.total_bytes(memory_budget.budget(shape, problem.settings, problem.further), tier)
         case Tier.SSD:
-            rank = shape.num_elements / shape.num_shards
+            stepped, frozen = shape.stepped_elements, shape.num_elements - shape.stepped_elements
             gradients = problem.settings.held_share * shape.gradient_bytes * shape.on_ssd(TensorKind.GRADIENTS)
-            files = rank * (shape.written_bytes * shape.generations + gradients)
+            files = stepped * (shape.written_bytes * shape.generations + gradients)
+            files = (files + frozen * shape.param_bytes * shape.on_ssd(TensorKind.PARAMETERS)) / shape.num_shards
             return files + _ssd_activations(problem) * shape.on_ssd(TensorKind.ACTIVATIONS)
     assert_never(tier)
 

@@ -100,7 +100,8 @@ def _host(shape: ModelShape, settings: Settings) -> Iterator[BudgetItem]:
     yield _item(Tier.HOST, "parameter buffers", buffers, "vertical_schedule.prefetch_layers")
     resting = rank * shape.param_bytes * shape.placement.share(TensorKind.PARAMETERS, Tier.HOST)
     yield _item(Tier.HOST, "parameters at rest", resting, "zero_optimization.offload_param.device")
-    resting = rank * shape.state_bytes * shape.placement.share(TensorKind.STATE, Tier.HOST)
+    stepped = shape.stepped_elements / shape.num_shards
+    resting = stepped * shape.state_bytes * shape.placement.share(TensorKind.STATE, Tier.HOST)
     yield _item(Tier.HOST, "optimizer state at rest", resting, "zero_optimization.offload_optimizer.device")
     yield _item(Tier.HOST, "optimizer slots", settings.slots * _slot_bytes(shape, settings), _IN_FLIGHT)
     yield _item(Tier.HOST, "gradients", _gradients(shape, settings) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
@@ -155,7 +156,7 @@ def backward_bytes(shape: ModelShape, settings: Settings) -> int:
 
 def _largest_piece(shape: ModelShape) -> float:
     """Elements of the largest piece that goes through the optimizer's pipeline: units are cut into equal ones."""
-    shards = [shape.shard(unit) for unit in (PRE, *range(shape.num_layers))]
+    shards = [shape.stepped(unit) for unit in (PRE, *range(shape.num_layers))]
     if shape.part_elements is None:
         return max(shards)
     return max(shard / max(1, math.ceil(shard / shape.part_elements)) for shard in shards)

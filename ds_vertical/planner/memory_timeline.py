@@ -64,15 +64,15 @@ class _Ledger:
 
     def resting(self) -> Iterator[MemoryChange]:
         shape = self.shape
-        elements = shape.num_elements / shape.num_shards
-        rests: tuple[tuple[MemoryOwner, TensorKind, int], ...] = (
-            ("parameters", TensorKind.PARAMETERS, shape.param_bytes),
-            ("state", TensorKind.STATE, shape.state_bytes if self.trains else 0),
+        stepped = shape.stepped_elements if self.trains else 0
+        rests: tuple[tuple[MemoryOwner, TensorKind, float], ...] = (
+            ("parameters", TensorKind.PARAMETERS, shape.num_elements * shape.param_bytes / shape.num_shards),
+            ("state", TensorKind.STATE, stepped * shape.state_bytes / shape.num_shards),
         )
-        for owner, kind, each in rests:
+        for owner, kind, num_bytes in rests:
             for tier, share in shape.placement[kind].items():
                 copies = shape.generations if tier is Tier.SSD else 1
-                yield MemoryChange(0.0, tier, owner, elements * each * share * copies)
+                yield MemoryChange(0.0, tier, owner, num_bytes * share * copies)
 
     def parameters(self) -> Iterator[MemoryChange]:
         """The shard in its host buffer from the read to the end of the copy, the gathered unit from there to RELEASE. Read
@@ -108,14 +108,14 @@ class _Ledger:
             unit: Unit | None = PRE if event.op is Op.HEAD else event.layer
             if unit is None:
                 continue
-            elements = self.shape.shard(unit) if event.op is Op.REDUCE else self.sizes.elements(event)
+            elements = self.shape.stepped(unit) if event.op is Op.REDUCE else self.sizes.elements(event)
             on_ssd = elements * self._share_on_ssd(event)
             if event.op in (Op.HEAD, Op.B) and unit not in summing:
                 summing.add(unit)
-                yield self._gradient(self.start_s(index), Tier.DEVICE, self.shape.elements(unit))
+                yield self._gradient(self.start_s(index), Tier.DEVICE, self.shape.stepped(unit) * self.shape.num_shards)
             elif event.op is Op.REDUCE:
                 summing.discard(unit)
-                yield self._gradient(self.end_s(index), Tier.DEVICE, -self.shape.elements(unit))
+                yield self._gradient(self.end_s(index), Tier.DEVICE, -self.shape.stepped(unit) * self.shape.num_shards)
                 yield from self._gradients(self.start_s(index), elements - on_ssd, on_ssd)
             elif event.op is Op.HOLD:
                 yield self._gradient(self.start_s(index), Tier.SSD, on_ssd)
