@@ -198,6 +198,13 @@ CALLED: Final[Mapping[str, Rows]] = {
         ("apply_to_tensors_only", "compat.zero_params", "function, value, warning_msg_fn=..."),
     ),
     "deepspeed.runtime.swap_tensor.aio_config": (("get_aio_config", "compat.stock_config", "param_dict"),),
+    "deepspeed.utils.zero_to_fp32": (
+        (
+            "_get_fp32_state_dict_from_zero_checkpoint",
+            "compat.stock_checkpoint",
+            "ds_checkpoint_dir, exclude_frozen_parameters",
+        ),
+    ),
     "deepspeed.ops.op_builder.builder:OpBuilder": (
         ("load", "compat.ops.load", "self, verbose=..."),
         ("sources", "compat.ops.load", "self"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import zero_to_fp32
 
 from ds_vertical.compat.zero_params import ZeroParam
 
@@ -80,6 +81,27 @@ def place_stock_scripts(engine: DeepSpeedEngine, folder: Path) -> None:
     for script in (folder / "zero_to_fp32.py", folder / "zero_to_torch.py"):
         if script.is_file():
             script.chmod(script.stat().st_mode & 0o755)
+
+
+# ---- DeepSpeed's own reader of fp32 weights
+
+
+def let_stock_read(is_ours: Callable[[Path], bool], read: Callable[[Path, bool], dict[str, Any]]) -> None:
+    """Have `deepspeed.utils.zero_to_fp32` in this process read a checkpoint's folder for which `is_ours` is true by
+    `read(folder, exclude_frozen_parameters)`: a state dict of tensors that `contiguous()` gives. All its functions go through
+    the one that is replaced, whatever names a script has imported. Harmless when called twice."""
+    stock = zero_to_fp32._get_fp32_state_dict_from_zero_checkpoint
+    if getattr(stock, "reads_ours", False):
+        return
+
+    def state_dict(ds_checkpoint_dir: str, exclude_frozen_parameters: bool) -> dict[str, Any]:
+        folder = Path(ds_checkpoint_dir)
+        return (
+            read(folder, exclude_frozen_parameters) if is_ours(folder) else stock(ds_checkpoint_dir, exclude_frozen_parameters)
+        )
+
+    vars(state_dict)["reads_ours"] = True
+    zero_to_fp32._get_fp32_state_dict_from_zero_checkpoint = state_dict
 
 
 @contextlib.contextmanager

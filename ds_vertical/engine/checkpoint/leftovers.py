@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ds_vertical.engine.checkpoint.manifest_schema import NAME
+from ds_vertical.engine.checkpoint.manifest_schema import NAME, SIGNPOST
 from ds_vertical.io import remove_tree
 from ds_vertical.io.regular_file import is_plain_name, parse_json, read_regular
 
@@ -30,7 +30,9 @@ MARK: Final = "ds_vertical.beside"
 _WRITTEN_BY: Final = {"written_by": "ds_vertical"}
 _BESIDE: Final = re.compile(r"\.(?P<tag>.+)\.(?P<token>[0-9a-f]{8})(?P<end>\.old|\.new)?", re.DOTALL)
 _RANK: Final = re.compile(r"rank\d+")
-_OF_A_TAG: Final = re.compile(rf"{re.escape(NAME)}|((bf|fp)16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")
+_OF_A_TAG: Final = re.compile(
+    rf"{re.escape(NAME)}|{re.escape(SIGNPOST)}|((bf|fp)16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt"
+)
 _SCRATCH: Final = re.compile(r"scratch\d+")  # of a portable save
 _PLACED: Final = re.compile(r"latest|zero_to_fp32\.py")  # on their way among the tags, in a folder of their own
 _OF_A_RANK: Final = re.compile(r"chunk\d+\.\w+\.\d+\.bin|weight\d+\.bin|memory\.bin|loose\.pt")

@@ -122,7 +122,7 @@ def read_folder(tag_folder: Path) -> dict[str, Any]:
         there = ", ".join(complete_tags(tag_folder.parent)) or "none"
         raise CheckpointError(f"{tag_folder}: there is no such checkpoint; complete ones in {tag_folder.parent}: {there}")
     if not os.path.lexists(path):
-        stock = next((file.name for pattern in ("*_states.pt", "zero") for file in tag_folder.glob(pattern)), None)
+        stock = next((file.name for pattern in ("*mp_rank_*_states.pt", "zero") for file in tag_folder.glob(pattern)), None)
         if stock is not None:
             raise CheckpointError(
                 f"{tag_folder}: a checkpoint of stock DeepSpeed ({stock}), which cannot be resumed here: what it has of state"

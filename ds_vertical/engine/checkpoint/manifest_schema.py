@@ -18,6 +18,9 @@ from ds_vertical.io.regular_file import is_plain_name
 
 FORMAT: Final = 1
 NAME: Final = "ds_vertical.json"
+# Of a file without content in each tag's folder. DeepSpeed's zero_to_fp32.py takes it for one of its own, and says its name in
+# the error with which it ends.
+SIGNPOST: Final = "read_this_with_the_zero_to_fp32.py_in_the_folder_above_model_states.pt"
 STATE: Final = ("master", "exp_avg", "exp_avg_sq")  # of the optimizer, in fp32
 ITEM_BYTES: Final = {
     "bool": 1,

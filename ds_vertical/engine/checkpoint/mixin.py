@@ -9,15 +9,21 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ds_vertical.compat import accelerator, engine
+from ds_vertical.compat import accelerator, engine, stock_checkpoint
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.checkpoint import load, stock_format
+from ds_vertical.engine.checkpoint import load, stock_format, zero_to_fp32
 from ds_vertical.engine.checkpoint import save as checkpoint
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import CheckpointError
 from ds_vertical.offload.param_store import ParamStore
 from ds_vertical.types import RunSettings
+
+# In this process DeepSpeed's own functions read our checkpoints, too.
+stock_checkpoint.let_stock_read(
+    lambda folder: (folder / zero_to_fp32.NAME).is_file(),
+    lambda folder, exclude_frozen: dict[str, Any](zero_to_fp32.Checkpoint(folder).state(exclude_frozen)),
+)
 
 
 class SavingEngine(engine.DeepSpeedEngine):

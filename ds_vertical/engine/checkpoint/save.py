@@ -23,6 +23,7 @@ from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest, run_state
 from ds_vertical.engine.checkpoint.manifest import FileRange, RankManifest, SavedFile, TensorEntry
+from ds_vertical.engine.checkpoint.manifest_schema import SIGNPOST
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag, sync_file, sync_folder, write_synced
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.interrupts import deferred
@@ -79,6 +80,7 @@ def save(
         every = ranks.all_gathered((len(data), checksum(data)))
         with ranks.all_or_none("save_checkpoint"):
             if ranks.rank() == 0:
+                write_synced(folder.beside / SIGNPOST, _saved_as_bytes({}))
                 write_synced(folder.beside / manifest.NAME, manifest.folder_manifest(tag, every))
                 _place_script(folder)
     return folder.path
@@ -235,9 +237,7 @@ class RankSave:
         loose = run_state.loose_ends(self._engine)
         _check_loadable("the learning rate scheduler's state", loose["lr_scheduler"])
         loose |= {"buffers": run_state.buffers_of(self._engine), "client_state": dict(client_state)}
-        buffer = io.BytesIO()  # what torch writes to a file itself fails without an errno
-        torch.save(loose, buffer)
-        saved = {LOOSE: _write_pieces(self._folder / LOOSE, [buffer.getbuffer()])}
+        saved = {LOOSE: _write_pieces(self._folder / LOOSE, [_saved_as_bytes(loose)])}
         return saved | {MEMORY: _write_tensors(self._folder / MEMORY, self._memory)} if self._memory else saved
 
     def _write_files(self) -> dict[str, SavedFile]:
@@ -303,6 +303,13 @@ def _check_loadable(what: str, content: object) -> None:
             f"save_checkpoint: {what}: holds more than tensors, numbers, strings and collections of these, and checkpoints are"
             f" never unpickled; save that by other means ({str(error).strip().splitlines()[0]})"
         ) from error
+
+
+def _saved_as_bytes(content: object) -> memoryview:
+    """What torch.save writes; to a file itself it would fail without an errno."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getbuffer()
 
 
 def _write_tensors(path: Path, tensors: Sequence[torch.Tensor]) -> SavedFile:

@@ -203,7 +203,7 @@ def _plain(tag: str) -> str:
     return "".join(letter for letter in tag if letter.isprintable()).strip()
 
 
-def write_synced(path: Path, data: bytes, mode: int = 0o600) -> None:
+def write_synced(path: Path, data: bytes | memoryview, mode: int = 0o600) -> None:
     """Write a new file that survives a power cut from then on. Raises StorageError."""
     with naming(path, "write"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)

@@ -177,7 +177,7 @@ def _folder_manifest(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ExportError(f"{folder}: there is no such checkpoint; complete ones in {folder.parent}: {_tags(folder.parent)}")
     if not os.path.lexists(path):
-        if any(folder.glob("*_states.pt")):
+        if any(folder.glob("*mp_rank_*_states.pt")):
             raise ExportError(
                 f"{folder}: in DeepSpeed's own format, which its own script converts:"
                 f" python -m deepspeed.utils.zero_to_fp32 {folder.parent} OUTPUT_DIR -t {folder.name}"

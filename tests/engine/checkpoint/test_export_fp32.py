@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import zero_to_fp32 as stock_script
 from faults import flip
 from harness import differing, running
 from safetensors.torch import load_file
@@ -53,6 +55,30 @@ def alone(script: Path, *words: str | Path, without: tuple[str, ...] = ()) -> su
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", code, str(script), *map(str, words)]
     return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=200)
+
+
+# ---- DeepSpeed's own
+
+
+def test_deepspeeds_own_functions_read_it_where_ds_vertical_runs(tmp_path: Path, saved: tuple[Path, Tensors]) -> None:
+    folder, expected = saved
+    assert differing(expected, stock_script.get_fp32_state_dict_from_zero_checkpoint(str(folder))) == []
+    stock_script.convert_zero_checkpoint_to_fp32_state_dict(str(folder), str(tmp_path), max_shard_size=None, tag="one")
+    assert differing(expected, torch.load(tmp_path / "pytorch_model.bin", weights_only=True)) == []
+    assert stock_script.load_state_dict_from_zero_checkpoint(TiedModel(), str(folder)).embed.weight.dtype is torch.float32
+    flipped = shutil.copytree(folder, tmp_path / "copy") / "one" / "rank0"
+    flip(next(flipped.glob("chunk*.master.*")), 5000)
+    with pytest.raises(ExportError, match="another checksum"):
+        stock_script.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "copy"))
+
+
+def test_deepspeeds_own_script_by_itself_ends_with_what_to_use(saved: tuple[Path, Tensors]) -> None:
+    spec = importlib.util.spec_from_file_location("by_itself", stock_script.__file__)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    with pytest.raises(ValueError, match=r"read_this_with_the_zero_to_fp32\.py_in_the_folder_above_model_states\.pt is not a"):
+        script.get_fp32_state_dict_from_zero_checkpoint(str(saved[0]))
 
 
 # ---- what it gives
