@@ -86,7 +86,7 @@ def place_stock_scripts(engine: DeepSpeedEngine, folder: Path) -> None:
 # ---- DeepSpeed's own reader of fp32 weights
 
 
-def let_stock_read(is_ours: Callable[[Path], bool], read: Callable[[Path, bool], dict[str, Any]]) -> None:
+def let_stock_read(is_ours: Callable[[Path], bool], read: Callable[[Path, bool], dict[str, object]]) -> None:
     """Have `deepspeed.utils.zero_to_fp32` in this process read a checkpoint's folder for which `is_ours` is true by
     `read(folder, exclude_frozen_parameters)`: a state dict of tensors that `contiguous()` gives. All its functions go through
     the one that is replaced, whatever names a script has imported. Harmless when called twice."""
@@ -94,7 +94,7 @@ def let_stock_read(is_ours: Callable[[Path], bool], read: Callable[[Path, bool],
     if getattr(stock, "reads_ours", False):
         return
 
-    def state_dict(ds_checkpoint_dir: str, exclude_frozen_parameters: bool) -> dict[str, Any]:
+    def state_dict(ds_checkpoint_dir: str, exclude_frozen_parameters: bool) -> dict[str, object]:
         folder = Path(ds_checkpoint_dir)
         return (
             read(folder, exclude_frozen_parameters) if is_ours(folder) else stock(ds_checkpoint_dir, exclude_frozen_parameters)

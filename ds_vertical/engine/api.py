@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ from ds_vertical.model.compiled_blocks import refuse_compiled_around
 from ds_vertical.model.layers import check_trainable, map_layers
 from ds_vertical.planner.memory_budget import backward_bytes
 from ds_vertical.types import OFFLOAD_DEVICES, RunSettings, Tier
+
+_QUANTIZED: Final = ("Params4bit", "Int8Params")  # of bitsandbytes, whatever its version
 
 
 def offload_sections(config: Mapping[str, object]) -> Iterable[dict[str, Any]]:
@@ -95,8 +97,9 @@ def refuse_late_fp32(model: nn.Module, config: dict[str, Any]) -> None:
         )
 
 
-def refuse_float64(model: nn.Module) -> None:
-    """Refuse to build an engine where torch makes float64, which DeepSpeed's buffers and CPU Adam do not take."""
+def refuse_parameters(model: nn.Module) -> None:
+    """Refuse to build an engine where torch makes float64, which DeepSpeed's buffers and CPU Adam do not take; and parameters
+    that bitsandbytes quantises, whose scales do not travel with a shard."""
     if torch.get_default_dtype() is torch.float64:
         raise ConfigError(
             "torch.get_default_dtype(): got torch.float64, of which DeepSpeed would make its buffers; write"
@@ -107,6 +110,13 @@ def refuse_float64(model: nn.Module) -> None:
             raise ConfigError(
                 f"model parameter {name}: got torch.float64, which CPU Adam does not step; call model.float(), or build the"
                 " model under deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config))"
+            )
+        found = next((each.__name__ for each in type(param).__mro__ if each.__name__ in _QUANTIZED), None)
+        if found is not None:
+            raise ConfigError(
+                f"model parameter {name}: got a {found}, which bitsandbytes quantises, and whose scales would be lost; load the"
+                " model without quantization_config (load_in_4bit, load_in_8bit): frozen weights rest on SSD and take no"
+                " optimizer state"
             )
 
 
@@ -195,7 +205,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
         raise ConfigError(f"initialize(model=...): got {type(model).__name__}; vertical_schedule needs a torch.nn.Module")
     if isinstance(kwargs["optimizer"], torch.optim.Optimizer):
         check_optimizer(kwargs["optimizer"])
-    refuse_float64(model)
+    refuse_parameters(model)
     check_trainable(model, lambda line: accelerator.log(f"ds_vertical: {line}"))
     layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
     refuse_compiled_around(model, layers.blocks)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import ds_vertical
-from ds_vertical.errors import LayerError
+from ds_vertical.errors import ConfigError, LayerError
 
 SIZES = {
     "vocab_size": 300,
@@ -81,6 +81,19 @@ def shared_module() -> nn.Module:
 )
 def test_settings_are_refused_before_anything_exists(tmp_path: Path, build: Callable[[], nn.Module], message: str) -> None:
     assert_refused(tmp_path, build(), message)
+
+
+@pytest.mark.parametrize("name", ["Params4bit", "Int8Params"])
+def test_quantised_bases_are_refused_by_class(tmp_path: Path, name: str) -> None:
+    """As bitsandbytes names its classes; the package itself is not installed here."""
+    start_process_group()
+    model = tiny("llama")
+    quantised = type(name, (nn.Parameter,), {})
+    model.model.layers[1].mlp.up_proj.weight = quantised(torch.zeros(32, 32, dtype=torch.uint8), requires_grad=False)
+    message = rf"model\.layers\.1\.mlp\.up_proj\.weight: got a {name}, which bitsandbytes.*without quantization_config"
+    with pytest.raises(ConfigError, match=message):
+        ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=base_config(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ds_vertical.types import RunSettings
 # In this process DeepSpeed's own functions read our checkpoints, too.
 stock_checkpoint.let_stock_read(
     lambda folder: (folder / zero_to_fp32.NAME).is_file(),
-    lambda folder, exclude_frozen: dict[str, Any](zero_to_fp32.Checkpoint(folder).state(exclude_frozen)),
+    lambda folder, exclude_frozen: dict[str, object](zero_to_fp32.Checkpoint(folder).state(exclude_frozen)),
 )
 
 
