@@ -125,6 +125,8 @@ CALLED: Final[Mapping[str, Rows]] = {
         ("_cast_inputs_half", "compat.engine", "self, inputs"),
         ("_save_checkpoint", "compat.stock_checkpoint", "self, save_dir, tag, client_state=..., exclude_frozen_parameters=..."),
         ("_save_zero_checkpoint", "compat.stock_checkpoint", "self, save_path, tag"),
+        ("_get_ckpt_name", "compat.stock_checkpoint", "self, checkpoints_path, tag, mp_placeholder=..., pp_placeholder=..."),
+        ("_get_zero_ckpt_name", "compat.stock_checkpoint", "self, checkpoints_path, tag"),
         ("_copy_recovery_script", "compat.stock_checkpoint", "self, save_path"),
         ("_get_param_fragment_func", "compat.stock_checkpoint", "self, param"),
         ("set_gradient_accumulation_boundary", "compat.engine", "self, is_boundary"),

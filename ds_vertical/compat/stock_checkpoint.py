@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import zero_to_fp32
 
 from ds_vertical.compat.zero_params import ZeroParam
@@ -83,6 +85,16 @@ def place_stock_scripts(engine: DeepSpeedEngine, folder: Path) -> None:
             script.chmod(script.stat().st_mode & 0o755)
 
 
+def read_stock_files(engine: DeepSpeedEngine, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's files of model and optimizer in a checkpoint of DeepSpeed's, mapped: they take memory as they are used. Of
+    what is no tensor, number or string they may hold DeepSpeed's loss scalers only. Raises OSError, pickle.UnpicklingError and
+    what torch raises of a damaged file."""
+    names = engine._get_ckpt_name(str(folder.parent), folder.name), engine._get_zero_ckpt_name(str(folder.parent), folder.name)
+    with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum]):
+        model, state = (torch.load(name, map_location="cpu", mmap=True, weights_only=True) for name in names)
+    return model, state["optimizer_state_dict"]
+
+
 # ---- DeepSpeed's own reader of fp32 weights
 
 
@@ -94,7 +106,7 @@ def let_stock_read(is_ours: Callable[[Path], bool], read: Callable[[Path, bool],
     if getattr(stock, "reads_ours", False):
         return
 
-    def state_dict(ds_checkpoint_dir: str, exclude_frozen_parameters: bool) -> dict[str, object]:
+    def state_dict(ds_checkpoint_dir: str, exclude_frozen_parameters: bool) -> object:
         folder = Path(ds_checkpoint_dir)
         return (
             read(folder, exclude_frozen_parameters) if is_ours(folder) else stock(ds_checkpoint_dir, exclude_frozen_parameters)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest, run_state
 from ds_vertical.engine.checkpoint.manifest import NUM_SHOWN, FileRange, RankManifest, TensorEntry
 from ds_vertical.engine.checkpoint.save import LOOSE
+from ds_vertical.engine.checkpoint.stock_load import StockSource, is_stock
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import files
 from ds_vertical.io.checksums import Checksums
@@ -71,10 +72,10 @@ def load(engine: run_state.TrainedEngine, load_dir: Path, tag: str, wanted: Want
     with ranks.all_or_none("load_checkpoint"):
         if not is_plain_name(tag):
             raise CheckpointError(f"load_checkpoint: tag {tag!r}: no name of a folder in {load_dir}")
-        saved = manifest.read_rank(folder, ranks.rank())
-        _check_fits(engine, folder, saved, wanted)
-        manifest.check_manifest(folder, saved)
-        loading = _Loading(engine, manifest.rank_folder(folder, saved.rank), saved, wanted)
+        source: _Source = StockSource(engine, folder) if is_stock(folder) else _OwnSource(folder)
+        _check_fits(engine, folder, source.saved, wanted)
+        source.verify()
+        loading = _Loading(engine, source, wanted)
         _raise_for(folder, loading.loose_faults())
         loading.make_room()
     with ranks.all_or_none("load_checkpoint"):
@@ -87,8 +88,8 @@ def load(engine: run_state.TrainedEngine, load_dir: Path, tag: str, wanted: Want
         engine.optimizer.condition.tear(error, HALF_LOADED)
         engine.optimizer.condition.tell(error)
         raise
-    _warn(engine, saved)
-    return str(folder / manifest.NAME), client_state
+    _warn(engine, source.saved)
+    return str(source.path), client_state
 
 
 # ---- what may not change
@@ -174,18 +175,51 @@ def _warn(engine: run_state.TrainedEngine, saved: RankManifest) -> None:
 # ---- bytes
 
 
-class _Reader:
-    """Shares of tensors out of a rank's folder, by parameter and kind."""
+class _Source(Protocol):
+    """One rank's share of a checkpoint. `path`: what was loaded, for the caller."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
-        self._folder = folder
-        self._tensors = tensors
+    path: Path
+    has_random: bool  # states of generators
+
+    @property
+    def saved(self) -> RankManifest:
+        """What there is."""
+        ...
+
+    def verify(self) -> None:
+        """Raise CheckpointError unless all of it is as it was saved."""
+
+    def loose(self) -> dict[str, Any]:
+        """What is neither parameters nor their state. Raises CheckpointError, StorageError."""
+        ...
 
     def read(self, name: str, kind: str, target: torch.Tensor, first: int) -> None:
         """Fill `target` (1-d, host memory, contiguous, the kind's dtype) with elements from `first` on."""
+
+
+class _OwnSource:
+    """Of ours: shares of tensors out of a rank's folder, by parameter and kind."""
+
+    has_random = True
+
+    def __init__(self, tag_folder: Path) -> None:
+        self._tag_folder, self.path = tag_folder, tag_folder / manifest.NAME
+        self.saved = manifest.read_rank(tag_folder, ranks.rank())
+        self._folder = manifest.rank_folder(tag_folder, self.saved.rank)
+
+    def verify(self) -> None:
+        """By sizes and checksums."""
+        manifest.check_manifest(self._tag_folder, self.saved)
+
+    def loose(self) -> dict[str, Any]:
+        """From a file of its own."""
+        return _read_loose(self._folder / LOOSE)
+
+    def read(self, name: str, kind: str, target: torch.Tensor, first: int) -> None:
+        """From the file ranges that the manifest names."""
         view = _bytes_of(target)
         start = first * target.element_size()
-        for found in self._tensors[name].places[kind]:
+        for found in self.saved.tensors[name].places[kind]:
             inside = max(0, start)
             count = min(found.num_bytes - inside, len(view))
             if count > 0:
@@ -219,19 +253,20 @@ def _read_loose(path: Path) -> dict[str, Any]:
 class _Loading:
     """One rank's share of a load."""
 
-    def __init__(self, engine: run_state.TrainedEngine, folder: Path, saved: RankManifest, wanted: Wanted) -> None:
+    def __init__(self, engine: run_state.TrainedEngine, source: _Source, wanted: Wanted) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
-        self._saved = saved
+        self._saved = source.saved
         self._wanted = wanted
         self._names = {id(param): name for name, param in engine.module.named_parameters()}
-        self._reader = _Reader(folder, saved.tensors)
-        self._loose = _read_loose(folder / LOOSE)
+        self._reader = source
+        self._loose = source.loose()
 
     def loose_faults(self) -> list[str]:
         """What of the loose ends could not be put back: none, others than they must be, or of another model."""
         wanted = self._wanted
-        return list(run_state.loose_faults(self._engine, self._loose, wanted.scheduler, wanted.run, wanted.strict))
+        run = wanted.run and self._reader.has_random
+        return list(run_state.loose_faults(self._engine, self._loose, wanted.scheduler, run, wanted.strict))
 
     def make_room(self) -> None:
         """Have a file to write for every weight. Raises StorageError."""
@@ -257,7 +292,8 @@ class _Loading:
             self._engine.lr_scheduler.load_state_dict(self._loose["lr_scheduler"])
         if self._wanted.run:
             run_state.set_counters(self._engine, self._saved.numbers)
-            run_state.set_random_states(self._loose)
+            if self._reader.has_random:
+                run_state.set_random_states(self._loose)
         return self._loose["client_state"]
 
     def _load_weights(self) -> None:

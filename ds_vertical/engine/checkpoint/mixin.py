@@ -88,7 +88,7 @@ class SavingEngine(engine.DeepSpeedEngine):
 
         Whatever tiers the state rests in; it may be loaded into others. `client_state`: tensors, numbers, strings and
         collections of these. `exclude_frozen_parameters`: leave out what is not trained; a load leaves it as it is.
-        `portable`: for stock DeepSpeed, which loads it with parameters and optimizer in host memory; we do not.
+        `portable`: for stock DeepSpeed, which loads it with parameters and optimizer in host memory.
         Raises CheckpointError, StorageError, OtherRankError, TornStateError.
         """
         self._check_between_steps("save_checkpoint")
@@ -118,7 +118,7 @@ class SavingEngine(engine.DeepSpeedEngine):
         Without optimizer states the weights and fp32 masters are loaded, and moments, steps and learning rates stay as they
         are. `load_module_strict`: False leaves parameters and buffers alone that only one of model and checkpoint has; with
         optimizer states those that are trained must be in both. Raises CheckpointError, with nothing touched: no checkpoint, a
-        damaged one, one that does not fit, one of stock DeepSpeed; OtherRankError.
+        damaged one, one that does not fit, one of stock DeepSpeed with state on SSD or objects; OtherRankError.
         """
         self._check_between_steps("load_checkpoint")
         with ranks.all_or_none("load_checkpoint"):
