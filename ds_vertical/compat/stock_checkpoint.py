@@ -113,7 +113,7 @@ def let_stock_read(is_ours: Callable[[Path], bool], read: Callable[[Path, bool],
         )
 
     vars(state_dict)["reads_ours"] = True
-    zero_to_fp32._get_fp32_state_dict_from_zero_checkpoint = state_dict
+    vars(zero_to_fp32)[stock.__name__] = state_dict
 
 
 @contextlib.contextmanager

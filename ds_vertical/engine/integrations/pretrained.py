@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MethodType
 
@@ -87,7 +87,13 @@ def _original(module: nn.Module) -> Callable[..., object]:
 def _save(engine: DeepSpeedEngine, module: nn.Module, folder: Path, options: Mapping[str, object]) -> object:
     """Write `module`, all of the engine's model or a part of it. Collective."""
     _check_saves(module)
-    with ranks.collective_section(_CALL), _between_steps(engine):
+    optimizer = engine.optimizer
+    vertical = optimizer if isinstance(optimizer, VerticalStage3) else None  # None: the stock arm
+    turn = contextlib.nullcontext() if vertical is None else vertical.calls.call(_CALL)  # of this frame: see `call_guard`
+    with ranks.collective_section(_CALL), turn:
+        if vertical is not None:
+            with ranks.all_or_none(_CALL):
+                vertical.live.check_whole()
         if not compat_engine.partitions_weights(engine):
             return _original(module)(folder, is_main_process=ranks.rank() == 0, **options)
         wanted = _wanted(module, options)
@@ -118,18 +124,6 @@ def _with_shards(module: nn.Module, options: Mapping[str, object]) -> dict[str, 
     """The options, and files of a size that memory holds where nobody has chosen one."""
     shards = "max_shard_size" in inspect.signature(_function(module)).parameters
     return ({"max_shard_size": _SHARD} if shards else {}) | dict(options)
-
-
-@contextlib.contextmanager
-def _between_steps(engine: DeepSpeedEngine) -> Iterator[None]:
-    optimizer = engine.optimizer
-    if not isinstance(optimizer, VerticalStage3):  # the stock arm
-        yield
-        return
-    with optimizer.calls.call(_CALL):
-        with ranks.all_or_none(_CALL):
-            optimizer.live.check_whole()
-        yield
 
 
 # ---- which weights

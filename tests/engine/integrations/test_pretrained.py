@@ -40,6 +40,10 @@ def test_a_model_is_written_whole_and_training_goes_on(tmp_path: Path, monkeypat
             patch.setattr(host, "available_bytes", lambda: 0)
             ds_vertical.save_pretrained(engine, tmp_path / "ours", max_shard_size="5MB")
         model.model.save_pretrained(tmp_path / "part")
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: ds_vertical.save_pretrained(engine, tmp_path / "no"))
+        with pytest.raises(RuntimeError, match=r"engine\.save_pretrained\(\): called within engine\.train_batch"):
+            train(engine, range(2, 3))
+        hook.remove()
         weights = read_weights(model)
         assert sorted(path.suffix for path in (tmp_path / "ours").iterdir() if "scratch" in path.name) == []
         assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
