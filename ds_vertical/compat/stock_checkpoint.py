@@ -85,7 +85,10 @@ def place_stock_scripts(engine: DeepSpeedEngine, folder: Path) -> None:
             script.chmod(script.stat().st_mode & 0o755)
 
 
-def read_stock_files(engine: DeepSpeedEngine, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+StockFile = dict[str, Any]  # what torch.load gives of one of DeepSpeed's files, or of a part of it
+
+
+def read_stock_files(engine: DeepSpeedEngine, folder: Path) -> tuple[StockFile, StockFile]:
     """This rank's files of model and optimizer in a checkpoint of DeepSpeed's, mapped: they take memory as they are used. Of
     what is no tensor, number or string they may hold DeepSpeed's loss scalers only. Raises OSError, pickle.UnpicklingError and
     what torch raises of a damaged file."""

@@ -189,7 +189,7 @@ class _Source(Protocol):
     def verify(self) -> None:
         """Raise CheckpointError unless all of it is as it was saved."""
 
-    def loose(self) -> dict[str, Any]:
+    def loose(self) -> run_state.LooseEnds:
         """What is neither parameters nor their state. Raises CheckpointError, StorageError."""
         ...
 
@@ -211,7 +211,7 @@ class _OwnSource:
         """By sizes and checksums."""
         manifest.check_manifest(self._tag_folder, self.saved)
 
-    def loose(self) -> dict[str, Any]:
+    def loose(self) -> run_state.LooseEnds:
         """From a file of its own."""
         return _read_loose(self._folder / LOOSE)
 
@@ -233,7 +233,7 @@ class _OwnSource:
         _fill(self._folder / found.file, found.offset + inside, view)
 
 
-def _read_loose(path: Path) -> dict[str, Any]:
+def _read_loose(path: Path) -> run_state.LooseEnds:
     """Raises CheckpointError for a file that is none or would have to be unpickled, StorageError where it cannot be read."""
     try:
         with files.naming(path, "read"), os.fdopen(open_regular(path), "rb") as file:

@@ -19,6 +19,7 @@ from ds_vertical.offload.cpu_adam import Powers
 from ds_vertical.offload.param_store import ParamStore
 from ds_vertical.types import RunSettings
 
+LooseEnds = dict[str, Any]  # of a run besides its tensors: scheduler, random states, buffers, client state
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -119,7 +120,7 @@ def _groups(engine: TrainedEngine) -> list[dict[str, Any]]:
 # ---- what is not JSON
 
 
-def loose_ends(engine: TrainedEngine) -> dict[str, Any]:
+def loose_ends(engine: TrainedEngine) -> LooseEnds:
     """Learning rate scheduler and random states, of types that `torch.load(weights_only=True)` takes."""
     scheduler = engine.lr_scheduler
     return {"lr_scheduler": None if scheduler is None else scheduler.state_dict(), "random": _random_states()}

@@ -19,10 +19,11 @@ import torch
 
 from ds_vertical.compat import stock_checkpoint, zero_optimizer
 from ds_vertical.compat.engine import DeepSpeedEngine
+from ds_vertical.compat.stock_checkpoint import StockFile
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint.manifest import RankManifest, TensorEntry
 from ds_vertical.engine.checkpoint.manifest_schema import NAME, STATE
-from ds_vertical.engine.checkpoint.run_state import TrainedEngine
+from ds_vertical.engine.checkpoint.run_state import LooseEnds, TrainedEngine
 from ds_vertical.errors import CheckpointError
 from ds_vertical.offload.cpu_adam import Powers
 
@@ -64,7 +65,7 @@ class StockSource:
     def verify(self) -> None:
         """Stock keeps no checksums."""
 
-    def loose(self) -> dict[str, Any]:
+    def loose(self) -> LooseEnds:
         """Scheduler, buffers and client state."""
         buffers = {name: self._model["module"][name] for name in self._model["buffer_names"]}
         client_state = {key: value for key, value in self._model.items() if key not in _NO_CLIENTS}
@@ -80,7 +81,7 @@ class StockSource:
 
     # ---- what there is
 
-    def _files(self, engine: TrainedEngine) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _files(self, engine: TrainedEngine) -> tuple[StockFile, StockFile]:
         try:
             return stock_checkpoint.read_stock_files(cast(DeepSpeedEngine, engine), self._folder)
         except pickle.UnpicklingError as error:
@@ -97,7 +98,7 @@ class StockSource:
         )
 
     def _described(
-        self, engine: TrainedEngine, scaler: object, groups: list[dict[str, Any]], states: list[dict[str, Any]]
+        self, engine: TrainedEngine, scaler: object, groups: list[StockFile], states: list[StockFile]
     ) -> RankManifest:
         world_size = int(self._model["dp_world_size"])
         here = dict(engine.module.named_parameters())
@@ -123,7 +124,7 @@ class StockSource:
                 raise self._refusal(f"{name}, which is not trained, was on SSD and is not in it")
         return RankManifest(ranks.rank(), world_size, {}, tensors, {}, self._numbers(engine, scaler, groups))
 
-    def _numbers(self, engine: TrainedEngine, scaler: object, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    def _numbers(self, engine: TrainedEngine, scaler: object, groups: list[StockFile]) -> LooseEnds:
         adam: Any = engine.optimizer.optimizer
         holder: Any = SimpleNamespace(loss_scaler=scaler)
         return {
