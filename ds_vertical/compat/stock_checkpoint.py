@@ -116,7 +116,7 @@ def let_stock_read(is_ours: Callable[[Path], bool], read: Callable[[Path, bool],
         )
 
     vars(state_dict)["reads_ours"] = True
-    vars(zero_to_fp32)[stock.__name__] = state_dict
+    setattr(zero_to_fp32, stock.__name__, state_dict)
 
 
 @contextlib.contextmanager
