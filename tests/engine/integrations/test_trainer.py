@@ -34,7 +34,7 @@ def test_two_epochs_with_short_windows_and_evaluations(tmp_path: Path, dtype: st
         return trained(seen, arguments_for(folder, config, eval_strategy="epoch"))
 
     on_host = {"params": "cpu"} if dtype == "fp32" else {}  # stock would write such a model to SSD as bf16
-    stock, vertical = both(tmp_path, train, dtype=dtype, **on_host)
+    stock, vertical = both(tmp_path, train, dtype=dtype, section={"self_check": True}, **on_host)
     assert_same(stock, vertical)
     assert [log["grad_norm"] > 1 for log in stock.logs if "grad_norm" in log] == [True] * 6, "clipping must act"
     assert sum("eval_loss" in log for log in stock.logs) == 2
