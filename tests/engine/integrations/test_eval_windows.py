@@ -13,6 +13,7 @@ from ds_vertical.engine.integrations.eval_windows import MOST_WAITING_BYTES, Eva
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
 def test_the_end_is_told_with_the_last_batch_alone(size: int) -> None:
     PartialState()
+    GradientState._reset_state()  # other tests' loaders may be on it
     rows = list(torch.arange(5))
     state = GradientState()
 

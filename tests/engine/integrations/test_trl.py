@@ -45,7 +45,7 @@ def test_sft(tmp_path: Path, kind: str) -> None:
         trainer.train()
         return trainer
 
-    assert_same(*both(tmp_path, train, section={"self_check": True}))  # which must not count in TRL's metrics
+    assert_same(*both(tmp_path, train, section={"self_check": None}))  # which must not count in TRL's metrics
 
 
 def test_dpo_with_a_reference_model(tmp_path: Path) -> None:
