@@ -1,0 +1,34 @@
+"""Train a small Llama with the Hugging Face Trainer, as its documentation writes it; nothing in here knows ds_vertical.
+
+deepspeed train.py --deepspeed ds_config.json --output_dir out
+"""
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments, default_data_collator
+
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+
+tokens = torch.randint(0, 128, (44, 32), generator=torch.Generator().manual_seed(0))
+data = Dataset.from_dict({"input_ids": tokens.tolist(), "labels": tokens.tolist()})
+
+config = LlamaConfig(
+    vocab_size=128,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+)
+model = AutoModelForCausalLM.from_config(config)
+
+trainer = Trainer(
+    model=model,
+    args=args,
+    train_dataset=data.select(range(40)),
+    eval_dataset=data.select(range(40, 44)),
+    data_collator=default_data_collator,
+)
+trainer.train()
+trainer.save_model()
