@@ -667,6 +667,149 @@ class WithLoss(Base):
         self.loss = (Distillation(),)
 
 
+# ---- hooks on blocks
+
+
+class Tally:
+    """Counts the calls of its hooks, and scales by the number."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * (1 + 0.01 * self.calls)
+
+    def ahead(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (self.scaled(args[0]), *args[1:])
+
+    def behind(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return self.scaled(output)
+
+
+class TallyModule(nn.Module, Tally):
+    """A tally that is a module, and none of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+
+class CountedTwice(Base):
+    """One object counts in a pre-hook and in a forward hook of one block."""
+
+    tally: Callable[[], Any] = Tally
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tallies = [type(self).tally() for _ in self.blocks]
+        for block, tally in zip(self.blocks, self.tallies, strict=True):
+            block.register_forward_pre_hook(tally.ahead)
+            block.register_forward_hook(tally.behind)
+
+    def left(self) -> list[Any]:
+        return [tally.calls for tally in self.tallies]
+
+
+class CountedTwiceByModule(CountedTwice):
+    tally = TallyModule
+
+
+class HookedBlock(Block):
+    """Its own attribute counts in a pre-hook, in its forward and in a forward hook."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.calls = 0
+        self.register_forward_pre_hook(HookedBlock.ahead)
+        self.register_forward_hook(HookedBlock.behind)
+
+    def ahead(self, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        self.calls += 1
+        return (args[0] * (1 + 0.01 * self.calls),)
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.calls += 1
+        return self.body(x * (1 + 0.01 * self.calls))
+
+    def behind(self, args: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return output * (1 + 0.01 * self.calls)
+
+
+class Hooked(Base):
+    block = HookedBlock
+
+    def left(self) -> list[Any]:
+        return [block.calls for block in self.blocks]
+
+
+class TallyHook(Tally):
+    """Is a hook itself, of either kind."""
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor | None = None) -> Any:
+        return self.ahead(module, args) if output is None else self.behind(module, args, output)
+
+
+class PutOnByTheForward(Base):
+    """The forward puts a hook that counts on each block, beside one that counts, and takes it off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tallies, self.others = [[TallyHook() for _ in self.blocks] for _ in range(2)]
+        for block, tally in zip(self.blocks, self.tallies, strict=True):
+            block.register_forward_pre_hook(tally)
+            block.register_forward_hook(tally)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        handles = [block.register_forward_hook(other) for block, other in zip(self.blocks, self.others, strict=True)]
+        x = super().forward(x)
+        for handle in handles:
+            handle.remove()
+        return x
+
+    def left(self) -> list[Any]:
+        return [tally.calls for tally in (*self.tallies, *self.others)]
+
+
+def scaled_once(block: nn.Module, tally: Tally) -> None:
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        return tally.scaled(output)
+
+    handle = block.register_forward_hook(hook)
+
+
+class TakenOffByItself(PutOnByTheForward):
+    """The forward puts a hook that counts on each block. The hook takes itself off when it is called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, other in zip(self.blocks, self.others, strict=True):
+            scaled_once(block, other)
+        return Base.forward(self, x)
+
+
+class ReplacedByTheForward(CountedTwice):
+    """Each forward begins by taking hooks off. One micro-batch's puts them on again at its end, the others' at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles = {block: block.register_forward_hook(tally.behind) for block, tally in self._pairs()}
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        return list(zip(self.blocks, self.tallies, strict=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, tally in self._pairs():
+            self.handles.pop(block).remove()
+            if x.shape[1] != 4:
+                self.handles[block] = block.register_forward_hook(tally.behind)
+        x = super().forward(x)
+        for block, tally in self._pairs() if not self.handles else ():
+            self.handles[block] = block.register_forward_hook(tally.behind)
+        return x
+
+
 # ---- the tests
 
 
@@ -683,6 +826,7 @@ def outcome(case: type[Base], folder: Path, between: Any, *, vertical: bool, **s
                 found["evaluations"].append(engine.eval_batch(iter(batches(1, seed=9 + index)[0]), loss_fn).item())
             between(engine, model, index)
         found["norms of gradients"] = [sorted(block.norms) for block in model.blocks if hasattr(block, "norms")]
+        found["left"] = model.left() if hasattr(model, "left") else []
         found["weights"] = read_weights(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
     return found
 
@@ -708,6 +852,8 @@ CASES: dict[type[Base], Any] = {
     Slotted: nothing,
     Free: replace_free,
     WithLoss: a_loss_from_the_third_step,
+    **dict.fromkeys((CountedTwice, CountedTwiceByModule, Hooked), nothing),
+    **dict.fromkeys((PutOnByTheForward, TakenOffByItself, ReplacedByTheForward), nothing),
 }
 SLOW = {
     LateGenerator,
@@ -722,11 +868,14 @@ SLOW = {
     Elsewhere,
     Configured,
     Gradients,
+    CountedTwiceByModule,
+    TakenOffByItself,
+    ReplacedByTheForward,
 }
 
 
 def assert_same(stock: dict[str, Any], ours: dict[str, Any]) -> None:
-    for key in ("losses", "norms", "evaluations", "norms of gradients"):
+    for key in ("losses", "norms", "evaluations", "norms of gradients", "left"):
         assert stock[key] == ours[key], key
     assert not differing(stock["weights"], ours["weights"])
 

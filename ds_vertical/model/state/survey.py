@@ -187,6 +187,12 @@ class _NamesOfModule(Names):
         return [(f"{self.path}.{name}", value) for name, value in found if self._of(name)]
 
 
+class _Apart(Contents):
+    """Contents whose values are no part of the state that changes with them: a hook that is an object has places of its own."""
+
+    carriers: tuple[tuple[int, object], ...] = ()  # type: ignore[assignment]
+
+
 class _Whole(Names):
     """A dict whose entries change together: the hooks of a module, its modules."""
 
@@ -200,8 +206,8 @@ class _Whole(Names):
             self.owner.clear()
             self.owner.update(contents)
 
-        place = Container((self.key, None), lambda: Contents(self.owner), write, self.owner)
-        yield self.path, place, Contents(self.before)
+        place = Container((self.key, None), lambda: _Apart(self.owner), write, self.owner)
+        yield self.path, place, _Apart(self.before)
 
 
 def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
