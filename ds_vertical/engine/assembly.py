@@ -161,10 +161,9 @@ class Assembly:
 
     def describe(self, params: ParamStore) -> str:
         """The start-up line."""
-        tiers = ", ".join(f"{tier} {count}" for tier, count in bytes_by_tier(self.layers).items())
         return (
             f"vertical schedule ACTIVE: order {self.vertical.order}, {self.layers.describe()}; bytes of parameters on this"
-            f" rank: {tiers}; host buffers {params.host_bytes}; {describe_activations(self.vertical)}; optimizer"
+            f" rank: {describe_tiers(self.layers)}; host buffers {params.host_bytes}; {describe_activations(self.vertical)}; optimizer"
             f" {self.optimizer.describe()}"
         )
 
@@ -203,6 +202,19 @@ def bytes_by_tier(layers: LayerMap) -> dict[str, int]:
     for param in (param for params in layers.units.values() for param in params):
         tiers[zero_params.shard_tier(param)] += zero_params.shard_bytes(param)
     return tiers
+
+
+def describe_tiers(layers: LayerMap) -> str:
+    """The bytes of each tier for the start-up line; where the JSON puts parameters on SSD and none is there, why not."""
+    tiers = bytes_by_tier(layers)
+    words = ", ".join(f"{tier} {count}" for tier, count in tiers.items())
+    params = [param for params in layers.units.values() for param in params]
+    least = max((size for param in params if (size := zero_params.least_file_bytes(param)) is not None), default=None)
+    if tiers[Tier.SSD] or least is None:
+        return words
+    if max(map(zero_params.shard_bytes, params)) < least:
+        return f"{words} (every parameter's shard is under {least} bytes, and stays in memory as in stock)"
+    return f'{words} ("zero_optimization.offload_param.max_in_cpu" keeps all in memory, as in stock)'
 
 
 def moved_tiers(vertical: RunSettings, num_micro_batches: int) -> dict[int, Tier]:

@@ -159,6 +159,21 @@ def test_start_up_line_and_max_in_cpu_warning(tmp_path: Path, capsys: pytest.Cap
         assert "max_in_cpu" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("width", "max_in_cpu", "reason"),
+    [
+        (64, 0, "(every parameter's shard is under 1048576 bytes, and stays in memory as in stock);"),
+        (512, 10**9, '("zero_optimization.offload_param.max_in_cpu" keeps all in memory, as in stock);'),
+    ],
+)
+def test_the_start_up_line_says_why_no_parameter_is_on_ssd(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], width: int, max_in_cpu: int, reason: str
+) -> None:
+    with running(ssd_config(tmp_path, max_in_cpu=max_in_cpu), partial(MixerModel, 2, width), vertical=True) as (_, model):
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "ACTIVE" in line)
+        assert f"host {4 * sum(p.ds_numel for p in model.parameters())}, ssd 0 {reason}" in line
+
+
 @pytest.mark.parametrize(("name", "args"), [("forward", (1,)), ("backward", (1,)), ("step", ()), ("__call__", (1,))])
 def test_stocks_own_loop_is_refused(name: str, args: tuple[Any, ...]) -> None:
     engine = initialize(config=host_config())
