@@ -163,8 +163,8 @@ class Assembly:
         """The start-up line."""
         return (
             f"vertical schedule ACTIVE: order {self.vertical.order}, {self.layers.describe()}; bytes of parameters on this"
-            f" rank: {describe_tiers(self.layers)}; host buffers {params.host_bytes}; {describe_activations(self.vertical)}; optimizer"
-            f" {self.optimizer.describe()}"
+            f" rank: {describe_tiers(self.layers)}; host buffers {params.host_bytes}; {describe_activations(self.vertical)};"
+            f" optimizer {self.optimizer.describe()}"
         )
 
     @property

@@ -79,7 +79,7 @@ def check_disk(forecast: Forecast, config: dict[str, Any], resolved: RunSettings
         faults += _disk_faults(disk, forecast, resolved)
         lines.append(f"disk of this rank, beside its parameters: {disk.parts}; free: {_mib(disk.free)}")
         lines.append(_frozen(disk))
-    if forecast.files.on_ssd:
+    if forecast.files.num_files:
         faults += [*_descriptor_faults(forecast, config, resolved), *_event_faults(forecast, config, resolved)]
     others = [found for found in ranks.all_gathered(faults) if found]
     if others:
@@ -157,8 +157,8 @@ def _mib(count: int) -> str:
 
 def _queues(forecast: Forecast, resolved: RunSettings) -> list[float]:
     """Of each queue of asynchronous I/O, how many operations may be in it at a time: each has its file open."""
-    shards = [forecast.files.on_ssd] * 2  # parameters read, written
-    slots = forecast.settings.slots
+    shards = [forecast.files.num_files] * 2  # parameters read, written
+    slots = forecast.terms.slots
     parts = [slots * _READ_PER_PART, slots * (_READ_PER_PART - 1)]
     gradients = [math.inf] * (resolved.gradient_host_share < 1)
     activations = [math.inf] * (2 if resolved.activations.shares[Tier.SSD] else 0)

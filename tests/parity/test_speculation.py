@@ -75,7 +75,7 @@ def test_history_decides_when_nobody_does(tmp_path: Path) -> None:
 
 
 def test_the_rate_follows_the_last_steps() -> None:
-    regime = StepTiming(None, None, certain=False, on_ssd=True)
+    regime = StepTiming(None, None, certain=False, in_files=True)
     assert not regime.early and regime.hit_rate is None
     for _ in range(20):
         regime.note(tried=regime.early, hit=True)

@@ -57,7 +57,7 @@ class VerticalStage3(ChunkedStage3):
         self._vertical = vertical
         stops = vertical.on_nonfinite == "stop"
         self._new_regime = partial(StepTiming, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
-        self.regime = self._new_regime(certain=False, on_ssd=False)  # another where the state turns out to be on SSD
+        self.regime = self._new_regime(certain=False, in_files=False)  # another where the state turns out to be on SSD
         self.condition, self.calls = StateGuard(), Calls()
         self.live = LiveState(self.condition, self.calls)
         self.checksums = Checksums(vertical.verify)  # of this rank's files of state and parameters
@@ -127,7 +127,7 @@ class VerticalStage3(ChunkedStage3):
         """Files of one generation; of two where early steps need them, and every rank has room or the JSON asks for them."""
         dynamic_scale = self._dynamic_scale and self.dtype == torch.float16  # other dtypes have a static one, whatever is asked
         certain = self.clip_grad == 0.0 and not dynamic_scale
-        self.regime = self._new_regime(certain=certain, on_ssd=self.swap_optimizer)
+        self.regime = self._new_regime(certain=certain, in_files=self.swap_optimizer)
         stepped = [param for chunk in self.fp16_groups for param in chunk if zero_params.is_on_ssd(param)]
         shards = {zero_params.second_generation(f.path): f.num_bytes for f in map(zero_params.swap_file, stepped)}
         one, both = (zero_optimizer.optimizer_files(self, generations) for generations in (1, 2))
