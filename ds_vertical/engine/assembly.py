@@ -104,7 +104,7 @@ class Assembly:
         window = self.vertical.prefetch_layers
         num_buffers = layer_buffers(window, self.layers.num_layers)
         optimizer, new_queue = self.optimizer, self._new_queue
-        settings = ParamSettings(self._device, num_buffers, window, optimizer.regime.generations, optimizer.checksums)
+        settings = ParamSettings(self._device, num_buffers, window, optimizer.timing.generations, optimizer.checksums)
         return ParamStore(self.layers.units, new_queue, new_queue(), settings)
 
     def start_pipeline(self, params: ParamStore) -> None:

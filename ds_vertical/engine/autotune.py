@@ -90,11 +90,11 @@ def _chosen(
     section: VerticalConfig, resolved: RunSettings, forecast: Forecast, problem: LpProblem, profile: Profile
 ) -> tuple[int, float | None, str]:
     """(prefetch_layers, optimizer_delay, why) for the JSON's nulls. Raises CostsError."""
-    regime, terms = forecast.regime, forecast.terms
-    early = regime.possible and regime.certain
-    choice = Choice(1, terms.num_micro_batches, 1, terms.window, regime.delay, early, problem.shape.placement)
+    timing, terms = forecast.timing, forecast.terms
+    early = timing.possible and timing.certain
+    choice = Choice(1, terms.num_micro_batches, 1, terms.window, timing.delay, early, problem.shape.placement)
     windows = WINDOWS[:2] if section.prefetch_layers is None else (resolved.prefetch_layers,)
-    delays = _DELAYS if section.optimizer_delay is None and early else (regime.delay,)
+    delays = _DELAYS if section.optimizer_delay is None and early else (timing.delay,)
     best, rule = tune_timing(problem, choice, windows, [delay for delay in delays if delay < 1])
     delay = best.choice.delay if section.optimizer_delay is None and early else resolved.optimizer_delay
     return best.choice.window, delay, _reason(best, rule, profile)
@@ -110,12 +110,12 @@ def _problem(
         return None
     machine = profile.machine.shared(ranks_here)
     seconds = seconds.times(ranks_here if machine.one_memory else 1)
-    regime = forecast.regime
+    timing = forecast.timing
     shape = shaped(forecast.shape, seconds, resolved.blocks_per_layer)
     allowed, baseline = room
     limits = {Tier.DEVICE: None, Tier.HOST: allowed, Tier.SSD: None}
-    early = regime.possible and regime.certain
-    return LpProblem(shape, machine, forecast.terms, limits, regime.delay, early, forecast.further(baseline))
+    early = timing.possible and timing.certain
+    return LpProblem(shape, machine, forecast.terms, limits, timing.delay, early, forecast.further(baseline))
 
 
 def _reason(best: Candidate, rule: Candidate, profile: Profile) -> str:

@@ -144,7 +144,7 @@ class Forecast:
         dynamic = stock_config.has_dynamic_scale(config)
         self._certain = clip == 0.0 and not dynamic
         delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
-        self.regime = StepTiming(delay, speculation, self._certain, self._json.state_in_files, resolved.on_nonfinite == "stop")
+        self.timing = StepTiming(delay, speculation, self._certain, self._json.state_in_files, resolved.on_nonfinite == "stop")
         self._num_micro_batches = int(config.get("gradient_accumulation_steps") or 1)
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
 
@@ -187,7 +187,7 @@ class Forecast:
             0,
             param_bytes=self._param_bytes,
             num_shards=shards.num_shards,
-            generations=self.regime.generations,
+            generations=self.timing.generations,
             part_elements=memory_budget.PART_ELEMENTS,
             working_bytes=self._working_bytes(max(gradients)),
             placement=Placement(
@@ -217,7 +217,7 @@ class Forecast:
     @property
     def _held_share(self) -> float:
         """Of the gradients, the share that waits for its step: all that may be redone, or that users may read later."""
-        return self.regime.delay if self.regime.final and not self._resolved.keep_gradients else 1.0
+        return self.timing.delay if self.timing.final and not self._resolved.keep_gradients else 1.0
 
     def further(self, baseline_bytes: int) -> tuple[BudgetItem, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
@@ -252,7 +252,7 @@ class Forecast:
     @property
     def _piece_bytes(self) -> list[int]:
         """Bytes of state of each piece that goes through the optimizer's pipeline."""
-        early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
+        early_share = 1.0 - self.timing.delay if self.timing.possible else 0.0
         found = []
         for chunk in self.chunks:
             if chunk.state_in_files:

@@ -100,7 +100,7 @@ def test_clipping_that_is_not_written_counts_as_deepspeeds_own(tmp_path: Path) -
     del config["gradient_clipping"]
     with running(config, MixerModel, vertical=True) as (engine, model):
         forecast = Forecast(engine.layers, groups_of(model, None, None), config, engine.vertical)
-        assert forecast.regime.certain is engine.optimizer.regime.certain is False
+        assert forecast.timing.certain is engine.optimizer.timing.certain is False
         assert forecast.terms.held_share == 1
 
 

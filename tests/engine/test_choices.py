@@ -85,7 +85,7 @@ def test_a_slow_disk_gets_another_share_of_delayed_steps_and_the_same_bits(
 def test_where_nothing_is_gained_the_rule_stands(tmp_path: Path, measured: Any) -> None:
     measured(report())
     with running(config(tmp_path), model, vertical=True) as (engine, _):
-        assert (engine.vertical.prefetch_layers, engine.optimizer.regime.delay) == (1, 0.25)
+        assert (engine.vertical.prefetch_layers, engine.optimizer.timing.delay) == (1, 0.25)
         assert "which nothing beats" in engine.vertical.reasons["prefetch_layers"]
 
 

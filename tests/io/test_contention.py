@@ -187,7 +187,7 @@ def test_the_doctor_names_who_has_the_cores_and_what_to_do() -> None:
 
 
 def test_a_team_that_leaves_room_for_others_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contention, "look", lambda: (1.0, [contention.Taker("python", 7, 1.0)]))
+    monkeypatch.setattr(contention, "look", lambda: (1.0, [contention.BusyProcess("python", 7, 1.0)]))
     monkeypatch.setattr(contention, "cores", lambda: frozenset(range(8)))
     monkeypatch.setattr(contention, "quota", lambda: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
