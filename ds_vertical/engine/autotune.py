@@ -23,7 +23,7 @@ from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import Seconds, shaped
 from ds_vertical.planner.search import DELAYS, WINDOWS, Candidate, Choice, tune_timing
-from ds_vertical.types import ModelShape, RunSettings, Tier
+from ds_vertical.types import ModelShape, RunSettings, Tier, TierBytes, per_tier
 
 _MOST_TOKENS: Final = 2048  # of a sequence, where the model's configuration allows more
 _DTYPES: Final = {2: "bf16", 4: "fp32"}
@@ -113,7 +113,7 @@ def _problem(
     timing = forecast.timing
     shape = shaped(forecast.shape, seconds, resolved.blocks_per_layer)
     allowed, baseline = room
-    limits = {Tier.DEVICE: None, Tier.HOST: allowed, Tier.SSD: None}
+    limits: TierBytes = per_tier({Tier.DEVICE: None, Tier.HOST: allowed, Tier.SSD: None})
     early = timing.possible and timing.certain
     return LpProblem(shape, machine, forecast.terms, limits, timing.delay, early, forecast.further(baseline))
 
