@@ -15,6 +15,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,9 @@ from ds_vertical.errors import LayerError
 
 USERS = types.ModuleType("users_module")  # a module of the user's own, as `import users_module` gives it
 USERS.MASK = 1.0
+PACKAGE = types.ModuleType("users_package")  # `import users_package.inner`
+PACKAGE.inner = types.ModuleType("users_package.inner")
+PACKAGE.inner.SETTING = 1.0
 COUNTS: contextvars.ContextVar[dict[Any, Any]] = contextvars.ContextVar("counts")
 OF_THREAD = threading.local()
 
@@ -308,6 +312,21 @@ class Elsewhere(Base):
         return ()
 
 
+class SettingBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x * PACKAGE.inner.SETTING)
+
+
+class SetInAPackage(Base):
+    """In a module inside a package that the user imports."""
+
+    block = SettingBlock
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        PACKAGE.inner.SETTING = torch.sigmoid(x.detach().mean((0, 2), keepdim=True))
+        return ()
+
+
 class OutputBlock(Block):
     def forward(self, x: torch.Tensor, *args: Any) -> Any:
         out = self.body(x)
@@ -576,6 +595,55 @@ class Slotted(Base):
     block = SlottedBlock
 
 
+class SlottedList(list[Any]):
+    __slots__ = ("calls", "inner")
+
+
+class SlottedDict(dict[str, Any]):
+    __slots__ = ("calls",)
+
+
+class AttributedList(list[Any]):
+    """Has attributes beside its elements."""
+
+
+class SubclassedBlock(Block):
+    """Counts in a slot of a list and of a dict, which have elements as well."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.kept, self.named = SlottedList([1.0]), SlottedDict(scale=0.01)
+        self.kept.calls = self.named.calls = 0
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.kept.calls += 1
+        self.kept.inner = x.detach().mean()
+        self.named.calls += 2
+        return self.body(x * (1 + 0.01 * self.kept.calls + self.named["scale"] * self.named.calls) + self.kept.inner)
+
+
+class Subclassed(Base):
+    """And hooks that append to a list that has an attribute and to one that has a slot; nobody reads them."""
+
+    block = SubclassedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes, self.slotted = AttributedList([0]), SlottedList()
+        self.sizes.name, self.slotted.calls = "sizes", 0
+        for block in self.blocks:
+            block.register_forward_hook(self.note)
+
+    def note(self, block: Any, args: Any, output: torch.Tensor) -> None:
+        self.sizes.append(output.shape[1])
+        self.slotted.append(block.index)
+        self.slotted.calls += 1
+
+    def left(self) -> list[Any]:
+        counts = [(block.kept.calls, list(block.kept), block.named.calls, dict(block.named)) for block in self.blocks]
+        return [counts, list(self.sizes), vars(self.sizes), list(self.slotted), self.slotted.calls]
+
+
 class Child(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -744,6 +812,29 @@ class Hooked(Base):
         return [block.calls for block in self.blocks]
 
 
+def scaled_by_keyword(block: Any, args: Any, output: torch.Tensor, *, calls: int) -> torch.Tensor:
+    block.hook[0].keywords["calls"] = calls + 1
+    return output * (1 + 0.01 * calls)
+
+
+class Keywords(Base):
+    """A hook of all blocks that counts in a keyword of its own partial. Each forward begins with a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook = (partial(scaled_by_keyword, calls=0),)
+        for block in self.blocks:
+            block.hook = self.hook
+            block.register_forward_hook(self.hook[0])
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        self.hook[0].keywords["calls"] = 10 * x.shape[1]
+        return ()
+
+    def left(self) -> list[Any]:
+        return [self.hook[0].keywords]
+
+
 class TallyHook(Tally):
     """Is a hook itself, of either kind."""
 
@@ -814,7 +905,7 @@ class ReplacedByTheForward(CountedTwice):
 
 
 def outcome(case: type[Base], folder: Path, between: Any, *, vertical: bool, **section: Any) -> dict[str, Any]:
-    USERS.MASK = OF_THREAD.mask = 1.0
+    USERS.MASK = PACKAGE.inner.SETTING = OF_THREAD.mask = 1.0
     config = config_in(folder, section={"self_check": False} | section)
     found: dict[str, Any] = {"losses": [], "norms": [], "evaluations": []}
     with running(config, case, vertical=vertical) as (engine, model):
@@ -835,7 +926,9 @@ def outcome(case: type[Base], folder: Path, between: Any, *, vertical: bool, **s
 def users_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if it had been imported from a file beside the script."""
     USERS.__file__ = str(Path(__file__).with_name("users_module.py"))
-    monkeypatch.setitem(sys.modules, "users_module", USERS)
+    PACKAGE.__file__ = str(Path(__file__).with_name("users_package") / "__init__.py")
+    for module in (USERS, PACKAGE, PACKAGE.inner):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     yield
 
 
@@ -854,6 +947,7 @@ CASES: dict[type[Base], Any] = {
     WithLoss: a_loss_from_the_third_step,
     **dict.fromkeys((CountedTwice, CountedTwiceByModule, Hooked), nothing),
     **dict.fromkeys((PutOnByTheForward, TakenOffByItself, ReplacedByTheForward), nothing),
+    **dict.fromkeys((Keywords, Subclassed, SetInAPackage), nothing),
 }
 SLOW = {
     LateGenerator,

@@ -301,9 +301,17 @@ class _Survey:
                     self._add(f"{each.__module__}.{name}", OUTSIDE, entry_of(each.__globals__, name))
                 for name in names & each.__globals__.keys():
                     self._value(f"{each.__module__}.{name}", OUTSIDE, entry_of(each.__globals__, name))
-                    if is_users_module(module := each.__globals__[name]):
-                        for inner in names & vars(module).keys():
-                            self._value(f"{module.__name__}.{inner}", OUTSIDE, entry_of(vars(module), inner))
+                    self._imported(each.__globals__[name], names, set())
+
+    def _imported(self, value: object, names: set[str], visited: set[int]) -> None:
+        """If a value is a module of Python that the user has written: note the attributes with these names, and those of the
+        modules among them."""
+        if id(value) in visited or not is_users_module(value):
+            return
+        visited.add(id(value))
+        for name in names & vars(value).keys():
+            self._value(f"{value.__name__}.{name}", OUTSIDE, entry_of(vars(value), name))
+            self._imported(vars(value)[name], names, visited)
 
     def _file(self, own: dict[str, object]) -> None:
         if id(own) not in self._seen:
