@@ -240,6 +240,28 @@ class Added(Base):
         return 0.1 * (self.context.aux + self.given["aux"])
 
 
+class ReshapedBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("means", torch.zeros(1))
+        self.sums = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        scale = 1 + self.means.sum() + self.sums.sum()
+        self.means.data = x.detach().mean((0, 2)) + self.means.sum()
+        self.sums.data = torch.cat([self.sums, x.detach().mean().view(1)])
+        return self.body(x * scale)
+
+
+class Reshaped(Base):
+    """A buffer that each micro-batch gives a shape of its own by `.data = ...`, and a tensor that grows so."""
+
+    block = ReshapedBlock
+
+    def left(self) -> list[Any]:
+        return [block.sums.tolist() for block in self.blocks]
+
+
 class Usage(Base):
     """A count that blocks write and nobody reads."""
 
@@ -947,7 +969,7 @@ CASES: dict[type[Base], Any] = {
     WithLoss: a_loss_from_the_third_step,
     **dict.fromkeys((CountedTwice, CountedTwiceByModule, Hooked), nothing),
     **dict.fromkeys((PutOnByTheForward, TakenOffByItself, ReplacedByTheForward), nothing),
-    **dict.fromkeys((Keywords, Subclassed, SetInAPackage), nothing),
+    **dict.fromkeys((Keywords, Subclassed, SetInAPackage, Reshaped), nothing),
 }
 SLOW = {
     LateGenerator,

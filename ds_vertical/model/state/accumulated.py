@@ -34,9 +34,12 @@ def sum_up(before: Pairs, versions: Sequence[Pairs]) -> Pairs:
 
 
 def sum_of_tensors(before: torch.Tensor, versions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`before` with what each version has added to it, element by element, in their order; of truth values the last version."""
+    """`before` with what each version has added to it, element by element, in their order.
+
+    Of truth values, and of versions that differ in shape, the last version.
+    """
     total = before
-    if before.dtype == torch.bool:
+    if before.dtype == torch.bool or any((each.shape, each.dtype) != (before.shape, before.dtype) for each in versions):
         return versions[-1]
     for each in versions:
         total = total + (each - before)
