@@ -247,9 +247,9 @@ class ReshapedBlock(Block):
         self.sums = torch.zeros(1)
 
     def forward(self, x: torch.Tensor, *args: Any) -> Any:
-        scale = 1 + self.means.sum() + self.sums.sum()
-        self.means.data = x.detach().mean((0, 2)) + self.means.sum()
-        self.sums.data = torch.cat([self.sums, x.detach().mean().view(1)])
+        scale = 1 + 0.1 * self.means.mean() + 0.1 * self.sums.mean()
+        self.means.data = torch.sigmoid(x.detach().mean((0, 2)) + self.means.mean())
+        self.sums.data = torch.cat([self.sums, torch.sigmoid(x.detach().mean()).view(1)])
         return self.body(x * scale)
 
 
@@ -260,6 +260,42 @@ class Reshaped(Base):
 
     def left(self) -> list[Any]:
         return [block.sums.tolist() for block in self.blocks]
+
+
+class ReadFurtherOnBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("load", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.load.add_(0.1 * torch.sigmoid(x.detach().mean()))
+        return self.body(x * (1 + self.others[0].load))
+
+
+class ReadFurtherOn(Base):
+    """Each block writes its buffer in place; all blocks read the first one's."""
+
+    block = ReadFurtherOnBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.others = [self.blocks[0]]
+
+
+class ReadByHooks(Base):
+    """The same by hooks on the blocks."""
+
+    block = ReadFurtherOnBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.others = [block]
+            block.register_forward_hook(self.scaled)
+
+    def scaled(self, block: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * (1 + self.blocks[0].load)
 
 
 class Usage(Base):
@@ -970,6 +1006,7 @@ CASES: dict[type[Base], Any] = {
     **dict.fromkeys((CountedTwice, CountedTwiceByModule, Hooked), nothing),
     **dict.fromkeys((PutOnByTheForward, TakenOffByItself, ReplacedByTheForward), nothing),
     **dict.fromkeys((Keywords, Subclassed, SetInAPackage, Reshaped), nothing),
+    **dict.fromkeys((ReadFurtherOn, ReadByHooks), nothing),
 }
 SLOW = {
     LateGenerator,

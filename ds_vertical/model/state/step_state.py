@@ -131,6 +131,8 @@ class StepState:
         if not self._tracks:
             return
         near = _regions_near(self._layers, layer)
+        if near is not None:
+            near |= self._learned.reached
         for track in self._tracks:
             if self._in_turn:
                 if track.item.is_global and layer is not None and layer < 0 and self._seeds[micro_batch] is not None:
