@@ -34,7 +34,7 @@ from ds_vertical.planner import memory_budget, search
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
-from ds_vertical.planner.search import Candidate, Setting, Task
+from ds_vertical.planner.search import Candidate, Choice, Task
 from ds_vertical.types import Placement, Tier
 
 FOLDER = run.ROOT / "benchmarks" / "predictions"
@@ -137,10 +137,10 @@ def candidate(row: Row, dtype: str, out: Path) -> tuple[Candidate, ModelSpec]:
     )
     machine = profile_of(row.limited, out).machine
     held = delay if early else 1.0
-    settings = memory_budget.Settings(row.micro_batches, row.window, held_share=held, one_memory=machine.one_memory)
-    setting = Setting(row.size, row.micro_batches, row.blocks, row.window, delay, early, placement)
-    case = LpProblem(shape, machine, settings, dict(zip(Tier, (None, None, None), strict=True)), delay, early)
-    return Candidate(setting, shape, machine, case, 0.0, ()), spec
+    terms = memory_budget.BudgetTerms(row.micro_batches, row.window, held_share=held, one_memory=machine.one_memory)
+    choice = Choice(row.size, row.micro_batches, row.blocks, row.window, delay, early, placement)
+    case = LpProblem(shape, machine, terms, dict(zip(Tier, (None, None, None), strict=True)), delay, early)
+    return Candidate(choice, case, 0.0, ()), spec
 
 
 def measured(row: Row, dtype: str, steps: int, out: Path, resume: bool) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def choices(dtype: str, steps: int, out: Path, rows: list[dict[str, Any]]) -> li
     for name, host_bytes in (("plan_little_host_memory", LITTLE), ("plan", machine.capacity[Tier.HOST])):
         chosen = search.choose(task, machine.machine, {**machine.capacity, Tier.DEVICE: None, Tier.HOST: host_bytes}).chosen
         step_s = train(SWEEP[0], name, chosen, spec, steps, out)
-        told = {"choice": name, "host_bytes": host_bytes, "setting": chosen.setting.to_json(), "predicted_s": chosen.step_s}
+        told = {"choice": name, "host_bytes": host_bytes, "setting": chosen.choice.to_json(), "predicted_s": chosen.step_s}
         found.append(told | {"step_s": step_s, "measured_s": median(step_s), "over_best": median(step_s) / best})
         print(f"{name}: predicted {chosen.step_s:.2f} s, measured {median(step_s):.2f} s", flush=True)
     return found

@@ -3,7 +3,8 @@
 A leaf: it imports `errors` only, so that each package may import it. It describes, and derives what follows from one
 description alone; reading files and choosing values is done in `config` and `planner`.
 
-[Note: a new tier] A tier is added to `Tier`, and to `RESTING_PLACES` for each kind that may rest there. Everything else that
+[Note: a new tier] A tier is added to `Tier`, and to `RESTING_PLACES` for each kind that may rest there. Code that only has to
+know whether bytes are read and written as files asks `Placement.in_files`, which follows from `IN_FILES`. Everything else that
 has to know of it then fails until it says how: tables over all tiers are made by `per_tier`, which fails at import, and
 branches end in `assert_never`, which the type checker refuses.
 """
@@ -47,6 +48,8 @@ def per_tier(table: Mapping[Tier, _Value]) -> Mapping[Tier, _Value]:
     return MappingProxyType(dict(table))
 
 
+# Whether what rests in a tier lies in files, which are read ahead of a use and written after a change.
+IN_FILES: Final = per_tier({Tier.DEVICE: False, Tier.HOST: False, Tier.SSD: True})
 # How DeepSpeed spells a tier as "device" of its offload sections.
 OFFLOAD_DEVICES: Final = per_tier({Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.SSD: "nvme"})
 # Bytes of each tier that may be used; None: not limited, or not known.
@@ -87,6 +90,9 @@ class Placement(Mapping[TensorKind, Mapping[Tier, float]]):
         are on SSD, gradients in host memory, activations on the device. Raises CostsError for shares that are none."""
         given = {**_USUAL_SHARES, **(shares or {})}
         self._shares = {kind: _complete_shares(kind, given[kind]) for kind in TensorKind}
+        self._in_files = {
+            kind: sum((share for tier, share in shares.items() if IN_FILES[tier]), 0.0) for kind, shares in self._shares.items()
+        }
 
     @classmethod
     def of(cls, **shares: float) -> Self:
@@ -120,6 +126,10 @@ class Placement(Mapping[TensorKind, Mapping[Tier, float]]):
         """The share of `kind` that does not rest in the first of its tiers."""
         first, *others = RESTING_PLACES[kind]
         return sum(self._shares[kind][tier] for tier in others)
+
+    def in_files(self, kind: TensorKind) -> float:
+        """The share of `kind` that rests in tiers of files (`IN_FILES`)."""
+        return self._in_files[kind]
 
     def with_shares(self, kind: TensorKind, shares: Mapping[Tier, float]) -> Placement:
         """This placement with other shares of one kind; what `shares` does not name is in the kind's first tier."""
@@ -446,17 +456,17 @@ class ModelShape:
     @property
     def unit_files(self) -> tuple[float, ...]:
         """Bytes of the parameter files of `pre` and of each layer on this rank."""
-        each = self.param_bytes * self.on_ssd(TensorKind.PARAMETERS) / self.num_shards
+        each = self.param_bytes * self.in_files(TensorKind.PARAMETERS) / self.num_shards
         return tuple(elements * each for elements in self._units) if self.files is None else self.files
 
     @property
     def written_bytes(self) -> float:
         """Bytes written to SSD for each element that is stepped: its state, and the parameter."""
-        return self.state_bytes * self.on_ssd(TensorKind.STATE) + self.param_bytes * self.on_ssd(TensorKind.PARAMETERS)
+        return self.state_bytes * self.in_files(TensorKind.STATE) + self.param_bytes * self.in_files(TensorKind.PARAMETERS)
 
-    def on_ssd(self, kind: TensorKind) -> float:
-        """The share of `kind` that rests on SSD."""
-        return self.placement.share(kind, Tier.SSD)
+    def in_files(self, kind: TensorKind) -> float:
+        """The share of `kind` that rests in files."""
+        return self.placement.in_files(kind)
 
     @property
     def unit_gradients(self) -> tuple[int, ...]:

@@ -30,7 +30,10 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         cache.say(f"{len(missing)} of {len(needed)} ops are to be compiled: {', '.join(missing)}")
         cache.activate()
-    with_fallback: dict[str, Callable[[], Any]] = {load.FREE_ADAM.build_name: load.free_adam, load.JOINT.build_name: load.joint}
+    with_fallback: dict[str, Callable[[], Any]] = {
+        load.FREE_ADAM.build_name: load.free_adam,
+        load.IDENTITY_NODE.build_name: load.identity_node,
+    }
     loaded = {name: with_fallback.get(name, lambda name=name: needed[name]().load(verbose=False))() for name in missing}
     slow = [name for name, op in loaded.items() if op is None or isinstance(op, load.PiecewiseAdam)]
     if slow:

@@ -247,7 +247,7 @@ READ: Final[Mapping[str, Rows]] = {
     ),
     "deepspeed.runtime.swap_tensor.utils:SwapBufferManager": (("compat.swap_buffers", "all_buffers free_buffer_index"),),
     PARAMETER_SWAPPER: (
-        ("compat.zero_params", "id_to_path swap_folder swap_element_size"),
+        ("compat.zero_params", "id_to_path swap_folder swap_element_size min_aio_bytes"),
         (
             "compat.swap_buffers",
             "aligned_elements_per_buffer available_buffer_ids param_buffer_count buffers partitioned_swap_buffer"

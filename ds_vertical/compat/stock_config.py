@@ -18,8 +18,10 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.errors import ConfigError
+from ds_vertical.types import IN_FILES, OFFLOAD_DEVICES, Tier
 
 _ZERO = "zero_optimization"
+_TIERS = {device: tier for tier, device in OFFLOAD_DEVICES.items()}
 
 # ---- what of the JSON decides about memory
 
@@ -28,8 +30,8 @@ _ZERO = "zero_optimization"
 class OffloadSettings:
     """DeepSpeed's settings, its defaults filled in. Sizes in elements where they are not called bytes."""
 
-    params_on_ssd: bool
-    state_on_ssd: bool
+    params_tier: Tier
+    state_tier: Tier
     max_in_cpu: int
     sub_group_size: int
     alignment_bytes: int  # of sizes of files
@@ -42,17 +44,27 @@ class OffloadSettings:
         """The settings of a DeepSpeed JSON. Raises pydantic.ValidationError for a section that DeepSpeed refuses."""
         zero = DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
         param, optimizer, aio = zero.offload_param, zero.offload_optimizer, get_aio_config(config)
-        params_on_ssd = param is not None and param.device == OffloadDeviceEnum.nvme
+        params_tier = Tier.DEVICE if param is None else _TIERS[OffloadDeviceEnum(param.device).value]
         return cls(
-            params_on_ssd,
-            optimizer is not None and optimizer.device == OffloadDeviceEnum.nvme,
-            int(param.max_in_cpu) if param is not None and params_on_ssd else 0,
+            params_tier,
+            Tier.DEVICE if optimizer is None else _TIERS[OffloadDeviceEnum(optimizer.device).value],
+            int(param.max_in_cpu) if param is not None and IN_FILES[params_tier] else 0,
             int(zero.sub_group_size),
             AIO_ALIGNED_BYTES * aio["intra_op_parallelism"],
             max(MIN_AIO_BYTES, aio["block_size"]),
             int(zero.param_persistence_threshold),
             int(zero.model_persistence_threshold),
         )
+
+    @property
+    def params_in_files(self) -> bool:
+        """Whether parameters rest in files, as far as the other settings do not keep them in memory."""
+        return IN_FILES[self.params_tier]
+
+    @property
+    def state_in_files(self) -> bool:
+        """Whether the optimizer's state rests in files, as far as it is not too small for that."""
+        return IN_FILES[self.state_tier]
 
     def persistent(self, sizes: Iterable[int]) -> list[bool]:
         """Of parameters of these elements, in the model's order, which stay on the device: as `mark_persistent_parameters`."""

@@ -135,6 +135,12 @@ def swap_folder(param: ZeroParam) -> Path | None:
     return None if swapper is None else Path(swapper.swap_folder)
 
 
+def least_file_bytes(param: ZeroParam) -> int | None:
+    """Bytes from which on DeepSpeed keeps a shard in a file; None where the parameter has no swapper: not meant for SSD."""
+    swapper = getattr(param, "nvme_swapper", None)
+    return None if swapper is None else int(swapper.min_aio_bytes)
+
+
 def needs_read(param: ZeroParam) -> bool:
     """Whether the shard must come from SSD before the parameter can be gathered."""
     return is_on_ssd(param) and param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE

@@ -228,7 +228,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")
-    kept_bytes = backward_bytes(forecast.shape, forecast.settings) if accelerator.is_one_memory() else 0
+    kept_bytes = backward_bytes(forecast.shape, forecast.terms) if accelerator.is_one_memory() else 0
     budget = HostBudget(host_bytes, kept_bytes, left)
     factory = partial(VerticalEngine, vertical=resolved, layers=layers, folder=run_folder(prepared), budget=budget)
     with compat_engine.substituted_engine(factory):

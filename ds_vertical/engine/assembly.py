@@ -109,7 +109,7 @@ class Assembly:
         window = self.vertical.prefetch_layers
         num_buffers = layer_buffers(window, self.layers.num_layers)
         optimizer, new_queue = self.optimizer, self._new_queue
-        settings = ParamSettings(self._device, num_buffers, window, optimizer.regime.generations, optimizer.checksums)
+        settings = ParamSettings(self._device, num_buffers, window, optimizer.timing.generations, optimizer.checksums)
         return ParamStore(self.layers.units, new_queue, new_queue(), settings)
 
     def start_pipeline(self, params: ParamStore) -> None:
@@ -166,11 +166,10 @@ class Assembly:
 
     def describe(self, params: ParamStore) -> str:
         """The start-up line."""
-        tiers = ", ".join(f"{tier} {count}" for tier, count in bytes_by_tier(self.layers).items())
         return (
             f"vertical schedule ACTIVE: order {self.vertical.order}, {self.layers.describe()}; bytes of parameters on this"
-            f" rank: {tiers}; host buffers {params.host_bytes}; {describe_activations(self.vertical)}; optimizer"
-            f" {self.optimizer.describe()}"
+            f" rank: {describe_tiers(self.layers)}; host buffers {params.host_bytes}; {describe_activations(self.vertical)};"
+            f" optimizer {self.optimizer.describe()}"
         )
 
     @property
@@ -208,6 +207,19 @@ def bytes_by_tier(layers: LayerMap) -> dict[str, int]:
     for param in (param for params in layers.units.values() for param in params):
         tiers[zero_params.shard_tier(param)] += zero_params.shard_bytes(param)
     return tiers
+
+
+def describe_tiers(layers: LayerMap) -> str:
+    """The bytes of each tier for the start-up line; where the JSON puts parameters on SSD and none is there, why not."""
+    tiers = bytes_by_tier(layers)
+    words = ", ".join(f"{tier} {count}" for tier, count in tiers.items())
+    params = [param for params in layers.units.values() for param in params]
+    least = max((size for param in params if (size := zero_params.least_file_bytes(param)) is not None), default=None)
+    if tiers[Tier.SSD] or least is None:
+        return words
+    if max(map(zero_params.shard_bytes, params)) < least:
+        return f"{words} (every parameter's shard is under {least} bytes, and stays in memory as in stock)"
+    return f'{words} ("zero_optimization.offload_param.max_in_cpu" keeps all in memory, as in stock)'
 
 
 def moved_tiers(vertical: RunSettings, num_micro_batches: int) -> dict[int, Tier]:

@@ -22,8 +22,8 @@ from ds_vertical.planner import memory_budget
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import Seconds, shaped
-from ds_vertical.planner.search import DELAYS, WINDOWS, Candidate, Setting, tune_timing
-from ds_vertical.types import ModelShape, RunSettings, Tier
+from ds_vertical.planner.search import DELAYS, WINDOWS, Candidate, Choice, tune_timing
+from ds_vertical.types import ModelShape, RunSettings, Tier, TierBytes, per_tier
 
 _MOST_TOKENS: Final = 2048  # of a sequence, where the model's configuration allows more
 _DTYPES: Final = {2: "bf16", 4: "fp32"}
@@ -39,13 +39,13 @@ def choose_gradient_tier(
 ) -> RunSettings:
     """`resolved` with the largest `gradient_host_share` that host memory has room for, where the JSON leaves it null and the
     optimizer's state is on SSD, beside which the others can wait. Where nothing fits, the least; then the budget says so."""
-    if section.gradient_host_share is not None or resolved.keep_gradients or not forecast_of(resolved).state_on_ssd:
+    if section.gradient_host_share is not None or resolved.keep_gradients or not forecast_of(resolved).state_in_files:
         return resolved
     allowed, baseline = room
 
     def needed(share: float) -> int:
         forecast = forecast_of(replace(resolved, gradient_host_share=share))
-        items = memory_budget.budget(forecast.shape, forecast.settings, forecast.further(baseline))
+        items = memory_budget.budget(forecast.shape, forecast.terms, forecast.further(baseline))
         return memory_budget.total_bytes(items, Tier.HOST)
 
     shares = [count / _SHARES for count in range(_SHARES, -1, -1)]
@@ -90,14 +90,14 @@ def _chosen(
     section: VerticalConfig, resolved: RunSettings, forecast: Forecast, problem: LpProblem, profile: Profile
 ) -> tuple[int, float | None, str]:
     """(prefetch_layers, optimizer_delay, why) for the JSON's nulls. Raises CostsError."""
-    regime, settings = forecast.regime, forecast.settings
-    early = regime.possible and regime.certain
-    setting = Setting(1, settings.num_micro_batches, 1, settings.window, regime.delay, early, problem.shape.placement)
+    timing, terms = forecast.timing, forecast.terms
+    early = timing.possible and timing.certain
+    choice = Choice(1, terms.num_micro_batches, 1, terms.window, timing.delay, early, problem.shape.placement)
     windows = WINDOWS[:2] if section.prefetch_layers is None else (resolved.prefetch_layers,)
-    delays = _DELAYS if section.optimizer_delay is None and early else (regime.delay,)
-    best, rule = tune_timing(problem, setting, windows, [delay for delay in delays if delay < 1])
-    delay = best.setting.delay if section.optimizer_delay is None and early else resolved.optimizer_delay
-    return best.setting.window, delay, _reason(best, rule, profile)
+    delays = _DELAYS if section.optimizer_delay is None and early else (timing.delay,)
+    best, rule = tune_timing(problem, choice, windows, [delay for delay in delays if delay < 1])
+    delay = best.choice.delay if section.optimizer_delay is None and early else resolved.optimizer_delay
+    return best.choice.window, delay, _reason(best, rule, profile)
 
 
 def _problem(
@@ -110,12 +110,12 @@ def _problem(
         return None
     machine = profile.machine.shared(ranks_here)
     seconds = seconds.times(ranks_here if machine.one_memory else 1)
-    regime = forecast.regime
+    timing = forecast.timing
     shape = shaped(forecast.shape, seconds, resolved.blocks_per_layer)
     allowed, baseline = room
-    limits = {Tier.DEVICE: None, Tier.HOST: allowed, Tier.SSD: None}
-    early = regime.possible and regime.certain
-    return LpProblem(shape, machine, forecast.settings, limits, regime.delay, early, forecast.further(baseline))
+    limits: TierBytes = per_tier({Tier.DEVICE: None, Tier.HOST: allowed, Tier.SSD: None})
+    early = timing.possible and timing.certain
+    return LpProblem(shape, machine, forecast.terms, limits, timing.delay, early, forecast.further(baseline))
 
 
 def _reason(best: Candidate, rule: Candidate, profile: Profile) -> str:

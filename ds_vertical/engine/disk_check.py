@@ -79,7 +79,7 @@ def check_disk(forecast: Forecast, config: dict[str, Any], resolved: RunSettings
         faults += _disk_faults(disk, forecast, resolved)
         lines.append(f"disk of this rank, beside its parameters: {disk.parts}; free: {_mib(disk.free)}")
         lines.append(_frozen(disk))
-    if forecast.files.on_ssd:
+    if forecast.files.num_files:
         faults += [*_descriptor_faults(forecast, config, resolved), *_event_faults(forecast, config, resolved)]
     others = [found for found in ranks.all_gathered(faults) if found]
     if others:
@@ -115,8 +115,8 @@ def _disk(forecast: Forecast, config: dict[str, Any]) -> DiskNeed | None:
     beside = wanted.parameters if params and _device(Path(params)) == _device(folder) else 0
     free = files.free_bytes(folder) // sharing
     second = wanted.state + beside
-    takes_second = forecast.regime.generations == 2 and (forecast.regime.demanded or wanted.state + second <= free)
-    held = wanted.gradients if takes_second or forecast.regime.generations == 1 else wanted.all_gradients
+    takes_second = forecast.timing.generations == 2 and (forecast.timing.demanded or wanted.state + second <= free)
+    held = wanted.gradients if takes_second or forecast.timing.generations == 1 else wanted.all_gradients
     frozen = wanted.state * (2 if takes_second else 1) + beside
     return DiskNeed(folder, sharing, free, wanted.state, second if takes_second else 0, held, frozen)
 
@@ -157,8 +157,8 @@ def _mib(count: int) -> str:
 
 def _queues(forecast: Forecast, resolved: RunSettings) -> list[float]:
     """Of each queue of asynchronous I/O, how many operations may be in it at a time: each has its file open."""
-    shards = [forecast.files.on_ssd] * 2  # parameters read, written
-    slots = forecast.settings.slots
+    shards = [forecast.files.num_files] * 2  # parameters read, written
+    slots = forecast.terms.slots
     parts = [slots * _READ_PER_PART, slots * (_READ_PER_PART - 1)]
     gradients = [math.inf] * (resolved.gradient_host_share < 1)
     activations = [math.inf] * (2 if resolved.activations.shares[Tier.SSD] else 0)
@@ -199,20 +199,20 @@ def _event_faults(forecast: Forecast, config: dict[str, Any], resolved: RunSetti
         )
 
 
-def make_files(regime: StepTiming, one: Mapping[Path, int], both: Mapping[Path, int]) -> None:
-    """Preallocate one generation of this rank's files; both where the regime needs them, as long as every rank has room. If
-    not the regime is told, or StorageError raised where early steps were asked for. Collective."""
-    if regime.generations == 2:
+def make_files(timing: StepTiming, one: Mapping[Path, int], both: Mapping[Path, int]) -> None:
+    """Preallocate one generation of this rank's files; both where the timing needs them, as long as every rank has room. If
+    not the timing is told, or StorageError raised where early steps were asked for. Collective."""
+    if timing.generations == 2:
         problem = preallocate_on_all_ranks(both)
         if problem is None:
             return
-        if regime.demanded:
+        if timing.demanded:
             raise problem
         accelerator.log(
             "ds_vertical: no early steps, for want of room for a second generation of files, so that all gradients wait until"
             f" after the norm, 4 bytes per parameter, which the budget above may not count: {problem}"
         )
-        regime.give_up()
+        timing.give_up()
     require(one)
 
 

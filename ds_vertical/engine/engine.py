@@ -15,7 +15,7 @@ from ds_vertical.compat import accelerator, engine
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.assembly import Assembly, HostBudget, StepParts, open_tracer
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
-from ds_vertical.engine.module_hooks import load_joint
+from ds_vertical.engine.module_hooks import load_identity_node
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.signals import Stopping
@@ -53,7 +53,7 @@ class VerticalEngine(CallableEngine):
         assembly.start_pipeline(self._params)
         self._gradients = assembly.open_gradients()
         self._activations = assembly.open_activations(folder, budget.left)
-        self._stopping = Stopping(vertical.on_signal, self.optimizer.regime)
+        self._stopping = Stopping(vertical.on_signal, self.optimizer.timing)
         self._state = assembly.watch_state()
         self._runner = assembly.new_runner(self._params, self._activations, self._stopping, self._state)
         made = self._params, self._gradients, self._activations, self._state, self._runner
@@ -65,7 +65,7 @@ class VerticalEngine(CallableEngine):
 
     def _configure_zero_optimizer(self, optimizer: object) -> Any:  # override
         check_optimizer(optimizer)
-        load_joint()  # a compile belongs ahead of the steps
+        load_identity_node()  # a compile belongs ahead of the steps
         with engine.substituted_stage3(partial(VerticalStage3, layers=self.layers, vertical=self.vertical)):
             return super()._configure_zero_optimizer(optimizer)
 

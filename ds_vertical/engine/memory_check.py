@@ -22,7 +22,7 @@ from ds_vertical.model.layers import LayerMap
 from ds_vertical.offload.chunking import FP32_BYTES, boundary, chunk_layout, split_chunk
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.memory_budget import BudgetItem, Settings
+from ds_vertical.planner.memory_budget import BudgetItem, BudgetTerms
 from ds_vertical.schedule.events import Unit
 from ds_vertical.types import ModelShape, Placement, RunSettings, TensorKind, Tier
 
@@ -40,8 +40,8 @@ class PlannedChunk:
     unit: Unit
     params: tuple[nn.Parameter, ...]
     sizes: tuple[int, ...]
-    state_on_ssd: bool
-    params_on_ssd: bool
+    state_in_files: bool
+    params_in_files: bool
     persistent: bool
 
     @property
@@ -53,14 +53,14 @@ class PlannedChunk:
 @dataclass(frozen=True)
 class FileBytes:
     """Bytes of this rank's files: `parameters` (which the optimizer steps), one generation of optimizer state, the gradients
-    that wait on SSD, and those that would without early steps, to within half a piece. `on_ssd`: files of parameters, and of
+    that wait on SSD, and those that would without early steps, to within half a piece. `num_files`: of parameters, and of
     chunks of state."""
 
     parameters: int
     state: int
     gradients: int
     all_gradients: int
-    on_ssd: int
+    num_files: int
 
 
 class PlannedShards:
@@ -100,12 +100,12 @@ class PlannedShards:
     @property
     def in_files(self) -> list[nn.Parameter]:
         """Parameters that rest on SSD."""
-        moved = {id(param) for chunk in self.chunks if not chunk.params_on_ssd for param in chunk.params}
+        moved = {id(param) for chunk in self.chunks if not chunk.params_in_files for param in chunk.params}
         everything = (param for params in self._layers.units.values() for param in params)
         return [param for param in everything if id(param) not in moved and self._goes_to_ssd(param)]
 
     def _goes_to_ssd(self, param: nn.Parameter) -> bool:
-        return self._json.params_on_ssd and self.numel(param) * self.param_bytes >= self._json.least_bytes
+        return self._json.params_in_files and self.numel(param) * self.param_bytes >= self._json.least_bytes
 
     def _on_device(self) -> set[int]:
         """By id the parameters that stay there. (Under a limit for the whole model stock goes through it in another order.)"""
@@ -116,15 +116,15 @@ class PlannedShards:
     def _chunks(self, group: Sequence[nn.Parameter]) -> Iterator[PlannedChunk]:
         """Of one of the optimizer's groups. The first `max_in_cpu` elements of each stay in host memory."""
         passed = 0
-        for unit in self._layers.in_chunk_order(self._json.params_on_ssd):
+        for unit in self._layers.in_chunk_order(self._json.params_in_files):
             members = (param for param in group if self._unit_of[id(param)] == unit)
             layout = chunk_layout(members, self.numel, lambda p: id(p) in self._persistent, self._json.sub_group_size)
             for params, persistent in layout:
                 sizes = tuple(map(self.numel, params))
                 passed += sum(sizes)
-                in_files = self._json.state_on_ssd and sum(sizes) * FP32_BYTES >= self._json.least_bytes
-                params_on_ssd = self._json.params_on_ssd and passed > self._json.max_in_cpu
-                yield PlannedChunk(unit, tuple(params), sizes, in_files, params_on_ssd, persistent)
+                in_files = self._json.state_in_files and sum(sizes) * FP32_BYTES >= self._json.least_bytes
+                params_in_files = self._json.params_in_files and passed > self._json.max_in_cpu
+                yield PlannedChunk(unit, tuple(params), sizes, in_files, params_in_files, persistent)
 
 
 class Forecast:
@@ -144,25 +144,25 @@ class Forecast:
         dynamic = stock_config.has_dynamic_scale(config)
         self._certain = clip == 0.0 and not dynamic
         delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
-        self.regime = StepTiming(delay, speculation, self._certain, self._json.state_on_ssd, resolved.on_nonfinite == "stop")
+        self.timing = StepTiming(delay, speculation, self._certain, self._json.state_in_files, resolved.on_nonfinite == "stop")
         self._num_micro_batches = int(config.get("gradient_accumulation_steps") or 1)
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
 
     @property
-    def state_on_ssd(self) -> bool:
-        """Whether the JSON puts the optimizer's state there."""
-        return self._json.state_on_ssd
+    def state_in_files(self) -> bool:
+        """Whether the JSON puts the optimizer's state into files."""
+        return self._json.state_in_files
 
     @property
     def files(self) -> FileBytes:
         """Bytes of the files that this rank will make."""
         stepped = {id(param) for chunk in self.chunks for param in chunk.params}
-        in_files, chunks = self._shards.in_files, [chunk for chunk in self.chunks if chunk.state_on_ssd]
+        in_files, chunks = self._shards.in_files, [chunk for chunk in self.chunks if chunk.state_in_files]
         parameters = sum(self._shards.file_bytes(param) for param in in_files if id(param) in stepped)
         state = sum(_MOMENTS * self._shards.aligned(chunk.numel * FP32_BYTES) for chunk in chunks)
         waiting = (1 - self._resolved.gradient_host_share) * sum(chunk.numel for chunk in self.chunks) * FP32_BYTES
-        on_ssd = len(in_files) + _MOMENTS * len(chunks)
-        return FileBytes(parameters, state, round(self._held_share * waiting), round(waiting), on_ssd)
+        num_files = len(in_files) + _MOMENTS * len(chunks)
+        return FileBytes(parameters, state, round(self._held_share * waiting), round(waiting), num_files)
 
     # ---- in the terms of `memory_budget`
 
@@ -177,7 +177,7 @@ class Forecast:
         gradients = tuple(sum(zero_params.full_numel(p) for p in units[u] if id(p) in stepped) for u in self._units)
         rank = (pre + sum(layer_elements)) / shards.num_shards
         of_state = sum(chunk.numel for chunk in self.chunks) or 1
-        state_on_ssd = sum(chunk.numel for chunk in self.chunks if chunk.state_on_ssd) / of_state
+        state_on_ssd = sum(chunk.numel for chunk in self.chunks if chunk.state_in_files) / of_state
         resting = rank - sum(map(shards.numel, in_files))
         return ModelShape(
             pre,
@@ -187,7 +187,7 @@ class Forecast:
             0,
             param_bytes=self._param_bytes,
             num_shards=shards.num_shards,
-            generations=self.regime.generations,
+            generations=self.timing.generations,
             part_elements=memory_budget.PART_ELEMENTS,
             working_bytes=self._working_bytes(max(gradients)),
             placement=Placement(
@@ -203,9 +203,9 @@ class Forecast:
         )
 
     @property
-    def settings(self) -> Settings:
+    def terms(self) -> BudgetTerms:
         """How the run uses memory: its micro-batches, buffers and slots."""
-        return Settings(
+        return BudgetTerms(
             self._num_micro_batches,
             self._resolved.prefetch_layers,
             slots=memory_budget.num_slots(len(self._piece_bytes), self._resolved.overlap),
@@ -217,7 +217,7 @@ class Forecast:
     @property
     def _held_share(self) -> float:
         """Of the gradients, the share that waits for its step: all that may be redone, or that users may read later."""
-        return self.regime.delay if self.regime.final and not self._resolved.keep_gradients else 1.0
+        return self.timing.delay if self.timing.final and not self._resolved.keep_gradients else 1.0
 
     def further(self, baseline_bytes: int) -> tuple[BudgetItem, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
@@ -239,8 +239,8 @@ class Forecast:
     @property
     def setup_bytes(self) -> int:
         """What stock's buffers and copies take while its optimizer is set up, before there are buffers of ours."""
-        state = max((chunk.numel for chunk in self.chunks if chunk.state_on_ssd), default=0) * FP32_BYTES
-        staged = max((chunk.numel for chunk in self.chunks if chunk.params_on_ssd), default=0) * self._param_bytes
+        state = max((chunk.numel for chunk in self.chunks if chunk.state_in_files), default=0) * FP32_BYTES
+        staged = max((chunk.numel for chunk in self.chunks if chunk.params_in_files), default=0) * self._param_bytes
         return (memory_budget.STOCK_BUFFERS + 1) * state + staged
 
     # ---- sizes
@@ -252,10 +252,10 @@ class Forecast:
     @property
     def _piece_bytes(self) -> list[int]:
         """Bytes of state of each piece that goes through the optimizer's pipeline."""
-        early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
+        early_share = 1.0 - self.timing.delay if self.timing.possible else 0.0
         found = []
         for chunk in self.chunks:
-            if chunk.state_on_ssd:
+            if chunk.state_in_files:
                 middle, end = boundary(chunk.sizes, 0.0 if chunk.persistent else early_share), chunk.numel
                 alignment = self._json.alignment_bytes // FP32_BYTES
                 parts = (
@@ -308,32 +308,32 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     """
     ranks_here = distributed_ranks.ranks_on_this_host()
     allowed, baseline = host_room(params, limit)
-    shape, settings, further = forecast.shape, forecast.settings, forecast.further(baseline)
-    items = memory_budget.budget(shape, settings, further)
+    shape, terms, further = forecast.shape, forecast.terms, forecast.further(baseline)
+    items = memory_budget.budget(shape, terms, further)
     setup = baseline + forecast.setup_bytes - memory_budget.total_bytes(items, Tier.HOST)
     if setup > 0:
         further = (*further, BudgetItem(Tier.HOST, "stock's set-up beyond the rest", setup, "zero_optimization.sub_group_size"))
-    fault = _fault(shape, settings, further, allowed, limit, ranks_here)
+    fault = _fault(shape, terms, further, allowed, limit, ranks_here)
     faults = [found for found in distributed_ranks.all_gathered(fault) if found is not None]
     if faults:
         raise MemoryBudgetError(fault or faults[0])
     whose = f"{_LIMIT} over {ranks_here} ranks" if limit is not None else "what the machine has"
     title = f"memory of this rank, activations not counted; host memory allowed: {allowed / 2**20:.0f} MiB ({whose})"
-    items = memory_budget.budget(shape, settings, further)
+    items = memory_budget.budget(shape, terms, further)
     needed = memory_budget.total_bytes(items, Tier.HOST)
     left = max(0, allowed - needed + max(0, setup))  # the set-up is over by then
     return [title, *memory_budget.budget_lines(items)], needed, left
 
 
 def _fault(
-    shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...], allowed: int, limit: int | None, ranks: int
+    shape: ModelShape, terms: BudgetTerms, further: tuple[BudgetItem, ...], allowed: int, limit: int | None, ranks: int
 ) -> str | None:
     try:
-        items = memory_budget.check_budget(shape, settings, further, {Tier.HOST: allowed})
+        items = memory_budget.check_budget(shape, terms, further, {Tier.HOST: allowed})
     except MemoryBudgetError as error:
         if limit is None:
             return str(error)
-        needed = ranks * memory_budget.total_bytes(memory_budget.budget(shape, settings, further), Tier.HOST)
+        needed = ranks * memory_budget.total_bytes(memory_budget.budget(shape, terms, further), Tier.HOST)
         first, *others = str(error).splitlines()
         return "\n".join((f'{first} or "{_LIMIT}": {round(_HEADROOM * needed)} (now {limit})', *others))
     needed = sum(item.num_bytes for item in items if item.what in ("parameter buffers", "optimizer slots"))

@@ -4,9 +4,9 @@
 Two environment variables switch it on: `DS_VERTICAL_METRICS` (a folder) and `DS_VERTICAL_STEPS` (stop after N steps). A third
 one, `DS_VERTICAL_GAUGE`, has the host's speed measured between two steps.
 
-[Note: gauge] On a shared machine the same work takes half as long again some minutes later, so rates that were measured ahead
-of a run are not the run's. `ds-vertical limits` times the passes of a layer of the run's model, and `ds-vertical ab` does so
-between any two steps of the run. No other work would do: what is bound by memory, by a cache or by arithmetic is slowed by
+[Note: host speed] On a shared machine the same work takes half as long again some minutes later, so rates that were measured
+ahead of a run are not the run's. `ds-vertical limits` times the passes of a layer of the run's model, and `ds-vertical ab` does
+so between any two steps of the run. No other work would do: what is bound by memory, by a cache or by arithmetic is slowed by
 different neighbours. It is done by a process of its own (`host_speed_server`), whose memory is not the run's, while the
 training process is stopped (SIGSTOP), lest its transfers go on for nothing meanwhile. Both arms are stopped alike, so that
 neither has a rest that the other has not.

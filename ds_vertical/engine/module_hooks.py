@@ -22,7 +22,7 @@ Hook = Callable[..., Any]  # a module's, of any of torch's kinds
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class _Joint(torch.autograd.Function):
+class _IdentityNode(torch.autograd.Function):
     """A tensor as it is, behind a node of its own in the graph."""
 
     @staticmethod
@@ -34,23 +34,23 @@ class _Joint(torch.autograd.Function):
         return grads[0]
 
 
-def load_joint() -> Callable[[torch.Tensor], torch.Tensor]:
+def load_identity_node() -> Callable[[torch.Tensor], torch.Tensor]:
     """What puts a node of its own behind a tensor: compiled, or, where that cannot be had, written in Python. That one is also
     for what Python alone knows: tensors of users' own types, and the compiler's."""
-    compiled = load.joint()
+    compiled = load.identity_node()
 
-    def joint(tensor: torch.Tensor) -> torch.Tensor:
+    def behind_node(tensor: torch.Tensor) -> torch.Tensor:
         plain = type(tensor) in _PLAIN and not tensor.is_nested and not torch.compiler.is_compiling()
-        return compiled(tensor) if plain and compiled is not None else _Joint.apply(tensor)
+        return compiled(tensor) if plain and compiled is not None else _IdentityNode.apply(tensor)
 
-    return joint
+    return behind_node
 
 
-def _joint_hook(noted: bool, breaks: bool) -> Hook:
+def _identity_hook(noted: bool, breaks: bool) -> Hook:
     """What stands where one of stock's backward hooks stood: see [Note: joints]. `noted`: its tensor is known as one over the
     memory of the tensor before it. `breaks`: no compiler looks into it."""
-    joint = load_joint()
-    apart = (lambda tensor: note_alias(joint(tensor))) if noted else joint
+    behind_node = load_identity_node()
+    apart = (lambda tensor: note_alias(behind_node(tensor))) if noted else behind_node
 
     def hook(module: torch.nn.Module, inputs: Any, *output: Any) -> Any:
         return apply_to_tensors_only(apart, output[0] if output else inputs)
@@ -75,7 +75,7 @@ def suspended_hooks(engine: DeepSpeedEngine, layers: LayerMap, *, noted: bool = 
     if breaks:
         refuse_compiled_around(model, layers.blocks)
         in_place |= {handle.id: graph_break for handle in (*stock.forward, *stock.backward)}
-    in_place |= dict.fromkeys((handle.id for handle in stock.backward), _joint_hook(noted, breaks))
+    in_place |= dict.fromkeys((handle.id for handle in stock.backward), _identity_hook(noted, breaks))
     hooks = _HooksOfModules((*stock.forward, *stock.backward, *stock.others), in_place)
     with Changed(hooks.put_back, hooks.suspend):
         yield

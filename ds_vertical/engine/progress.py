@@ -33,7 +33,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.machine_cache import training_report
 from ds_vertical.engine.run_log import Follower, facts_of
 from ds_vertical.errors import ConfigError, CostsError
-from ds_vertical.io.contention import Neighbours
+from ds_vertical.io.contention import OtherWork
 from ds_vertical.model import batch as micro
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.run_record import Account, ExecutedStep, RunInfo, Share
@@ -61,7 +61,7 @@ class Progress:
         self._drawn = first and (is_terminal(sys.stderr) if shown is None else shown)
         self._monitored = first and engine.monitor.enabled
         self._pace = Pace()
-        self._neighbours = Neighbours()
+        self._other_work = OtherWork()
         self._goals: Goals | None = None
         self._asked_for_goals = False
         self._words: list[str] = []
@@ -85,7 +85,7 @@ class Progress:
             yield
             return
         self._pace.begin(now())
-        self._neighbours.begin()
+        self._other_work.begin()
         words = [f"step {self._engine.global_steps + 1}", *self._words]
         drawn = self._drawn and (self._forced or is_terminal(sys.stderr))  # which somebody may have redirected since
         try:
@@ -103,15 +103,15 @@ class Progress:
         reading = self._pace.end(now(), tokens * ranks.world_size(), self._goal(tokens, batches))
         all_told = self._pace.meter is not None and "compute" in self._pace.meter.resources
         self._words = reading.words(all_told)
-        self._words[_RATES:_RATES] = self._neighbours.words()
+        self._words[_RATES:_RATES] = self._other_work.words()
         if self._monitored:
             self._write(reading, loss)
 
     def _write(self, reading: Reading, loss: torch.Tensor) -> None:
         scalars = reading.scalars()
-        regime = getattr(self._engine.optimizer, "regime", None)  # a plain engine's optimizer has none
-        if regime is not None and not regime.certain and regime.hit_rate is not None:
-            scalars["speculation_hit_rate"] = regime.hit_rate
+        timing = getattr(self._engine.optimizer, "timing", None)  # a plain engine's optimizer has none
+        if timing is not None and not timing.certain and timing.hit_rate is not None:
+            scalars["speculation_hit_rate"] = timing.hit_rate
         # the norm, which was taken after the last loss, has waited for the device already
         events = {"Train/Samples/train_loss": float(loss)} | {f"Train/vertical/{name}": scalars[name] for name in scalars}
         samples = self._engine.global_samples

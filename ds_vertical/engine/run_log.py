@@ -61,7 +61,7 @@ def facts_of(engine: Any, tokens: int) -> RunInfo:
         gradient_bytes=optimizer.gradient_accumulation_dtype.itemsize,
         dtype=str(params[0].dtype).removeprefix("torch."),
         num_shards=world,
-        generations=optimizer.regime.generations,
+        generations=optimizer.timing.generations,
         slots=len(optimizer.slots),
         part_elements=max((part.numel for part in parts), default=0),
         parameters_on_ssd=sum(map(zero_params.shard_bytes, filter(zero_params.is_on_ssd, params))) / (num_bytes or 1),

@@ -50,14 +50,14 @@ def _in_main_thread() -> bool:
 
 class Stopping:
     """What one engine does when it is asked to stop. `on_signal`: the section's (None: handlers stay as they are).
-    `regime`: whether a step can be left.
+    `timing`: whether a step can be left.
 
     Handlers that somebody has set before are called as well, and put back by `close`; one that is set later replaces these.
     """
 
-    def __init__(self, on_signal: SignalSettings | None, regime: StepTiming) -> None:
+    def __init__(self, on_signal: SignalSettings | None, timing: StepTiming) -> None:
         self._wanted = on_signal
-        self._regime = regime
+        self._timing = timing
         self._alone, self._tells = ranks.world_size() == 1, ranks.rank() == 0
         self._pid = os.getpid()
         self._number: int | None = None
@@ -107,7 +107,7 @@ class Stopping:
 
     def vote(self) -> bool:
         """Whether all ranks leave what is under way: one was asked to stop, and it can be left. Collective, where it can."""
-        if self._wanted is None or not self._regime.can_be_left:
+        if self._wanted is None or not self._timing.can_be_left:
             return False
         self.num_votes += 1
         return self._is_asked()

@@ -55,7 +55,7 @@ class TrainLoop:
         self._recorder_asked = False
         self._run_logger: RunLogger | None = None
         self._own_data: Iterator[object] | None = None
-        self._gauged_tokens = 0
+        self._timed_tokens = 0
 
     # ---- the work, by arm
 
@@ -136,18 +136,18 @@ class TrainLoop:
             tied=shares_weights(self.module),
         )
         tokens = micro.count_tokens(list(batches[:1]))
-        self._log_step(recorder, tokens, self._gauged(tokens))
+        self._log_step(recorder, tokens, self._host_speed(tokens))
         return losses
 
-    def _gauged(self, tokens: int) -> float | None:
+    def _host_speed(self, tokens: int) -> float | None:
         """How fast the host is behind this step, where that is asked; of both arms, which have the same rest between steps so.
         `tokens` of one micro-batch."""
         if not (metrics.asked() and accelerator.is_one_memory() and ranks.world_size() == 1):
             return None
-        self._gauged_tokens = self._gauged_tokens or tokens  # of the step for which `limits` measures, however long others are
+        self._timed_tokens = self._timed_tokens or tokens  # of the step for which `limits` measures, however long others are
         module, sequences = self.module, self.engine.train_micro_batch_size_per_gpu()
         dtype = DTYPES.get(str(next(module.parameters()).dtype).removeprefix("torch."))
-        batch = {"tokens": self._gauged_tokens, "sequences": sequences, "dtype": dtype}
+        batch = {"tokens": self._timed_tokens, "sequences": sequences, "dtype": dtype}
         return metrics.measure_between_steps(model_config(module) if dtype else None, batch, torch.get_num_threads())
 
     def _log_step(self, recorder: StepRecorder, tokens: int, gauge_s: float | None) -> None:
@@ -377,9 +377,9 @@ class VerticalLoop(TrainLoop):
             order=vertical.order,
             snake=vertical.snake,
             window=vertical.prefetch_layers,
-            delayed=optimizer.regime.leaves_steps,
+            delayed=optimizer.timing.leaves_steps,
             due=frozenset(optimizer.driver.backlog.due),
-            early=optimizer.regime.early,
+            early=optimizer.timing.early,
             ahead=vertical.prefetch_layers > 0,
             hold=optimizer.holding,
             moved=moved,
@@ -395,7 +395,7 @@ class VerticalLoop(TrainLoop):
             self.engine.micro_steps += self._counts.num_calls - 1
             if self._parts.budget.kept:  # not before the first step has allocated what stays
                 host.keep_freed_memory(self._parts.budget.kept)
-            rate, every = self._parts.optimizer.regime.hit_rate, self.engine.steps_per_print()
+            rate, every = self._parts.optimizer.timing.hit_rate, self.engine.steps_per_print()
             if rate is not None and every and self.engine.global_steps % every == 0:  # None: DeepSpeed prints no steps either
                 _log(f"step {self.engine.global_steps}: {rate:.0%} of the steps tried early came true")
 

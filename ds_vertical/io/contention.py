@@ -91,7 +91,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Taker:
+class BusyProcess:
     """A process, and the cores on which it worked on average."""
 
     name: str
@@ -117,32 +117,32 @@ class Processes:
                 name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 1 :].split()
                 self._ticks[int(folder)] = name, int(fields[11]) + int(fields[12])
 
-    def since(self, before: Processes) -> list[Taker]:
+    def since(self, before: Processes) -> list[BusyProcess]:
         """Processes that have worked since, the busiest first; one that began meanwhile with all that it has used."""
         seconds = max(self.at - before.at, 1e-9)
         found = []
         for pid, (name, ticks) in self._ticks.items():
             used = (ticks - before._ticks.get(pid, ("", 0))[1]) / _TICKS_PER_S
             if used > 0:
-                found.append(Taker(name, pid, used / seconds))
-        return sorted(found, key=lambda taker: -taker.cores)
+                found.append(BusyProcess(name, pid, used / seconds))
+        return sorted(found, key=lambda each: -each.cores)
 
 
-def look(seconds: float = _LOOK_S) -> tuple[float, list[Taker]]:
+def look(seconds: float = _LOOK_S) -> tuple[float, list[BusyProcess]]:
     """Cores on which others work meanwhile, and the processes among them that can be seen, the busiest first."""
     processes, host = Processes(), Host.now()
     time.sleep(seconds)
     return Host.now().others_since(host), Processes().since(processes)
 
 
-class Neighbours:
+class OtherWork:
     """What steps find of other work on the cores, in words for one line; none where they were denied none."""
 
     def __init__(self) -> None:
         self._before: tuple[Threads, Host] | None = None
         self._words: list[str] = []
         self._processes: Processes | None = None
-        self._taker: Taker | None = None
+        self._busiest: BusyProcess | None = None
 
     def begin(self) -> None:
         """A step begins. Of short ones several count as one: the kernel counts others' work in ticks."""
@@ -157,10 +157,10 @@ class Neighbours:
         (threads, host), self._before = self._before, None
         others = now.others_since(host)
         if min(others, Threads.now().denied_since(threads)) < _NOTED:
-            self._words, self._processes, self._taker = [], None, None
+            self._words, self._processes, self._busiest = [], None, None
             return self._words
         self._look(now.at)
-        who = "" if self._taker is None else f": {self._taker.name} (pid {self._taker.pid})"
+        who = "" if self._busiest is None else f": {self._busiest.name} (pid {self._busiest.pid})"
         self._words = [f"others work on {others:.1f} of {len(cores())} cores{who}"]
         return self._words
 
@@ -169,7 +169,7 @@ class Neighbours:
         if self._processes is None or at - self._processes.at > _LOOK_AGAIN_S:
             before, self._processes = self._processes, Processes()
             if before is not None:
-                self._taker = next(iter(self._processes.since(before)), None)
+                self._busiest = next(iter(self._processes.since(before)), None)
 
 
 def quota(groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")) -> float | None:

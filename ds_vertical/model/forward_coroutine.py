@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from greenlet import GreenletExit, getcurrent
 from torch.utils import checkpoint
 
 from ds_vertical.errors import LayerError
-from ds_vertical.model.layers import LayerMap
+from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.stubs import Coroutine, Stubs
 from ds_vertical.model.thread_state import ThreadState, inference_guard
@@ -66,6 +66,7 @@ class ForwardCoroutine:
         self.parked_call: list[object] = []  # that call's arguments, by position and by name
         self._modules = shared.modules
         self._layers = shared.layers
+        self._blocks = shared.layers.blocks
         self._keep = shared.keep
         self._run_block = run_block
         self._run_on = run_on
@@ -74,6 +75,7 @@ class ForwardCoroutine:
         self._guard: object = None
         self._target = NO_BLOCKS
         self._done_block = -1
+        self._hooked_block = -1  # whose call, with its hooks, is under way
         self._coroutine = Coroutine(lambda: self._run(body))
         self._coroutine.micro_batch = self
         self._coroutine.gr_context = contextvars.copy_context()
@@ -96,14 +98,14 @@ class ForwardCoroutine:
         self._switch(blocks, layer)
         if self._done_block != blocks[-1]:
             if not self._coroutine.dead:
-                self._wrong_order(f"the model called block {self._path(self.parked_at)} out of turn")
-            self._wrong_order(f"the model's forward ended before block {self._path(blocks[-1])}")
+                _wrong_order(self._blocks, f"the model called block {self._blocks[self.parked_at].path} out of turn")
+            _wrong_order(self._blocks, f"the model's forward ended before block {self._blocks[blocks[-1]].path}")
 
     def finish(self) -> Any:
         """Run the suffix to the end of the forward. Returns what `body` returned. Raises LayerError at another block's call."""
         self._switch(NO_BLOCKS, None)
         if not self._coroutine.dead:
-            self._wrong_order("the model called a block once more after its last layer")
+            _wrong_order(self._blocks, "the model called a block once more after its last layer")
         result, self._result = self._result, None
         return result
 
@@ -144,17 +146,6 @@ class ForwardCoroutine:
             self._guard = inference_guard(outer.inference)
             outer.apply()
 
-    def _wrong_order(self, what: str) -> NoReturn:
-        raise LayerError(
-            f"{what}; the schedule runs every block exactly once, in the order"
-            f" {', '.join(block.path for block in self._layers.blocks[:6])}, ...:"
-            " name the layers in their order of execution in vertical_schedule.layers, without those that some micro-batch does"
-            " not call"
-        )
-
-    def _path(self, block: int) -> str:
-        return self._layers.blocks[block].path
-
     # ---- the coroutine's side
 
     def _run(self, body: Callable[[], object]) -> None:
@@ -165,32 +156,68 @@ class ForwardCoroutine:
 
         Raises LayerError where the model calls a block out of turn, or within torch's gradient checkpointing.
         """
-        if block not in self._target or block <= self._done_block:
-            self.parked_at = block
-            self.parked_call = [args, kwargs]
-            self._park()
-            self.parked_call = []
-            if block not in self._target or block != self._done_block + 1:
-                self._wrong_order(f"the model called block {self._path(block)} out of turn")
+        self._park_ahead(block, args, kwargs)
         if self._keep:
-            self._refuse_checkpoint(block)
+            _refuse_checkpoint(self._blocks[block])
         result = self._run_block(block, args, kwargs)
         self._done_block = block
-        if block == self._target[-1] and not (self._run_on and block + 1 < len(self._layers.blocks)):
-            self._park()
+        if block != self._hooked_block:
+            self._park_behind(block)
         return result
+
+    def call_hooked(
+        self, block: int, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        """Called in place of a block's call that has hooks of the user's: park ahead of them, and behind them.
+
+        `call` runs the hooks, and calls the block's forward in between.
+        """
+        self._park_ahead(block, args, kwargs)
+        self._hooked_block = block
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._hooked_block = -1
+        self._park_behind(block)
+        return result
+
+    def _park_ahead(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Park until the schedule reaches the block, unless it has."""
+        if block in self._target and block > self._done_block:
+            return
+        self.parked_at = block
+        self.parked_call = [args, kwargs]
+        self._park()
+        self.parked_call = []
+        if block not in self._target or block != self._done_block + 1:
+            _wrong_order(self._blocks, f"the model called block {self._blocks[block].path} out of turn")
+
+    def _park_behind(self, block: int) -> None:
+        """Park if the block, which has run, ends the layer."""
+        if block == self._target[-1] and not (self._run_on and block + 1 < len(self._blocks)):
+            self._park()
 
     def _park(self) -> None:
         parent = self._coroutine.parent
         assert parent is not None
         parent.switch()
 
-    def _refuse_checkpoint(self, block: int) -> None:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code.co_filename == checkpoint.__file__:
-                raise LayerError(
-                    f"block {self._path(block)} is called within torch.utils.checkpoint.checkpoint, which would run it once"
-                    " more in the backward: call it directly, the schedule recomputes each block already"
-                )
-            frame = frame.f_back
+
+def _wrong_order(blocks: Sequence[Block], what: str) -> NoReturn:
+    raise LayerError(
+        f"{what}; the schedule runs every block exactly once, in the order"
+        f" {', '.join(block.path for block in blocks[:6])}, ...:"
+        " name the layers in their order of execution in vertical_schedule.layers, without those that some micro-batch does"
+        " not call"
+    )
+
+
+def _refuse_checkpoint(block: Block) -> None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            raise LayerError(
+                f"block {block.path} is called within torch.utils.checkpoint.checkpoint, which would run it once"
+                " more in the backward: call it directly, the schedule recomputes each block already"
+            )
+        frame = frame.f_back

@@ -62,10 +62,10 @@ class LayerMap:
         """`id(parameter)` -> unit."""
         return {id(p): unit for unit, params in self.units.items() for p in params}
 
-    def in_chunk_order(self, params_on_ssd: bool) -> list[Unit]:
+    def in_chunk_order(self, params_in_files: bool) -> list[Unit]:
         """The units in the order in which their chunks come. On SSD `pre` is the first: it may stay in host memory. In
         memory it is the last: a head's bias of a few elements would shift all behind it (`zero_optimizer.place_as_stock`)."""
-        return list(self.units) if params_on_ssd else sorted(self.units, key=lambda unit: unit == "pre")
+        return list(self.units) if params_in_files else sorted(self.units, key=lambda unit: unit == "pre")
 
     def describe(self) -> str:
         """One line: number of layers and where they were found."""

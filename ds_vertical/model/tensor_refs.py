@@ -1,7 +1,7 @@
 """References to a tensor: may its memory be taken away without any code reading it meanwhile?
 
 [Note: holders] Python counts the references to a tensor. Torch counts its own references (autograd's saved tensors), and the
-tensors over a storage: the leaf that stands for a block's output, and one more for each joint that it has passed
+tensors over a storage: the leaf that stands for a block's output, and one more for each identity node that it has passed
 (`module_hooks`). If these counts equal the references that this package holds, no other code can reach the tensor.
 
 While a forward is parked, its frames hold the tensors that it hands to the next block, and frames cannot be asked which. But

@@ -15,16 +15,18 @@ _EARLY_DELAY = 0.25  # share left to the next forward, which takes about a quart
 
 class StepTiming:
     """`delay`, `speculation`: the JSON's `optimizer_delay` and `optimizer_speculation` (None: chosen). `certain`: nothing of
-    the norm but whether the step counts can change a step (no clipping, static loss scale). `on_ssd`: the state is in files,
+    the norm but whether the step counts can change a step (no clipping, static loss scale). `in_files`: the state is in files,
     of which there can be a second generation. `stops`: a non-finite norm ends the run instead of being skipped, so that a
     certain early step never has to be discarded and needs no second generation."""
 
-    def __init__(self, delay: float | None, speculation: bool | None, certain: bool, on_ssd: bool, stops: bool = False) -> None:
+    def __init__(
+        self, delay: float | None, speculation: bool | None, certain: bool, in_files: bool, stops: bool = False
+    ) -> None:
         self.stops = stops
         self._delay = delay
         self._always = certain or speculation is True
         self.certain = certain
-        self.possible = on_ssd and delay != 1.0 and (certain or speculation is not False)
+        self.possible = in_files and delay != 1.0 and (certain or speculation is not False)
         self.demanded = (delay is not None and certain) or speculation is True
         self._rate = 0.0
         self._num_steps = self._num_tried = self._num_hits = 0

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.costs import Cost
-from ds_vertical.types import Machine, ModelShape, Placement, TensorKind, Tier, check_share
+from ds_vertical.types import IN_FILES, Machine, ModelShape, Placement, TensorKind, Tier, check_share
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ def vertical_traffic(
     once = shape.pre_elements + sum(shape.layer_elements[max(0, shape.num_layers - kept) :])
     fetches = 2.0 - once / shape.num_elements - handed_over if shape.num_elements else 0.0
     tiers = activation_tiers(num_micro_batches, shape.placement[TensorKind.ACTIVATIONS])
-    activations = tiers.count(Tier.SSD) * shape.activation_bytes
+    activations = sum(IN_FILES[tier] for tier in tiers) * shape.activation_bytes
     layers, alone = shape.num_layers, num_micro_batches == 1
     passes = (layers - 1, layers - 1) if alone else (3 * layers - 1, 2 * layers)
     elements = shape.num_elements / shape.num_shards
     stepped = shape.stepped_elements / shape.num_shards
-    each = shape.param_bytes * shape.on_ssd(TensorKind.PARAMETERS)
-    gradients = stepped * shape.gradient_bytes * (waiting * shape.on_ssd(TensorKind.GRADIENTS))
-    state = stepped * shape.state_bytes * shape.on_ssd(TensorKind.STATE)
+    each = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
+    gradients = stepped * shape.gradient_bytes * (waiting * shape.in_files(TensorKind.GRADIENTS))
+    state = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE)
     steps = 1.0 + redone
     return Traffic(
         parameters_read=elements * each * fetches,
@@ -107,8 +107,8 @@ def traffic_of(costs: Sequence[Cost], shape: ModelShape) -> Traffic:
     moved: dict[tuple[str, str], float] = {}
     for stage in (stage for cost in costs for job in cost for stage in job):
         moved[stage.lane, stage.purpose] = moved.get((stage.lane, stage.purpose), 0.0) + stage.num_bytes
-    parameters = shape.param_bytes * shape.on_ssd(TensorKind.PARAMETERS)
-    state = shape.state_bytes * shape.on_ssd(TensorKind.STATE)
+    parameters = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
+    state = shape.state_bytes * shape.in_files(TensorKind.STATE)
     written = moved.get(("ssd_write", "state"), 0.0)
     share = parameters / (parameters + state) if written else 0.0
     return Traffic(
@@ -154,7 +154,7 @@ def horizontal_step(shape: ModelShape, machine: Machine, num_micro_batches: int)
     rank = shape.num_elements / shape.num_shards
     parameters, gradients = rank * shape.param_bytes, rank * shape.gradient_bytes
     layers = sum(shape.layer_elements) / (max(shape.layer_elements) or 1)
-    read = parameters * shape.on_ssd(TensorKind.PARAMETERS) / machine.ssd_read_bytes_per_s
+    read = parameters * shape.in_files(TensorKind.PARAMETERS) / machine.ssd_read_bytes_per_s
     forward = {"compute": layers * shape.forward_s + shape.pre_forward_s, "SSD": read}
     backward = {"compute": layers * (shape.forward_s + shape.backward_s) + shape.head_s + shape.pre_backward_s, "SSD": read}
     count = num_micro_batches
@@ -166,7 +166,7 @@ def horizontal_step(shape: ModelShape, machine: Machine, num_micro_batches: int)
         added = gradients * (count - 1) / count
         backward |= {"copies in": (parameters + activations + added) / into, "copies out": gradients / out}
     seconds = {name: forward[name] + backward[name] for name in forward}
-    optimizer = _optimizer_s(shape, machine, gradients * shape.on_ssd(TensorKind.GRADIENTS))
+    optimizer = _optimizer_s(shape, machine, gradients * shape.in_files(TensorKind.GRADIENTS))
     slowest = max(seconds, key=seconds.__getitem__)
     return HorizontalStep(count * max(forward.values()), count * max(backward.values()), optimizer, slowest)
 
@@ -174,9 +174,9 @@ def horizontal_step(shape: ModelShape, machine: Machine, num_micro_batches: int)
 def _optimizer_s(shape: ModelShape, machine: Machine, waiting_bytes: float) -> float:
     """Gradients on SSD are written once and read once; state is read and written, with the parameters."""
     rank = shape.num_elements / shape.num_shards
-    state = rank * shape.state_bytes * shape.on_ssd(TensorKind.STATE)
+    state = rank * shape.state_bytes * shape.in_files(TensorKind.STATE)
     read = (state + waiting_bytes) / machine.ssd_read_bytes_per_s
-    write = (state + rank * shape.param_bytes * shape.on_ssd(TensorKind.PARAMETERS)) / machine.ssd_write_bytes_per_s
+    write = (state + rank * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)) / machine.ssd_write_bytes_per_s
     both = max(read / machine.read_together, write / machine.write_together)
     adam = rank / machine.adam_elements_per_s
     return waiting_bytes / machine.ssd_write_bytes_per_s + max(min(both, read + write), adam)

@@ -166,7 +166,7 @@ class _Pricer:
         return _cost(read if event.ahead else read + copied)
 
     def _read_parameters(self, elements: float) -> Job:
-        num_bytes = elements * self.shape.param_bytes * self.shape.on_ssd(TensorKind.PARAMETERS)
+        num_bytes = elements * self.shape.param_bytes * self.shape.in_files(TensorKind.PARAMETERS)
         return self.lanes.ssd("ssd_read", "parameters", num_bytes)
 
     def forward(self, event: Event) -> Cost:
@@ -227,7 +227,7 @@ class _Pricer:
 
     def hold(self, event: Event) -> Cost:
         """The write of the gradients that wait on SSD."""
-        num_bytes = self.sizes.gradient_bytes(event) * self.shape.on_ssd(TensorKind.GRADIENTS)
+        num_bytes = self.sizes.gradient_bytes(event) * self.shape.in_files(TensorKind.GRADIENTS)
         return _cost(self.lanes.ssd("ssd_write", "gradients", num_bytes))
 
     def step(self, event: Event) -> Cost:
@@ -239,16 +239,16 @@ class _Pricer:
         if event.step_offset or event.ahead:
             self.in_memory.add(event.layer)
             beside = _cost(self._read_parameters(max(0.0, shape.shard(event.layer) - elements)))
-        waits = shape.on_ssd(TensorKind.GRADIENTS) > 0 and not is_early(event)
-        moves = waits or shape.on_ssd(TensorKind.STATE) > 0 or shape.on_ssd(TensorKind.PARAMETERS) > 0
+        waits = shape.in_files(TensorKind.GRADIENTS) > 0 and not is_early(event)
+        moves = waits or shape.in_files(TensorKind.STATE) > 0 or shape.in_files(TensorKind.PARAMETERS) > 0
         count = math.ceil(elements / shape.part_elements) if shape.part_elements and moves else 1
         return beside + (self._piece(elements / count, waits),) * count
 
     def _piece(self, elements: float, waits: bool) -> Job:
         """One piece's state and, where they wait on SSD, gradients in; Adam; state and parameters out."""
         shape, lanes = self.shape, self.lanes
-        gradients = elements * shape.gradient_bytes * shape.on_ssd(TensorKind.GRADIENTS) if waits else 0.0
-        state = lanes.ssd("ssd_read", "state", elements * shape.state_bytes * shape.on_ssd(TensorKind.STATE))
+        gradients = elements * shape.gradient_bytes * shape.in_files(TensorKind.GRADIENTS) if waits else 0.0
+        state = lanes.ssd("ssd_read", "state", elements * shape.state_bytes * shape.in_files(TensorKind.STATE))
         adam = Stage("adam", "compute", lanes.machine.adam_s(elements, elements * shape.written_bytes))
         written = lanes.ssd("ssd_write", "state", elements * shape.written_bytes)
         return (*state, *lanes.ssd("ssd_read", "gradients", gradients), adam, *written)

@@ -32,9 +32,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, assert_never
 
 from ds_vertical.planner import memory_budget
-from ds_vertical.types import RESTING_PLACES, Machine, ModelShape, Placement, TensorKind, Tier, TierBytes
+from ds_vertical.types import RESTING_PLACES, Machine, ModelShape, Placement, TensorKind, Tier, TierBytes, per_tier
 
-# The shares that the program chooses.
+# The shares that the program chooses; those of the state are tried in turn by `search`.
 _CHOSEN: Final[Mapping[str, tuple[TensorKind, Tier]]] = {
     "activations_on_host": (TensorKind.ACTIVATIONS, Tier.HOST),
     "activations_on_ssd": (TensorKind.ACTIVATIONS, Tier.SSD),
@@ -44,6 +44,7 @@ _CHOSEN: Final[Mapping[str, tuple[TensorKind, Tier]]] = {
 _SHARES: Final[tuple[str, ...]] = tuple(_CHOSEN)
 VARIABLES: Final[tuple[str, ...]] = (*_SHARES, "forward_s", "backward_s")
 _PREFERENCE: Final = 1e-3  # of the busy seconds of what moves: among equals, the plan that moves least
+_DISTANCES: Final = per_tier({Tier.DEVICE: 0.0, Tier.HOST: 0.5, Tier.SSD: 1.0})  # of that, by the tier moved to
 _SPARE: Final = 0.005  # of a tier: formulas round pieces and micro-batches up, the program does not
 Row = dict[str, float]
 
@@ -82,13 +83,15 @@ class Solution:
 
 @dataclass(frozen=True)
 class LpProblem:
-    """What is fixed while the program is solved. `limits`: bytes per tier on this rank's part of the machine. `early`: the rest
-    beside the delayed share is stepped in the backward; otherwise every gradient waits for the norm, and all steps come in the
-    next forward."""
+    """What is fixed while the program is solved: no settings, but the terms of its rows.
+
+    `limits`: bytes per tier on this rank's part of the machine. `early`: the rest beside the delayed share is stepped in the
+    backward; otherwise every gradient waits for the norm, and all steps come in the next forward.
+    """
 
     shape: ModelShape
     machine: Machine
-    settings: memory_budget.Settings
+    terms: memory_budget.BudgetTerms
     limits: TierBytes
     delay: float
     early: bool
@@ -103,7 +106,7 @@ class LpProblem:
 def constraints(case: LpProblem) -> tuple[Constraint, ...]:
     """All rows: time of both sweeps on every resource, memory of every tier, shares that cannot exceed one."""
     rows = [*_sweep_rows(case, "forward_s"), *_sweep_rows(case, "backward_s"), *_memory_rows(case, _SPARE)]
-    together: Row = {"activations_on_host": 1.0, "activations_on_ssd": 1.0}
+    together: Row = {name: 1.0 for name, (kind, _) in _CHOSEN.items() if kind is TensorKind.ACTIVATIONS}
     return (*rows, Constraint("activations", together, 1.0))
 
 
@@ -114,13 +117,17 @@ def solve(case: LpProblem) -> Solution | None:
     rows = constraints(case)
     cost: dict[str, float] = dict.fromkeys(VARIABLES[4:], 1.0)
     moved = max(sum(_read_write(case, sweep)[0].get(name, 0.0) for sweep in VARIABLES[4:]) for name in _SHARES) or 1.0
-    for share in ("activations_on_host", "activations_on_ssd", "gradients_on_ssd"):
-        cost[share] = _PREFERENCE * moved / case.machine.ssd_read_bytes_per_s * (0.5 if share.endswith("host") else 1.0)
+    for share, (kind, tier) in _CHOSEN.items():
+        if tier is not RESTING_PLACES[kind][0]:
+            cost[share] = _PREFERENCE * moved / case.machine.ssd_read_bytes_per_s * _DISTANCES[tier]
     matrix = [[row.row.get(name, 0.0) / row.scale for name in VARIABLES] for row in rows]
     limits = [row.limit / row.scale for row in rows]
-    bounds = [(0.0, 1.0)] * len(_SHARES) + [(0.0, None)] * 2
-    bounds[2] = (0.0, 1.0 if case.shape.on_ssd(TensorKind.PARAMETERS) else 0.0)
-    bounds[3] = (0.0, case.shape.on_ssd(TensorKind.STATE))
+    most: dict[str, float | None] = {
+        **dict.fromkeys(_SHARES, 1.0),
+        "parameters_in_host": 1.0 if case.shape.in_files(TensorKind.PARAMETERS) else 0.0,
+        "gradients_on_ssd": case.shape.in_files(TensorKind.STATE),
+    }
+    bounds = [(0.0, most.get(name)) for name in VARIABLES]
     found: Any = linprog([cost.get(name, 0.0) for name in VARIABLES], matrix, limits, bounds=bounds, method="highs")
     if found.status != 0:
         return None
@@ -135,10 +142,11 @@ def shortage(case: LpProblem) -> dict[str, float]:
     from scipy.optimize import linprog
 
     found: dict[str, float] = {}
+    activations = [int(kind is TensorKind.ACTIVATIONS) for kind, _ in _CHOSEN.values()]
     for row in _memory_rows(case):
         bounds = [(0.0, 1.0)] * len(_SHARES)
         needed = [row.row.get(name, 0.0) / row.scale for name in _SHARES]
-        best: Any = linprog(needed, [[1, 1, 0, 0]], [1.0], bounds=bounds, method="highs")
+        best: Any = linprog(needed, [activations], [1.0], bounds=bounds, method="highs")
         lacking = best.fun * row.scale - row.limit
         if lacking > 0:
             found[row.what] = lacking
@@ -178,7 +186,7 @@ def _time(what: str, sweep: str, row: Mapping[str, float], fixed: float) -> Cons
 
 
 def _compute_s(case: LpProblem, sweep: str) -> float:
-    shape, count = case.shape, case.settings.num_micro_batches
+    shape, count = case.shape, case.terms.num_micro_batches
     layers = sum(shape.layer_elements) / (max(shape.layer_elements) or 1)  # smaller layers cost in proportion
     last = shape.layer_elements[-1] / (max(shape.layer_elements) or 1)
     again = 0.0 if shape.recompute_last else last
@@ -216,17 +224,17 @@ def _copy_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
 
 
 def _activation_bytes(case: LpProblem) -> float:
-    return float(case.settings.num_micro_batches * case.shape.num_layers * case.shape.activation_bytes)
+    return float(case.terms.num_micro_batches * case.shape.num_layers * case.shape.activation_bytes)
 
 
 def _read_write(case: LpProblem, sweep: str) -> tuple[Row, Row]:
     """Bytes from and to SSD in a sweep, per variable; those that no variable changes under ""."""
     shape = case.shape
     rank, stepped = shape.num_elements / shape.num_shards, shape.stepped_elements / shape.num_shards
-    each = shape.param_bytes * (1.0 if shape.on_ssd(TensorKind.PARAMETERS) else 0.0)
+    each = shape.param_bytes * (1.0 if shape.in_files(TensorKind.PARAMETERS) else 0.0)
     parameters, written = rank * each, stepped * each
-    state, gradients = stepped * shape.state_bytes * shape.on_ssd(TensorKind.STATE), stepped * shape.gradient_bytes
-    steps, activations, waiting = _share(case, sweep), _activation_bytes(case), case.settings.held_share
+    state, gradients = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE), stepped * shape.gradient_bytes
+    steps, activations, waiting = _share(case, sweep), _activation_bytes(case), case.terms.held_share
     forward = sweep == "forward_s"
     fetched = parameters * (1 - case.forward_share if forward else 1 - _kept(case))
     read = {
@@ -247,7 +255,7 @@ def _read_write(case: LpProblem, sweep: str) -> tuple[Row, Row]:
 def _kept(case: LpProblem) -> float:
     """The share of the parameters that stays at the turn: the last layers in the window, and what is outside the layers."""
     shape = case.shape
-    count = 1 + (case.settings.window + 1) // 2
+    count = 1 + (case.terms.window + 1) // 2
     return (shape.pre_elements + sum(shape.layer_elements[-count:])) / shape.num_elements
 
 
@@ -255,8 +263,8 @@ def _memory_rows(case: LpProblem, spare: float = 0.0) -> Iterator[Constraint]:
     """Bytes per tier as `memory_budget.budget` has them: at no share, and what each share adds. `spare`: share of a tier left
     free."""
     nothing = Placement.of(
-        parameters_on_ssd=1.0 if case.shape.on_ssd(TensorKind.PARAMETERS) else 0.0,
-        state_on_ssd=case.shape.on_ssd(TensorKind.STATE),
+        parameters_on_ssd=1.0 if case.shape.in_files(TensorKind.PARAMETERS) else 0.0,
+        state_on_ssd=case.shape.in_files(TensorKind.STATE),
     )
     each = {name: _with_everything(nothing, kind, tier) for name, (kind, tier) in _CHOSEN.items()}
     for tier in Tier:
@@ -278,17 +286,17 @@ def tier_bytes(problem: LpProblem, placement: Placement, tier: Tier) -> float:
     shape = replace(problem.shape, placement=placement)
     match tier:
         case Tier.DEVICE | Tier.HOST:
-            return memory_budget.total_bytes(memory_budget.budget(shape, problem.settings, problem.further), tier)
+            return memory_budget.total_bytes(memory_budget.budget(shape, problem.terms, problem.further), tier)
         case Tier.SSD:
             stepped, frozen = shape.stepped_elements, shape.num_elements - shape.stepped_elements
-            gradients = problem.settings.held_share * shape.gradient_bytes * shape.on_ssd(TensorKind.GRADIENTS)
+            gradients = problem.terms.held_share * shape.gradient_bytes * shape.in_files(TensorKind.GRADIENTS)
             files = stepped * (shape.written_bytes * shape.generations + gradients)
-            files = (files + frozen * shape.param_bytes * shape.on_ssd(TensorKind.PARAMETERS)) / shape.num_shards
-            return files + _ssd_activations(problem) * shape.on_ssd(TensorKind.ACTIVATIONS)
+            files = (files + frozen * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)) / shape.num_shards
+            return files + _ssd_activations(problem) * shape.in_files(TensorKind.ACTIVATIONS)
     assert_never(tier)
 
 
 def _ssd_activations(case: LpProblem) -> float:
     """Inputs of all layers, and the gradients between two."""
-    shape, count = case.shape, case.settings.num_micro_batches
+    shape, count = case.shape, case.terms.num_micro_batches
     return float(count * (shape.num_layers + 2) * shape.activation_bytes)

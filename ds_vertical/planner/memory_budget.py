@@ -35,7 +35,7 @@ PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
 STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
 _IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
 _KNOBS: Final = (
-    # field of Settings, JSON path, least value
+    # field of BudgetTerms, JSON path, least value
     ("window", "vertical_schedule.prefetch_layers", 0),
     ("num_micro_batches", "gradient_accumulation_steps", 1),
 )
@@ -47,9 +47,11 @@ def num_slots(num_pieces: int, overlap: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What decides about memory besides the model.
+class BudgetTerms:
+    """What the formulas take besides the model: what a run's settings come down to, and so no setting itself.
 
+    `engine.memory_check` derives them from `RunSettings` and the JSON, `search` from what it varies (`Choice`).
+    `window`: `prefetch_layers`.
     `slots`: pieces of state in memory at a time. `held_share`: of all gradients, the share that waits for its step (1
     where steps follow NORM or may be redone, alpha for delayed parts, 0 where every step is early). `gradient_layers`:
     layers whose gradients are under way otherwise: as many as are stepped or written to SSD at a time, and one more.
@@ -80,10 +82,10 @@ def layer_buffers(window: int, num_layers: int) -> int:
     return min(max(window + MAX_STEPS, LEAD) + 1, num_layers)
 
 
-def budget(shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...] = ()) -> tuple[BudgetItem, ...]:
+def budget(shape: ModelShape, terms: BudgetTerms, further: tuple[BudgetItem, ...] = ()) -> tuple[BudgetItem, ...]:
     """What is needed of device and host memory, largest first in each tier; of host memory alone where both are one."""
-    items = [*_host(shape, settings), *_device(shape, settings), *further]
-    if settings.one_memory:
+    items = [*_host(shape, terms), *_device(shape, terms), *further]
+    if terms.one_memory:
         items = [dataclasses.replace(item, tier=Tier.HOST) for item in items]
     return tuple(sorted((item for item in items if item.num_bytes), key=lambda item: (item.tier, -item.num_bytes)))
 
@@ -93,64 +95,64 @@ def total_bytes(items: tuple[BudgetItem, ...], tier: Tier) -> int:
     return sum(item.num_bytes for item in items if item.tier == tier)
 
 
-def _host(shape: ModelShape, settings: Settings) -> Iterator[BudgetItem]:
+def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     rank = shape.num_elements / shape.num_shards
     pre_files, *layer_files = shape.unit_files
-    buffers = layer_buffers(settings.window, sum(map(bool, layer_files))) * max(layer_files) + pre_files
+    buffers = layer_buffers(terms.window, sum(map(bool, layer_files))) * max(layer_files) + pre_files
     yield _item(Tier.HOST, "parameter buffers", buffers, "vertical_schedule.prefetch_layers")
     resting = rank * shape.param_bytes * shape.placement.share(TensorKind.PARAMETERS, Tier.HOST)
     yield _item(Tier.HOST, "parameters at rest", resting, "zero_optimization.offload_param.device")
     stepped = shape.stepped_elements / shape.num_shards
     resting = stepped * shape.state_bytes * shape.placement.share(TensorKind.STATE, Tier.HOST)
     yield _item(Tier.HOST, "optimizer state at rest", resting, "zero_optimization.offload_optimizer.device")
-    yield _item(Tier.HOST, "optimizer slots", settings.slots * _slot_bytes(shape, settings), _IN_FLIGHT)
-    yield _item(Tier.HOST, "gradients", _gradients(shape, settings) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
-    kept = settings.num_micro_batches * shape.num_layers * shape.activation_bytes
+    yield _item(Tier.HOST, "optimizer slots", terms.slots * _slot_bytes(shape, terms), _IN_FLIGHT)
+    yield _item(Tier.HOST, "gradients", _gradients(shape, terms) * shape.gradient_bytes, "vertical_schedule.optimizer_delay")
+    kept = terms.num_micro_batches * shape.num_layers * shape.activation_bytes
     kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
     yield _item(Tier.HOST, "activations", kept, "gradient_accumulation_steps")
 
 
-def _slot_bytes(shape: ModelShape, settings: Settings) -> float:
+def _slot_bytes(shape: ModelShape, terms: BudgetTerms) -> float:
     """Bytes of the largest piece that goes through the optimizer's pipeline from or to SSD."""
     if shape.slot_bytes is not None:
         return shape.slot_bytes
-    gradient = shape.gradient_bytes if shape.on_ssd(TensorKind.GRADIENTS) and settings.held_share else 0
-    return _largest_piece(shape) * ((shape.written_bytes if shape.on_ssd(TensorKind.STATE) else 0.0) + gradient)
+    gradient = shape.gradient_bytes if shape.in_files(TensorKind.GRADIENTS) and terms.held_share else 0
+    return _largest_piece(shape) * ((shape.written_bytes if shape.in_files(TensorKind.STATE) else 0.0) + gradient)
 
 
-def _gradients(shape: ModelShape, settings: Settings) -> float:
+def _gradients(shape: ModelShape, terms: BudgetTerms) -> float:
     """Elements of gradients in host memory: those that wait there, those being stepped early, those that leave for SSD. With
     the sums in the same memory (`_aliased`) those count until their unit's last element has left."""
     pre, *layers = (elements / shape.num_shards for elements in shape.unit_gradients)
     rank, largest = pre + sum(layers), max(layers)
-    waits, on_ssd = settings.held_share, shape.on_ssd(TensorKind.GRADIENTS)
-    passing = min(rank, settings.gradient_layers * largest + pre)
+    waits, on_ssd = terms.held_share, shape.in_files(TensorKind.GRADIENTS)
+    passing = min(rank, terms.gradient_layers * largest + pre)
     sums = 0.0
     if waits < 1:
-        sums = passing * (1.0 if _aliased(shape, settings) else 1 - waits)
-    elif on_ssd and _aliased(shape, settings):
+        sums = passing * (1.0 if _aliased(shape, terms) else 1 - waits)
+    elif on_ssd and _aliased(shape, terms):
         sums = min(rank, largest + pre)
     return waits * (rank * (1 - on_ssd) + passing * on_ssd) + sums
 
 
-def _device(shape: ModelShape, settings: Settings) -> Iterator[BudgetItem]:
-    count, (pre, *layers) = settings.num_micro_batches, shape.unit_gradients
-    parameters = 0 if _aliased(shape, settings) else _fetched(shape, settings) * shape.param_bytes
+def _device(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
+    count, (pre, *layers) = terms.num_micro_batches, shape.unit_gradients
+    parameters = 0 if _aliased(shape, terms) else _fetched(shape, terms) * shape.param_bytes
     yield _item(Tier.DEVICE, "parameters", parameters, "vertical_schedule.prefetch_layers")
-    at_once = 1 if settings.one_memory else min(2, shape.num_layers)
-    sums = 0 if _aliased(shape, settings) else (at_once * max(layers) + pre) * shape.gradient_bytes
+    at_once = 1 if terms.one_memory else min(2, shape.num_layers)
+    sums = 0 if _aliased(shape, terms) else (at_once * max(layers) + pre) * shape.gradient_bytes
     yield _item(Tier.DEVICE, "gradient sums", sums, "vertical_schedule.blocks_per_layer")
     off = shape.placement.away(TensorKind.ACTIVATIONS)
     kept, passing = count * shape.num_layers + 2, count * min(2, shape.num_layers) + 1  # the last layer is fused
     inputs = kept * (1 - off) + passing * off
     yield _item(Tier.DEVICE, "activations between layers", inputs * shape.activation_bytes, "gradient_accumulation_steps")
-    yield _item(Tier.DEVICE, "one layer's backward", backward_bytes(shape, settings), "train_micro_batch_size_per_gpu")
+    yield _item(Tier.DEVICE, "one layer's backward", backward_bytes(shape, terms), "train_micro_batch_size_per_gpu")
 
 
-def backward_bytes(shape: ModelShape, settings: Settings) -> int:
+def backward_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
     """What one layer's backward needs for one micro-batch; on the host it has the gradients of the one before beside it, which
     wait in layer-major order: see [Note: gradients in pairs] in `grad_accumulator`."""
-    waits = settings.one_memory and settings.layer_major and settings.num_micro_batches > 1
+    waits = terms.one_memory and terms.layer_major and terms.num_micro_batches > 1
     return shape.working_bytes + waits * max(shape.unit_gradients[1:]) * shape.param_bytes
 
 
@@ -162,14 +164,14 @@ def _largest_piece(shape: ModelShape) -> float:
     return max(shard / max(1, math.ceil(shard / shape.part_elements)) for shard in shards)
 
 
-def _aliased(shape: ModelShape, settings: Settings) -> bool:
+def _aliased(shape: ModelShape, terms: BudgetTerms) -> bool:
     """Whether a unit's parameters and gradient sums on the device are this rank's shards in host memory."""
-    return settings.one_memory and shape.num_shards == 1
+    return terms.one_memory and shape.num_shards == 1
 
 
-def _fetched(shape: ModelShape, settings: Settings) -> int:
+def _fetched(shape: ModelShape, terms: BudgetTerms) -> int:
     """Most elements of gathered units at a time."""
-    largest = sorted(shape.layer_elements, reverse=True)[: settings.window + 1]
+    largest = sorted(shape.layer_elements, reverse=True)[: terms.window + 1]
     return sum(largest) + shape.pre_elements
 
 
@@ -188,13 +190,13 @@ def budget_lines(items: tuple[BudgetItem, ...]) -> list[str]:
 
 
 def check_budget(
-    shape: ModelShape, settings: Settings, further: tuple[BudgetItem, ...] = (), limits: TierBytes = MappingProxyType({})
+    shape: ModelShape, terms: BudgetTerms, further: tuple[BudgetItem, ...] = (), limits: TierBytes = MappingProxyType({})
 ) -> tuple[BudgetItem, ...]:
     """The budget, if each tier's items fit into the bytes of `limits` (a tier without any is not checked). Raises
     MemoryBudgetError for all tiers at once."""
-    items = budget(shape, settings, further)
+    items = budget(shape, terms, further)
     found = [
-        _Overrun(shape, settings, further, tier, limit)
+        _Overrun(shape, terms, further, tier, limit)
         for tier, limit in limits.items()
         if limit is not None and total_bytes(items, tier) > limit
     ]
@@ -208,37 +210,35 @@ class _Overrun:
     """A tier that has fewer bytes, `limit`, than a run needs of it."""
 
     shape: ModelShape
-    settings: Settings
+    terms: BudgetTerms
     further: tuple[BudgetItem, ...]
     tier: Tier
     limit: float
 
-    def needed(self, settings: Settings) -> int:
-        """Bytes of the tier that the run needs with `settings`."""
-        return total_bytes(budget(self.shape, settings, self.further), self.tier)
+    def needed(self, terms: BudgetTerms) -> int:
+        """Bytes of the tier that the run needs with `terms`."""
+        return total_bytes(budget(self.shape, terms, self.further), self.tier)
 
     def fault(self) -> str:
         """The message: bytes needed and allowed, and each number in the JSON whose change alone makes the run fit."""
-        needed = self.needed(self.settings)
+        needed = self.needed(self.terms)
         fitting = [(key, name, self._fitting(name, least)) for name, key, least in _KNOBS]
-        remedies = [
-            f'"{key}": {value} (now {getattr(self.settings, name)})' for key, name, value in fitting if value is not None
-        ]
+        remedies = [f'"{key}": {value} (now {getattr(self.terms, name)})' for key, name, value in fitting if value is not None]
         remedy = f"write {' or '.join(remedies)}" if remedies else self._advice()
         return f"{self.tier} memory: needs {needed} bytes, {self.limit} are allowed, {needed - self.limit} too few; {remedy}"
 
     def _advice(self) -> str:
         """What to change where no number alone is enough."""
-        smallest = dataclasses.replace(self.settings, **{name: least for name, _, least in _KNOBS})
+        smallest = dataclasses.replace(self.terms, **{name: least for name, _, least in _KNOBS})
         together = " and ".join(f'"{key}": {least}' for _, key, least in _KNOBS)
-        items = budget(self.shape, self.settings, self.further)
+        items = budget(self.shape, self.terms, self.further)
         item = next(item for item in items if item.tier == self.tier and not item.key.startswith("("))
         most = f"most is {item.what}, {item.num_bytes} bytes: change {item.key}"
         return f"{together} would need {self.needed(smallest)}; {most}"
 
     def _fitting(self, name: str, least: int) -> int | None:
-        """The largest value of one setting, below the present one, with which the tier fits."""
-        for value in range(getattr(self.settings, name) - 1, least - 1, -1):
-            if self.needed(dataclasses.replace(self.settings, **{name: value})) <= self.limit:
+        """The largest value of one term, below the present one, with which the tier fits."""
+        for value in range(getattr(self.terms, name) - 1, least - 1, -1):
+            if self.needed(dataclasses.replace(self.terms, **{name: value})) <= self.limit:
                 return value
         return None

@@ -14,7 +14,7 @@ from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.costs import Parts, PartSizes
 from ds_vertical.planner.simulate import SimulatedRun, SimulatedSpan
 from ds_vertical.schedule.events import Event, Op
-from ds_vertical.types import PRE, SUF, Machine, ModelShape, TensorKind, Tier, Unit
+from ds_vertical.types import IN_FILES, PRE, SUF, Machine, ModelShape, TensorKind, Tier, Unit
 
 MemoryOwner = Literal["parameters", "activations", "activation gradients", "gradients", "state"]
 
@@ -71,7 +71,7 @@ class _Ledger:
         )
         for owner, kind, num_bytes in rests:
             for tier, share in shape.placement[kind].items():
-                copies = shape.generations if tier is Tier.SSD else 1
+                copies = shape.generations if IN_FILES[tier] else 1
                 yield MemoryChange(0.0, tier, owner, num_bytes * share * copies)
 
     def parameters(self) -> Iterator[MemoryChange]:
@@ -81,7 +81,7 @@ class _Ledger:
         ahead: dict[Unit | None, int] = {}
         copied = not (self.machine.one_memory or self.machine.copy_in_bytes_per_s is None)
         for index, event in enumerate(self.timeline.events):
-            shard = self.shape.shard(event.layer) * self.shape.param_bytes * self.shape.on_ssd(TensorKind.PARAMETERS)
+            shard = self.shape.shard(event.layer) * self.shape.param_bytes * self.shape.in_files(TensorKind.PARAMETERS)
             gathered = self.shape.elements(event.layer) * self.shape.param_bytes
             if event.op is Op.FETCH and event.ahead:
                 ahead[event.layer] = index
@@ -130,7 +130,7 @@ class _Ledger:
         held = {part for op, unit, part in self.present if op is Op.HOLD and unit == event.layer}
         if held and (event.op is Op.REDUCE or not {None, event.part} & held):
             return 0.0
-        return self.shape.on_ssd(TensorKind.GRADIENTS)
+        return self.shape.in_files(TensorKind.GRADIENTS)
 
     def _gradients(self, at_s: float, in_host: float, on_ssd: float) -> Iterator[MemoryChange]:
         yield self._gradient(at_s, Tier.HOST, in_host)

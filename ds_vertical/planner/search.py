@@ -25,7 +25,7 @@ from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_training
-from ds_vertical.types import PRE, Machine, ModelShape, Placement, TensorKind, Tier, TierBytes
+from ds_vertical.types import PRE, Machine, ModelShape, Placement, TensorKind, Tier, TierBytes, per_tier
 
 WINDOWS: Final = (1, 2, 3)
 DELAYS: Final = (0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
@@ -38,6 +38,14 @@ _PIECES: Final = 8  # of a layer in the optimizer's pipeline
 _STEADY_STEPS: Final = 3
 _RUNNERS_UP: Final = 3
 _EQUAL: Final = 1.01  # plans nearer than this are one as good as the other
+# What gives a plan more room in a tier.
+_REMEDIES: Final = per_tier(
+    {
+        Tier.DEVICE: "a shorter --sequence-length or a larger device",
+        Tier.HOST: "more host memory, fewer ranks",
+        Tier.SSD: "more room on the SSD (--nvme-path on another one)",
+    }
+)
 _NO_SECONDS: Final = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 _LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, "(measured)")
 
@@ -72,8 +80,11 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One way to train: the keys of the JSON that a plan decides. Shares in [0, 1]."""
+class Choice:
+    """One way to train: what the search varies, of the sizes, the timing and the tiers. Shares in [0, 1].
+
+    `RunSettings` are what a run has been told, all of them; these are few, and most of what they say is no key of the section
+    (`cli.plan.deepspeed_json` writes it as JSON). `delay`: `optimizer_delay`; `window`: `prefetch_layers`."""
 
     micro_batch_size: int
     num_micro_batches: int
@@ -97,39 +108,47 @@ class Setting:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with its model's shape on a machine, and what the linear program says of it."""
+    """A choice with the case of the linear program that it comes from, and what the program says of it."""
 
-    setting: Setting
-    shape: ModelShape
-    machine: Machine
+    choice: Choice
     case: LpProblem
     program_s: float
     binding: tuple[str, ...]
 
+    @property
+    def shape(self) -> ModelShape:
+        """The model, resting where the choice says."""
+        return self.case.shape
+
+    @property
+    def machine(self) -> Machine:
+        """One rank's part of the machine."""
+        return self.case.machine
+
     def schedule(self, num_layers: int) -> Schedule:
         """A step in the steady state."""
-        setting, placement = self.setting, self.setting.placement
+        choice, placement = self.choice, self.choice.placement
         # What is issued ahead at the end of a step, of `pre` and the first layers, is no longer due in the next one.
-        due = frozenset(range(LEAD, num_layers)) if setting.window else frozenset((PRE, *range(num_layers)))
-        waits = placement.share(TensorKind.GRADIENTS, Tier.SSD) > 0
-        moves = not self.machine.one_memory or placement.share(TensorKind.ACTIVATIONS, Tier.SSD) > 0
+        due = frozenset(range(LEAD, num_layers)) if choice.window else frozenset((PRE, *range(num_layers)))
+        waits = placement.in_files(TensorKind.GRADIENTS) > 0
+        moves = not self.machine.one_memory or placement.in_files(TensorKind.ACTIVATIONS) > 0
         return build_training(
             TrainingStep(
                 num_layers,
-                setting.num_micro_batches,
-                window=setting.window,
-                delayed=setting.early or setting.delay > 0,
-                due=due if setting.delay > 0 else frozenset(),
-                early=setting.early,
-                ahead=setting.window > 0,
-                hold=None if not waits else DELAYED if setting.early else EVERYTHING,
-                moved=setting.moved if moves else (),
+                choice.num_micro_batches,
+                window=choice.window,
+                delayed=choice.early or choice.delay > 0,
+                due=due if choice.delay > 0 else frozenset(),
+                early=choice.early,
+                ahead=choice.window > 0,
+                hold=None if not waits else DELAYED if choice.early else EVERYTHING,
+                moved=choice.moved if moves else (),
             )
         )
 
     def parts(self, shape: ModelShape) -> Parts | None:
         """Elements of the early and the delayed part of each unit; None where nothing is stepped early."""
-        return split_steps(shape, self.setting.delay) if self.setting.early else None
+        return split_steps(shape, self.choice.delay) if self.choice.early else None
 
     def coarse(self, num_layers: int) -> ModelShape:
         """The model's first layers, each in a few pieces."""
@@ -178,7 +197,7 @@ class Candidate:
     @property
     def items(self) -> tuple[memory_budget.BudgetItem, ...]:
         """The memory budget."""
-        return memory_budget.budget(self.shape, self.case.settings, self.case.further)
+        return memory_budget.budget(self.shape, self.case.terms, self.case.further)
 
     @property
     def ssd_bytes(self) -> float:
@@ -196,7 +215,7 @@ class Plan:
     def differences(self) -> Iterator[tuple[str, float]]:
         """(what another plan does otherwise, its step over the chosen one's)."""
         for other in self.runners_up:
-            yield _difference(self.chosen.setting, other.setting), other.estimate_s / self.chosen.estimate_s
+            yield _difference(self.chosen.choice, other.choice), other.estimate_s / self.chosen.estimate_s
 
 
 def choose(
@@ -219,18 +238,18 @@ def choose(
 
 
 def tune_timing(
-    case: LpProblem, setting: Setting, windows: Sequence[int], delays: Sequence[float]
+    case: LpProblem, choice: Choice, windows: Sequence[int], delays: Sequence[float]
 ) -> tuple[Candidate, Candidate]:
-    """The best timing for a model whose sizes and tiers are settled, and `setting` itself, which is taken where nothing is
+    """The best timing for a model whose sizes and tiers are settled, and `choice` itself, which is taken where nothing is
     better by more than a hundredth or nothing fits. `delays`: of early steps; those that are not early keep theirs."""
-    own = Candidate(setting, case.shape, case.machine, case, 0.0, ())
+    own = Candidate(choice, case, 0.0, ())
     found = [own]
-    for delay in delays if case.early else (setting.delay,):
-        held = delay if case.early and case.settings.held_share < 1 else case.settings.held_share
+    for delay in delays if case.early else (choice.delay,):
+        held = delay if case.early and case.terms.held_share < 1 else case.terms.held_share
         for window in windows:
-            settings = replace(case.settings, window=window, held_share=held)
-            changed = replace(case, settings=settings, delay=delay)
-            other = Candidate(replace(setting, window=window, delay=delay), case.shape, case.machine, changed, 0.0, ())
+            terms = replace(case.terms, window=window, held_share=held)
+            changed = replace(case, terms=terms, delay=delay)
+            other = Candidate(replace(choice, window=window, delay=delay), changed, 0.0, ())
             found += [other] if _fits(other) else []
     best = min(found, key=lambda candidate: candidate.estimate_s)
     return (best if best.estimate_s * _EQUAL < own.estimate_s else own), own
@@ -252,36 +271,36 @@ class _Search:
         """(case, sequences per micro-batch, blocks per layer)"""
         task = self.task
         all_blocks = [b for b in _BLOCKS if b == 1 or 2 * b <= len(task.spec.block_elements)]
-        regimes = [regime for on_ssd in (1.0, 0.0) for regime in self._regimes(on_ssd)]
+        timings = [timing for on_ssd in (1.0, 0.0) for timing in self._timings(on_ssd)]
         for size, count in task.counts():
-            settings = [(_Sizes(size, count, blocks), regime) for blocks in all_blocks for regime in regimes]
-            untimed = [self._case(sizes, regime, _NO_SECONDS) for sizes, regime in settings]
+            varied = [(_Sizes(size, count, blocks), timing) for blocks in all_blocks for timing in timings]
+            untimed = [self._case(sizes, timing, _NO_SECONDS) for sizes, timing in varied]
             if all(linear_program.shortage(case) for case in untimed):
-                yield from ((case, size, sizes.blocks_per_layer) for case, (sizes, _) in zip(untimed, settings, strict=True))
+                yield from ((case, size, sizes.blocks_per_layer) for case, (sizes, _) in zip(untimed, varied, strict=True))
                 continue  # nothing is timed that would not fit
             seconds = task.seconds(size)
-            yield from ((self._case(sizes, regime, seconds), size, sizes.blocks_per_layer) for sizes, regime in settings)
+            yield from ((self._case(sizes, timing, seconds), size, sizes.blocks_per_layer) for sizes, timing in varied)
 
-    def _regimes(self, state_on_ssd: float) -> Iterator[_Regime]:
+    def _timings(self, state_on_ssd: float) -> Iterator[_Timing]:
         """Only state on SSD has a second generation, without which nothing is stepped before the norm."""
         if (self.task.clip == 0 or self.task.speculation) and state_on_ssd:
-            yield from (_Regime(state_on_ssd, delay, True) for delay in DELAYS if delay < 1)
-        yield _Regime(state_on_ssd, 1.0, False)
+            yield from (_Timing(state_on_ssd, delay, True) for delay in DELAYS if delay < 1)
+        yield _Timing(state_on_ssd, 1.0, False)
 
-    def _case(self, sizes: _Sizes, regime: _Regime, seconds: Seconds) -> LpProblem:
-        delay, early = regime.delay, regime.early
+    def _case(self, sizes: _Sizes, timing: _Timing, seconds: Seconds) -> LpProblem:
+        delay, early = timing.delay, timing.early
         division = Division(
             sizes.sequences,
             sizes.blocks_per_layer,
             num_shards=self.task.num_ranks,
             generations=2 if early else 1,
             part_elements=memory_budget.PART_ELEMENTS,
-            placement=Placement.of(state_on_ssd=regime.state_on_ssd),
+            placement=Placement.of(state_on_ssd=timing.state_on_ssd),
         )
         held = delay if early and self.task.clip == 0 else 1.0  # what may be redone is kept
-        settings = memory_budget.Settings(sizes.num_micro_batches, 1, held_share=held, one_memory=self.machine.one_memory)
+        terms = memory_budget.BudgetTerms(sizes.num_micro_batches, 1, held_share=held, one_memory=self.machine.one_memory)
         shape = shape_of(self.task.spec, seconds, division)
-        return LpProblem(shape, self.machine, settings, self.limits, delay, early, self.further)
+        return LpProblem(shape, self.machine, terms, self.limits, delay, early, self.further)
 
 
 @dataclass(frozen=True)
@@ -294,7 +313,7 @@ class _Sizes:
 
 
 @dataclass(frozen=True)
-class _Regime:
+class _Timing:
     """Where the state is, which share of the steps is delayed, and whether the rest is stepped in the backward."""
 
     state_on_ssd: float
@@ -313,18 +332,18 @@ def _spread(solved: Sequence[tuple[LpProblem, int, int, Solution]]) -> list[tupl
 
 
 def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, window: int) -> Candidate:
-    count = case.settings.num_micro_batches
-    placement = _rounded(solution.placement(case.shape.on_ssd(TensorKind.STATE)), count)
-    shape, settings = replace(case.shape, placement=placement), replace(case.settings, window=window)
-    guessed = case.early and case.settings.held_share > case.delay
-    setting = Setting(size, count, blocks, window, case.delay, case.early, placement, guessed)
-    own = replace(case, shape=shape, settings=settings)
-    return Candidate(setting, shape, case.machine, own, solution.seconds, solution.binding)
+    count = case.terms.num_micro_batches
+    placement = _rounded(solution.placement(case.shape.in_files(TensorKind.STATE)), count)
+    shape, terms = replace(case.shape, placement=placement), replace(case.terms, window=window)
+    guessed = case.early and case.terms.held_share > case.delay
+    choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed)
+    own = replace(case, shape=shape, terms=terms)
+    return Candidate(choice, own, solution.seconds, solution.binding)
 
 
 def _with_window(candidate: Candidate, window: int) -> Candidate:
-    case = replace(candidate.case, settings=replace(candidate.case.settings, window=window))
-    return replace(candidate, setting=replace(candidate.setting, window=window), case=case)
+    case = replace(candidate.case, terms=replace(candidate.case.terms, window=window))
+    return replace(candidate, choice=replace(candidate.choice, window=window), case=case)
 
 
 def _rounded(placement: Placement, num_micro_batches: int) -> Placement:
@@ -352,20 +371,20 @@ def _decide(fitting: Sequence[Candidate]) -> Plan:
     chosen = min(near, key=_simplicity)
     others: dict[str, Candidate] = {}
     for candidate in fitting:
-        others.setdefault(_difference(chosen.setting, candidate.setting), candidate)
+        others.setdefault(_difference(chosen.choice, candidate.choice), candidate)
     others.pop("", None)  # the chosen one
     return Plan(chosen, tuple(others.values())[:_RUNNERS_UP])
 
 
 def _simplicity(candidate: Candidate) -> tuple[float, ...]:
     """Smaller is simpler: fewer things moved, smaller windows, the usual layers."""
-    setting, placement = candidate.setting, candidate.setting.placement
+    choice, placement = candidate.choice, candidate.choice.placement
     activations = placement[TensorKind.ACTIVATIONS]
     moves = activations[Tier.SSD], activations[Tier.HOST], placement.share(TensorKind.GRADIENTS, Tier.SSD)
-    return (*(round(share, 2) for share in moves), setting.window, setting.blocks_per_layer, candidate.shape.generations)
+    return (*(round(share, 2) for share in moves), choice.window, choice.blocks_per_layer, candidate.shape.generations)
 
 
-def _difference(chosen: Setting, other: Setting) -> str:
+def _difference(chosen: Choice, other: Choice) -> str:
     """What `other` does otherwise, in the JSON's words."""
     names = {
         "micro_batch_size": "train_micro_batch_size_per_gpu",
@@ -388,12 +407,7 @@ def _shortage(cases: Sequence[tuple[LpProblem, int, int]]) -> str:
     lacking = [(linear_program.shortage(case), case, size) for case, size, _ in cases]
     least, case, size = min(lacking, key=lambda entry: sum(entry[0].values()))
     tiers = ", ".join(f"{what}: {-(-num_bytes // 2**20):.0f} MiB short" for what, num_bytes in least.items())
-    remedies = {
-        f"{Tier.DEVICE} memory": "a shorter --sequence-length or a larger device",
-        f"{Tier.HOST} memory": "more host memory, fewer ranks",
-        f"{Tier.SSD} memory": "more room on the SSD (--nvme-path on another one)",
-    }
-    advice = " and ".join(remedies[what] for what in least if what in remedies)
+    advice = " and ".join(remedy for tier, remedy in _REMEDIES.items() if f"{tier} memory" in least)
     if not least:
         return f"no setting fits all tiers at once with micro-batches of {size}; more room in any tier would help"
     return f"no setting fits; the least is short of {tiers} (micro-batches of {size}); it takes {advice}"

@@ -75,7 +75,7 @@ def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any
     locked = status("VmLck")
     with running(config, partial(MixerModel, 5), vertical=True) as (engine, model):
         forecast = Forecast(engine.layers, groups_of(model, None, None), config, engine.vertical)
-        items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.settings)}
+        items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.terms)}
         optimizer, tiers = engine.optimizer, bytes_by_tier(engine.layers)
         slots = [slot.numel() for slot in optimizer.slots]
         assert [list(chunk.params) for chunk in forecast.chunks] == optimizer.fp16_groups
@@ -87,7 +87,7 @@ def test_the_budget_is_what_is_allocated(tmp_path: Path, settings: dict[str, Any
         assert items.get("optimizer state at rest", 0) == 12 * sum(
             optimizer.fp16_partitioned_groups_flat_numel[i] for i in resting
         )
-        if forecast.settings.held_share == 1:
+        if forecast.terms.held_share == 1:
             assert items["gradients"] == 4 * sum(param.ds_numel for param in model.parameters())
         assert 0 < status("VmLck") - locked <= (items["parameter buffers"] + sum(slots)) / 1024 + 4 * (len(slots) + 9)
 
@@ -100,8 +100,8 @@ def test_clipping_that_is_not_written_counts_as_deepspeeds_own(tmp_path: Path) -
     del config["gradient_clipping"]
     with running(config, MixerModel, vertical=True) as (engine, model):
         forecast = Forecast(engine.layers, groups_of(model, None, None), config, engine.vertical)
-        assert forecast.regime.certain is engine.optimizer.regime.certain is False
-        assert forecast.settings.held_share == 1
+        assert forecast.timing.certain is engine.optimizer.timing.certain is False
+        assert forecast.terms.held_share == 1
 
 
 def test_stocks_buffers_hold_memory_only_while_they_are_used(tmp_path: Path) -> None:
@@ -227,10 +227,10 @@ def test_a_layers_backward_has_its_gradients_and_an_fp32_copy_of_the_largest(tmp
     forecast = Forecast(map_layers(model, None), groups_of(model, None, None), config, resolve(load_section(config), 0))
     sizes = [param.numel() for param in model.blocks[0].parameters()]
     working = 2 * sum(sizes) + 4 * max(param.numel() for param in model.parameters())
-    items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.settings, forecast.further(0))}
+    items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.terms, forecast.further(0))}
     assert items["freed memory that is kept"] == working
     assert items["one layer's backward"] == working + 2 * sum(sizes)  # and those that wait for the next micro-batch's
-    one = replace(forecast.settings, num_micro_batches=1)
+    one = replace(forecast.terms, num_micro_batches=1)
     assert {item.what: item.num_bytes for item in budget(forecast.shape, one)}["one layer's backward"] == working
 
 

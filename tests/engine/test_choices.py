@@ -85,7 +85,7 @@ def test_a_slow_disk_gets_another_share_of_delayed_steps_and_the_same_bits(
 def test_where_nothing_is_gained_the_rule_stands(tmp_path: Path, measured: Any) -> None:
     measured(report())
     with running(config(tmp_path), model, vertical=True) as (engine, _):
-        assert (engine.vertical.prefetch_layers, engine.optimizer.regime.delay) == (1, 0.25)
+        assert (engine.vertical.prefetch_layers, engine.optimizer.timing.delay) == (1, 0.25)
         assert "which nothing beats" in engine.vertical.reasons["prefetch_layers"]
 
 
@@ -218,7 +218,7 @@ def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -
 
     def needed(share: float) -> int:
         forecast = forecast_of(replace(resolved, gradient_host_share=share))
-        return memory_budget.total_bytes(memory_budget.budget(forecast.shape, forecast.settings, forecast.further(7)), "host")
+        return memory_budget.total_bytes(memory_budget.budget(forecast.shape, forecast.terms, forecast.further(7)), "host")
 
     def chosen(allowed: int, section: Any = section, resolved: Any = resolved) -> float:
         return choose_gradient_tier(section, resolved, forecast_of, (allowed, 7)).gradient_host_share

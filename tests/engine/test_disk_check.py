@@ -57,7 +57,9 @@ def test_the_files_are_as_large_as_was_said(tmp_path: Path, clip: float, section
         optimizer = engine.optimizer
         assert said.state == sum(zero_optimizer.optimizer_files(optimizer, 1).values())
         assert said.parameters == sum(shard.num_bytes for shard in engine.param_store.files.shards())
-        assert said.on_ssd == len(list(engine.param_store.files.shards())) + len(zero_optimizer.optimizer_files(optimizer, 1))
+        assert said.num_files == len(list(engine.param_store.files.shards())) + len(
+            zero_optimizer.optimizer_files(optimizer, 1)
+        )
         written = sum(path.stat().st_size for path in tmp_path.rglob("gradients.swp"))
         assert abs(said.gradients - written) <= MIB and (written > 0) == (clip > 0)
         second = sum(path.stat().st_size for path in tmp_path.rglob("generation_1/*"))
@@ -123,7 +125,7 @@ def test_room_for_a_checkpoint_is_told_and_demanded_where_one_is_sure(
 
 
 def forecast(on_ssd: int) -> Any:
-    return SimpleNamespace(files=SimpleNamespace(on_ssd=on_ssd), settings=SimpleNamespace(slots=4))
+    return SimpleNamespace(files=SimpleNamespace(num_files=on_ssd), terms=SimpleNamespace(slots=4))
 
 
 def settings() -> RunSettings:

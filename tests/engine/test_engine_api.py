@@ -159,6 +159,21 @@ def test_start_up_line_and_max_in_cpu_warning(tmp_path: Path, capsys: pytest.Cap
         assert "max_in_cpu" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("width", "max_in_cpu", "reason"),
+    [
+        (64, 0, "(every parameter's shard is under 1048576 bytes, and stays in memory as in stock);"),
+        (512, 10**9, '("zero_optimization.offload_param.max_in_cpu" keeps all in memory, as in stock);'),
+    ],
+)
+def test_the_start_up_line_says_why_no_parameter_is_on_ssd(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], width: int, max_in_cpu: int, reason: str
+) -> None:
+    with running(ssd_config(tmp_path, max_in_cpu=max_in_cpu), partial(MixerModel, 2, width), vertical=True) as (_, model):
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "ACTIVE" in line)
+        assert f"host {4 * sum(p.ds_numel for p in model.parameters())}, ssd 0 {reason}" in line
+
+
 @pytest.mark.parametrize(("name", "args"), [("forward", (1,)), ("backward", (1,)), ("step", ()), ("__call__", (1,))])
 def test_stocks_own_loop_is_refused(name: str, args: tuple[Any, ...]) -> None:
     engine = initialize(config=host_config())
@@ -346,7 +361,7 @@ def test_an_engine_has_the_compiled_joints_and_sums_in_pairs_where_layers_do_not
     engine.train_batch(iter(reshaped(token_batches(1, 3), "tensor")[0]), note)
     joints = {name for name in names if "Joint" in name}
     assert joints
-    assert not any("_JointBackward" in name for name in joints)
+    assert not any("_IdentityNodeBackward" in name for name in joints)
     assert engine._gradients._pairs is (order == "vertical")
 
 

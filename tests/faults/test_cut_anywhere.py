@@ -273,7 +273,7 @@ def test_a_failed_call_whose_clean_up_was_cut_is_put_in_order_by_the_next(tmp_pa
         put_in_order = calls.put_in_order
 
         def fail(*_: Any) -> None:
-            calls.put_in_order = _interrupted
+            calls.put_in_order = engine._runner._clean_up = _interrupted
             raise ArithmeticError
 
         uses = (lambda: engine.train_batch(iter(STEPS[1])), lambda: read_weights(model), engine.flush)
@@ -283,6 +283,7 @@ def test_a_failed_call_whose_clean_up_was_cut_is_put_in_order_by_the_next(tmp_pa
             with pytest.raises(KeyboardInterrupt):
                 engine.train_batch(iter(STEPS[0]))
             calls.put_in_order = put_in_order
+            del engine._runner._clean_up
             hook.remove()
             use()
             assert surroundings(model) == before

@@ -91,7 +91,7 @@ def test_every_delay_is_bit_identical_to_stock(
 
     def note(engine: Any, step: int) -> None:
         due = engine.optimizer.driver.backlog.pending
-        regimes.append((engine.optimizer.regime.early, bool(due), len(due) == NUM_LAYERS + 1))
+        regimes.append((engine.optimizer.timing.early, bool(due), len(due) == NUM_LAYERS + 1))
 
     made = config(tmp_path, dtype, clip_of(clips), delay)
     vertical = run_arm(made, partial(mixer, dtype), token_batches(4, 2), vertical=True, between=note)
@@ -126,7 +126,7 @@ def test_early_steps_in_every_tier(tmp_path: Path, options: dict[str, Any], dela
 
     def note(engine: Any, step: int) -> None:
         if type(engine).__name__ == "VerticalEngine":
-            steps_early.append(engine.optimizer.regime.early)
+            steps_early.append(engine.optimizer.timing.early)
 
     made = config(tmp_path, "fp32", 0.0, delay, **options)
     assert_identical(*run_both(made, partial(mixer, "fp32"), token_batches(3, 2), between=note))

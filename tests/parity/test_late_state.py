@@ -15,6 +15,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,9 @@ from ds_vertical.errors import LayerError
 
 USERS = types.ModuleType("users_module")  # a module of the user's own, as `import users_module` gives it
 USERS.MASK = 1.0
+PACKAGE = types.ModuleType("users_package")  # `import users_package.inner`
+PACKAGE.inner = types.ModuleType("users_package.inner")
+PACKAGE.inner.SETTING = 1.0
 COUNTS: contextvars.ContextVar[dict[Any, Any]] = contextvars.ContextVar("counts")
 OF_THREAD = threading.local()
 
@@ -236,6 +240,64 @@ class Added(Base):
         return 0.1 * (self.context.aux + self.given["aux"])
 
 
+class ReshapedBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("means", torch.zeros(1))
+        self.sums = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        scale = 1 + 0.1 * self.means.mean() + 0.1 * self.sums.mean()
+        self.means.data = torch.sigmoid(x.detach().mean((0, 2)) + self.means.mean())
+        self.sums.data = torch.cat([self.sums, torch.sigmoid(x.detach().mean()).view(1)])
+        return self.body(x * scale)
+
+
+class Reshaped(Base):
+    """A buffer that each micro-batch gives a shape of its own by `.data = ...`, and a tensor that grows so."""
+
+    block = ReshapedBlock
+
+    def left(self) -> list[Any]:
+        return [block.sums.tolist() for block in self.blocks]
+
+
+class ReadFurtherOnBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("load", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.load.add_(0.1 * torch.sigmoid(x.detach().mean()))
+        return self.body(x * (1 + self.others[0].load))
+
+
+class ReadFurtherOn(Base):
+    """Each block writes its buffer in place; all blocks read the first one's."""
+
+    block = ReadFurtherOnBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.others = [self.blocks[0]]
+
+
+class ReadByHooks(Base):
+    """The same by hooks on the blocks."""
+
+    block = ReadFurtherOnBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.others = [block]
+            block.register_forward_hook(self.scaled)
+
+    def scaled(self, block: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * (1 + self.blocks[0].load)
+
+
 class Usage(Base):
     """A count that blocks write and nobody reads."""
 
@@ -305,6 +367,21 @@ class Elsewhere(Base):
         USERS.MASK = torch.sigmoid(x.detach().mean((0, 2), keepdim=True))
         OF_THREAD.mask = torch.sigmoid(x.detach().amax((0, 2), keepdim=True))
         COUNTS.set({"calls": 0})
+        return ()
+
+
+class SettingBlock(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x * PACKAGE.inner.SETTING)
+
+
+class SetInAPackage(Base):
+    """In a module inside a package that the user imports."""
+
+    block = SettingBlock
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        PACKAGE.inner.SETTING = torch.sigmoid(x.detach().mean((0, 2), keepdim=True))
         return ()
 
 
@@ -576,6 +653,55 @@ class Slotted(Base):
     block = SlottedBlock
 
 
+class SlottedList(list[Any]):
+    __slots__ = ("calls", "inner")
+
+
+class SlottedDict(dict[str, Any]):
+    __slots__ = ("calls",)
+
+
+class AttributedList(list[Any]):
+    """Has attributes beside its elements."""
+
+
+class SubclassedBlock(Block):
+    """Counts in a slot of a list and of a dict, which have elements as well."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.kept, self.named = SlottedList([1.0]), SlottedDict(scale=0.01)
+        self.kept.calls = self.named.calls = 0
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.kept.calls += 1
+        self.kept.inner = x.detach().mean()
+        self.named.calls += 2
+        return self.body(x * (1 + 0.01 * self.kept.calls + self.named["scale"] * self.named.calls) + self.kept.inner)
+
+
+class Subclassed(Base):
+    """And hooks that append to a list that has an attribute and to one that has a slot; nobody reads them."""
+
+    block = SubclassedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes, self.slotted = AttributedList([0]), SlottedList()
+        self.sizes.name, self.slotted.calls = "sizes", 0
+        for block in self.blocks:
+            block.register_forward_hook(self.note)
+
+    def note(self, block: Any, args: Any, output: torch.Tensor) -> None:
+        self.sizes.append(output.shape[1])
+        self.slotted.append(block.index)
+        self.slotted.calls += 1
+
+    def left(self) -> list[Any]:
+        counts = [(block.kept.calls, list(block.kept), block.named.calls, dict(block.named)) for block in self.blocks]
+        return [counts, list(self.sizes), vars(self.sizes), list(self.slotted), self.slotted.calls]
+
+
 class Child(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -667,11 +793,177 @@ class WithLoss(Base):
         self.loss = (Distillation(),)
 
 
+# ---- hooks on blocks
+
+
+class Tally:
+    """Counts the calls of its hooks, and scales by the number."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * (1 + 0.01 * self.calls)
+
+    def ahead(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (self.scaled(args[0]), *args[1:])
+
+    def behind(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return self.scaled(output)
+
+
+class TallyModule(nn.Module, Tally):
+    """A tally that is a module, and none of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+
+class CountedTwice(Base):
+    """One object counts in a pre-hook and in a forward hook of one block."""
+
+    tally: Callable[[], Any] = Tally
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tallies = [type(self).tally() for _ in self.blocks]
+        for block, tally in zip(self.blocks, self.tallies, strict=True):
+            block.register_forward_pre_hook(tally.ahead)
+            block.register_forward_hook(tally.behind)
+
+    def left(self) -> list[Any]:
+        return [tally.calls for tally in self.tallies]
+
+
+class CountedTwiceByModule(CountedTwice):
+    tally = TallyModule
+
+
+class HookedBlock(Block):
+    """Its own attribute counts in a pre-hook, in its forward and in a forward hook."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.calls = 0
+        self.register_forward_pre_hook(HookedBlock.ahead)
+        self.register_forward_hook(HookedBlock.behind)
+
+    def ahead(self, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        self.calls += 1
+        return (args[0] * (1 + 0.01 * self.calls),)
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.calls += 1
+        return self.body(x * (1 + 0.01 * self.calls))
+
+    def behind(self, args: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return output * (1 + 0.01 * self.calls)
+
+
+class Hooked(Base):
+    block = HookedBlock
+
+    def left(self) -> list[Any]:
+        return [block.calls for block in self.blocks]
+
+
+def scaled_by_keyword(block: Any, args: Any, output: torch.Tensor, *, calls: int) -> torch.Tensor:
+    block.hook[0].keywords["calls"] = calls + 1
+    return output * (1 + 0.01 * calls)
+
+
+class Keywords(Base):
+    """A hook of all blocks that counts in a keyword of its own partial. Each forward begins with a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook = (partial(scaled_by_keyword, calls=0),)
+        for block in self.blocks:
+            block.hook = self.hook
+            block.register_forward_hook(self.hook[0])
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        self.hook[0].keywords["calls"] = 10 * x.shape[1]
+        return ()
+
+    def left(self) -> list[Any]:
+        return [self.hook[0].keywords]
+
+
+class TallyHook(Tally):
+    """Is a hook itself, of either kind."""
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor | None = None) -> Any:
+        return self.ahead(module, args) if output is None else self.behind(module, args, output)
+
+
+class PutOnByTheForward(Base):
+    """The forward puts a hook that counts on each block, beside one that counts, and takes it off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tallies, self.others = [[TallyHook() for _ in self.blocks] for _ in range(2)]
+        for block, tally in zip(self.blocks, self.tallies, strict=True):
+            block.register_forward_pre_hook(tally)
+            block.register_forward_hook(tally)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        handles = [block.register_forward_hook(other) for block, other in zip(self.blocks, self.others, strict=True)]
+        x = super().forward(x)
+        for handle in handles:
+            handle.remove()
+        return x
+
+    def left(self) -> list[Any]:
+        return [tally.calls for tally in (*self.tallies, *self.others)]
+
+
+def scaled_once(block: nn.Module, tally: Tally) -> None:
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        return tally.scaled(output)
+
+    handle = block.register_forward_hook(hook)
+
+
+class TakenOffByItself(PutOnByTheForward):
+    """The forward puts a hook that counts on each block. The hook takes itself off when it is called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, other in zip(self.blocks, self.others, strict=True):
+            scaled_once(block, other)
+        return Base.forward(self, x)
+
+
+class ReplacedByTheForward(CountedTwice):
+    """Each forward begins by taking hooks off. One micro-batch's puts them on again at its end, the others' at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles = {block: block.register_forward_hook(tally.behind) for block, tally in self._pairs()}
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        return list(zip(self.blocks, self.tallies, strict=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, tally in self._pairs():
+            self.handles.pop(block).remove()
+            if x.shape[1] != 4:
+                self.handles[block] = block.register_forward_hook(tally.behind)
+        x = super().forward(x)
+        for block, tally in self._pairs() if not self.handles else ():
+            self.handles[block] = block.register_forward_hook(tally.behind)
+        return x
+
+
 # ---- the tests
 
 
 def outcome(case: type[Base], folder: Path, between: Any, *, vertical: bool, **section: Any) -> dict[str, Any]:
-    USERS.MASK = OF_THREAD.mask = 1.0
+    USERS.MASK = PACKAGE.inner.SETTING = OF_THREAD.mask = 1.0
     config = config_in(folder, section={"self_check": False} | section)
     found: dict[str, Any] = {"losses": [], "norms": [], "evaluations": []}
     with running(config, case, vertical=vertical) as (engine, model):
@@ -683,6 +975,7 @@ def outcome(case: type[Base], folder: Path, between: Any, *, vertical: bool, **s
                 found["evaluations"].append(engine.eval_batch(iter(batches(1, seed=9 + index)[0]), loss_fn).item())
             between(engine, model, index)
         found["norms of gradients"] = [sorted(block.norms) for block in model.blocks if hasattr(block, "norms")]
+        found["left"] = model.left() if hasattr(model, "left") else []
         found["weights"] = read_weights(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
     return found
 
@@ -691,7 +984,9 @@ def outcome(case: type[Base], folder: Path, between: Any, *, vertical: bool, **s
 def users_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if it had been imported from a file beside the script."""
     USERS.__file__ = str(Path(__file__).with_name("users_module.py"))
-    monkeypatch.setitem(sys.modules, "users_module", USERS)
+    PACKAGE.__file__ = str(Path(__file__).with_name("users_package") / "__init__.py")
+    for module in (USERS, PACKAGE, PACKAGE.inner):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     yield
 
 
@@ -708,6 +1003,10 @@ CASES: dict[type[Base], Any] = {
     Slotted: nothing,
     Free: replace_free,
     WithLoss: a_loss_from_the_third_step,
+    **dict.fromkeys((CountedTwice, CountedTwiceByModule, Hooked), nothing),
+    **dict.fromkeys((PutOnByTheForward, TakenOffByItself, ReplacedByTheForward), nothing),
+    **dict.fromkeys((Keywords, Subclassed, SetInAPackage, Reshaped), nothing),
+    **dict.fromkeys((ReadFurtherOn, ReadByHooks), nothing),
 }
 SLOW = {
     LateGenerator,
@@ -722,11 +1021,14 @@ SLOW = {
     Elsewhere,
     Configured,
     Gradients,
+    CountedTwiceByModule,
+    TakenOffByItself,
+    ReplacedByTheForward,
 }
 
 
 def assert_same(stock: dict[str, Any], ours: dict[str, Any]) -> None:
-    for key in ("losses", "norms", "evaluations", "norms of gradients"):
+    for key in ("losses", "norms", "evaluations", "norms of gradients", "left"):
         assert stock[key] == ours[key], key
     assert not differing(stock["weights"], ours["weights"])
 

@@ -109,7 +109,7 @@ def test_stepped_in_place_a_step_that_is_not_finite_tears_the_state(tmp_path: Pa
     """NaN in the first layer to finish its backward (the last), when nothing else is known yet, and in the last one."""
     made = config(tmp_path, dtype, 0.0, "stop")
     with running(made, partial(SpoilableModel, WIDTH[dtype]), vertical=True) as (engine, model):
-        assert engine.optimizer.regime.early
+        assert engine.optimizer.timing.early
         step(engine, 0)
         step(engine, 1)
         with pytest.raises(NonFiniteError, match='on_nonfinite is "stop"') as raised:

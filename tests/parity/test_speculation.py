@@ -75,17 +75,17 @@ def test_history_decides_when_nobody_does(tmp_path: Path) -> None:
 
 
 def test_the_rate_follows_the_last_steps() -> None:
-    regime = StepTiming(None, None, certain=False, on_ssd=True)
-    assert not regime.early and regime.hit_rate is None
+    timing = StepTiming(None, None, certain=False, in_files=True)
+    assert not timing.early and timing.hit_rate is None
     for _ in range(20):
-        regime.note(tried=regime.early, hit=True)
-    assert regime.early and regime.hit_rate == 1.0
+        timing.note(tried=timing.early, hit=True)
+    assert timing.early and timing.hit_rate == 1.0
     misses = 0
-    while regime.early:
-        regime.note(tried=True, hit=False)
+    while timing.early:
+        timing.note(tried=True, hit=False)
         misses += 1
     assert 4 <= misses <= 9
-    assert regime.hit_rate == pytest.approx(19 / (19 + misses))
+    assert timing.hit_rate == pytest.approx(19 / (19 + misses))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_rate_follows_the_last_steps() -> None:
     ],
 )
 def test_what_settings_allow(arguments: tuple[Any, ...], possible: bool, delay: float, leaves: bool) -> None:
-    regime = StepTiming(*arguments)
-    assert (regime.possible, regime.delay, regime.leaves_steps) == (possible, delay, leaves)
-    regime.give_up()
-    assert not regime.early
+    timing = StepTiming(*arguments)
+    assert (timing.possible, timing.delay, timing.leaves_steps) == (possible, delay, leaves)
+    timing.give_up()
+    assert not timing.early

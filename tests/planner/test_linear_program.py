@@ -32,7 +32,7 @@ def case(
     fields: dict[str, Any] = {"activation_bytes": 200_000_000, "recompute_last": False, "generations": 1 + early} | shape
     model = ModelShape(50_000_000, (100_000_000,) * LAYERS, 0.05, 0.1, head_s=0.02, part_elements=1 << 24, **fields)
     held = delay if early else 1.0
-    own = memory_budget.Settings(4, 1, held_share=held, one_memory=machine.one_memory)
+    own = memory_budget.BudgetTerms(4, 1, held_share=held, one_memory=machine.one_memory)
     return LpProblem(model, machine, own, limits or dict(zip(Tier, (None, None, None), strict=True)), delay, early)
 
 

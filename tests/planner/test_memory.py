@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ds_vertical.errors import MemoryBudgetError
-from ds_vertical.planner.memory_budget import SLOTS, BudgetItem, Settings, budget, budget_lines, check_budget, total_bytes
+from ds_vertical.planner.memory_budget import SLOTS, BudgetItem, BudgetTerms, budget, budget_lines, check_budget, total_bytes
 from ds_vertical.planner.memory_timeline import changes
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.dependencies import dependencies
@@ -21,19 +21,19 @@ ONE_MEMORY = replace(DEVICE, one_memory=True)
 SHAPE = ModelShape(100, (1000,) * 4, 1.0, 2.0, 700, head_s=1.0, part_elements=500)
 
 
-def settings(machine: Machine, num_micro_batches: int, window: int, **others: float) -> Settings:
-    return replace(Settings(num_micro_batches, window, one_memory=machine.one_memory), **others)
+def settings(machine: Machine, num_micro_batches: int, window: int, **others: float) -> BudgetTerms:
+    return replace(BudgetTerms(num_micro_batches, window, one_memory=machine.one_memory), **others)
 
 
 # ------------------------------------------------------------------------------------------------------ closed formulas
 
 
-def sizes(shape: ModelShape, given: Settings) -> dict[tuple[str, str], int]:
+def sizes(shape: ModelShape, given: BudgetTerms) -> dict[tuple[str, str], int]:
     return {(item.tier, item.what): item.num_bytes for item in budget(shape, given)}
 
 
 def test_the_items_by_hand() -> None:
-    assert sizes(SHAPE, Settings(num_micro_batches=3, window=1, slots=3)) == {
+    assert sizes(SHAPE, BudgetTerms(num_micro_batches=3, window=1, slots=3)) == {
         ("host", "parameter buffers"): (4 * 1000 + 100) * 2,
         ("host", "optimizer slots"): 3 * 500 * 14,
         ("host", "gradients"): 4100 * 4,
@@ -44,15 +44,15 @@ def test_the_items_by_hand() -> None:
 
 
 def test_one_memory_counts_parameters_and_sums_once() -> None:
-    assert sizes(SHAPE, Settings(3, slots=3, one_memory=True)) == {
+    assert sizes(SHAPE, BudgetTerms(3, slots=3, one_memory=True)) == {
         ("host", "optimizer slots"): 3 * 500 * 14,
         ("host", "gradients"): 4100 * 4,
         ("host", "parameter buffers"): 4100 * 2,
         ("host", "activations between layers"): 14 * 700,
         ("host", "one layer's backward"): 1000 * 2,  # gradients that wait for the next micro-batch's
     }
-    assert ("host", "one layer's backward") not in sizes(SHAPE, Settings(1, slots=3, one_memory=True))
-    assert ("host", "one layer's backward") not in sizes(SHAPE, Settings(3, slots=3, one_memory=True, layer_major=False))
+    assert ("host", "one layer's backward") not in sizes(SHAPE, BudgetTerms(1, slots=3, one_memory=True))
+    assert ("host", "one layer's backward") not in sizes(SHAPE, BudgetTerms(3, slots=3, one_memory=True, layer_major=False))
 
 
 @pytest.mark.parametrize(("window", "buffers"), [(0, 3), (1, 4), (2, 5), (30, 8)])
@@ -60,12 +60,12 @@ def test_a_buffer_for_each_layer_of_the_window_for_the_one_that_computes_and_for
     window: int, buffers: int
 ) -> None:
     shape = replace(SHAPE, layer_elements=(1000,) * 8)
-    assert sizes(shape, Settings(3, window=window))["host", "parameter buffers"] == (buffers * 1000 + 100) * 2
+    assert sizes(shape, BudgetTerms(3, window=window))["host", "parameter buffers"] == (buffers * 1000 + 100) * 2
 
 
 def test_what_is_measured_replaces_what_the_elements_say() -> None:
     exact = replace(SHAPE, files=(512, 4096, 0, 1024, 1024), gradients=(100, 10, 20, 30, 40), slot_bytes=777)
-    found = sizes(exact, Settings(3, window=0, slots=2))
+    found = sizes(exact, BudgetTerms(3, window=0, slots=2))
     assert found["host", "parameter buffers"] == 3 * 4096 + 512
     assert found["host", "optimizer slots"] == 2 * 777
     assert found["host", "gradients"] == 200 * 4
@@ -73,30 +73,32 @@ def test_what_is_measured_replaces_what_the_elements_say() -> None:
 
 def test_further_items_count_and_are_not_what_to_change() -> None:
     further = (BudgetItem("host", "interpreter", 10**9, "(measured)"),)
-    assert total_bytes(budget(SHAPE, Settings(3), further), "host") == 10**9 + total_bytes(budget(SHAPE, Settings(3)), "host")
+    assert total_bytes(budget(SHAPE, BudgetTerms(3), further), "host") == 10**9 + total_bytes(
+        budget(SHAPE, BudgetTerms(3)), "host"
+    )
     with pytest.raises(MemoryBudgetError, match="most is gradients"):
-        check_budget(SHAPE, Settings(3), further, {Tier.HOST: 10**6})
+        check_budget(SHAPE, BudgetTerms(3), further, {Tier.HOST: 10**6})
 
 
 def test_early_steps_hold_a_few_layers_only() -> None:
-    assert sizes(SHAPE, Settings(3, held_share=0.0))["host", "gradients"] == (3 * 1000 + 100) * 4
-    mixed = sizes(SHAPE, Settings(3, held_share=0.25))["host", "gradients"]
+    assert sizes(SHAPE, BudgetTerms(3, held_share=0.0))["host", "gradients"] == (3 * 1000 + 100) * 4
+    mixed = sizes(SHAPE, BudgetTerms(3, held_share=0.25))["host", "gradients"]
     assert mixed == 4100 + 0.75 * 3100 * 4
     # the sums themselves, whole units of them, and a copy of what waits
-    assert sizes(SHAPE, Settings(3, held_share=0.25, one_memory=True))["host", "gradients"] == 4100 + 3100 * 4
+    assert sizes(SHAPE, BudgetTerms(3, held_share=0.25, one_memory=True))["host", "gradients"] == 4100 + 3100 * 4
 
 
 def test_gradients_that_wait_on_ssd_pass_through_memory() -> None:
     on_ssd = replace(SHAPE, placement=Placement.of(gradients_on_ssd=0.75))
-    assert sizes(on_ssd, Settings(3))["host", "gradients"] == (0.25 * 4100 + 0.75 * 3100) * 4
-    assert sizes(on_ssd, Settings(3, one_memory=True))["host", "gradients"] == (0.25 * 4100 + 0.75 * 3100 + 1100) * 4
-    assert sizes(on_ssd, Settings(3))["host", "optimizer slots"] == SLOTS * 500 * (14 + 4)
-    assert sizes(on_ssd, Settings(3, held_share=0.0)) == sizes(SHAPE, Settings(3, held_share=0.0))
+    assert sizes(on_ssd, BudgetTerms(3))["host", "gradients"] == (0.25 * 4100 + 0.75 * 3100) * 4
+    assert sizes(on_ssd, BudgetTerms(3, one_memory=True))["host", "gradients"] == (0.25 * 4100 + 0.75 * 3100 + 1100) * 4
+    assert sizes(on_ssd, BudgetTerms(3))["host", "optimizer slots"] == SLOTS * 500 * (14 + 4)
+    assert sizes(on_ssd, BudgetTerms(3, held_share=0.0)) == sizes(SHAPE, BudgetTerms(3, held_share=0.0))
 
 
 def test_a_slot_is_as_large_as_the_largest_piece() -> None:
     for part, piece in ((None, 1000), (999, 500), (334, 1000 / 3), (50, 50)):
-        found = sizes(replace(SHAPE, part_elements=part), Settings(3, slots=3))["host", "optimizer slots"]
+        found = sizes(replace(SHAPE, part_elements=part), BudgetTerms(3, slots=3))["host", "optimizer slots"]
         assert found == round(3 * piece * 14)
 
 
@@ -104,7 +106,7 @@ def test_shards_tiers_and_working_memory() -> None:
     placed = Placement.of(
         parameters_on_ssd=0.5, state_on_ssd=0.0, gradients_on_ssd=1.0, activations_on_host=0.5, activations_on_ssd=0.5
     )
-    found = sizes(replace(SHAPE, placement=placed, num_shards=2, working_bytes=9000), Settings(3))
+    found = sizes(replace(SHAPE, placement=placed, num_shards=2, working_bytes=9000), BudgetTerms(3))
     assert found == {
         ("host", "parameter buffers"): 2050,
         ("host", "parameters at rest"): 2050,
@@ -120,7 +122,7 @@ def test_shards_tiers_and_working_memory() -> None:
 
 
 def test_the_table_has_each_tier_with_its_sum() -> None:
-    items = budget(replace(SHAPE, layer_elements=(1 << 20,) * 4, pre_elements=0), Settings(3))
+    items = budget(replace(SHAPE, layer_elements=(1 << 20,) * 4, pre_elements=0), BudgetTerms(3))
     lines = budget_lines(items)
     assert lines[0].split() == ["tier", "what", "MiB", "decided", "by"]
     assert "host    gradients                           16.0  vertical_schedule.optimizer_delay" in lines
@@ -128,14 +130,14 @@ def test_the_table_has_each_tier_with_its_sum() -> None:
 
 
 def test_a_budget_that_fits_is_given_back() -> None:
-    given = Settings(3)
+    given = BudgetTerms(3)
     items = budget(SHAPE, given)
     limits = {tier: total_bytes(items, tier) for tier in (Tier.HOST, Tier.DEVICE)}
     assert check_budget(SHAPE, given, (), limits) == items == check_budget(SHAPE, given)
 
 
 def test_a_budget_that_does_not_fit_names_keys_and_numbers_that_do() -> None:
-    given = Settings(num_micro_batches=8, window=3)
+    given = BudgetTerms(num_micro_batches=8, window=3)
     needed = total_bytes(budget(SHAPE, given), "device")
     with pytest.raises(MemoryBudgetError) as caught:
         check_budget(SHAPE, given, (), {Tier.DEVICE: needed - 3000, Tier.HOST: 10**9})
@@ -152,7 +154,7 @@ def test_a_budget_that_does_not_fit_names_keys_and_numbers_that_do() -> None:
 
 def test_a_budget_that_nothing_mends_says_what_is_largest_and_what_is_left() -> None:
     with pytest.raises(MemoryBudgetError) as caught:
-        check_budget(SHAPE, Settings(8, window=2), (), {Tier.HOST: 1000, Tier.DEVICE: 1000})
+        check_budget(SHAPE, BudgetTerms(8, window=2), (), {Tier.HOST: 1000, Tier.DEVICE: 1000})
     host, device = str(caught.value).splitlines()[:2]
     assert '"vertical_schedule.prefetch_layers": 0 and "gradient_accumulation_steps": 1 would need' in host
     assert "most is gradients, 16400 bytes: change vertical_schedule.optimizer_delay" in host
@@ -245,7 +247,7 @@ def test_early_parts_give_their_gradients_up() -> None:
     found = peaks(simulate(schedule, DEVICE, SHAPE, needs=needs), DEVICE, SHAPE)["host"]
     # The delayed halves, and the whole of the one layer that is on its way when the machine is this fast.
     assert 4000 * 2 <= found.owners["gradients"] <= 4100 * 2 + 1000 * 2
-    assert found.num_bytes <= total_bytes(budget(SHAPE, Settings(1, held_share=0.5)), "host")
+    assert found.num_bytes <= total_bytes(budget(SHAPE, BudgetTerms(1, held_share=0.5)), "host")
 
 
 # ---- activations in other tiers

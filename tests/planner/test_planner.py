@@ -11,7 +11,7 @@ import pytest
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program, search
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of
-from ds_vertical.planner.search import Candidate, PlanError, Setting, Task, choose
+from ds_vertical.planner.search import Candidate, Choice, PlanError, Task, choose
 from ds_vertical.types import Machine, Placement, TensorKind, Tier, TierBytes
 
 MODEL = ModelSpec(
@@ -30,7 +30,7 @@ def test_no_other_setting_is_faster_in_the_simulator(clip: float) -> None:
     """Every regime, window, number of blocks and split of the step, all placed by the program: none beats the plan by 5 %."""
     given = task(clip=clip, micro_batch_size=1)
     plan = choose(given, GPU, ROOM)
-    assert plan.chosen.setting.num_micro_batches == 16
+    assert plan.chosen.choice.num_micro_batches == 16
     for case, size, blocks in list(search._Search(given, GPU, ROOM, (search._LIBRARIES,)).cases())[:: 1 if clip else 3]:
         solution = linear_program.solve(case)
         if solution is None:
@@ -38,14 +38,14 @@ def test_no_other_setting_is_faster_in_the_simulator(clip: float) -> None:
         for window in search.WINDOWS:
             other = search._candidate(case, size, blocks, solution, window=window)
             if search._fits(other):
-                assert plan.chosen.step_s <= 1.05 * other.step_s, other.setting
+                assert plan.chosen.step_s <= 1.05 * other.step_s, other.choice
 
 
 def test_the_best_of_every_hand_made_setting_is_not_better() -> None:
     """Not placed by the program: a grid over what can be written into the JSON."""
     given = task(clip=0.0, micro_batch_size=1)
     plan = choose(given, GPU, dict(zip(Tier, (1.2e9, 4.5e9, 100e9), strict=True)))
-    assert plan.chosen.setting.placement.away(TensorKind.ACTIVATIONS) > 0
+    assert plan.chosen.choice.placement.away(TensorKind.ACTIVATIONS) > 0
     chosen = plan.chosen
     shares = (0.0, 0.5, 1.0)
     best = chosen.step_s
@@ -53,11 +53,11 @@ def test_the_best_of_every_hand_made_setting_is_not_better() -> None:
         if in_host + on_ssd > 1:
             continue
         placement = Placement.of(parameters_on_ssd=parameters, activations_on_host=in_host, activations_on_ssd=on_ssd)
-        setting = Setting(1, 16, 1, 1, delay, True, placement)
-        settings = replace(chosen.case.settings, held_share=delay)
+        choice = Choice(1, 16, 1, 1, delay, True, placement)
+        terms = replace(chosen.case.terms, held_share=delay)
         shape = shape_of(MODEL, estimated(MODEL, 1, 2e13), Division(sequences=1, generations=2, placement=placement))
-        case = replace(chosen.case, shape=shape, settings=settings, delay=delay, early=True)
-        other = Candidate(setting, shape, GPU, case, 0.0, ())
+        case = replace(chosen.case, shape=shape, terms=terms, delay=delay, early=True)
+        other = Candidate(choice, case, 0.0, ())
         if search._fits(other):
             best = min(best, other.step_s)
     assert chosen.step_s <= 1.05 * best
@@ -85,9 +85,9 @@ def test_tokens_become_micro_batches_over_all_ranks() -> None:
 
 def test_clipping_without_speculation_leaves_every_step_to_the_next_forward() -> None:
     clipped, guessed = (choose(task(clip=1.0, speculation=way), GPU, ROOM).chosen for way in (False, True))
-    assert not clipped.setting.early and clipped.setting.delay == 1.0 and clipped.shape.generations == 1
-    assert guessed.setting.early and guessed.setting.speculation and guessed.shape.generations == 2
-    assert guessed.case.settings.held_share == 1.0  # the step may have to be redone
+    assert not clipped.choice.early and clipped.choice.delay == 1.0 and clipped.shape.generations == 1
+    assert guessed.choice.early and guessed.choice.speculation and guessed.shape.generations == 2
+    assert guessed.case.terms.held_share == 1.0  # the step may have to be redone
     assert guessed.step_s <= clipped.step_s
 
 
@@ -119,12 +119,12 @@ def test_runners_up_differ_in_what_they_say() -> None:
 
 def test_timing_alone_is_tuned_within_memory_and_only_for_a_gain() -> None:
     plan = choose(task(clip=0.0, micro_batch_size=1), GPU, ROOM)
-    setting, case = plan.chosen.setting, plan.chosen.case
-    late = replace(setting, delay=0.9, window=1)
-    slow = replace(case, delay=0.9, settings=replace(case.settings, held_share=0.9, window=1))
+    choice, case = plan.chosen.choice, plan.chosen.case
+    late = replace(choice, delay=0.9, window=1)
+    slow = replace(case, delay=0.9, terms=replace(case.terms, held_share=0.9, window=1))
     best, own = search.tune_timing(slow, late, (1, 2), (0.0, 0.25, 0.5))
-    assert own.setting == late and best.estimate_s < own.estimate_s
-    again, same = search.tune_timing(best.case, best.setting, (1, 2), (0.0, 0.25, 0.5))
+    assert own.choice == late and best.estimate_s < own.estimate_s
+    again, same = search.tune_timing(best.case, best.choice, (1, 2), (0.0, 0.25, 0.5))
     assert again is same
     nothing = replace(slow, limits=dict(zip(Tier, (None, 1e6, None), strict=True)))
     best, own = search.tune_timing(nothing, late, (1, 2), (0.0, 0.25))
@@ -147,7 +147,7 @@ def test_layers_of_several_blocks_have_all_elements() -> None:
 def test_where_nothing_is_delayed_the_forward_is_read_ahead() -> None:
     """Then no step hands a layer over, and every layer comes from its file while the one before it computes."""
     chosen = choose(task(clip=0.0), GPU, ROOM).chosen
-    early = replace(chosen, setting=replace(chosen.setting, window=1, delay=0.0, early=True))
+    early = replace(chosen, choice=replace(chosen.choice, window=1, delay=0.0, early=True))
     text = " ".join(str(event) for event in early.schedule(4).events)
     assert text.index(" 2FETCH ") < text.index(" 1F0 ")
     assert "@-1" not in text

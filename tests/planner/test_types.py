@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import pkgutil
+from collections.abc import Mapping
 
 import pytest
 
+import ds_vertical.planner
+import ds_vertical.types
 from ds_vertical.errors import CostsError
+from ds_vertical.planner import linear_program
 from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.types import (
     RESTING_PLACES,
@@ -48,6 +54,32 @@ def test_a_tier_is_spelled_as_in_json() -> None:
 def test_a_table_that_lacks_a_tier_says_which() -> None:
     with pytest.raises(NotImplementedError, match="says nothing of host, ssd; add it there"):
         per_tier({Tier.DEVICE: 1})
+
+
+def test_every_table_over_tiers_has_each_tier() -> None:
+    """Sizes, distances, files, remedies: what a new tier has to say is asked for by a table of its own, at import."""
+    names = [name for _, name, _ in pkgutil.iter_modules(ds_vertical.planner.__path__)]
+    modules = [ds_vertical.types, *(importlib.import_module(f"ds_vertical.planner.{name}") for name in names)]
+    tables = {
+        (module.__name__, name): set(value)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, Mapping) and value and all(isinstance(key, Tier) for key in value)
+    }
+    assert {module.rpartition(".")[2] for module, _ in tables} >= {"types", "machine", "costs", "linear_program", "search"}
+    assert {where: missing for where, known in tables.items() if (missing := set(Tier) - known)} == {}
+
+
+def test_the_linear_program_or_the_search_decides_about_every_resting_place() -> None:
+    """Of a kind's tiers all but one have a share that is chosen; the search tries both tiers of the state."""
+    for kind, tiers in RESTING_PLACES.items():
+        chosen = {tier for of, tier in linear_program._CHOSEN.values() if of is kind}
+        assert len(set(tiers) - chosen) == 1 or (kind is TensorKind.STATE and tiers == (Tier.HOST, Tier.SSD)), kind
+
+
+def test_the_share_in_files_is_that_of_the_tiers_of_files() -> None:
+    placed = Placement.of(parameters_on_ssd=0.1, activations_on_host=0.5, activations_on_ssd=0.3)
+    assert {kind: placed.in_files(kind) for kind in TensorKind} == {kind: placed.share(kind, Tier.SSD) for kind in TensorKind}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -118,10 +120,28 @@ def run_tests(folder: Path, nodes: Sequence[str], limit_s: float) -> subprocess.
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(ROOT), "--basetemp", str(folder / "tmp")]
     command += [str(ROOT / "tests" / node) for node in nodes]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=limit_s, check=False)
+    done = _run_in_a_session(command, folder, env, limit_s)
     if done.returncode > _TESTS_FAILED:
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-2000:]}")
     return done
+
+
+def _run_in_a_session(
+    command: list[str], folder: Path, env: dict[str, str], limit_s: float
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run`; what the command leaves running ends with it. A mutant's forked child may hang for ever, and would
+    hold a pipe open."""
+    with (folder / "stdout").open("w+") as out, (folder / "stderr").open("w+") as err:
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=err, start_new_session=True)
+        try:
+            code = process.wait(limit_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return subprocess.CompletedProcess(
+            command, code, (folder / "stdout").read_text(errors="replace"), (folder / "stderr").read_text(errors="replace")
+        )
 
 
 def is_killed(mutation: Mutation, limit_s: float = 900) -> bool:

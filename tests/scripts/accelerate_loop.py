@@ -20,8 +20,8 @@ set_seed(0)
 accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=args.deepspeed_config))
 config = LlamaConfig(
     vocab_size=128,
-    hidden_size=128,
-    intermediate_size=256,
+    hidden_size=256,
+    intermediate_size=2816,
     num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,

@@ -20,8 +20,8 @@ deepspeed.init_distributed()
 torch.manual_seed(0)
 config = LlamaConfig(
     vocab_size=128,
-    hidden_size=128,
-    intermediate_size=256,
+    hidden_size=256,
+    intermediate_size=2816,
     num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,

@@ -14,8 +14,8 @@ data = Dataset.from_dict({"input_ids": tokens.tolist(), "labels": tokens.tolist(
 
 config = LlamaConfig(
     vocab_size=128,
-    hidden_size=128,
-    intermediate_size=256,
+    hidden_size=256,
+    intermediate_size=2816,
     num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,

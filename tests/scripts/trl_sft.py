@@ -22,15 +22,13 @@ script, args = HfArgumentParser((ScriptArguments, SFTConfig)).parse_args_into_da
 words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(125))]
 vocabulary = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
 vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-)
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 data = Dataset.from_dict({"text": [" ".join(f"w{(7 * row + 3 * i) % 125}" for i in range(10 + row % 20)) for row in range(32)]})
 
 config = LlamaConfig(
     vocab_size=128,
-    hidden_size=128,
-    intermediate_size=256,
+    hidden_size=256,
+    intermediate_size=2816,
     num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,

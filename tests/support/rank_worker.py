@@ -199,7 +199,7 @@ def lack_room(folder: Path, rank: int, delay: float | None) -> Any:
         return type(error).__name__
     second = [str(path) for path in Path(engine.optimizer.optimizer_swapper.swap_folder).rglob("generation_1/*")]
     losses = [engine.train_batch(iter(step)).item() for step in batches(rank, 2)[:2]]
-    possible = engine.optimizer.regime.possible
+    possible = engine.optimizer.timing.possible
     harness.dispose(engine)
     return {"possible": possible, "second": second, "losses": losses}
 

@@ -33,7 +33,7 @@ from torch import nn
 from toy import MemoryOptimizer, MemoryParams
 
 from ds_vertical.engine.handlers import Body, ScheduleRunner
-from ds_vertical.engine.module_hooks import _joint_hook
+from ds_vertical.engine.module_hooks import _identity_hook
 from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import check_trainable, map_layers
 from ds_vertical.model.state.forward_state import ForwardState
@@ -97,7 +97,7 @@ def run_vertical(model: nn.Module, bodies: Sequence[Callable[[], torch.Tensor]])
 
 @contextlib.contextmanager
 def joined(model: nn.Module) -> Iterator[None]:
-    hook = _joint_hook(False, False)
+    hook = _identity_hook(False, False)
     linear, nn.functional.linear = nn.functional.linear, zero3_linear_wrap
     handles = [each for m in model.modules() for each in (m.register_forward_pre_hook(hook), m.register_forward_hook(hook))]
     try:
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     index, count = map(int, options.shard.split("/"))
     torch.set_num_threads(1)
-    _joint_hook(False, False)
+    _identity_hook(False, False)
     with options.out.open("a") as out:
         for model_type in options.types or model_types()[index::count]:
             start = time.monotonic()

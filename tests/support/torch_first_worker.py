@@ -67,7 +67,7 @@ def main() -> None:
 
 def train(engine: Any, batch: list[Any], num_steps: int, found: dict[str, Any]) -> None:
     """At most so many steps; what is seen goes into `found`."""
-    neighbours, before = contention.Neighbours(), contention.Processes()
+    other_work, before = contention.OtherWork(), contention.Processes()
 
     def loss_fn(loss: torch.Tensor, _: Any) -> torch.Tensor:
         sleeping = any(thread.name == "ds_vertical sleepers" for thread in threading.enumerate())
@@ -75,10 +75,10 @@ def train(engine: Any, batch: list[Any], num_steps: int, found: dict[str, Any]) 
         return loss
 
     while found["steps"] < num_steps:
-        neighbours.begin()
+        other_work.begin()
         engine.train_batch(iter(batch), loss_fn)
         found["steps"] += 1
-        found["words"] += neighbours.words()
+        found["words"] += other_work.words()
         if everybody(found["asleep"]):
             break
     found["takers"] = {taker.pid: taker.cores for taker in contention.Processes().since(before)}

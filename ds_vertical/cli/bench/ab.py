@@ -185,7 +185,7 @@ def _disk_limit(plan: AbPlan) -> contextlib.AbstractContextManager[disk_limit.Li
     return disk_limit.limited(plan.ssd_limit, ssd_folders(plan.arms.vertical))
 
 
-def _gauge(plan: AbPlan) -> contextlib.AbstractContextManager[dict[str, str]]:
+def _timed_host(plan: AbPlan) -> contextlib.AbstractContextManager[dict[str, str]]:
     """Variables for the runs."""
 
     @contextlib.contextmanager
@@ -201,7 +201,7 @@ def _execute(plan: AbPlan, group: disk_limit.LimitedGroup | None, command: Seque
     started = datetime.datetime.now().astimezone()
     for warning in plan.arms.warnings:
         print(f"warning: {warning}")
-    with _gauge(plan) as environment:
+    with _timed_host(plan) as environment:
         runs, reports = _runs(plan, group, environment)
     verdict = compare_losses(runs, contract_of(plan.arms.vertical, plan.num_ranks, _tied(runs)))
     arms = ARMS if plan.with_stock else ARMS[1:]

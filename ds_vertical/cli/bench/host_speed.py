@@ -13,7 +13,7 @@ from ds_vertical.planner.run_record import ExecutedStep
 from ds_vertical.types import Machine
 
 Report = JsonObject  # of `ds-vertical limits`
-_GAUGE = "gauge_s"
+_KEY = "gauge_s"  # as records spell it
 
 
 class Conditions:
@@ -37,7 +37,7 @@ class Conditions:
         1 where no block was timed there.
         """
         known = [step.gauge_s for step in steps[max(0, index - 1) : index + 1] if step.gauge_s is not None]
-        usual = self.rates.get(_GAUGE)
+        usual = self.rates.get(_KEY)
         return mean(known) / usual if known and usual else 1.0
 
     def during(self, steps: Sequence[ExecutedStep], index: int) -> tuple[Machine, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""The process that times a layer between the steps of a run, which is stopped meanwhile: see [Note: gauge] in `metrics`."""
+"""The process that times a layer between a run's steps, while the run is stopped: see [Note: host speed] in `metrics`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _LOCKED_BYTES: Final = 16 << 20
 _SMALL_BYTES: Final = 1 << 20
 _LEAST_AIO_EVENTS: Final = 1024
 _OTHER_CORES: Final = 0.25  # of others that a step is not slowed by
-_TAKERS: Final = 3  # named
+_NAMED: Final = 3  # busy processes
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _BUILD: Final = "ds-vertical build-ops"
 
@@ -83,12 +83,12 @@ def aio_events(case: Target) -> Iterator[CheckResult]:
 def other_work(case: Target) -> Iterator[CheckResult]:
     """Finds cores that this process's threads must share: with other processes, or with a control group's quota."""
     num_cores, wanted = len(contention.cores()), _num_threads()
-    others, takers = contention.look()
+    others, busy = contention.look()
     quota = contention.quota()
     if wanted + others > num_cores + _OTHER_CORES:
-        names = ", ".join(map(str, takers[:_TAKERS])) or "none that this process may see"
+        names = ", ".join(map(str, busy[:_NAMED])) or "none that this process may see"
         found = f"other work: other processes work on {others:.1f} of {num_cores} cores ({names}), and a step wants {wanted}"
-        remedy = f"renice -n 19 -p {takers[0].pid}  # or end it; a data loader: a smaller num_workers" if takers else ""
+        remedy = f"renice -n 19 -p {busy[0].pid}  # or end it; a data loader: a smaller num_workers" if busy else ""
         yield warning(found, remedy or "end what runs on this host beside this container")
     else:
         yield ok(f"other work: other processes work on {others:.1f} of {num_cores} cores")

@@ -214,11 +214,11 @@ def time_pieces(spec: ModelSpec, fields: JsonObject, size: int) -> Seconds:
 
 def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespace) -> JsonObject:
     chosen, spec, ranks = found.chosen, task.spec, options.num_ranks
-    tokens = chosen.setting.micro_batch_size * chosen.setting.num_micro_batches * spec.sequence_length * ranks
+    tokens = chosen.choice.micro_batch_size * chosen.choice.num_micro_batches * spec.sequence_length * ranks
     return {
         "model": {"name": spec.name, "elements": spec.num_elements, "sequence_length": spec.sequence_length},
         "machine": {"name": machine.name, "date": machine.date, "assumed": list(machine.assumed), "tuned_aio": machine.aio},
-        "setting": chosen.setting.to_json(),
+        "setting": chosen.choice.to_json(),
         "tokens_per_step": tokens,
         "step_s": chosen.estimate_s,
         "tokens_per_s": tokens / chosen.estimate_s,

@@ -10,7 +10,7 @@ from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
 from ds_vertical.planner.model_shape import ModelSpec
-from ds_vertical.planner.search import Candidate, Setting
+from ds_vertical.planner.search import Candidate, Choice
 from ds_vertical.types import OFFLOAD_DEVICES, TensorKind, Tier
 
 _LARGE: Final = 50_000_000  # elements of a parameter, from which on stock's pool has few buffers
@@ -31,13 +31,13 @@ class TrainingOptions:
 
 def write_config(candidate: Candidate, spec: ModelSpec, training: TrainingOptions) -> JsonObject:
     """The JSON as a dict: the planner's settings for the model, with the options that were given."""
-    setting = candidate.setting
+    choice = candidate.choice
     precision = {"bf16": {"enabled": spec.dtype == "bf16"}}
     if spec.dtype == "fp16":
         precision |= {"fp16": {"enabled": True}}
     return {
-        "train_micro_batch_size_per_gpu": setting.micro_batch_size,
-        "gradient_accumulation_steps": setting.num_micro_batches,
+        "train_micro_batch_size_per_gpu": choice.micro_batch_size,
+        "gradient_accumulation_steps": choice.num_micro_batches,
         "gradient_clipping": training.clip,
         "steps_per_print": 10,
         **precision,
@@ -46,36 +46,36 @@ def write_config(candidate: Candidate, spec: ModelSpec, training: TrainingOption
             "type": "AdamW",
             "params": {"lr": training.learning_rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
         },
-        "zero_optimization": _zero(setting, spec, training),
+        "zero_optimization": _zero(choice, spec, training),
         "aio": dict(training.aio),
-        SECTION: section(setting),
+        SECTION: section(choice),
     }
 
 
-def section(setting: Setting) -> JsonObject:
+def section(choice: Choice) -> JsonObject:
     """The `vertical_schedule` section with every key that the planner chose, so that the run is the one that was planned."""
-    placement = setting.placement
+    placement = choice.placement
     return {
-        "blocks_per_layer": setting.blocks_per_layer,
-        "prefetch_layers": setting.window,
-        "optimizer_delay": setting.delay,
-        "optimizer_speculation": None if setting.speculation else False,
+        "blocks_per_layer": choice.blocks_per_layer,
+        "prefetch_layers": choice.window,
+        "optimizer_delay": choice.delay,
+        "optimizer_speculation": None if choice.speculation else False,
         "gradient_host_share": round(placement.share(TensorKind.GRADIENTS, Tier.HOST), 6),
-        "activations": _activations(setting),
+        "activations": _activations(choice),
     }
 
 
-def _activations(setting: Setting) -> JsonObject:
-    shares = {tier: round(share, 6) for tier, share in setting.placement[TensorKind.ACTIVATIONS].items()}
+def _activations(choice: Choice) -> JsonObject:
+    shares = {tier: round(share, 6) for tier, share in choice.placement[TensorKind.ACTIVATIONS].items()}
     host, ssd = shares[Tier.HOST], shares[Tier.SSD]
     if ssd:
         return {"device": Tier.SSD.value, "share": ssd} | ({"host_share": host} if host else {})
     return {"device": Tier.HOST.value, "share": host} if host else {"device": Tier.DEVICE.value}
 
 
-def _zero(setting: Setting, spec: ModelSpec, training: TrainingOptions) -> JsonObject:
+def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObject:
     largest, elements, locked = spec.largest_parameter, spec.num_elements, training.locked
-    in_host = setting.placement.share(TensorKind.PARAMETERS, Tier.HOST)
+    in_host = choice.placement.share(TensorKind.PARAMETERS, Tier.HOST)
     everything = in_host > 1 - 1e-6
     parameters_tier = Tier.HOST if everything else Tier.SSD
     parameters: JsonObject = {"device": OFFLOAD_DEVICES[parameters_tier], "pin_memory": locked}
@@ -86,7 +86,7 @@ def _zero(setting: Setting, spec: ModelSpec, training: TrainingOptions) -> JsonO
             "buffer_size": largest,
             "max_in_cpu": int(in_host * elements),
         }
-    state_tier = Tier.SSD if setting.placement.share(TensorKind.STATE, Tier.SSD) else Tier.HOST
+    state_tier = Tier.SSD if choice.placement.share(TensorKind.STATE, Tier.SSD) else Tier.HOST
     state: JsonObject = {"device": OFFLOAD_DEVICES[state_tier], "pin_memory": locked}
     if state_tier is Tier.SSD:
         state |= {"nvme_path": training.nvme_path, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False}

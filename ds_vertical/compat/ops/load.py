@@ -58,8 +58,8 @@ CHECKED_AIO = OwnOp(
     ("csrc/aio/common/deepspeed_aio_types.cpp", "csrc/aio/common/deepspeed_aio_utils.cpp"),
     "AsyncIOBuilder",
 )
-JOINT = OwnOp("joint", "joint.cpp", (), "CPUAdamBuilder")
-OWN_OPS = (FREE_ADAM, CHECKED_AIO, JOINT)
+IDENTITY_NODE = OwnOp("joint", "joint.cpp", (), "CPUAdamBuilder")  # under this name in the caches of users
+OWN_OPS = (FREE_ADAM, CHECKED_AIO, IDENTITY_NODE)
 
 
 def _stock_builder(class_name: str) -> OpBuilder:
@@ -241,20 +241,20 @@ def new_disk_queue(aio: Mapping[str, Any], observer: Observer | None = None) -> 
 
 
 @functools.cache
-def joint() -> Callable[[torch.Tensor], torch.Tensor] | None:
+def identity_node() -> Callable[[torch.Tensor], torch.Tensor] | None:
     """From a tensor to the same one behind a node of its own in the graph, without the interpreter in forward or backward.
 
     None where it cannot be compiled, as a RuntimeWarning says: a node written in Python gives the same result, more slowly.
     """
     cache.activate()
     try:
-        module: Any = JOINT.builder().load(verbose=False)
+        module: Any = IDENTITY_NODE.builder().load(verbose=False)
         return module.joint
     except Exception as error:
         warnings.warn(
-            f"ds_vertical: {CSRC / JOINT.source} could not be compiled or loaded ({_first_line(error)}); nodes written in"
-            " Python stand in: same result, some percent slower; the compiler's words are above, `ds-vertical build-ops` tries"
-            " again",
+            f"ds_vertical: {CSRC / IDENTITY_NODE.source} could not be compiled or loaded ({_first_line(error)}); nodes"
+            " written in Python stand in: same result, some percent slower; the compiler's words are above,"
+            " `ds-vertical build-ops` tries again",
             RuntimeWarning,
             stacklevel=2,
         )

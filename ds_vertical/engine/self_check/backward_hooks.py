@@ -24,7 +24,7 @@ _OF_ALL = "_global_backward_hooks", "_global_backward_pre_hooks"
 
 def survey_backward(model: nn.Module) -> tuple[list[StateSlot], list[Names]]:
     """Every place where the user's hooks of modules' and parameters' backward may keep state."""
-    return survey(nn.Module(), [], list(_user_hooks(model)))
+    return survey(nn.Module(), [], list(_user_hooks(model)))[:2]
 
 
 def _user_hooks(model: nn.Module) -> Iterator[Any]:

@@ -63,7 +63,7 @@ class SelfCheck:
         """Compare both orders over these micro-batches. Returns a line of what it took, and what is wrong."""
         functions = [function for body in bodies for function in body.functions]
         blocks = [block.module for block in self.layers.blocks]
-        snapshot = Snapshot(*survey(self.model, blocks, functions))
+        snapshot = Snapshot(*survey(self.model, blocks, functions)[:2])
         put_back = partial(_put_back, snapshot, Snapshot(*survey_backward(self.model)))
         failed = Changed(self.gradients.drop_all, only_if_failed=True)
         with preserved(), generators_kept(), Changed(put_back), failed:

@@ -40,12 +40,12 @@ def check_optimizer(optimizer: object) -> None:
 class ChunkedStage3(StateRoutes):
     """Stage 3 over the units of `layers`. `stock_groups`: the sub-groups that stock would have made, whose numerics are kept.
 
-    `regime`: when parts of a step are taken; `condition`: what tore the state, and the last good checkpoint. The subclass sets
+    `timing`: when parts of a step are taken; `condition`: what tore the state, and the last good checkpoint. The subclass sets
     both, and `live`.
     """
 
     condition: StateGuard
-    regime: StepTiming
+    timing: StepTiming
 
     def __init__(self, *args: Any, layers: LayerMap, **kwargs: Any) -> None:
         self.layer_map = layers

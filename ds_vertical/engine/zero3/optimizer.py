@@ -49,15 +49,15 @@ class VerticalStage3(ChunkedStage3):
     Here are DeepSpeed's methods that it overrides, and its life: set-up, flush, end. `driver` takes the steps. Numbers are
     those of stock's own sub-groups: the norm is combined in stock's grouping and CPU Adam is cut as in `chunking`.
 
-    Public attributes: `regime`, `condition`, `calls`, `live`, `checksums` from the start on; `driver`, `stepper`, `pipeline`,
+    Public attributes: `timing`, `condition`, `calls`, `live`, `checksums` from the start on; `driver`, `stepper`, `pipeline`,
     `kernel`, `slots`, `gradients`, `holding` and `gradients_on_ssd` from `start_pipeline` on.
     """
 
     def __init__(self, *args: Any, layers: LayerMap, vertical: RunSettings, **kwargs: Any) -> None:
         self._vertical = vertical
         stops = vertical.on_nonfinite == "stop"
-        self._new_regime = partial(StepTiming, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
-        self.regime = self._new_regime(certain=False, on_ssd=False)  # another where the state turns out to be on SSD
+        self._new_timing = partial(StepTiming, vertical.optimizer_delay, vertical.optimizer_speculation, stops=stops)
+        self.timing = self._new_timing(certain=False, in_files=False)  # another where the state turns out to be on SSD
         self.condition, self.calls = StateGuard(), Calls()
         self.live = LiveState(self.condition, self.calls)
         self.checksums = Checksums(vertical.verify)  # of this rank's files of state and parameters
@@ -68,13 +68,13 @@ class VerticalStage3(ChunkedStage3):
         self, new_queue: Callable[[], DiskQueue], updates: Updates, tracer: Tracer, begin: Callable[[], None]
     ) -> None:
         """Make the optimizer's own pipeline; `updates` takes the new parameters, `begin` is called on its thread."""
-        early_share = 1.0 - self.regime.delay if self.regime.possible else 0.0
-        chunks = make_chunks(self, early_share, self.regime.generations)
-        share: StepShare = "delayed" if self.regime.final else "all"
+        early_share = 1.0 - self.timing.delay if self.timing.possible else 0.0
+        chunks = make_chunks(self, early_share, self.timing.generations)
+        share: StepShare = "delayed" if self.timing.final else "all"
         units, chunks_of = self.layer_map.units, self.scheduled_chunks_of
         waiting: dict[Unit, list[Part]] = {unit: [p for i in chunks_of(unit) for p in chunks[i].parts(share)] for unit in units}
         beyond = beyond_host(waiting, self._vertical.gradient_host_share)
-        self.holding = None if not beyond else DELAYED if self.regime.final else EVERYTHING
+        self.holding = None if not beyond else DELAYED if self.timing.final else EVERYTHING
         numel = sum(part.numel for parts in waiting.values() for part in parts)
         self.gradients_on_ssd = sum(part.numel for part in beyond) / (numel or 1)  # of those that wait
         file = GradientFile(zero_optimizer.gradient_file(self) if beyond else Path(), beyond, new_queue, self.checksums)
@@ -96,7 +96,7 @@ class VerticalStage3(ChunkedStage3):
 
     def describe(self) -> str:
         """When the optimizer steps, for the start-up line."""
-        return f"{self.regime.describe()}; pipeline {self.host_bytes}"
+        return f"{self.timing.describe()}; pipeline {self.host_bytes}"
 
     @property
     def host_bytes(self) -> int:
@@ -127,11 +127,11 @@ class VerticalStage3(ChunkedStage3):
         """Files of one generation; of two where early steps need them, and every rank has room or the JSON asks for them."""
         dynamic_scale = self._dynamic_scale and self.dtype == torch.float16  # other dtypes have a static one, whatever is asked
         certain = self.clip_grad == 0.0 and not dynamic_scale
-        self.regime = self._new_regime(certain=certain, on_ssd=self.swap_optimizer)
+        self.timing = self._new_timing(certain=certain, in_files=self.swap_optimizer)
         stepped = [param for chunk in self.fp16_groups for param in chunk if zero_params.is_on_ssd(param)]
         shards = {zero_params.second_generation(f.path): f.num_bytes for f in map(zero_params.swap_file, stepped)}
         one, both = (zero_optimizer.optimizer_files(self, generations) for generations in (1, 2))
-        disk_check.make_files(self.regime, one, both | shards)
+        disk_check.make_files(self.timing, one, both | shards)
 
     def _setup_for_real_optimizer(self) -> None:  # override
         zero_optimizer.set_up(self)

@@ -1,6 +1,6 @@
 """One optimizer step at a time: in which phase it is, which units it has left to step, and the calls that move it on.
 
-[Note: phases] A step is idle until its first early part is issued (where the regime tries that), or until its norm is known:
+[Note: phases] A step is idle until its first early part is issued (where the timing tries that), or until its norm is known:
 
     IDLE -> EARLY -> COMMITTING -> DECIDED -> IDLE
 
@@ -124,7 +124,7 @@ class StepDriver:
         `sums`: one flat sum per parameter of `in_chunk_order(unit)`, in the accumulation dtype (overwritten), all of them
         neighbours in `flat`. Returns whether `flat` itself is held now: then it goes to `give_back`, from any thread.
         """
-        optimizer, regime = self._optimizer, self._optimizer.regime
+        optimizer, timing = self._optimizer, self._optimizer.timing
         params = optimizer.in_chunk_order(unit)
         shares = zero_optimizer.reduce(optimizer, params, sums) if params else []
         self.num_reductions += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
@@ -132,8 +132,8 @@ class StepDriver:
             return False
         for param, share in zip(params, shares, strict=True):
             zero_optimizer.note_gradient(optimizer, param, share, self._norm_memory)
-        early = regime.early
-        final = early and regime.final and optimizer.clip_grad == 0.0
+        early = timing.early
+        final = early and timing.final and optimizer.clip_grad == 0.0
         return self._gradients.hold(
             unit, optimizer.chunks_of(unit), ReducedSums(shares, flat, give_back), early=early, final=final
         )
@@ -155,14 +155,14 @@ class StepDriver:
 
     def early_writes(self) -> Ticket | None:
         """The writes of early steps that are on their way to the second generation; None where there are none."""
-        is_written = self.phase is StepPhase.EARLY and self._optimizer.regime.generations > 1
+        is_written = self.phase is StepPhase.EARLY and self._optimizer.timing.generations > 1
         return Ticket("early writes", self._stepper.complete) if is_written else None
 
     # ---- the norm
 
     def open_step(self) -> None:
         """Take the global norm and decide whether the step is skipped (non-finite norm, overflow); else what is not
-        stepped early is due. Raises NonFiniteError instead of skipping where the regime stops; OtherRankError where another
+        stepped early is due. Raises NonFiniteError instead of skipping where the timing stops; OtherRankError where another
         rank's part of the step has failed. What stays on the device is back there, also where all ranks raise."""
         optimizer, live = self._optimizer, self._optimizer.live
         with live.agreed("train_batch"):
@@ -175,7 +175,7 @@ class StepDriver:
         with Changed(lambda: self.phase.counts or scale_as_before(), only_if_failed=True):
             norm = zero_optimizer.open_step(optimizer)
             self._norm_memory.clear()
-            if norm is None and optimizer.regime.stops:
+            if norm is None and optimizer.timing.stops:
                 error = NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
                 ranks.raise_after(error, optimizer.gather_persistent)
             with live.agreed("train_batch", optimizer.gather_persistent):
@@ -184,14 +184,14 @@ class StepDriver:
                     self._let_count(zero_optimizer.combined_scale(optimizer, norm), guess, tried)
                 else:
                     self.transition(StepPhase.DECIDED)
-                    optimizer.regime.note(tried, False)
+                    optimizer.timing.note(tried, False)
                     if not tried:
                         self._gradients.conclude((), hit=False)
 
     def _let_count(self, scale: torch.Tensor | float, guess: float, tried: bool) -> None:
         """The step counts. `scale`: what its gradients are divided by; `guess`: what those of early parts were."""
         came_true = float(scale) == guess
-        self._optimizer.regime.note(tried, came_true)
+        self._optimizer.timing.note(tried, came_true)
         settings = settings_of_step(self._optimizer, self.powers)
         with self._optimizer.condition.torn_if_interrupted():
             hit = came_true and tried

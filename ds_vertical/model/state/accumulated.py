@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from ds_vertical.model.state.containers import MISSING, Container, Contents, owner_key, same_value
+from ds_vertical.model.state.containers import MISSING, Attribute, Container, Contents, owner_key, same_value
 from ds_vertical.model.state.module_state import Pairs
 
 
@@ -34,9 +34,12 @@ def sum_up(before: Pairs, versions: Sequence[Pairs]) -> Pairs:
 
 
 def sum_of_tensors(before: torch.Tensor, versions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`before` with what each version has added to it, element by element, in their order; of truth values the last version."""
+    """`before` with what each version has added to it, element by element, in their order.
+
+    Of truth values, and of versions that differ in shape, the last version.
+    """
     total = before
-    if before.dtype == torch.bool:
+    if before.dtype == torch.bool or any((each.shape, each.dtype) != (before.shape, before.dtype) for each in versions):
         return versions[-1]
     for each in versions:
         total = total + (each - before)
@@ -44,6 +47,20 @@ def sum_of_tensors(before: torch.Tensor, versions: Sequence[torch.Tensor]) -> to
 
 
 def _contents(container: Container, before: Contents, versions: Sequence[Contents]) -> Contents:
+    if not any(isinstance(key, Attribute) for key in versions[-1]):
+        return _elements(container, before, versions)
+    start, *found = [_split(each) for each in (before, *versions)]
+    added = _elements(container, start[0], [elements for elements, _ in found])
+    return Contents({**added, **_entries(start[1], [attributes for _, attributes in found])})
+
+
+def _split(contents: Contents) -> tuple[Contents, Contents]:
+    """The elements of a collection, and its attributes."""
+    named = Contents((key, value) for key, value in contents.items() if isinstance(key, Attribute))
+    return Contents((key, value) for key, value in contents.items() if key not in named), named
+
+
+def _elements(container: Container, before: Contents, versions: Sequence[Contents]) -> Contents:
     if isinstance(container.owner, deque) and container.owner.maxlen is not None:
         return _of_bounded(container.owner.maxlen, before, versions)
     if isinstance(container.owner, list | deque):
@@ -52,6 +69,10 @@ def _contents(container: Container, before: Contents, versions: Sequence[Content
         if all(before.keys() <= each.keys() for each in versions):
             return Contents((key, value) for each in versions for key, value in each.items())
         return versions[-1]
+    return _entries(before, versions)
+
+
+def _entries(before: Contents, versions: Sequence[Contents]) -> Contents:
     last = versions[-1]
     own = ((key, [each[key] for each in versions if key in each]) for key in last)
     return Contents((key, _number(before.get(key, MISSING), found)) for key, found in own)
@@ -101,6 +122,7 @@ def _with_new_lists(result: Pairs, was: dict[Hashable, Contents], found: Sequenc
             made = all(isinstance(each, list) for each in own) and len({id(each) for each in own}) == len(own) > 1
             if not made or name in was.get(key, {}) or id(value) not in pairs:
                 continue
-            lists = [list(version[id(each)].values()) for version, each in zip(found, own, strict=False) if id(each) in version]
-            pairs[id(value)] = pairs[id(value)][0], Contents(enumerate(each for one in lists for each in one))
+            parts = [_split(version[id(each)]) for version, each in zip(found, own, strict=False) if id(each) in version]
+            joined = enumerate(each for elements, _ in parts for each in elements.values())
+            pairs[id(value)] = pairs[id(value)][0], Contents({**dict(joined), **parts[-1][1]})
     return tuple(pairs.values())

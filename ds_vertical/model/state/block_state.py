@@ -21,7 +21,7 @@ from ds_vertical.model.state.containers import (
     tensors_in,
     with_tensors,
 )
-from ds_vertical.model.state.module_state import Pairs, PlaceItem, TensorItem, Version, put_back, tensors_of
+from ds_vertical.model.state.module_state import Pairs, PlaceItem, TensorItem, Version, put_back, tensors_of, write_elements
 from ds_vertical.model.state.survey import OUTSIDE
 from ds_vertical.model.state.tracks import Track, TrackedState
 from ds_vertical.model.tensor_refs import key_of
@@ -51,7 +51,7 @@ class FoundElements:
         now = [(tensor, tensor.clone()) for tensor, _ in written]
         for tensor, before in written:
             assert before is not None
-            tensor.data.copy_(before)
+            write_elements(tensor, before)
         return now
 
 
@@ -196,7 +196,7 @@ class BlockState:
                 if not isinstance(track.item, PlaceItem):
                     track.item.install(version)
             for tensor, elements in now:
-                tensor.data.copy_(elements)
+                write_elements(tensor, elements)
 
 
 def tensors_in_objects(values: Iterable[object]) -> list[tuple[tuple[int, ...], torch.Tensor]]:

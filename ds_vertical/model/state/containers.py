@@ -99,9 +99,10 @@ class Container:
 
 @dataclass(frozen=True)
 class Attribute:
-    """The key of an attribute of an object that has elements, too (a subclass of list or dict)."""
+    """The key of an attribute of an object that has elements, too (a subclass of list or dict). `name`: what its `__dict__`
+    calls it, or the descriptor of its slot."""
 
-    name: str
+    name: str | _Member
 
 
 HOMES: set[str] = {"__main__"}  # top-level packages of the models and functions surveyed so far: their objects are the user's
@@ -146,21 +147,35 @@ def container_of(value: object, given: bool = False) -> Container | None:
 
 
 def _collection(value: _Collection) -> Container:
-    """The elements of a collection and, of a subclass, its attributes."""
+    """The elements of a collection and, of a subclass, its attributes and slots."""
     attributes = getattr(value, "__dict__", None)
+    slots = _slots_of(type(value))
     if not isinstance(attributes, dict):
+        attributes = None
+    if attributes is None and not slots:
         live = value if type(value) in (list, dict) else None
         return Container(value, partial(_elements, value), partial(_set_elements, value), live)
 
     def read() -> Contents:
-        return Contents(_elements(value) | {Attribute(name): each for name, each in attributes.items()})
+        named: dict[Any, Any] = {**(attributes or {}), **_read_members(value, slots)}
+        return Contents(_elements(value) | {Attribute(name): each for name, each in named.items()})
 
     def write(contents: Mapping[Any, Any]) -> None:
+        named = {key.name: each for key, each in contents.items() if isinstance(key, Attribute)}
         _set_elements(value, {key: each for key, each in contents.items() if not isinstance(key, Attribute)})
-        _update(attributes, {key.name: each for key, each in contents.items() if isinstance(key, Attribute)})
+        if attributes is not None:
+            _update(attributes, {name: each for name, each in named.items() if isinstance(name, str)})
+        _write_members(value, slots, named)
 
     live = value if type(value) is collections.OrderedDict else None
     return Container(value, read, write, live, attributes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots_of(cls: type) -> tuple[_Member, ...]:
+    """The descriptors of the slots of a class's objects, but that of a `__dict__`."""
+    members = (member for each in cls.__mro__ for member in _members_of(each))
+    return tuple(member for member in members if member.__name__ != "__dict__")
 
 
 def _elements(value: _Collection) -> Contents:
@@ -353,7 +368,7 @@ def bound_objects(value: object) -> Iterator[object]:
     while True:
         if isinstance(value, partial):
             yield from value.args
-            yield from value.keywords.values()
+            yield value.keywords  # itself: a hook may write into it
             value = value.func
         elif isinstance(value, types.MethodType):
             yield value.__self__
@@ -364,7 +379,8 @@ def bound_objects(value: object) -> Iterator[object]:
         yield value
     else:
         yield from value.__defaults__ or ()
-        yield from (value.__kwdefaults__ or {}).values()
+        if value.__kwdefaults__ is not None:
+            yield value.__kwdefaults__
 
 
 def names_used(code: types.CodeType) -> Iterator[str]:

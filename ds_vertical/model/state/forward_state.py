@@ -103,9 +103,10 @@ class ForwardState:
         wanted = {(kind, form) for form in forms} - self._known
         blocks = [block.module for block in self._layers.blocks]
         with without_collection():
-            slots, names = survey(self.model, blocks, functions) if self.learned.handled else ([], [])
+            slots, names, reached = survey(self.model, blocks, functions) if self.learned.handled else ([], [], set())
             snapshot = Snapshot(slots, names, closely=bool(wanted))
         self._keep(snapshot)
+        self.learned.reached = reached
         decided = self._num_decided()
         learns, in_turn = bool(wanted) and self.learned.handled, self.in_turn or len(seeds) == 1
         tracked = TrackedState(self.learned, snapshot, learns, seeds, in_turn)

@@ -104,7 +104,7 @@ class TensorItem:
 
     def install(self, version: torch.Tensor) -> None:
         """Write the elements of a version into the tensor."""
-        self.tensor.data.copy_(version)  # .data: what autograd has saved of it counts no write
+        write_elements(self.tensor, version)
 
     def same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Whether two versions have the same bits."""
@@ -165,6 +165,14 @@ def put_back(pairs: Iterable[tuple[Container, Contents]]) -> None:
     for container, contents in pairs:
         if not container.holds(contents):
             container.write(contents)
+
+
+def write_elements(tensor: torch.Tensor, elements: torch.Tensor) -> None:
+    """Write elements into a tensor. One that was given memory of another shape (by `.data = ...`) gets memory of theirs."""
+    if tensor.shape == elements.shape and tensor.dtype == elements.dtype:
+        tensor.data.copy_(elements)  # .data: what autograd has saved of it counts no write
+    else:
+        tensor.data = elements.clone()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

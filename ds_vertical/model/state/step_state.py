@@ -18,7 +18,7 @@ from ds_vertical.model.state.containers import containers
 from ds_vertical.model.state.module_state import PlaceItem, Version
 from ds_vertical.model.state.restart import HORIZONTAL, StateMissed
 from ds_vertical.model.state.survey import OUTSIDE
-from ds_vertical.model.state.tracks import LearnedState, Track, TrackedState
+from ds_vertical.model.state.tracks import Known, LearnedState, Track, TrackedState
 
 
 class GradFlags:
@@ -103,13 +103,24 @@ class StepState:
         self._flags = GradFlags(model)
 
     def blame_state(self, error: Exception) -> None:
-        """After an error: raise StateMissed where state has changed that was not known of, which may be the error's cause."""
+        """After an error: raise StateMissed where state has changed that was not known of, which may be the error's cause, or
+        where a forward may have found a version of it that no stock forward finds."""
         self.tracked.find(None)
         if self._trial.runs:
             self._trial.drop_samples(self._tracks)
             raise StateMissed("") from error
         if self.tracked.news:
             raise StateMissed(self.tracked.news[0]) from error
+        for known in (unsure := self._unsure()):
+            known.spread = True
+        if unsure:
+            raise StateMissed("") from error
+
+    def _unsure(self) -> list[Known]:
+        """In a step that learns: the items whose next version may be wrong, because no forward has shown yet whether code
+        further on changes them, too."""
+        places = [track.known for track in self._tracks if track.own and not track.item.is_generator and self._learns]
+        return [known for known in places if known.item.region == OUTSIDE and not (known.settled or known.spread)]
 
     # ---- whose turn it is
 
@@ -120,6 +131,8 @@ class StepState:
         if not self._tracks:
             return
         near = _regions_near(self._layers, layer)
+        if near is not None:
+            near |= self._learned.reached
         for track in self._tracks:
             if self._in_turn:
                 if track.item.is_global and layer is not None and layer < 0 and self._seeds[micro_batch] is not None:

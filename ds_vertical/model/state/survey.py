@@ -187,6 +187,12 @@ class _NamesOfModule(Names):
         return [(f"{self.path}.{name}", value) for name, value in found if self._of(name)]
 
 
+class _Apart(Contents):
+    """Contents whose values are no part of the state that changes with them: a hook that is an object has places of its own."""
+
+    carriers: tuple[tuple[int, object], ...] = ()  # type: ignore[assignment]
+
+
 class _Whole(Names):
     """A dict whose entries change together: the hooks of a module, its modules."""
 
@@ -200,8 +206,8 @@ class _Whole(Names):
             self.owner.clear()
             self.owner.update(contents)
 
-        place = Container((self.key, None), lambda: Contents(self.owner), write, self.owner)
-        yield self.path, place, Contents(self.before)
+        place = Container((self.key, None), lambda: _Apart(self.owner), write, self.owner)
+        yield self.path, place, _Apart(self.before)
 
 
 def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
@@ -210,12 +216,13 @@ def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
 
 def survey(
     model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Callable[..., object]]
-) -> tuple[list[StateSlot], list[Names]]:
+) -> tuple[list[StateSlot], list[Names], set[int]]:
     """Every place where a model's forward may keep state: in its modules, and in what their code, their hooks and `functions`
     use.
 
     `functions`: those of the user that a forward calls, its `loss_fn` say. A place in one of the `blocks`, which are in order
-    of execution, has the block's number as region. Returns places, and names of which each gets a place once it has changed.
+    of execution, has the block's number as region. Returns places, names of which each gets a place once it has changed, and
+    the numbers of the blocks to which other blocks, hooks or lists lead.
     """
     found = _Survey(set(map(id, model.modules())))
     region_of = _regions(blocks)
@@ -223,15 +230,26 @@ def survey(
         note_home(each)
     for path, module in model.named_modules():
         found.module(path or type(model).__name__, module, region_of.get(id(module), OUTSIDE))
+    reached = _reached(model, region_of, found.reached)  # what `functions` lead to is read in the prefix and in the suffix
     for function in functions:
         found.follow(getattr(function, "__qualname__", type(function).__name__), OUTSIDE, function)
     for variable, value in contextvars.copy_context().items():
         found.constant(f"context variable {variable.name}", OUTSIDE, value)
-    return found.slots, found.names
+    return found.slots, found.names, reached
+
+
+def _reached(model: nn.Module, region_of: dict[int, int], found: set[tuple[int, int]]) -> set[int]:
+    """The regions of modules to which another region leads. `found`: regions, and ids of modules that they lead to."""
+    modules = {id(module): module for module in model.modules()} if found else {}
+    pairs = {(region, region_of.get(id(each), OUTSIDE)) for region, key in found for each in modules[key].modules()}
+    return {there for region, there in pairs if there not in (region, OUTSIDE)}
 
 
 class _Survey:
-    """A survey under way. `registered`: ids of the model's modules, each of which is surveyed by a call of `module`."""
+    """A survey under way. `registered`: ids of the model's modules, each of which is surveyed by a call of `module`.
+
+    `reached`: the regions that lead to one of these, each with the module's id.
+    """
 
     def __init__(self, registered: set[int]) -> None:
         self.slots: list[StateSlot] = []
@@ -239,6 +257,7 @@ class _Survey:
         self._registered = registered
         self._seen: set[int] = set()  # functions, classes, containers and modules that are not the model's
         self._places: set[Any] = set()
+        self.reached: set[tuple[int, int]] = set()
 
     def module(self, path: str, module: nn.Module, region: int) -> None:
         """Note a module's attributes and buffers, its dicts of hooks and modules, and what its hooks and its class's code
@@ -261,7 +280,8 @@ class _Survey:
         if own["_modules"]:
             self.names.append(_Whole(f"the modules of {path}", region, own["_modules"]))
             for name, value in own["_modules"].items():
-                self.follow(f"{path}.{name}", region, value)
+                if id(value) not in self._registered:
+                    self.follow(f"{path}.{name}", region, value)
         if "forward" in own:
             self.function(f"{path}.forward", own["forward"], OUTSIDE)
         self._class(type(module))
@@ -295,9 +315,17 @@ class _Survey:
                     self._add(f"{each.__module__}.{name}", OUTSIDE, entry_of(each.__globals__, name))
                 for name in names & each.__globals__.keys():
                     self._value(f"{each.__module__}.{name}", OUTSIDE, entry_of(each.__globals__, name))
-                    if is_users_module(module := each.__globals__[name]):
-                        for inner in names & vars(module).keys():
-                            self._value(f"{module.__name__}.{inner}", OUTSIDE, entry_of(vars(module), inner))
+                    self._imported(each.__globals__[name], names, set())
+
+    def _imported(self, value: object, names: set[str], visited: set[int]) -> None:
+        """If a value is a module of Python that the user has written: note the attributes with these names, and those of the
+        modules among them."""
+        if id(value) in visited or not is_users_module(value):
+            return
+        visited.add(id(value))
+        for name in names & vars(value).keys():
+            self._value(f"{value.__name__}.{name}", OUTSIDE, entry_of(vars(value), name))
+            self._imported(vars(value)[name], names, visited)
 
     def _file(self, own: dict[str, object]) -> None:
         if id(own) not in self._seen:
@@ -344,22 +372,26 @@ class _Survey:
 
     def follow(self, path: str, region: int, value: object) -> None:
         """Survey the functions, and the modules that are not the model's, that a value leads to."""
-        waiting = [value]
+        waiting = [(value, region)]
         while waiting:
-            value = waiting.pop()
+            value, holder = waiting.pop()
             if isinstance(value, tuple):
-                waiting.extend(value)
+                waiting.extend((each, holder) for each in value)
+            elif id(value) in self._registered:
+                self.reached.add((holder, id(value)))
             elif isinstance(value, _FOLLOWED):
                 self._go_on(path, region, value)
             elif id(value) not in self._seen and (container := container_of(value)) is not None:
                 self._seen.add(id(value))
-                waiting.extend(each for _, each in container.read().carriers)
+                waiting.extend((each, OUTSIDE) for _, each in container.read().carriers)  # other blocks may hold it, too
 
     def _go_on(self, path: str, region: int, value: object) -> None:
         if not isinstance(value, nn.Module):
             self.function(path, value, region)
-        elif id(value) not in self._registered:
+        else:
             for inner, module in value.named_modules():
-                if id(module) not in self._seen and id(module) not in self._registered:
+                if id(module) in self._registered:
+                    self.reached.add((OUTSIDE, id(module)))
+                elif id(module) not in self._seen:
                     self._seen.add(id(module))
                     self.module(f"{path}.{inner}" if inner else path, module, region)

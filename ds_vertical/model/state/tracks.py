@@ -48,6 +48,7 @@ class LearnedState:
 
     `copies`: forwards write in place to tensors that blocks find in state, so each call keeps copies of these. `probes`: the
     next run of the step only shows which code changes what, and does not count: see `forward_state`, [Note: resets].
+    `reached`: the blocks whose tensors other blocks may read, so that each part of a forward finds its micro-batch's.
     `compares`: the self-check wants to know what items would hold if nothing were added up. `handled`: tests of the self-check
     switch the handling of state off.
     """
@@ -56,6 +57,7 @@ class LearnedState:
     copies: bool = False
     probes: bool = False
     compares: bool = False
+    reached: set[int] = field(default_factory=set)
     handled: bool = True
 
 

@@ -209,15 +209,15 @@ def test_build_ops_fails_where_a_stand_in_works_in_an_ops_place(
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error on purpose\n")
     op = load.OwnOp("joint", str(broken), (), "CPUAdamBuilder")
-    monkeypatch.setattr(load, "JOINT", op)
+    monkeypatch.setattr(load, "IDENTITY_NODE", op)
     monkeypatch.setattr(load, "OWN_OPS", (load.FREE_ADAM, load.CHECKED_AIO, op))
-    load.joint.cache_clear()
+    load.identity_node.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled"):
             assert build_ops.main([]) == 1
     finally:
         cache.forget(op.build_name)
-        load.joint.cache_clear()
+        load.identity_node.cache_clear()
     said = capsys.readouterr()
     assert f"{op.build_name}: not compiled, slower stand-ins" in said.err and "are ready" not in said.out
 
@@ -267,7 +267,7 @@ def gradients_through(joint: Any) -> list[torch.Tensor]:
 
 
 def test_a_joint_gives_the_bits_of_a_node_in_python() -> None:
-    joint = load.joint()
+    joint = load.identity_node()
     assert joint is not None
     ours, expected = gradients_through(joint), gradients_through(PythonJoint.apply)
     assert len(ours) == 7
@@ -278,7 +278,7 @@ def test_a_joint_gives_the_bits_of_a_node_in_python() -> None:
 
 
 def test_a_joint_is_the_same_memory_and_no_view() -> None:
-    joint = load.joint()
+    joint = load.identity_node()
     assert joint is not None
     leaf = torch.ones(4, requires_grad=True)
     inner = leaf * 1
@@ -305,25 +305,27 @@ class Marked(torch.Tensor):
 
 
 def test_tensors_of_users_own_types_keep_them() -> None:
-    joint = module_hooks.load_joint()
+    joint = module_hooks.load_identity_node()
     marked = torch.ones(4).as_subclass(Marked).requires_grad_()
     assert type(joint(marked)) is Marked
     plain = torch.ones(4, requires_grad=True)
     assert type(joint(plain).grad_fn) is not type(PythonJoint.apply(plain).grad_fn)
     assert "Joint" in joint(plain).grad_fn.name()
-    assert "_Joint" not in joint(plain).grad_fn.name()  # the compiled one
+    assert "_IdentityNode" not in joint(plain).grad_fn.name()  # the compiled one
 
 
 def test_where_the_joint_does_not_compile_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error on purpose\n")
     op = load.OwnOp("joint", str(broken), (), "CPUAdamBuilder")
-    monkeypatch.setattr(load, "JOINT", op)
+    monkeypatch.setattr(load, "IDENTITY_NODE", op)
     try:
         with pytest.warns(RuntimeWarning, match=r"broken\.cpp could not be compiled .* written in Python"):
-            assert load.joint.__wrapped__() is None
+            assert load.identity_node.__wrapped__() is None
     finally:
         cache.forget(op.build_name)
-    monkeypatch.setattr(load, "joint", lambda: None)
-    for got, wanted in zip(gradients_through(module_hooks.load_joint()), gradients_through(PythonJoint.apply), strict=True):
+    monkeypatch.setattr(load, "identity_node", lambda: None)
+    for got, wanted in zip(
+        gradients_through(module_hooks.load_identity_node()), gradients_through(PythonJoint.apply), strict=True
+    ):
         assert torch.equal(got, wanted)
