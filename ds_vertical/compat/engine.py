@@ -31,6 +31,11 @@ def stock_initialize(**kwargs: Any) -> tuple[Any, Any, Any, Any]:
     return entry_points.stock_initialize(**kwargs)
 
 
+def is_patched() -> bool:
+    """Whether `ds_vertical.patch()` has been called: then scripts that know nothing of ds_vertical make the calls."""
+    return entry_points.is_replaced()
+
+
 def model_of(engine: DeepSpeedEngine) -> torch.nn.Module:
     """The user's model, as the engine holds it now."""
     module: Any = engine.module

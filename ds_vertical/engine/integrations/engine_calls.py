@@ -9,10 +9,12 @@ import torch
 
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint.mixin import SavingEngine
+from ds_vertical.engine.integrations.first_step import tell_bridge
 from ds_vertical.engine.integrations.micro_steps import EvaluatedStep, Window, running_step
 from ds_vertical.engine.signals import Stopping
 from ds_vertical.engine.train_loop import VerticalLoop
 from ds_vertical.model import batch as micro
+from ds_vertical.model.layers import LayerMap
 
 T = TypeVar("T")
 _CALL_TRAIN_BATCH = (
@@ -25,6 +27,7 @@ class CallableEngine(SavingEngine):
     """DeepSpeed's engine whose `forward`, `backward` and `step` go to the micro-step that makes them. The subclass sets the
     attributes."""
 
+    layers: LayerMap
     _loop: VerticalLoop
     _stopping: Stopping
 
@@ -41,6 +44,7 @@ class CallableEngine(SavingEngine):
         `batches`: the micro-batches, for metrics. Where a step starts over, the micro-steps are called again. Raises
         LoopError where one does something else; the step then has not been.
         """
+        tell_bridge(self, "Trainer", self.layers.num_layers, len(micro_steps))
         window = Window(self._loop.call_model, micro_steps, [micro.form_of(batch) for batch in batches], entering)
         with (
             self._stopping.obeyed(self),
