@@ -28,7 +28,7 @@ from ds_vertical.interrupts import Changed
 
 def stock_initialize(**kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """DeepSpeed's own `initialize`, also where `ds_vertical.patch()` has put another function in its place."""
-    return entry_points.stock_initialize(**kwargs)
+    return entry_points.original_initialize(**kwargs)
 
 
 def is_patched() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from ds_vertical.engine.metrics import StepRecorder
 from ds_vertical.engine.train_loop import StockLoop, seeded, shares_weights
 from ds_vertical.model import batch as micro
 from ds_vertical.model.batch import LossFn
+
+T = TypeVar("T")
 
 
 class StockCalls(StockLoop):
@@ -41,13 +43,13 @@ class StockCalls(StockLoop):
         finally:
             self._is_own = False
 
-    def _unless_own(self, stock: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def _unless_own(self, stock: Callable[..., T], watched: Callable[..., T]) -> Callable[..., T]:
+        def call(*args: object, **kwargs: object) -> T:
             return stock(*args, **kwargs) if self._is_own else watched(stock, *args, **kwargs)
 
         return call
 
-    def _forward(self, stock: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
+    def _forward(self, stock: Callable[..., T], *inputs: object, **kwargs: object) -> T:
         if not (self.module.training and torch.is_grad_enabled()):
             return stock(*inputs, **kwargs)
         recorder = self._metrics()
@@ -62,13 +64,13 @@ class StockCalls(StockLoop):
         with contextlib.nullcontext() if seed is None else seeded(seed):
             return stock(*inputs, **kwargs)
 
-    def _backward(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, stock: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
         scaled = stock(*args, **kwargs)
         if self._open is not None:
             self._losses.append(scaled.detach())
         return scaled
 
-    def _step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _step(self, stock: Callable[..., T], *args: object, **kwargs: object) -> T:
         before = self.engine.global_steps
         returned = stock(*args, **kwargs)
         if self.engine.global_steps != before:
