@@ -52,6 +52,11 @@ def conclude_step(engine: DeepSpeedEngine) -> None:
         forget_boundary(engine)
 
 
+def explicit_boundary(engine: DeepSpeedEngine) -> bool | None:
+    """What the user's loop has said with `set_gradient_accumulation_boundary`; None where the engine counts by itself."""
+    return engine._is_gradient_accumulation_boundary
+
+
 def forget_boundary(engine: DeepSpeedEngine) -> None:
     """Let the engine find the gradient accumulation boundary itself again, after `set_gradient_accumulation_boundary`."""
     engine._is_gradient_accumulation_boundary = None

@@ -18,7 +18,7 @@ from ds_vertical.compat import accelerator, entry_points, zero_params
 from ds_vertical.config.file import DeepSpeedJson, read_as_written
 from ds_vertical.config.section import SECTION, load_section, with_section_on_top
 from ds_vertical.engine import api
-from ds_vertical.engine.integrations import three_calls, trainer
+from ds_vertical.engine.integrations import accelerate, three_calls, trainer
 from ds_vertical.engine.integrations.after_import import when_imported
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.files import make_run_private
@@ -38,7 +38,8 @@ def patch() -> None:
     if entry_points.is_replaced():
         return
     when_imported("transformers.trainer", trainer.bridge_trainers)
-    three_calls.install()
+    when_imported("accelerate.data_loader", accelerate.see_accelerate_loaders)
+    three_calls.see_torch_loaders()
     if accelerator.is_one_memory():
         keep_cores_for_this_thread()  # ahead of the first collective, which may be Accelerate's
     entry_points.replace(_initialize, _config_of_init)
