@@ -46,7 +46,7 @@ from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.train_loop import Counts, VerticalLoop
 from ds_vertical.errors import LoopError
 from ds_vertical.model import batch as micro
-from ds_vertical.model.layers import check_trainable, refuse_batch_flags
+from ds_vertical.model.layers import refuse_batch_flags
 from ds_vertical.model.look_ahead import Call, Peekable, Prediction, comes_from, is_fetching, predict
 from ds_vertical.model.thread_state import ThreadState, inference_guard
 
@@ -144,7 +144,6 @@ class ThreeCalls:
                 "engine(...): called without gradients in training mode; call engine.eval() before an evaluation, and"
                 " engine.train() after it"
             )
-        check_trainable(self._loop.module)
         whole = compat_engine.explicit_boundary(engine) is None
         prediction = predict(call, engine.gradient_accumulation_steps(), whole)
         for each in prediction.calls:
