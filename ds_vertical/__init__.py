@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from ds_vertical.engine.engine import VerticalEngine
     from ds_vertical.engine.integrations.patch import patch
     from ds_vertical.engine.integrations.pretrained import save_pretrained
-    from ds_vertical.errors import ConfigError, NonFiniteError, OtherRankError, TornStateError
+    from ds_vertical.errors import ConfigError, LoopError, NonFiniteError, OtherRankError, TornStateError
     from ds_vertical.io.checksums import ChecksumError
+    from ds_vertical.model.look_ahead import look_ahead
 
 
 __version__ = "0.1.0"
@@ -23,10 +24,12 @@ __all__ = [
     "prepare",
     "save_pretrained",
     "patch",
+    "look_ahead",
     "VerticalEngine",
     "VerticalConfig",
     "ConfigError",
     "ChecksumError",
+    "LoopError",
     "NonFiniteError",
     "OtherRankError",
     "TornStateError",
@@ -38,10 +41,12 @@ _HOMES = {
     "prepare": "ds_vertical.engine.api",
     "save_pretrained": "ds_vertical.engine.integrations.pretrained",
     "patch": "ds_vertical.engine.integrations.patch",
+    "look_ahead": "ds_vertical.model.look_ahead",
     "VerticalEngine": "ds_vertical.engine.engine",
     "VerticalConfig": "ds_vertical.config.section",
     "ConfigError": "ds_vertical.errors",
     "ChecksumError": "ds_vertical.io.checksums",
+    "LoopError": "ds_vertical.errors",
     "NonFiniteError": "ds_vertical.errors",
     "OtherRankError": "ds_vertical.errors",
     "TornStateError": "ds_vertical.errors",

@@ -160,6 +160,26 @@ def num_shields() -> int:
     return len(_blocks) if threading.current_thread() is threading.main_thread() else 0
 
 
+def lay_aside(num_changes: int, num_blocks: int) -> Callable[[], None]:
+    """Take this thread's registered changes and `deferred` blocks but the first ones off its lists, with nothing undone.
+
+    For a coroutine that lets other code run in the middle of its blocks. Returns what puts them back, to be called once, by
+    that coroutine. Around both stands a firm block of the other code's, among the first ones.
+    """
+    changes = _open.changes[num_changes:]
+    del _open.changes[num_changes:]
+    is_main = threading.current_thread() is threading.main_thread()
+    blocks = _blocks[num_blocks:] if is_main else []
+    if is_main:
+        del _blocks[num_blocks:]
+
+    def put_back() -> None:
+        _open.changes.extend(changes)
+        _blocks.extend(blocks)
+
+    return put_back
+
+
 def reset(first: int) -> None:
     """Close all `deferred` blocks but the `first` ones: an interrupt may have cut the ends of the others."""
     if len(_blocks) > first and threading.current_thread() is threading.main_thread():

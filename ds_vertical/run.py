@@ -35,6 +35,8 @@ def main() -> None:
     if not is_module and not Path(name).is_file():
         _end_for_usage(f"ds_vertical.run: {name}: no such script; write the path of a Python file\n{_USAGE}")
     when_imported("deepspeed", _patch)
+    for library in ("transformers.trainer", "accelerate.data_loader"):
+        when_imported(library, lambda: None)  # known from its beginning, where it imports deepspeed half-way
     sys.excepthook = _show_error
     sys.argv = [name, *rank, *rest]
     if is_module:

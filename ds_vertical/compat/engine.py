@@ -28,7 +28,12 @@ from ds_vertical.interrupts import Changed
 
 def stock_initialize(**kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """DeepSpeed's own `initialize`, also where `ds_vertical.patch()` has put another function in its place."""
-    return entry_points.stock_initialize(**kwargs)
+    return entry_points.original_initialize(**kwargs)
+
+
+def is_patched() -> bool:
+    """Whether `ds_vertical.patch()` has been called: then scripts that know nothing of ds_vertical make the calls."""
+    return entry_points.is_replaced()
 
 
 def model_of(engine: DeepSpeedEngine) -> torch.nn.Module:
@@ -45,6 +50,11 @@ def conclude_step(engine: DeepSpeedEngine) -> None:
         DeepSpeedEngine.step(engine)
     finally:
         forget_boundary(engine)
+
+
+def explicit_boundary(engine: DeepSpeedEngine) -> bool | None:
+    """What the user's loop has said with `set_gradient_accumulation_boundary`; None where the engine counts by itself."""
+    return engine._is_gradient_accumulation_boundary
 
 
 def forget_boundary(engine: DeepSpeedEngine) -> None:

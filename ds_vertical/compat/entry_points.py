@@ -27,9 +27,10 @@ _CONFIGS_OF_INIT = ("config_dict_or_path", "config")
 _stock: list[Callable[..., Engines]] = []  # deepspeed.initialize as it was before `replace`
 
 
-def stock_initialize(**kwargs: Any) -> Engines:
+def original_initialize(**kwargs: object) -> Engines:
     """DeepSpeed's own `initialize`: what `replace` found, or else `deepspeed.initialize`, looked up at call time."""
-    return (_stock[0] if _stock else deepspeed.initialize)(**kwargs)
+    initialize: Callable[..., Engines] = _stock[0] if _stock else deepspeed.initialize
+    return initialize(**kwargs)
 
 
 def is_replaced() -> bool:
@@ -43,18 +44,18 @@ def replace(initialize: Callable[..., Engines], config_of_init: Callable[[object
     stock, init = deepspeed.initialize, deepspeed.zero.Init.__init__
 
     @functools.wraps(stock)
-    def replaced(*args: Any, **kwargs: Any) -> Engines:
+    def replaced(*args: object, **kwargs: object) -> Engines:
         return initialize(**dict(zip(_INITIALIZE, args, strict=False)), **kwargs)
 
     @functools.wraps(init)
-    def replaced_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def replaced_init(self: deepspeed.zero.Init, *args: object, **kwargs: object) -> None:
         given = list(args)
         if len(given) > _POSITION_IN_INIT:
             given[_POSITION_IN_INIT] = config_of_init(given[_POSITION_IN_INIT])
         for name in _CONFIGS_OF_INIT:
             if kwargs.get(name) is not None:
                 kwargs[name] = config_of_init(kwargs[name])
-        init(self, *given, **kwargs)
+        init(self, *given, **kwargs)  # pyright: ignore[reportArgumentType] - as the script gave them
 
     deepspeed.initialize = replaced
     deepspeed.zero.Init.__init__ = replaced_init

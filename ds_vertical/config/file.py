@@ -13,8 +13,10 @@ from typing import Any
 from ds_vertical.config.section import show, with_section_on_top
 from ds_vertical.errors import ConfigError
 
+DeepSpeedJson = dict[str, Any]  # a whole configuration, with whatever the user has written
 
-def read_config(config: dict[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+
+def read_config(config: DeepSpeedJson | str | os.PathLike[str]) -> DeepSpeedJson:
     """The DeepSpeed configuration as a dict of the caller's own, with the section at the top level (`with_section_on_top`).
 
     Accepts what deepspeed.initialize does: a dict (deep-copied), the path of a JSON file (comments allowed, as hjson
@@ -24,7 +26,7 @@ def read_config(config: dict[str, Any] | str | os.PathLike[str]) -> dict[str, An
     return with_section_on_top(read_as_written(config))
 
 
-def read_as_written(config: dict[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+def read_as_written(config: DeepSpeedJson | str | os.PathLike[str]) -> DeepSpeedJson:
     """As `read_config`, with the section where the user has written it."""
     if isinstance(config, dict):
         return copy.deepcopy(config)
@@ -45,7 +47,7 @@ def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return dict(pairs)
 
 
-def _parse(text: str, source: str, comments: bool) -> dict[str, Any]:
+def _parse(text: str, source: str, comments: bool) -> DeepSpeedJson:
     try:
         parsed = json.loads(text, object_pairs_hook=_unique_pairs)
     except json.JSONDecodeError as error:
@@ -71,7 +73,7 @@ def _parse_hjson(text: str) -> object:
         return None  # the caller reports the position that the JSON parser found
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> DeepSpeedJson:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -79,7 +81,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     return _parse(text, str(path), comments=True)
 
 
-def _read_base64(config: str) -> dict[str, Any]:
+def _read_base64(config: str) -> DeepSpeedJson:
     shown = config if len(config) <= 60 else config[:60] + "..."
     compact = "".join(config.split()).replace("-", "+").replace("_", "/")
     try:

@@ -27,10 +27,11 @@ from ds_vertical.engine.assembly import HostBudget
 from ds_vertical.engine.autotune import choose_gradient_tier, choose_timing
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
+from ds_vertical.engine.integrations.stock_calls import StockCalls
 from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, host_room
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.signals import leave_on_sigterm
-from ds_vertical.engine.train_loop import StockLoop, TrainLoop
+from ds_vertical.engine.train_loop import TrainLoop
 from ds_vertical.engine.zero3.chunks import check_optimizer
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import preflight
@@ -191,7 +192,10 @@ def _initialize_stock(config: dict[str, Any], resolved: RunSettings | None, **kw
     returned = compat_engine.stock_initialize(config=config, **kwargs)
     seeded = resolved is not None and resolved.seed_micro_batches
     progress = Progress(returned[0], resolved.progress if resolved is not None else None)
-    _bind(returned[0], StockLoop(returned[0], resolved.seed if resolved is not None and seeded else None, progress))
+    loop = StockCalls(returned[0], resolved.seed if resolved is not None and seeded else None, progress)
+    _bind(returned[0], loop)
+    if compat_engine.is_patched():
+        loop.watch()
     return returned
 
 

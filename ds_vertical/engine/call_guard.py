@@ -60,21 +60,26 @@ class _Call:
 
 class Calls:
     """`restore(level, take_back)` puts in order what a call has left, and may be called again where it was cut; what it has
-    changed for its time is taken back in between. `tear` hears of an error in it. Both are the engine's, which sets them."""
+    changed for its time is taken back in between. `tear` hears of an error in it. `admit(name)` is asked ahead of each call,
+    and raises where none may come now. All are the engine's, which sets them."""
 
     def __init__(self) -> None:
         self.restore: Callable[[int, Callable[[], None]], None] = lambda _, __: None
         self.tear: Callable[[BaseException], None] = lambda _: None
+        self.admit: Callable[[str], None] = lambda _: None
         self._running: _Call | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
     def call(self, name: str) -> _Turn:
         """Within the block nobody else calls the engine. Raises RuntimeError where somebody does, and in a forked child."""
+        self.admit(name)
         return _Turn(self, name, joins=False)
 
     def joined(self, name: str) -> _Turn:
         """As `call`; within this thread's own call a part of that."""
+        if not self.is_mine:
+            self.admit(name)
         return _Turn(self, name, joins=True)
 
     @property

@@ -15,6 +15,7 @@ from ds_vertical.compat import accelerator, engine
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.assembly import Assembly, HostBudget, StepParts, open_tracer
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
+from ds_vertical.engine.integrations.three_calls import ThreeCalls
 from ds_vertical.engine.module_hooks import load_identity_node
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
@@ -60,7 +61,9 @@ class VerticalEngine(CallableEngine):
         parts = StepParts(self, vertical, layers, self.optimizer, *made, folder, budget)
         self.self_check = FirstStepCheck(parts)
         self._loop = VerticalLoop(parts, self.self_check, self.tracer, progress)
-        self.optimizer.calls.restore, self.optimizer.calls.tear = self._loop.restore, self.optimizer.condition.tear
+        calls = self.optimizer.calls
+        self._three_calls = three = ThreeCalls(self._loop, calls, self.self_check, lambda: self._stopping.has_heard)
+        calls.restore, calls.tear, calls.admit = three.restore, self.optimizer.condition.tear, three.admit
         accelerator.log(f"ds_vertical: {assembly.describe(self._params)}")
 
     def _configure_zero_optimizer(self, optimizer: object) -> Any:  # override
@@ -111,6 +114,8 @@ class VerticalEngine(CallableEngine):
         """As DeepSpeed's, and give the host buffers back. Calling it twice is harmless."""
         if (calls := getattr(getattr(self, "optimizer", None), "calls", None)) is not None:
             calls.check_process("destroy")
+        if (three_calls := getattr(self, "_three_calls", None)) is not None:
+            three_calls.close()
         params = getattr(self, "_params", None)  # absent where the engine's construction failed
         activations = getattr(self, "_activations", None)
         stopping = getattr(self, "_stopping", None)

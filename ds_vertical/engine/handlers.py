@@ -14,6 +14,7 @@ from ds_vertical.distributed.collective_replay import CollectiveReplay, Others
 from ds_vertical.errors import StepLeft
 from ds_vertical.io.host import memory_bytes
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.batch import LossOf, own_loss
 from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.model.forward_coroutine import ForwardPass
 from ds_vertical.model.layers import LayerMap
@@ -99,7 +100,8 @@ class Body:
     """One micro-batch's forward: `run` is the user's unmodified code; `seed` of its random streams (None: the caller's).
 
     `form`: equal for micro-batches of the same structure; `functions`: the user's that it calls besides the model. `checked`:
-    makes what the self-check runs in place of `run`; None: `run` itself.
+    makes what the self-check runs in place of `run`; None: `run` itself. `loss_of`: what the hub calls where the suffix is due,
+    with what runs the suffix and returns what `run` returns; it returns the loss.
     """
 
     run: Callable[[], Any]
@@ -107,6 +109,7 @@ class Body:
     form: Hashable = None
     functions: tuple[Any, ...] = ()
     checked: Callable[[], Callable[[], torch.Tensor]] | None = None
+    loss_of: LossOf = own_loss
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class PassParts:
     params: Params
     leave: Callable[[], bool]
     replay: CollectiveReplay | None
+    bodies: Sequence[Body] = ()  # for their losses
 
 
 @dataclass(eq=False)
@@ -155,7 +159,7 @@ class ScheduleRunner:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=True, moved=schedule.moved)
-            parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay())
+            parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay(), bodies)
             hints = schedule.coming if self.overlap else {}
             training = _Training(parts, gradients, scale, optimizer, self.activations, hints)
             self._run(parts, training.handlers(), gradients, optimizer, self.tracer)
@@ -173,7 +177,7 @@ class ScheduleRunner:
         its gradient, with the micro-batch's number; the sums of `pre` are left to the caller. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=True)
-            parts = PassParts(schedule, micro_batches, self.params, lambda: False, self._replay(only_gathers=True))
+            parts = PassParts(schedule, micro_batches, self.params, lambda: False, self._replay(only_gathers=True), bodies)
             checking = _Checking(parts, gradients, scale, self.layers, note_gradient)
             self._run(parts, checking.handlers(), gradients)
         return checking.losses
@@ -324,13 +328,14 @@ class _WithBackward(_Pass):
         super().__init__(parts)
         self.gradients = gradients
         self.scale = scale
+        self.bodies = parts.bodies
         self.losses: list[torch.Tensor] = [torch.empty(0)] * len(parts.micro_batches)
 
     def head(self, event: Event) -> None:
         """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
         assert event.micro_batch is not None
         micro_batch = self.micro_batch(event)
-        loss = micro_batch.finish()
+        loss = self.bodies[event.micro_batch].loss_of(micro_batch.finish)
         self.gradients.refuse_own_backward()
         self.losses[event.micro_batch] = loss.detach()
         micro_batch.backward_suffix(self.scale(loss))

@@ -81,6 +81,11 @@ class Stopping:
                 signal.signal(number, handler)
         self._closed = True
 
+    @property
+    def has_heard(self) -> bool:
+        """Whether a signal has come to this rank."""
+        return self._number is not None
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         """The handler. In a forked child, and when asked again, the process ends at once."""
         if self._closed:
@@ -113,9 +118,9 @@ class Stopping:
         return self._is_asked()
 
     @contextlib.contextmanager
-    def obeyed(self, engine: Any) -> Iterator[None]:
+    def obeyed(self, engine: Any, ends_step: bool = True) -> Iterator[None]:
         """One call of the engine's. A signal that came before it or meanwhile ends the process: the checkpoint is saved, and
-        SystemExit raised."""
+        SystemExit raised. `ends_step`: no step is half-way when the call returns; otherwise the next call obeys."""
         if self._wanted is None:
             yield
             return
@@ -131,6 +136,8 @@ class Stopping:
             if self._number is not None and self._alone:
                 self._stop(engine, finished=False)
             raise
+        if not ends_step:
+            return
         with ranks.collective_section("on_signal"):
             asked = self._is_asked()
         if asked:

@@ -306,7 +306,7 @@ class VerticalLoop(TrainLoop):
         step's loss. `batches`: for metrics alone."""
         recorder = self._metrics()
         if recorder is not None:
-            recorder.check_budget()
+            recorder.end_at_budget()
         check_trainable(self.module, _log)
         with self.progress.step():
             losses = self._recorded(recorder, partial(self.step, bodies, self._parts.as_given, counts), batches)
@@ -331,11 +331,11 @@ class VerticalLoop(TrainLoop):
 
         with Changed(put_back, only_if_failed=True):
             fresh = [int(torch.randint(2**62, ()).item()) if seed is None else seed for seed in seeds]
-            seeded = [replace(body, seed=seed) for body, seed in zip(bodies, fresh, strict=True)]
+            seeded_bodies = [replace(body, seed=seed) for body, seed in zip(bodies, fresh, strict=True)]
             if not self.is_recorded or self._parts.vertical.self_check:  # `ab` compares the losses itself
-                self._check.run(seeded, scale_of)
+                self._check.run(seeded_bodies, scale_of)
             with self._tracer.step():
-                run = partial(self._run_schedule, seeded, scale_of(len(seeded)))
+                run = partial(self._run_schedule, seeded_bodies, scale_of(len(seeded_bodies)))
                 losses = until_known(run, self._parts.state.forget, _log)
                 self.conclude()
         return losses

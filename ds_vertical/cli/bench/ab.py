@@ -84,8 +84,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="ds-vertical ab",
         usage="ds-vertical ab --config CONFIG.json [options] -- SCRIPT [ARGS]",
         description="Runs SCRIPT under the deepspeed launcher with stock ZeRO-Infinity and with the vertical schedule, "
-        "compares the losses, then the speed. SCRIPT takes --deepspeed_config, builds its engine with "
-        "ds_vertical.initialize() and trains with engine.train_batch().",
+        "compares the losses, then the speed. SCRIPT may be any that trains by DeepSpeed's engine: through Hugging Face's "
+        "Trainer, Accelerate, the three calls, or engine.train_batch(). Each arm's JSON stands in the place of CONFIG.json "
+        "in ARGS, or as --deepspeed_config behind them where they do not name it.",
     )
     parser.add_argument("--config", type=Path, required=True, help="DeepSpeed JSON that both arms start from")
     parser.add_argument("--stock-config", type=Path, help="JSON for the stock arm; only transfer settings may differ")
@@ -227,7 +228,7 @@ def _runs(
     """All runs, the arms in turn; alternating the order spreads a drift of the machine (heat, other load) over them. Beside
     them the machine as it was ahead of and after each run of the vertical arm, by repeat: ahead of it once there is an account
     of an earlier one, which says what to measure; so the traced run comes first."""
-    script = Script(plan.script, plan.script_arguments, plan.num_steps, plan.num_ranks, group, environment)
+    script = Script(plan.script, plan.script_arguments, plan.num_steps, plan.num_ranks, group, environment, plan.config)
     kinds = [arm for arm, wanted in ((ARMS[0], plan.with_stock), (TRACED, plan.with_trace), (ARMS[1], True)) if wanted]
     runs: list[Run] = []
     reports: dict[int, list[_Measured]] = {}

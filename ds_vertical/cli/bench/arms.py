@@ -155,7 +155,7 @@ def _check_arm(config: JsonObject, num_ranks: int) -> None:
 
 def _check_batch(config: JsonObject, num_ranks: int) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    train, micro, accumulation = (config.get(key) for key in keys)
+    train, micro, accumulation = (None if config.get(key) == "auto" else config.get(key) for key in keys)
     if train and micro and accumulation and train != micro * accumulation * num_ranks:
         raise ConfigError(
             f"train_batch_size: got {train}, but train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps "

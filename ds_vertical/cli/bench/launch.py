@@ -31,7 +31,8 @@ class RunError(Exception):
 @dataclass(frozen=True)
 class Script:
     """What is run, and how: `num_steps` steps on `num_ranks` local processes, under a disk limit if there is a `group`, with
-    the variables `environment` besides this process's."""
+    the variables `environment` besides this process's. An argument that names the file `config` names a run's own JSON there.
+    """
 
     path: Path
     arguments: tuple[str, ...]
@@ -39,6 +40,7 @@ class Script:
     num_ranks: int = 1
     group: LimitedGroup | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    config: Path | None = None
 
     def run(self, config: Path, out: Path, name: str, title: str) -> dict[int, list[StepRecord]]:
         """Trains with the JSON `config`; the records by rank. Writes `out/<name>.log` and `.metrics`. Raises RunError."""
@@ -52,7 +54,7 @@ class Script:
             *(sys.executable, "-m", "deepspeed.launcher.runner"),
             # No host file: a machine that has /job/hostfile would otherwise train on all its hosts.
             *("--hostfile", os.devnull, *_devices(self.num_ranks), "--master_port", str(_free_port())),
-            *(str(self.path), *self.arguments, "--deepspeed_config", str(config)),
+            *("--module", "ds_vertical.run", str(self.path), *self._arguments(config)),
         ]
         progress = LaunchProgress(title, self.num_steps, metrics, log)
         status = _run_process(self.group.wrap(command) if self.group else command, environment, log, progress)
@@ -61,7 +63,24 @@ class Script:
         try:
             return read_records(metrics)
         except ValueError as error:
-            raise RunError(_failure(name, f"trained nothing through engine.train_batch ({error})", log)) from error
+            told = f"trained nothing by a DeepSpeed engine with this JSON ({error})"
+            raise RunError(_failure(name, told, log)) from error
+
+    def _arguments(self, config: Path) -> list[str]:
+        """The script's, with this run's JSON in the place of the one that they name; behind them where they name none."""
+        arguments = [self._with_config(argument, config) for argument in self.arguments]
+        return arguments if arguments != list(self.arguments) else [*arguments, "--deepspeed_config", str(config)]
+
+    def _with_config(self, argument: str, config: Path) -> str:
+        option, equals, value = argument.rpartition("=")
+        return f"{option}{equals}{config}" if _is_same_file(value, self.config) else argument
+
+
+def _is_same_file(path: str, other: Path | None) -> bool:
+    try:
+        return other is not None and Path(path).samefile(other)
+    except OSError:  # the argument is no path
+        return False
 
 
 def _run_process(command: Sequence[str], environment: dict[str, str], log: Path, progress: LaunchProgress) -> int:

@@ -32,6 +32,7 @@ CHECKS: Final = (
     Check("aio events", "ds_vertical.cli.doctor.hardware.aio_events"),
     Check("other work", "ds_vertical.cli.doctor.hardware.other_work"),
     Check("config", "ds_vertical.cli.doctor.config_checks.refusals"),
+    Check("launch", "ds_vertical.cli.doctor.config_checks.launch"),
     Check("keys", "ds_vertical.cli.doctor.config_checks.near_misses"),
     Check("auto", "ds_vertical.cli.doctor.config_checks.autos"),
     Check("traps", "ds_vertical.cli.doctor.stock_traps.find_traps"),

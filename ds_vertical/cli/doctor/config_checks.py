@@ -12,8 +12,8 @@ from ds_vertical.cli.doctor.check import CheckResult, Target, error, ok, split_f
 from ds_vertical.compat.stock_config import check_zero
 from ds_vertical.config.cross_check import check, find_unfilled
 from ds_vertical.config.deepspeed_keys import TOP_LEVEL_KEYS
-from ds_vertical.config.file import read_config
-from ds_vertical.config.section import SECTION, load_section, show
+from ds_vertical.config.file import read_as_written, read_config
+from ds_vertical.config.section import SECOND_PLACE, SECTION, load_section, show
 from ds_vertical.errors import ConfigError
 from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
@@ -42,6 +42,27 @@ def refusals(case: Target) -> Iterator[CheckResult]:
         return
     yield from (warning(*split_fault(line)) for line in lines)
     yield ok(f"{case.config_path}: layer-major order, nothing that is refused")
+
+
+def launch(case: Target) -> Iterator[CheckResult]:
+    """What becomes of the section where a script that knows nothing of ds_vertical is launched plainly, and what to do."""
+    if case.config_path is None or "vertical" not in case.arms or SECTION not in (case.config or {}):
+        return
+    instead = "launch such a script as it is by: ds-vertical run SCRIPT ..."
+    loops = "a script that calls deepspeed.initialize, by itself or through Hugging Face's Trainer or Accelerate"
+    if _is_in_second_place(case):
+        yield ok(f'{SECOND_PLACE}: launched plainly, {loops}, fails ("Extra inputs are not permitted"); {instead}')
+        return
+    yield ok(
+        f"{SECTION}: launched plainly, {loops}, trains in DeepSpeed's own order without a word about it; {instead}; inside"
+        " zero_optimization the section makes DeepSpeed refuse a plain launch"
+    )
+
+
+def _is_in_second_place(case: Target) -> bool:
+    written = read_as_written(case.config_path) if case.config_path is not None and case.config is not None else {}
+    zero = written.get(_ZERO)
+    return isinstance(zero, Mapping) and SECTION in zero
 
 
 def deepspeed_reader(case: Target) -> Iterator[CheckResult]:
@@ -100,9 +121,10 @@ def near_misses(case: Target) -> Iterator[CheckResult]:
 
 
 def autos(case: Target) -> Iterator[CheckResult]:
-    """Finds values left to "auto"."""
+    """Finds values left to "auto". A section inside zero_optimization speaks of a script whose trainer fills them in."""
+    severity = warning if _is_in_second_place(case) else error
     for each in find_unfilled(case.config or {}):
-        yield (warning if each.harmless else error)(each.found, each.line)
+        yield (warning if each.harmless else severity)(each.found, each.line)
 
 
 def optimizer(case: Target) -> Iterator[CheckResult]:

@@ -12,13 +12,13 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 _waiting: dict[str, list[Callable[[], None]]] = {}
+_running: set[str] = set()  # modules that are being imported, and that somebody waits for
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
     """Call `action` as soon as the module `name` is imported, ahead of the next line of whoever imports it; at once where it
     has been imported. What `action` raises fails that import."""
-    module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
+    if name in sys.modules and name not in _running:
         action()
         return
     if not any(isinstance(each, _Finder) for each in sys.meta_path):
@@ -39,7 +39,11 @@ class _Finder:
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)  # this module's alone: the class has its own
-            execute(module)
+            _running.add(name)
+            try:
+                execute(module)
+            finally:
+                _running.discard(name)
             for action in _waiting.pop(name, ()):
                 action()
 

@@ -9,24 +9,25 @@ import torch
 
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint.mixin import SavingEngine
+from ds_vertical.engine.integrations.first_step import tell_bridge
 from ds_vertical.engine.integrations.micro_steps import EvaluatedStep, Window, running_step
+from ds_vertical.engine.integrations.three_calls import ThreeCalls
 from ds_vertical.engine.signals import Stopping
 from ds_vertical.engine.train_loop import VerticalLoop
 from ds_vertical.model import batch as micro
+from ds_vertical.model.layers import LayerMap
 
 T = TypeVar("T")
-_CALL_TRAIN_BATCH = (
-    "engine.{name}() is not available with vertical_schedule: layer-major order needs all micro-batches of a step at once;"
-    " call engine.train_batch(data_iter), or set vertical_schedule.enabled to false"
-)
 
 
 class CallableEngine(SavingEngine):
     """DeepSpeed's engine whose `forward`, `backward` and `step` go to the micro-step that makes them. The subclass sets the
     attributes."""
 
+    layers: LayerMap
     _loop: VerticalLoop
     _stopping: Stopping
+    _three_calls: ThreeCalls
 
     def train_window(
         self,
@@ -41,6 +42,7 @@ class CallableEngine(SavingEngine):
         `batches`: the micro-batches, for metrics. Where a step starts over, the micro-steps are called again. Raises
         LoopError where one does something else; the step then has not been.
         """
+        tell_bridge(self, "Trainer", self.layers.num_layers, len(micro_steps))
         window = Window(self._loop.call_model, micro_steps, [micro.form_of(batch) for batch in batches], entering)
         with (
             self._stopping.obeyed(self),
@@ -58,27 +60,39 @@ class CallableEngine(SavingEngine):
             return self._loop.evaluate_bodies(steps)
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:  # override
-        """The model's outputs: within a micro-step with gradients, in evaluation mode without. Otherwise raises
-        RuntimeError."""
+        """The model's outputs: in training mode with gradients, in evaluation mode without. Raises LoopError where a loop of
+        the three calls cannot be followed."""
         if (step := running_step(self)) is not None:
             return step.forward(*inputs, **kwargs)
         if self.module.training:
-            raise _refusal("forward")
+            with (
+                self._stopping.obeyed(self, ends_step=False),
+                self.optimizer.calls.call("forward"),
+                ranks.collective_section("forward"),
+            ):
+                return self._three_calls.forward(inputs, kwargs)
+        self._three_calls.refuse_in_step("forward")
         with self._stopping.obeyed(self), self.optimizer.calls.call("forward"), torch.no_grad():
             return self._loop.forward(*inputs, **kwargs)
 
     def backward(self, loss: object, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:  # override
-        """Note a micro-step's loss, and return it scaled. Outside of one raises RuntimeError."""
+        """Take a micro-batch's loss, and return it scaled. Raises LoopError where none is expected."""
         if (step := running_step(self)) is not None:
             return step.backward(loss, scale_wrt_gas)
-        raise _refusal("backward")
+        with (
+            self._stopping.obeyed(self, ends_step=False),
+            self.optimizer.calls.call("backward"),
+            ranks.collective_section("backward"),
+        ):
+            return self._three_calls.backward(loss, scale_wrt_gas)
 
     def step(self, lr_kwargs: object = None) -> None:  # override
-        """Note that a micro-step asks for the optimizer's step. Outside of one raises RuntimeError."""
+        """Behind a step's last micro-batch take the optimizer's step, else count. Raises LoopError where none is expected."""
         if (step := running_step(self)) is not None:
             step.step()
             return
-        raise _refusal("step")
+        with self._stopping.obeyed(self), self.optimizer.calls.call("step"), ranks.collective_section("step"):
+            self._three_calls.step(lr_kwargs)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:  # override
         """As DeepSpeed's; within a micro-step that one's."""
@@ -92,7 +106,3 @@ class CallableEngine(SavingEngine):
         if (step := running_step(self)) is not None:
             return step.is_boundary
         return bool(super().is_gradient_accumulation_boundary())
-
-
-def _refusal(name: str) -> RuntimeError:
-    return RuntimeError(_CALL_TRAIN_BATCH.format(name=name))

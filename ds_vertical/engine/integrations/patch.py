@@ -8,17 +8,17 @@ has one configuration, with the bare nvme_path, and gives it to both.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ds_vertical.compat import accelerator, entry_points, zero_params
-from ds_vertical.config.file import read_as_written
+from ds_vertical.config.file import DeepSpeedJson, read_as_written
 from ds_vertical.config.section import SECTION, load_section, with_section_on_top
 from ds_vertical.engine import api
-from ds_vertical.engine.integrations import three_calls, trainer
+from ds_vertical.engine.integrations import accelerate, three_calls, trainer
 from ds_vertical.engine.integrations.after_import import when_imported
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.files import make_run_private
@@ -38,7 +38,8 @@ def patch() -> None:
     if entry_points.is_replaced():
         return
     when_imported("transformers.trainer", trainer.bridge_trainers)
-    three_calls.install()
+    when_imported("accelerate.data_loader", accelerate.see_accelerate_loaders)
+    three_calls.see_torch_loaders()
     if accelerator.is_one_memory():
         keep_cores_for_this_thread()  # ahead of the first collective, which may be Accelerate's
     entry_points.replace(_initialize, _config_of_init)
@@ -52,7 +53,7 @@ def _initialize(**arguments: Any) -> entry_points.Engines:
     section = None if config is None else load_section(config)
     if config is None or section is None:
         _tell(f"the configuration has no {SECTION} section: DeepSpeed's own order trains")
-        return entry_points.stock_initialize(**arguments)
+        return entry_points.original_initialize(**arguments)
     model = arguments.get("model")
     if isinstance(model, nn.Module):
         config = _in_folder_of(model, config)
@@ -63,10 +64,10 @@ def _initialize(**arguments: Any) -> entry_points.Engines:
     return api.initialize(**arguments)
 
 
-def _initialize_inference(config: dict[str, Any], arguments: dict[str, Any]) -> entry_points.Engines:
+def _initialize_inference(config: DeepSpeedJson, arguments: Mapping[str, object]) -> entry_points.Engines:
     """An engine that trains nothing, such as that of a reference model: DeepSpeed's own, in a folder of its own."""
     del config[SECTION]
-    returned = entry_points.stock_initialize(**(arguments | {"config": api.prepare(config)}))
+    returned = entry_points.original_initialize(**{**arguments, "config": api.prepare(config)})
     for folder in run_dir.claimed():
         make_run_private(folder)
     _tell("an engine without an optimizer is DeepSpeed's own: its forwards read every layer for each batch")
@@ -81,7 +82,7 @@ def _config_of_init(given: object) -> object:
     return api.prepare(config)
 
 
-def _readable(given: object) -> dict[str, Any] | None:
+def _readable(given: object) -> DeepSpeedJson | None:
     """The configuration, with the section on top; None for what nobody can read, of which DeepSpeed tells in its own words.
     Raises ConfigError where both places have a section."""
     if not isinstance(given, dict | str | os.PathLike):
@@ -93,7 +94,7 @@ def _readable(given: object) -> dict[str, Any] | None:
     return with_section_on_top(written)
 
 
-def _in_folder_of(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
+def _in_folder_of(model: nn.Module, config: DeepSpeedJson) -> DeepSpeedJson:
     """The configuration with the model's own folder in the place of each nvme_path above it, where zero.Init has claimed one.
     Raises ConfigError where several have written the model."""
     folders = sorted(set(_run_folders(model)))

@@ -16,6 +16,7 @@ from ds_vertical.engine.self_check.check import SelfCheck, generators_kept, mode
 from ds_vertical.engine.self_check.diagnosis import SelfCheckError
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
+from ds_vertical.model.batch import own_loss
 from ds_vertical.model.thread_state import preserved
 from ds_vertical.schedule.passes import TrainingStep, build_training
 
@@ -33,6 +34,12 @@ class FirstStepCheck:
         self.checked_model: str | None = None
         self._parts = parts
         self._is_done = False
+
+    def learn_state(self) -> None:
+        """Let the check run although a checkpoint says that the model was checked: it shows which state the forwards change
+        before the first step, which cannot start over."""
+        if not self._is_done and self._parts.vertical.self_check is not False:
+            self.checked_model = None
 
     def run(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:
         """Before a step over these micro-batches: see `SelfCheck`. `scale_of`: for a number of micro-batches, what the backward
@@ -81,4 +88,4 @@ class FirstStepCheck:
 
 def _checked(body: Body) -> Body:
     """What is run of a forward: all of it, or what it makes for the purpose."""
-    return body if body.checked is None else replace(body, run=body.checked())
+    return body if body.checked is None else replace(body, run=body.checked(), loss_of=own_loss)

@@ -20,6 +20,7 @@ from ds_vertical.cli.doctor import config_checks, stock_traps
 from ds_vertical.cli.doctor.check import Arm, CheckResult, Target
 from ds_vertical.cli.doctor.stock_traps import TRAPS
 from ds_vertical.compat.ops import load
+from ds_vertical.config.section import SECOND_PLACE, SECTION
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 Check = Callable[[Target], Iterator[CheckResult]]
@@ -44,7 +45,7 @@ def case_of(folder: Path, edits: dict[str, Any] | None = None, arm: Any = None) 
         for part in above:
             holder = holder.setdefault(part, {})
         if value is ...:
-            del holder[key]
+            holder.pop(key, None)
         else:
             holder[key] = copy.deepcopy(value)
     file = folder / "ds_config.json"
@@ -172,6 +173,25 @@ def test_auto_is_told_with_what_to_write(tmp_path: Path, path: str, severity: st
 
 def test_auto_where_deepspeed_means_it_is_nothing(tmp_path: Path) -> None:
     assert bad(config_checks.autos, case_of(tmp_path, {"data_types.keep_in_fp32_modules": "auto"})) == []
+
+
+def test_launch_says_what_a_plain_launch_does_with_the_section(tmp_path: Path) -> None:
+    for edits, told in (
+        ({SECTION: {}}, "trains in DeepSpeed's own order without a word"),
+        ({SECOND_PLACE: {}}, 'fails ("Extra inputs are not permitted")'),
+    ):
+        (found,) = config_checks.launch(case_of(tmp_path, {SECTION: ...} | edits))
+        assert found.severity == "ok" and found.found.startswith(f"{next(iter(edits))}: launched plainly")
+        assert told in found.found and "ds-vertical run SCRIPT" in found.found
+    assert list(config_checks.launch(case_of(tmp_path, {SECTION: {"enabled": False}}))) == []
+    assert list(config_checks.launch(case_of(tmp_path, {SECTION: ...}))) == []
+
+
+def test_an_auto_beside_a_section_for_trainers_is_a_warning(tmp_path: Path) -> None:
+    path = "optimizer.params.lr"
+    edits = {path: "auto", SECTION: ..., SECOND_PLACE: {}}
+    assert only(config_checks.autos, case_of(tmp_path, edits)).severity == "warning"
+    assert only(config_checks.autos, case_of(tmp_path, {path: "auto"})).severity == "error"
 
 
 def test_deepspeed_reads_auto_as_the_findings_say(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ no_optimizer = {key: value for key, value in config.items() if key != "optimizer
 found["reference"] = seen(deepspeed.initialize(model=reference, config=no_optimizer)[0])
 found["unchanged"] = config == before
 
-late = Model()
+late = build(config)
 adam = deepspeed.ops.adam.DeepSpeedCPUAdam(late.parameters())
 by_code = deepspeed.initialize(model=late, optimizer=adam, config=no_optimizer)
 found["late"] = seen(by_code[0])

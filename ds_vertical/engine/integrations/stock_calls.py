@@ -1,0 +1,87 @@
+"""The stock arm of a script that knows nothing of ds_vertical: its three calls are stock's own, seeded and recorded.
+
+`ds-vertical ab` compares it with the vertical arm of the same script. Both give each micro-batch a random stream of its own,
+and both record a step: here from the first forward to the `step()` at the boundary of gradient accumulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from ds_vertical.engine.metrics import StepRecorder
+from ds_vertical.engine.train_loop import StockLoop, seeded, shares_weights
+from ds_vertical.model import batch as micro
+from ds_vertical.model.batch import LossFn
+
+T = TypeVar("T")
+
+
+class StockCalls(StockLoop):
+    """The loop of a stock engine whose script may make the three calls itself."""
+
+    _is_own = False  # whether `train_batch` makes the calls, which records and seeds by itself
+    _index = 0  # of the micro-batch in its step
+    _open: StepRecorder | None = None  # of a step under way that is recorded
+
+    def watch(self) -> None:
+        """Seed and record what the script does through `engine.forward`, `backward` and `step` from here on."""
+        engine = self.engine
+        self._losses: list[torch.Tensor] = []
+        self._batches: list[object] = []
+        for name in ("forward", "backward", "step"):
+            setattr(engine, name, self._unless_own(getattr(engine, name), getattr(self, f"_{name}")))
+
+    def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
+        """One step over the micro-batches; returns their losses."""
+        self._is_own = True
+        try:
+            return super().run(batches, loss_fn)
+        finally:
+            self._is_own = False
+
+    def _unless_own(self, stock: Callable[..., T], watched: Callable[..., T]) -> Callable[..., T]:
+        def call(*args: object, **kwargs: object) -> T:
+            return stock(*args, **kwargs) if self._is_own else watched(stock, *args, **kwargs)
+
+        return call
+
+    def _forward(self, stock: Callable[..., T], *inputs: object, **kwargs: object) -> T:
+        if not (self.module.training and torch.is_grad_enabled()):
+            return stock(*inputs, **kwargs)
+        recorder = self._metrics()
+        if self._index == 0 and recorder is not None:
+            recorder.end_at_budget()
+            recorder.begin()
+            self._losses, self._batches, self._open = [], [], recorder
+        if self._open is not None:
+            self._batches.append(kwargs or inputs)
+        seed = self.seed_of(self._index)
+        self._index += 1
+        with contextlib.nullcontext() if seed is None else seeded(seed):
+            return stock(*inputs, **kwargs)
+
+    def _backward(self, stock: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
+        scaled = stock(*args, **kwargs)
+        if self._open is not None:
+            self._losses.append(scaled.detach())
+        return scaled
+
+    def _step(self, stock: Callable[..., T], *args: object, **kwargs: object) -> T:
+        before = self.engine.global_steps
+        returned = stock(*args, **kwargs)
+        if self.engine.global_steps != before:
+            self._index = 0
+            if self._open is not None:
+                self._record(self._open)
+        return returned
+
+    def _record(self, recorder: StepRecorder) -> None:
+        self._open = None
+        losses = [float(loss) for loss in self._losses]
+        tokens = micro.count_tokens(self._batches)
+        recorder.end(type(self.engine).__name__, losses, tokens, shares_weights(self.module))
+        self._gauged(micro.count_tokens(self._batches[:1]))

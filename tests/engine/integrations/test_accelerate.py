@@ -1,0 +1,65 @@
+"""An Accelerate script as it is, in both arms: short windows, evaluation, own losses, workers and saves as in stock."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+from processes import free_port
+
+# as `python SCRIPT`, with the ops that are compiled already
+PLAIN = (
+    "import runpy, sys; from ds_vertical.compat.ops import cache; cache.activate(); del sys.argv[0];"
+    " sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+SCRIPT = Path(__file__).parents[2] / "support" / "accelerate_script.py"
+
+
+def run_arm(folder: Path, kind: str, vertical: bool, **options: Any) -> dict[str, Any]:
+    """What the script has computed. `vertical`: launched through ds_vertical, with the section in its JSON."""
+    folder.mkdir()
+    made = harness.small_buffers(harness.base_config(folder, num_micro_batches=3, dtype="bf16", **options))
+    made["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    section = made.pop("vertical_schedule")
+    if vertical:
+        made["zero_optimization"]["vertical_schedule"] = section | {"self_check": True}
+    (folder / "config.json").write_text(json.dumps(made))
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [
+            sys.executable,
+            *(["-m", "ds_vertical.run"] if vertical else ["-c", PLAIN]),
+            SCRIPT,
+            folder / "config.json",
+            folder / "out",
+            kind,
+        ],
+        env=os.environ | ranks,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert vertical == ("vertical schedule ACTIVE" in done.stdout)
+    found = json.loads((folder / "out").read_text())
+    assert found.pop("engine") == ("VerticalEngine" if vertical else "DeepSpeedEngine")
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["own_loss", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("plain", "workers", "saving"))],
+)
+def test_an_accelerate_script_has_stocks_bits(tmp_path: Path, kind: str) -> None:
+    stock = run_arm(tmp_path / "stock", kind, False)
+    vertical = run_arm(tmp_path / "vertical", kind, True)
+    assert stock["steps"] == 6 and stock["sync"] == [False, False, True, False, False, True, False, True] * 2
+    for name, found in stock.items():
+        assert vertical[name] == found, name
