@@ -65,6 +65,7 @@ class CallableEngine(SavingEngine):
         if (step := running_step(self)) is not None:
             return step.forward(*inputs, **kwargs)
         if self.module.training:
+            tell_bridge(self, "three calls", self.layers.num_layers, self.gradient_accumulation_steps())
             with (
                 self._stopping.obeyed(self, ends_step=False),
                 self.optimizer.calls.call("forward"),
