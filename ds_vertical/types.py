@@ -52,8 +52,7 @@ def per_tier(table: Mapping[Tier, _Value]) -> Mapping[Tier, _Value]:
 IN_FILES: Final = per_tier({Tier.DEVICE: False, Tier.HOST: False, Tier.SSD: True})
 # How DeepSpeed spells a tier as "device" of its offload sections.
 OFFLOAD_DEVICES: Final = per_tier({Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.SSD: "nvme"})
-# Bytes of each tier that may be used; None: not limited, or not known.
-TierBytes = Mapping[Tier, float | None]
+TierBytes = Mapping[Tier, float | None]  # bytes of each tier that may be used; None: not limited, or not known
 
 
 class TensorKind(StrEnum):
@@ -192,7 +191,7 @@ class ActivationSettings:
 
 @dataclass(frozen=True)
 class SignalSettings:
-    """The checkpoint that is saved when a signal asks the run to end: its folder, and its tag (None: `global_step<n>`)."""
+    """The checkpoint that is saved when a signal asks the run to end: its folder, its tag (None: `global_step<n>`)."""
 
     save_dir: str
     tag: str | None

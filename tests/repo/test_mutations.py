@@ -17,7 +17,8 @@ def test_mutation_fits_the_source_and_names_a_test(mutation: Mutation) -> None:
     assert mutate.misfits([mutation]) == []
     file, _, name = mutation.test.partition("::")
     source = (mutate.ROOT / "tests" / file).read_text()
-    assert re.search(rf"^def {name.partition('[')[0]}\(", source, re.MULTILINE), mutation.test
+    function = name.partition("[")[0].rpartition("::")[2]  # of the module, or of a class in it
+    assert re.search(rf"^ *def {function}\(", source, re.MULTILINE), mutation.test
 
 
 def test_names_differ_and_an_unknown_one_is_refused() -> None:

@@ -84,4 +84,4 @@ class StockCalls(StockLoop):
         losses = [float(loss) for loss in self._losses]
         tokens = micro.count_tokens(self._batches)
         recorder.end(type(self.engine).__name__, losses, tokens, shares_weights(self.module))
-        self._gauged(micro.count_tokens(self._batches[:1]))
+        self._host_speed(micro.count_tokens(self._batches[:1]))
