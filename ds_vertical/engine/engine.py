@@ -62,7 +62,9 @@ class VerticalEngine(CallableEngine):
         self.self_check = FirstStepCheck(parts)
         self._loop = VerticalLoop(parts, self.self_check, self.tracer, progress)
         calls = self.optimizer.calls
-        self._three_calls = three = ThreeCalls(self._loop, calls, self.self_check, lambda: self._stopping.has_heard)
+        self._three_calls = three = ThreeCalls(
+            self._loop, calls, self.self_check, has_heard=lambda: self._stopping.has_heard, snake=vertical.snake
+        )
         calls.restore, calls.tear, calls.admit = three.restore, self.optimizer.condition.tear, three.admit
         accelerator.log(f"ds_vertical: {assembly.describe(self._params)}")
 

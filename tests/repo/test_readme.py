@@ -21,7 +21,7 @@ import pytest
 from places import ROOT
 
 from ds_vertical.config.cross_check import check
-from ds_vertical.config.section import SECTION, VerticalConfig, load_section
+from ds_vertical.config.section import SECTION, VerticalConfig, load_section, with_section_on_top
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -86,7 +86,7 @@ def own_json(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("block", of("json"))
 def test_a_json_is_accepted_without_a_warning(block: Block, tmp_path: Path) -> None:
     """A whole configuration as it stands; a section alone within README's."""
-    config = json.loads(block.text)
+    config = with_section_on_top(json.loads(block.text))
     assert list(config)[-1] == SECTION
     config = own_json(tmp_path) | config
     section = load_section(config)

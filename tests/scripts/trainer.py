@@ -5,9 +5,18 @@ deepspeed train.py --deepspeed ds_config.json --output_dir out
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    HfArgumentParser,
+    LlamaConfig,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
 
 (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+set_seed(args.seed)
 
 tokens = torch.randint(0, 128, (44, 32), generator=torch.Generator().manual_seed(0))
 data = Dataset.from_dict({"input_ids": tokens.tolist(), "labels": tokens.tolist()})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
 
 
@@ -18,6 +18,7 @@ class ScriptArguments:
 
 
 script, args = HfArgumentParser((ScriptArguments, SFTConfig)).parse_args_into_dataclasses()
+set_seed(args.seed)
 
 words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(125))]
 vocabulary = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))

@@ -56,10 +56,16 @@ _DROPPED: Final = "the step's micro-batches so far are dropped"
 
 
 class ThreeCalls:
-    """What one engine's three calls do in training mode. Each runs within a call of the engine (`Calls.call`)."""
+    """What one engine's three calls do in training mode. Each runs within a call of the engine (`Calls.call`).
 
-    def __init__(self, loop: VerticalLoop, calls: Calls, check: FirstStepCheck, has_heard: Callable[[], bool]) -> None:
+    `has_heard`: whether a signal is to end the run. `snake`: the JSON's, which is refused.
+    """
+
+    def __init__(
+        self, loop: VerticalLoop, calls: Calls, check: FirstStepCheck, has_heard: Callable[[], bool], snake: bool
+    ) -> None:
         self._loop = loop
+        self._snake = snake
         self._calls = calls
         self._check = check
         self._has_heard = has_heard
@@ -143,6 +149,11 @@ class ThreeCalls:
             raise LoopError(
                 "engine(...): called without gradients in training mode; call engine.eval() before an evaluation, and"
                 " engine.train() after it"
+            )
+        if self._snake:
+            raise LoopError(
+                "vertical_schedule.snake: got true, and the loop calls engine(...) for one micro-batch after the other, which a"
+                ' snake does not keep to; write "snake": false, or call engine.train_batch(data_iter)'
             )
         whole = compat_engine.explicit_boundary(engine) is None
         prediction = predict(call, engine.gradient_accumulation_steps(), whole)

@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 import torch
 from places import ROOT
+from processes import free_port
 
 SCRIPTS = ROOT / "tests" / "scripts"
+# as `python SCRIPT`, with the ops that are compiled already
+PLAIN = (
+    "import runpy, sys; from ds_vertical.compat.ops import cache; cache.activate(); del sys.argv[0];"
+    " sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 COMMON = {
     "gradient_accumulation_steps": 4,
@@ -38,7 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     },
-    "accelerate_loop": {**COMMON, "train_micro_batch_size_per_gpu": 2, "zero_force_ds_cpu_optimizer": False},
+    "accelerate_loop": {**COMMON, "train_micro_batch_size_per_gpu": 2},
 }
 TRAINING = """--per_device_train_batch_size 1 --gradient_accumulation_steps 4 --num_train_epochs 1 --max_grad_norm 1.0
  --learning_rate 1e-3 --logging_steps 1 --save_strategy no --report_to none --bf16 true --use_cpu true""".split()
@@ -48,6 +54,7 @@ def config_of(script: str, folder: Path, vertical: bool) -> Path:
     """Stock's parameters and optimizer in host memory, or ours on SSD."""
     buffers = {"nvme_path": str(folder), "max_in_cpu": 0, "buffer_count": 24, "buffer_size": 2_000_000}
     zero: dict[str, Any] = {"stage": 3, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    zero["stage3_gather_16bit_weights_on_model_save"] = True
     if vertical:
         zero |= {
             "offload_param": {"device": "nvme", **buffers},
@@ -66,10 +73,9 @@ def launch(script: str, folder: Path, vertical: bool, *arguments: str) -> str:
     folder.mkdir()
     config = str(config_of(script, folder, vertical))
     given = {"three_calls": ["--deepspeed", "--deepspeed_config", config], "accelerate_loop": ["--deepspeed_config", config]}
-    command = [sys.executable, *(["-m", "ds_vertical.run"] if vertical else []), str(SCRIPTS / f"{script}.py")]
+    command = [sys.executable, *(["-m", "ds_vertical.run"] if vertical else ["-c", PLAIN]), str(SCRIPTS / f"{script}.py")]
     command += [*given.get(script, ["--deepspeed", config, *TRAINING]), "--output_dir", str(folder / "out"), *arguments]
-    port = str(29700 + os.getpid() % 200)
-    env = os.environ | ALONE | {"MASTER_PORT": port, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    env = os.environ | ALONE | {"MASTER_PORT": str(free_port()), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     if vertical:
@@ -103,3 +109,10 @@ def test_a_trainers_script_has_stocks_numbers_and_weights(script: str, arguments
     stock, ours = weights(tmp_path / "False"), weights(tmp_path / "True")
     assert stock and stock.keys() == ours.keys()
     assert [name for name, tensor in stock.items() if not torch.equal(tensor, ours[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["three_calls", "accelerate_loop"])
+def test_a_loops_script_prints_stocks_losses(script: str, tmp_path: Path) -> None:
+    printed = {vertical: launch(script, tmp_path / str(vertical), vertical) for vertical in (False, True)}
+    assert numbers(printed[True]) == numbers(printed[False]) and len(numbers(printed[False])) >= 6

@@ -109,6 +109,14 @@ def test_every_kind_of_loop_has_stocks_bits(tmp_path: Path, loop: Loop, section:
 # ---- what is refused, and what a loop may leave
 
 
+def test_a_snake_is_refused_ahead_of_the_step(tmp_path: Path) -> None:
+    with harness.running(make_config(tmp_path, section={"snake": True}), make_model, vertical=True) as (engine, _):
+        batch = next(ds_vertical.look_ahead(make_loader()))
+        with pytest.raises(LoopError, match='vertical_schedule.snake: got true.*write "snake": false'):
+            engine(**batch)
+        assert engine.global_steps == engine.micro_steps == 0 and interrupts.num_open() == interrupts.num_shields() == 0
+
+
 class Rig:
     """One vertical engine, and what shows that a step that was refused or left has not been."""
 
