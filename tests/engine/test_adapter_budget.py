@@ -60,7 +60,7 @@ def forecast_in(folder: Path, rank: int, clip: float = 1.0) -> tuple[Forecast, d
 def test_memory_is_that_of_adapters_and_a_few_layers(tmp_path: Path, rank: int, on_ssd: bool) -> None:
     """State under 1 MiB a layer stays in host memory, larger state goes to SSD."""
     forecast, _, _ = forecast_in(tmp_path, rank)
-    items = {item.what: item.num_bytes for item in memory_budget.budget(forecast.shape, forecast.settings)}
+    items = {item.what: item.num_bytes for item in memory_budget.budget(forecast.shape, forecast.terms)}
     adapters = LAYERS * 4 * rank * HIDDEN
     assert forecast.shape.stepped_elements == adapters
     assert items.get("optimizer state at rest", 0) == (0 if on_ssd else 12 * adapters)  # 48 MiB; 84 GB before
@@ -92,7 +92,7 @@ def test_the_disk_needs_the_adapters_state_alone(
     """Beside the base's file, which `from_pretrained` has written."""
     forecast, config, resolved = forecast_in(tmp_path, rank, clip=0.0)
     assert forecast.files.state == state and forecast.files.parameters == 0
-    assert forecast.files.on_ssd == LAYERS * 7 + 2 + (3 * LAYERS if state else 0)
+    assert forecast.files.num_files == LAYERS * 7 + 2 + (3 * LAYERS if state else 0)
     monkeypatch.setattr(files, "free_bytes", lambda path: 2 * state + MIB)  # the base once more would be 13 GB
     disk_check.check_disk(forecast, config, resolved)
 

@@ -117,10 +117,13 @@ def patched() -> Iterator[None]:
 
     import ds_vertical
     from ds_vertical.compat import entry_points
-    from ds_vertical.engine.integrations import three_calls
+    from ds_vertical.engine.integrations import accelerate, three_calls
 
     initialize, init, made = deepspeed.initialize, deepspeed.zero.Init.__init__, Trainer.__init__
-    with patch.object(three_calls, "install", lambda: None):
+    with (
+        patch.object(three_calls, "see_torch_loaders", lambda: None),
+        patch.object(accelerate, "see_accelerate_loaders", lambda: None),
+    ):
         ds_vertical.patch()
     try:
         yield
