@@ -96,7 +96,7 @@ def test_wrong_usage_exits_2_and_says_so(arguments: Sequence[str], tmp_path: Pat
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param([*LAUNCHER, "--module", "ds_vertical.run"], id="deepspeed --module"),
+        pytest.param([*LAUNCHER, "--module", "ds_vertical.run"], id="deepspeed --module", marks=pytest.mark.slow),
         pytest.param(RUN, id="python -m", marks=pytest.mark.slow),
         pytest.param(["-m", "torch.distributed.run", "--standalone", *RUN], id="torchrun -m", marks=pytest.mark.slow),
         pytest.param(["-m", "ds_vertical.cli.main", "run", *LAUNCHER[2:]], id="ds-vertical run", marks=pytest.mark.slow),

@@ -163,7 +163,12 @@ def test_start_up_line_and_max_in_cpu_warning(tmp_path: Path, capsys: pytest.Cap
     ("width", "max_in_cpu", "reason"),
     [
         (64, 0, "(every parameter's shard is under 1048576 bytes, and stays in memory as in stock);"),
-        (512, 10**9, '("zero_optimization.offload_param.max_in_cpu" keeps all in memory, as in stock);'),
+        pytest.param(
+            512,
+            10**9,
+            '("zero_optimization.offload_param.max_in_cpu" keeps all in memory, as in stock);',
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_start_up_line_says_why_no_parameter_is_on_ssd(

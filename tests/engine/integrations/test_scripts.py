@@ -21,6 +21,7 @@ PLAIN = (
     "import runpy, sys; from ds_vertical.compat.ops import cache; cache.activate(); del sys.argv[0];"
     " sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
 )
+LAUNCHER = ("-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--num_accelerators", "1")
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 COMMON = {
     "gradient_accumulation_steps": 4,
@@ -73,9 +74,11 @@ def launch(script: str, folder: Path, vertical: bool, *arguments: str) -> str:
     folder.mkdir()
     config = str(config_of(script, folder, vertical))
     given = {"three_calls": ["--deepspeed", "--deepspeed_config", config], "accelerate_loop": ["--deepspeed_config", config]}
-    command = [sys.executable, *(["-m", "ds_vertical.run"] if vertical else ["-c", PLAIN]), str(SCRIPTS / f"{script}.py")]
+    port = str(free_port())
+    how = [*LAUNCHER, "--master_port", port, "--module", "ds_vertical.run"] if vertical else ["-c", PLAIN]
+    command = [sys.executable, *how, str(SCRIPTS / f"{script}.py")]
     command += [*given.get(script, ["--deepspeed", config, *TRAINING]), "--output_dir", str(folder / "out"), *arguments]
-    env = os.environ | ALONE | {"MASTER_PORT": str(free_port()), "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"HF_HUB_OFFLINE": "1"} | ({} if vertical else ALONE | {"MASTER_PORT": port})
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     if vertical:
@@ -85,7 +88,7 @@ def launch(script: str, folder: Path, vertical: bool, *arguments: str) -> str:
 
 def numbers(printed: str) -> list[str]:
     """Losses, norms and learning rates, as the script printed them."""
-    return re.findall(r"'?(?:loss|grad_norm|learning_rate|eval_loss)'?:? '?[-+.\de]+", printed)
+    return re.findall(r"'(?:loss|grad_norm|learning_rate|eval_loss)': '[^']+'|^epoch \d+ loss \S+", printed, re.MULTILINE)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

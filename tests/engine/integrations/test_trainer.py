@@ -28,7 +28,8 @@ def trained(seen: Seen, args: Any, kind: Any = None, **options: Any) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_two_epochs_with_short_windows_and_evaluations(tmp_path: Path, dtype: str) -> None:
     def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
         return trained(seen, arguments_for(folder, config, eval_strategy="epoch"))
@@ -112,6 +113,7 @@ def stopping_at(step: int) -> Any:
     return Stop()
 
 
+@pytest.mark.slow
 def test_a_micro_step_that_cannot_be_followed_is_named_and_leaves_no_step(tmp_path: Path) -> None:
     from transformers import Trainer
 
