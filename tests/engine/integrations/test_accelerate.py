@@ -53,10 +53,8 @@ def run_arm(folder: Path, kind: str, vertical: bool, **options: Any) -> dict[str
     return found
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["own_loss", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("plain", "workers", "saving"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own_loss", "plain", "workers", "saving"])
 def test_an_accelerate_script_has_stocks_bits(tmp_path: Path, kind: str) -> None:
     stock = run_arm(tmp_path / "stock", kind, False)
     vertical = run_arm(tmp_path / "vertical", kind, True)
