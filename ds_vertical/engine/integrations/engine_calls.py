@@ -9,7 +9,7 @@ import torch
 
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint.mixin import SavingEngine
-from ds_vertical.engine.integrations.first_step import tell_bridge
+from ds_vertical.engine.integrations.bridge_line import tell_bridge
 from ds_vertical.engine.integrations.micro_steps import EvaluatedStep, Window, running_step
 from ds_vertical.engine.integrations.three_calls import ThreeCalls
 from ds_vertical.engine.signals import Stopping

@@ -1,4 +1,4 @@
-"""Says once which bridge brings an engine its steps: the start-up line is written before anybody can know."""
+"""Says once which loop brings an engine its steps: the engine's start-up line comes before the first call of any."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def tell_bridge(engine: DeepSpeedEngine, bridge: str, num_layers: int, num_micro
     _told.add(engine)
     accelerator.log(
         f"ds_vertical: vertical schedule ACTIVE: bridge {bridge}, {num_layers} layers, M = {num_micro_batches} micro-batches"
-        " of a step layer by layer"
+        " a step"
     )
