@@ -157,7 +157,7 @@ class ScheduleRunner:
         scale: LossScale,
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
-        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
+        with preserved(), Stubs(self.layers) as stubs, self._state_of(bodies) as modules:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=True, moved=schedule.moved)
             parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay(), bodies)
             hints = schedule.coming if self.overlap else {}
@@ -175,7 +175,7 @@ class ScheduleRunner:
     ) -> list[torch.Tensor]:
         """Forwards and backwards of a training step, nothing else. `note_gradient` hears of each parameter of a layer that has
         its gradient, with the micro-batch's number; the sums of `pre` are left to the caller. Returns the losses."""
-        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
+        with preserved(), Stubs(self.layers) as stubs, self._state_of(bodies) as modules:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=True)
             parts = PassParts(schedule, micro_batches, self.params, lambda: False, self._replay(only_gathers=True), bodies)
             checking = _Checking(parts, gradients, scale, self.layers, note_gradient)
@@ -184,7 +184,7 @@ class ScheduleRunner:
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
-        with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies, training=False) as modules:
+        with preserved(), Stubs(self.layers) as stubs, self._state_of(bodies, training=False) as modules:
             micro_batches = self._micro_batches(bodies, stubs, modules, keep=False)
             replay = self._replay()
             parts = PassParts(schedule, micro_batches, self.params, self.leave, replay)

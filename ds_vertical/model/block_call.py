@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -30,12 +30,14 @@ class BlockGraph:
 class BlockCall:
     """What the backward of one block call needs: its arguments, the thread's state at its entry, leaves made of its outputs.
 
-    `args`: the first `num_given` are the arguments, flattened by `spec`; the others are tensors that the block found in modules
-    and objects (`found`). `versions`: how often each tensor among them had been written in place at the call. The rest is
-    filled in once the block has run. `leaves`: those of the returned values, then those of what the block has written
-    elsewhere, at the positions `written`. `graph` is None where the backward recomputes the block.
+    `function`: what was called, the block's forward or its call with hooks. `args`: the first `num_given` are the arguments,
+    flattened by `spec`; the others are tensors that the block found in modules and objects (`found`). `versions`: how often
+    each tensor among them had been written in place at the call. The rest is filled in once the block has run. `leaves`: those
+    of the returned values, then those of what the block has written elsewhere, at the positions `written`. `graph` is None
+    where the backward recomputes the block.
     """
 
+    function: Callable[..., object]
     args: list[object]
     num_given: int
     spec: pytree.TreeSpec

@@ -21,8 +21,9 @@ from torch.utils import checkpoint
 
 from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import Block, LayerMap
+from ds_vertical.model.state.restart import HooksMissed
 from ds_vertical.model.state.step_state import StepState
-from ds_vertical.model.stubs import Coroutine, Stubs
+from ds_vertical.model.stubs import Coroutine, ParameterWatch, Stubs
 from ds_vertical.model.thread_state import ThreadState, inference_guard
 
 NO_BLOCKS = range(0)  # the blocks that may run in the prefix and in the suffix
@@ -46,7 +47,8 @@ class ForwardPass:
 class ForwardCoroutine:
     """One micro-batch's forward: the hub resumes it, and it parks at the end of a layer or ahead of the next one.
 
-    `body` runs the user's unmodified forward and returns anything. `run_block` runs one block, by its number. `index` is the
+    `body` runs the user's unmodified forward and returns anything. `run_block` runs one block, by its number, as a call of a
+    function (its forward, or its call with hooks) with arguments. `index` is the
     micro-batch's number in its step. `run_on`: the forward runs the glue behind a layer at once, up to the next block's call,
     so that while it is parked no frame but its own holds what it hands to that block.
     """
@@ -54,7 +56,7 @@ class ForwardCoroutine:
     def __init__(
         self,
         body: Callable[[], object],
-        run_block: Callable[[int, tuple[object, ...], dict[str, object]], object],
+        run_block: Callable[[int, Callable[..., object], tuple[object, ...], dict[str, object]], object],
         shared: ForwardPass,
         state: ThreadState,
         index: int,
@@ -65,6 +67,7 @@ class ForwardCoroutine:
         self.parked_at = -1  # the block whose call the forward has parked ahead of
         self.parked_call: list[object] = []  # that call's arguments, by position and by name
         self._modules = shared.modules
+        self._stubs = shared.stubs
         self._layers = shared.layers
         self._blocks = shared.layers.blocks
         self._keep = shared.keep
@@ -76,6 +79,9 @@ class ForwardCoroutine:
         self._target = NO_BLOCKS
         self._done_block = -1
         self._hooked_block = -1  # whose call, with its hooks, is under way
+        self._whole_block = -1  # whose hooks are part of it, while it runs
+        self._watch: ParameterWatch | None = None  # of the hooks under way
+        self._missed = -1  # a block whose hooks ought to have been part of it
         self._coroutine = Coroutine(lambda: self._run(body))
         self._coroutine.micro_batch = self
         self._coroutine.gr_context = contextvars.copy_context()
@@ -102,10 +108,16 @@ class ForwardCoroutine:
             _wrong_order(self._blocks, f"the model's forward ended before block {self._blocks[blocks[-1]].path}")
 
     def finish(self) -> Any:
-        """Run the suffix to the end of the forward. Returns what `body` returned. Raises LayerError at another block's call."""
+        """Run the suffix to the end of the forward. Returns what `body` returned.
+
+        Raises LayerError at another block's call, and HooksMissed where a hook was the first to compute with its block's
+        parameter.
+        """
         self._switch(NO_BLOCKS, None)
         if not self._coroutine.dead:
             _wrong_order(self._blocks, "the model called a block once more after its last layer")
+        if self._missed >= 0:
+            raise HooksMissed(self._blocks[self._missed].path)
         result, self._result = self._result, None
         return result
 
@@ -156,13 +168,15 @@ class ForwardCoroutine:
 
         Raises LayerError where the model calls a block out of turn, or within torch's gradient checkpointing.
         """
+        raw = self._stubs.raw[block]
+        if block == self._whole_block:
+            return raw(*args, **kwargs)
+        if block == self._hooked_block:
+            with contextlib.nullcontext() if self._watch is None else self._watch.paused():
+                return self._run_recorded(block, raw, args, kwargs)
         self._park_ahead(block, args, kwargs)
-        if self._keep:
-            _refuse_checkpoint(self._blocks[block])
-        result = self._run_block(block, args, kwargs)
-        self._done_block = block
-        if block != self._hooked_block:
-            self._park_behind(block)
+        result = self._run_recorded(block, raw, args, kwargs)
+        self._park_behind(block)
         return result
 
     def call_hooked(
@@ -170,15 +184,43 @@ class ForwardCoroutine:
     ) -> object:
         """Called in place of a block's call that has hooks of the user's: park ahead of them, and behind them.
 
-        `call` runs the hooks, and calls the block's forward in between.
+        `call` runs the hooks, and calls the block's forward in between. Where a hook computes with a parameter of the block,
+        the next run of the step finds the block in `LayerMap.whole`.
         """
         self._park_ahead(block, args, kwargs)
         self._hooked_block = block
+        self._watch = ParameterWatch(self._blocks[block].module) if self._keep else None
         try:
-            result = call(*args, **kwargs)
+            with contextlib.nullcontext() if self._watch is None else self._watch:
+                result = call(*args, **kwargs)
+            if self._watch is not None and self._watch.found:
+                self._layers.whole.add(block)
+                self._missed = block
         finally:
-            self._hooked_block = -1
+            self._hooked_block, self._watch = -1, None
         self._park_behind(block)
+        return result
+
+    def call_whole(
+        self, block: int, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        """Called in place of a block's call whose hooks are part of the block: as `call_block`, with the hooks."""
+        self._park_ahead(block, args, kwargs)
+        self._whole_block = block
+        try:
+            result = self._run_recorded(block, call, args, kwargs)
+        finally:
+            self._whole_block = -1
+        self._park_behind(block)
+        return result
+
+    def _run_recorded(
+        self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        if self._keep:
+            _refuse_checkpoint(self._blocks[block])
+        result = self._run_block(block, function, args, kwargs)
+        self._done_block = block
         return result
 
     def _park_ahead(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

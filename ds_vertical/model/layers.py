@@ -7,7 +7,7 @@ everything outside the layers: prefix, glue between layers and suffix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -47,11 +47,13 @@ class LayerMap:
 
     `blocks` in order of execution; `layers[l]` the range of block indices of layer l; `units` maps every layer index
     and `pre` to its parameters, each parameter in exactly one unit (a parameter that several layers share is in `pre`).
+    `whole`: blocks of which a hook has computed with a parameter of the block, as steps find them: see `stubs`.
     """
 
     blocks: tuple[Block, ...]
     layers: tuple[range, ...]
     units: dict[Unit, tuple[nn.Parameter, ...]]
+    whole: set[int] = field(default_factory=set)
 
     @property
     def num_layers(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -55,17 +55,20 @@ class RecordedBlocks:
         self.keep_graph = False
         self._modules = shared.modules
         self._blocks = shared.layers.blocks
-        self._raw = shared.stubs.raw
         self._segments = segments
 
     # ---- forward
 
-    def run_plain(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def run_plain(
+        self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """Run a block of an evaluation, which has no backward. Returns what the block returned."""
-        return self._raw[block](*args, **kwargs)
+        return function(*args, **kwargs)
 
-    def run_kept(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Run a block of a training step and record the call.
+    def run_kept(
+        self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        """Run a block of a training step and record the call. `function`: the block's forward, or its call with its hooks.
 
         The block gets detached copies (twins) of its tensors, and the caller gets detached leaves of its outputs: the block's
         graph and the glue's meet nowhere. Returns the block's output made of these leaves. Raises LayerError for a KV cache,
@@ -77,14 +80,14 @@ class RecordedBlocks:
         context = contextvars.copy_context()
         found = self._find_state(block, flat, context)
         inputs = with_state(flat, found)
-        call = BlockCall(inputs, len(flat), spec, found, state, context, versions_of(inputs))
+        call = BlockCall(function, inputs, len(flat), spec, found, state, context, versions_of(inputs))
         twins: dict[int, torch.Tensor] = {}
         given, _ = twins_of(flat, twins), twins_of(inputs[len(flat) :], twins)
         args, kwargs = pytree.tree_unflatten(given, spec)
         if found is not None:
             found.lend(twins)
         try:
-            output = self._raw[block](*args, **kwargs)  # see [Note: grad mode]
+            output = function(*args, **kwargs)  # see [Note: grad mode]
         except RuntimeError as error:
             if "in-place operation" in str(error):
                 _refuse_in_place(self._blocks[block], error)
@@ -155,16 +158,16 @@ class RecordedBlocks:
         given = twins_of(call.args, twins)[: call.num_given]
         # until the backward is through: autograd may have saved what the modules hold
         with call.found.replayed(twins) if call.found is not None else contextlib.nullcontext() as put_places_back:
-            outputs = self._recompute(block, call, given)
+            outputs = self._recompute(call, given)
             if put_places_back is not None:
                 put_places_back()
             self._run_graph(call, BlockGraph(twins, outputs), grads)
 
-    def _recompute(self, block: int, call: BlockCall, given: list[object]) -> list[object]:
+    def _recompute(self, call: BlockCall, given: list[object]) -> list[object]:
         """The block's outputs, with their graph."""
         args, kwargs = pytree.tree_unflatten(given, call.spec)
         with applied(call.state), torch.enable_grad():
-            output = call.context.run(self._raw[block], *args, **kwargs)
+            output = call.context.run(call.function, *args, **kwargs)
         outputs = pytree.tree_leaves(output)
         written = written_by(call.found, outputs) if call.written else {}
         return [*outputs, *(written.get(position) for position in call.written)]

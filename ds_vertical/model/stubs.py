@@ -3,21 +3,28 @@
 [Note: hooks of blocks] A block's forward runs in the block's part of the micro-batch's forward. The user's hooks on the block
 run there, too, so that one part alone changes what they and the block write to, and the next micro-batch finds it as in stock.
 So a second stub, in the place of what `torch.compile` makes of a module's call, stands for the call with its hooks.
+
+As a rule the hooks belong to the code around the block: they run once, and their graph is kept. But the block's parameters are
+gone by the time that graph runs backward. So where a hook computes with one of them, the block and its hooks are one
+(`LayerMap.whole`): the backward runs the hooks again, as it runs the block again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Protocol
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.compiled_blocks import raw_forward
-from ds_vertical.model.layers import Block
+from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.containers import is_internal
 
 
@@ -36,6 +43,12 @@ class Caller(Protocol):
         """Make a block's call, with its hooks, when the schedule reaches the block. Returns what the call returned."""
         ...
 
+    def call_whole(
+        self, block: int, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        """As `call_hooked`, where the hooks are part of the block: its backward runs them again."""
+        ...
+
 
 class Coroutine(greenlet):
     """A greenlet that runs one micro-batch's forward, and knows what takes its block calls."""
@@ -48,12 +61,14 @@ class Stubs:
 
     Outside a coroutine (a recompute runs the raw forward itself) a block's forward is its own. What compiles a block's call
     is off meanwhile, and around its raw forward: see [Note: compiled blocks]. A call that has hooks of the user's is
-    handed over whole: see [Note: hooks of blocks].
+    handed over with them: see [Note: hooks of blocks].
+
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self.blocks = blocks
+    def __init__(self, layers: LayerMap) -> None:
+        self.blocks = blocks = layers.blocks
         self.raw: list[Callable[..., object]] = [raw_forward(block.module) for block in blocks]
+        self._whole = layers.whole
         self._kept = [block.module.__dict__.get("forward") for block in blocks]
         self._kept_calls = [block.module._compiled_call_impl for block in blocks]
         self._num_internal = [sum(map(is_internal, _hooks_of(block.module))) for block in blocks]
@@ -98,10 +113,44 @@ class Stubs:
             current = getcurrent()
             num_hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
             if num_hooks > num_internal and isinstance(current, Coroutine):  # some are the user's
-                return current.micro_batch.call_hooked(index, module._call_impl, args, kwargs)
+                made_by = current.micro_batch
+                make = made_by.call_whole if index in self._whole else made_by.call_hooked
+                return make(index, module._call_impl, args, kwargs)
             return module._call_impl(*args, **kwargs)
 
         return call
+
+
+class ParameterWatch(TorchFunctionMode):
+    """While active, notes whether code that autograd follows computes with a parameter of a block: see `found`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.found = False
+        self._ids = set(map(id, module.parameters()))
+
+    def __torch_function__(  # override
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Make one call of a function of torch."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if torch.is_grad_enabled() and isinstance(result, torch.Tensor | list | tuple) and not isinstance(result, torch.Size):
+            self.found = self.found or any(id(each) in self._ids for each in pytree.tree_leaves((args, kwargs)))
+        return result
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block it is not active: the block's own forward runs."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
 
 def _hooks_of(module: nn.Module) -> Iterator[object]:

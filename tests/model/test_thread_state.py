@@ -238,7 +238,7 @@ def test_forwards_that_take_turns_see_their_own_state(first: str, second: str) -
     COLOUR.set("hub")
     alone = [Turn(model, manner, seed, None) for seed, manner in enumerate((first, second))]
     hub = now()
-    with Stubs(map_layers(model).blocks) as stubs:
+    with Stubs(map_layers(model)) as stubs:
         turns = [Turn(model, manner, seed, stubs) for seed, manner in enumerate((first, second))]
         for do in (
             lambda t: t.micro_batch.start(),
@@ -259,7 +259,7 @@ def test_forwards_that_take_turns_see_their_own_state(first: str, second: str) -
 def test_a_recompute_sees_what_its_forward_saw(manners: tuple[str, str]) -> None:
     model = Witness()
     hub = now()
-    with Stubs(map_layers(model).blocks) as stubs:
+    with Stubs(map_layers(model)) as stubs:
         turns = [Turn(model, manner, seed, stubs) for seed, manner in enumerate(manners)]
         for turn in turns:
             turn.micro_batch.start()
@@ -282,7 +282,7 @@ def test_a_recompute_sees_what_its_forward_saw(manners: tuple[str, str]) -> None
 def test_a_forward_ended_while_parked_leaves_nothing_behind(manner: str) -> None:
     model = Witness()
     hub = now()
-    with Stubs(map_layers(model).blocks) as stubs:
+    with Stubs(map_layers(model)) as stubs:
         turn = Turn(model, manner, 0, stubs)
         turn.micro_batch.start()
         turn.micro_batch.advance(0)

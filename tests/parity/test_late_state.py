@@ -262,6 +262,63 @@ class Reshaped(Base):
         return [block.sums.tolist() for block in self.blocks]
 
 
+class GivenAwayBlock(Block):
+    """Keeps a tensor, and gives another one its memory; then writes through either."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("lent", torch.zeros(3))
+        self.kept, self.calls = torch.zeros(3), 0
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        scale = 1 + 0.1 * self.kept.mean() + 0.1 * self.lent.mean()
+        self.calls += 1
+        if self.calls % 2:
+            self.kept = torch.sigmoid(x.detach().mean((0, 1))[:3] + self.kept)
+            self.lent.data = self.kept
+        if self.index % 2:
+            self.lent += 0.1
+        else:
+            self.kept += 0.1
+        return self.body(x * scale)
+
+
+class GivenAway(Base):
+    """Two tensors of a block over one memory, which every second forward replaces."""
+
+    block = GivenAwayBlock
+
+    def left(self) -> list[Any]:
+        return [
+            [block.kept.tolist(), block.lent.tolist(), block.kept.data_ptr() == block.lent.data_ptr()] for block in self.blocks
+        ]
+
+
+class LentBlock(Block):
+    """A large buffer that is given other memory, from the third step on by memory with the same elements in it."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("table", torch.zeros(8, 48))
+        self.rows = [torch.full((8, 48), 0.1 * number) for number in range(3)]
+        self.start = False
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        if self.start:
+            self.table.data = self.rows[x.shape[1] - 3]
+        self.table += 0.01
+        return self.body(x + self.table[0])
+
+
+class Lent(Base):
+    """A buffer that is given memory of tensors in a list, one for each micro-batch, in which it then writes."""
+
+    block = LentBlock
+
+    def left(self) -> list[Any]:
+        return [[row.tolist() for row in block.rows] for block in self.blocks]
+
+
 class ReadFurtherOnBlock(Block):
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -1006,7 +1063,8 @@ CASES: dict[type[Base], Any] = {
     **dict.fromkeys((CountedTwice, CountedTwiceByModule, Hooked), nothing),
     **dict.fromkeys((PutOnByTheForward, TakenOffByItself, ReplacedByTheForward), nothing),
     **dict.fromkeys((Keywords, Subclassed, SetInAPackage, Reshaped), nothing),
-    **dict.fromkeys((ReadFurtherOn, ReadByHooks), nothing),
+    **dict.fromkeys((ReadFurtherOn, ReadByHooks, GivenAway), nothing),
+    Lent: start,
 }
 SLOW = {
     LateGenerator,

@@ -113,7 +113,7 @@ def agrees(change: StateChange, plain: Any, ours: Any) -> bool:
     if item.is_generator:
         return item.is_global or item.same(plain, ours)
     if isinstance(item, TensorItem):
-        return _close(plain, ours)
+        return _close(plain.copy, ours.copy)
     values = [[value for _, contents in pairs for value in contents.values()] for pairs in (plain, ours)]
     return len(values[0]) == len(values[1]) and all(map(_agree, *values))
 

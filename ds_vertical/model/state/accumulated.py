@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from ds_vertical.model.state.containers import MISSING, Attribute, Container, Contents, owner_key, same_value
-from ds_vertical.model.state.module_state import Pairs
+from ds_vertical.model.state.module_state import Elements, Pairs, lies_over
 
 
 def sum_up(before: Pairs, versions: Sequence[Pairs]) -> Pairs:
@@ -33,17 +33,17 @@ def sum_up(before: Pairs, versions: Sequence[Pairs]) -> Pairs:
     return _with_new_lists(tuple(result.values()), was, found)
 
 
-def sum_of_tensors(before: torch.Tensor, versions: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_of_tensors(before: Elements, versions: Sequence[Elements]) -> Elements:
     """`before` with what each version has added to it, element by element, in their order.
 
-    Of truth values, and of versions that differ in shape, the last version.
+    Of truth values, and of versions that differ in memory or shape, the last version.
     """
-    total = before
-    if before.dtype == torch.bool or any((each.shape, each.dtype) != (before.shape, before.dtype) for each in versions):
+    total = before.copy
+    if total.dtype == torch.bool or not all(lies_over(each.memory, before.memory) for each in versions):
         return versions[-1]
     for each in versions:
-        total = total + (each - before)
-    return total
+        total = total + (each.copy - before.copy)
+    return Elements(total, before.memory)
 
 
 def _contents(container: Container, before: Contents, versions: Sequence[Contents]) -> Contents:

@@ -21,7 +21,16 @@ from ds_vertical.model.state.containers import (
     tensors_in,
     with_tensors,
 )
-from ds_vertical.model.state.module_state import Pairs, PlaceItem, TensorItem, Version, put_back, tensors_of, write_elements
+from ds_vertical.model.state.module_state import (
+    Elements,
+    Pairs,
+    PlaceItem,
+    TensorItem,
+    Version,
+    lies_over,
+    put_back,
+    tensors_of,
+)
 from ds_vertical.model.state.survey import OUTSIDE
 from ds_vertical.model.state.tracks import Track, TrackedState
 from ds_vertical.model.tensor_refs import key_of
@@ -33,25 +42,31 @@ class FoundElements:
     """The elements, at a block's call, of the tensors without gradient that the block finds.
 
     A tensor's count of in-place writes tells whether it was written since. `copies`: the elements are kept, too; else the step
-    is to start over with copies once one was written.
+    is to start over with copies once one was written, or was given other memory.
     """
 
     def __init__(self, tracked: TrackedState, pairs: Pairs, copies: bool) -> None:
         self._tracked = tracked
-        self._plain = [(tensor, tensor._version, tensor.clone() if copies else None) for tensor in _without_gradient(pairs)]
+        found = _without_gradient(pairs)
+        self._plain = [(each, each._version, each.data, Elements.of(each) if copies else None) for each in found]
 
-    def restore(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Give tensors that were written in place since the call their elements of then. Returns those of now.
+    def restore(self) -> list[tuple[torch.Tensor, Elements]]:
+        """Give tensors that were written in place since the call, or given other memory, what they held then. Returns what they
+        hold now.
 
-        Raises StateMissed where one was written and no elements were kept.
+        Raises StateMissed where there is such a tensor and no elements were kept.
         """
-        written = [(tensor, before) for tensor, count, before in self._plain if tensor._version != count]
+        written = [
+            (tensor, before)
+            for tensor, count, memory, before in self._plain
+            if tensor._version != count or not lies_over(tensor, memory)
+        ]
         if any(before is None for _, before in written):
             self._tracked.copy_from_now_on(f"a tensor of shape {tuple(written[0][0].shape)} that a block finds in state")
-        now = [(tensor, tensor.clone()) for tensor, _ in written]
+        now = [(tensor, Elements.of(tensor)) for tensor, _ in written]
         for tensor, before in written:
             assert before is not None
-            write_elements(tensor, before)
+            before.restore(tensor)
         return now
 
 
@@ -196,7 +211,7 @@ class BlockState:
                 if not isinstance(track.item, PlaceItem):
                     track.item.install(version)
             for tensor, elements in now:
-                write_elements(tensor, elements)
+                elements.restore(tensor)
 
 
 def tensors_in_objects(values: Iterable[object]) -> list[tuple[tuple[int, ...], torch.Tensor]]:

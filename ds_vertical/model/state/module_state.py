@@ -10,7 +10,7 @@ import contextlib
 import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from ds_vertical.model.state.containers import (
 from ds_vertical.model.state.survey import OUTSIDE
 
 Pairs = tuple[tuple[Container, Contents], ...]
-Version = Any  # `Pairs` of a `PlaceItem`, a copy of the tensor of a `TensorItem`, the library's own object of a `GeneratorItem`
+Version = Any  # `Pairs` of a `PlaceItem`, `Elements` of a `TensorItem`, the library's own object of a `GeneratorItem`
 Streams = tuple[Callable[[], Version], Callable[[Version], None]]  # reads the state of a generator; sets it
 
 
@@ -89,26 +89,57 @@ class PlaceItem:
         )
 
 
+class Elements(NamedTuple):
+    """What a tensor holds at one moment: a copy, and the memory over which it lies, as a tensor of its own.
+
+    `tensor.data = other` gives a tensor other memory, which it shares from then on with whatever else lies there.
+    """
+
+    copy: torch.Tensor
+    memory: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Elements:
+        """What a tensor holds now."""
+        return cls(tensor.detach().clone(), tensor.data)
+
+    def restore(self, tensor: torch.Tensor) -> None:
+        """Let a tensor lie over the memory of then, and that hold what it held."""
+        if not lies_over(tensor, self.memory):
+            tensor.data = self.memory
+        tensor.data.copy_(self.copy)  # .data: what autograd has saved of it counts no write
+
+    def same(self, other: Elements) -> bool:
+        """Whether the memory is the same, with the same bits in it."""
+        return lies_over(self.memory, other.memory) and same_bits(self.copy, other.copy)
+
+
+def lies_over(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Whether both tensors have the same elements, in one memory."""
+    one, other = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, memory))
+    return one == other
+
+
 class TensorItem:
-    """The elements of a tensor that is written in place. A version: a copy. `owner`: the tensor, or the NumPy array over whose
-    memory `tensor` lies."""
+    """The elements of a tensor that is written in place, or given other memory. `owner`: the tensor, or the NumPy array over
+    whose memory `tensor` lies."""
 
     is_generator = is_global = False
 
     def __init__(self, path: str, region: int, tensor: torch.Tensor, owner: object) -> None:
         self.path, self.region, self.tensor, self.owner = path, region, tensor, owner
 
-    def capture(self, last: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy of the elements."""
-        return self.tensor.detach().clone()
+    def capture(self, last: Elements | None = None) -> Elements:
+        """A copy of the elements, and their memory."""
+        return Elements.of(self.tensor)
 
-    def install(self, version: torch.Tensor) -> None:
-        """Write the elements of a version into the tensor."""
-        write_elements(self.tensor, version)
+    def install(self, version: Elements) -> None:
+        """Give the tensor the memory and the elements of a version."""
+        version.restore(self.tensor)
 
-    def same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Whether two versions have the same bits."""
-        return same_bits(one, other)
+    def same(self, one: Elements, other: Elements) -> bool:
+        """Whether two versions have the same memory and the same bits."""
+        return one.same(other)
 
 
 class GeneratorItem:
@@ -165,14 +196,6 @@ def put_back(pairs: Iterable[tuple[Container, Contents]]) -> None:
     for container, contents in pairs:
         if not container.holds(contents):
             container.write(contents)
-
-
-def write_elements(tensor: torch.Tensor, elements: torch.Tensor) -> None:
-    """Write elements into a tensor. One that was given memory of another shape (by `.data = ...`) gets memory of theirs."""
-    if tensor.shape == elements.shape and tensor.dtype == elements.dtype:
-        tensor.data.copy_(elements)  # .data: what autograd has saved of it counts no write
-    else:
-        tensor.data = elements.clone()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

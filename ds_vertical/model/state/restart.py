@@ -31,6 +31,21 @@ class StateMissed(LayerError):  # noqa: N818 - a request to start over, as StopI
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return type(self), (self.path,)
 
+    @property
+    def fact(self) -> str:
+        """What is known now, for the user."""
+        return f"forwards change {self.path}"
+
+
+class HooksMissed(StateMissed):
+    """A hook on the block at `path` has computed with a parameter of that block. It is known now: the step is to be run again,
+    with the block's hooks as part of the block."""
+
+    @property
+    def fact(self) -> str:  # override
+        """What is known now, for the user."""
+        return f"hooks on {self.path} compute with its parameters"
+
 
 def until_known(run: Callable[[], T], forget: Callable[[], None], say: Callable[[str], None] = lambda _: None) -> T:
     """Run a step, and again wherever it raises StateMissed, at most _MOST_RUNS times. Returns what the step returns.
@@ -43,6 +58,6 @@ def until_known(run: Callable[[], T], forget: Callable[[], None], say: Callable[
             return run()
         except StateMissed as missed:  # nothing of the step counts
             if missed.path:  # and no trial
-                say(f"this step starts over, now that it is known that forwards change {missed.path}")
+                say(f"this step starts over, now that it is known that {missed.fact}")
             forget()
     return run()

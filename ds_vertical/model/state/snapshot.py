@@ -21,12 +21,14 @@ from torch import nn
 from ds_vertical.errors import LayerError
 from ds_vertical.model.state.containers import Container, Contents, container_of
 from ds_vertical.model.state.module_state import (
+    Elements,
     GeneratorItem,
     Item,
     Pairs,
     PlaceItem,
     TensorItem,
     Version,
+    lies_over,
     same_bits,
     streams_of,
 )
@@ -47,19 +49,22 @@ class StateChange:
 @dataclass(frozen=True, eq=False)
 class _Elements:
     """A tensor, or a NumPy array (`owner`), in a snapshot. `before`: a copy of its elements; None where it is too large.
-    `version`: torch's count of its in-place writes; None where there is none."""
+    `memory`: what it lay over. `version`: torch's count of its in-place writes; None where there is none."""
 
     path: str
     region: int
     owner: object
     tensor: torch.Tensor
-    before: torch.Tensor | None
+    before: Elements | None
+    memory: torch.Tensor
     version: int | None
 
     def has_changed(self) -> bool:
-        """Whether the elements are others than then; without a copy, whether they were written."""
+        """Whether the elements, or their memory, are others than then; without a copy, whether they were written."""
+        if not lies_over(self.tensor, self.memory):
+            return True
         if self.before is not None:  # some kernels write without counting (batch norm's)
-            return not same_bits(self.tensor, self.before)
+            return not same_bits(self.tensor, self.before.copy)
         return self.version is not None and self.tensor._version != self.version
 
 
@@ -193,8 +198,9 @@ class Snapshot:
             return
         copied = tensor.numel() <= (LARGEST_NUMEL if self._closely else SMALL_NUMEL)
         counts = tensor is value and not tensor.is_inference()
-        before = tensor.detach().clone() if copied else None
-        self._tensors[id(value)] = _Elements(path, region, value, tensor, before, tensor._version if counts else None)
+        memory = tensor.data
+        before = Elements(tensor.detach().clone(), memory) if copied else None
+        self._tensors[id(value)] = _Elements(path, region, value, tensor, before, memory, tensor._version if counts else None)
 
     def _note_generator(self, key: int, item: GeneratorItem) -> None:
         self._generators[key] = (item, self._generators[key][1] if key in self._generators else item.capture())
@@ -269,10 +275,12 @@ def refuse_large(item: Item) -> NoReturn:
     numel = item.tensor.numel()
     if numel > LARGEST_NUMEL:
         raise LayerError(
-            f"{item.path} is written during the forward and has {numel} elements; a tensor of more than {LARGEST_NUMEL} is not"
-            " copied for each micro-batch: write it outside the forward, or into several smaller tensors"
+            f"{item.path} is written during the forward, or given other memory, and has {numel} elements; a tensor of more than"
+            f" {LARGEST_NUMEL} is not copied for each micro-batch: write it outside the forward, or into several smaller"
+            " tensors"
         )
     raise LayerError(
-        f"{item.path} ({numel} elements) is written during the forward for the first time, after steps that did not write it,"
-        " so there is no copy of what it held before; write it in the first step, too, and load the last checkpoint"
+        f"{item.path} ({numel} elements) is written during the forward, or given other memory, for the first time, after steps"
+        " that did neither, so there is no copy of what it held before; write it in the first step, too, and load the last"
+        " checkpoint"
     )

@@ -1,0 +1,149 @@
+"""Hooks on a block that compute with the block's parameters: the bits of stock, in training and in evaluation.
+
+Such a hook needs the parameters again in the backward, when the code around the block no longer finds them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import base_config, differing, read_weights, running, small_buffers
+from stateful import WIDTH, Base, Block, batches
+from torch import nn
+
+from ds_vertical.compat import accelerator
+
+
+class ScaledBlock(Block):
+    """`scale` is for hooks only; it is too large to stay in memory as stock's small parameters do."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.scale = nn.Parameter(torch.linspace(0.9, 1.1, WIDTH))
+        self.calls = 0
+
+
+class Scaled(Base):
+    """A forward hook on one block in two, which multiplies by a parameter and adds a bias of a layer in the block."""
+
+    block = ScaledBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
+        self.put_on()
+
+    def put_on(self) -> None:
+        for block in self.blocks[::2]:
+            block.register_forward_hook(self.after)
+
+    def after(self, block: ScaledBlock, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * block.scale + block.down.bias
+
+
+class InAllBlocks(Scaled):
+    """Hooks ahead of each block and behind it, by position and by name, one of which needs its weights as a matrix."""
+
+    def put_on(self) -> None:
+        for block in self.blocks:
+            block.register_forward_pre_hook(self.ahead, with_kwargs=True)
+            block.register_forward_hook(self.after)
+
+    def ahead(self, block: ScaledBlock, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> Any:
+        return (torch.tanh(args[0] @ block.up.weight), *args[1:]), kwargs
+
+
+class InTheLast(Scaled):
+    def put_on(self) -> None:
+        self.blocks[-1].register_forward_hook(self.after)
+
+
+class Reading(Scaled):
+    """A hook that changes nothing but keeps what it computes: the loss needs it."""
+
+    def begin(self, x: torch.Tensor) -> tuple[Any, ...]:
+        self.kept.clear()
+        return ()
+
+    def after(self, block: ScaledBlock, args: Any, output: torch.Tensor) -> None:
+        self.kept.append((output * block.scale).square().mean())
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.1 * sum(self.kept, x.new_zeros(()))
+
+
+class Counting(Scaled):
+    """A hook that counts its calls, and draws random numbers: running again in the backward shows in neither."""
+
+    def after(self, block: ScaledBlock, args: Any, output: torch.Tensor) -> torch.Tensor:
+        block.calls += 1
+        noise = torch.rand_like(output) if block.training else 1.0
+        return output * block.scale * noise * (1 + 0.1 * block.calls)
+
+    def left(self) -> list[int]:
+        return [block.calls for block in self.blocks]
+
+
+class Frozen(Scaled):
+    """The parameter gets no gradient, and the product needs it all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.scale.requires_grad_(False)
+
+
+CASES = [Scaled, InAllBlocks, InTheLast, Reading, Counting, Frozen]
+
+
+def outcome(case: type[Base], folder: Path, num: int, dtype: str, vertical: bool, **section: Any) -> dict[str, Any]:
+    config = small_buffers(base_config(folder, num_micro_batches=num, dtype=dtype, clip=0.5, section=section))
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    found: dict[str, Any] = {"losses": [], "norms": [], "evaluations": []}
+    with running(config, case, vertical=vertical) as (engine, model):
+        kind = next(model.parameters()).dtype
+        for step in batches(3):
+            step = [{"x": each["x"].to(kind)} for each in (step * 2)[:num]]
+            found["losses"].append(engine.train_batch(iter(step)).item())
+            found["norms"].append(float(engine.get_global_grad_norm()))
+            found["evaluations"].append(engine.eval_batch(iter(step)).item())
+        found["left"] = model.left() if hasattr(model, "left") else []
+        found["weights"] = read_weights(model)
+    return found
+
+
+def assert_stocks_bits(tmp_path: Path, case: type[Base], num: int = 3, dtype: str = "fp32", **section: Any) -> None:
+    stock, ours = (outcome(case, tmp_path / str(v), num, dtype, v, **(section if v else {})) for v in (False, True))
+    for key in ("losses", "norms", "evaluations", "left"):
+        assert stock[key] == ours[key], key
+    assert not differing(stock["weights"], ours["weights"])
+
+
+def test_it_has_stocks_bits_after_the_self_check(tmp_path: Path) -> None:
+    assert_stocks_bits(tmp_path, InAllBlocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("num", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_it_has_stocks_bits(tmp_path: Path, case: type[Base], num: int, dtype: str) -> None:
+    assert_stocks_bits(tmp_path, case, num, dtype, self_check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_it_has_stocks_bits_in_stocks_order(tmp_path: Path, case: type[Base]) -> None:
+    assert_stocks_bits(tmp_path, case, order="horizontal")
+
+
+def test_the_log_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(accelerator, "log", lines.append)
+    outcome(InTheLast, tmp_path, 2, "fp32", True, self_check=False)
+    assert [line for line in lines if "starts over" in line] == [
+        "ds_vertical: this step starts over, now that it is known that hooks on blocks.3 compute with its parameters"
+    ]
