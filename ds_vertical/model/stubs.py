@@ -12,9 +12,10 @@ gone by the time that graph runs backward. So where a hook computes with one of 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
-from typing import Protocol
+from types import FrameType, TracebackType
+from typing import Final, Protocol
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -26,6 +27,8 @@ from ds_vertical.interrupts import Changed
 from ds_vertical.model.compiled_blocks import raw_forward
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.containers import is_internal
+
+_APPLY: Final = torch.autograd.Function.apply.__func__.__code__
 
 
 class Caller(Protocol):
@@ -139,8 +142,10 @@ class ParameterWatch(TorchFunctionMode):
         """Make one call of a function of torch."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if torch.is_grad_enabled() and isinstance(result, torch.Tensor | list | tuple) and not isinstance(result, torch.Size):
-            self.found = self.found or any(id(each) in self._ids for each in pytree.tree_leaves((args, kwargs)))
+        if self.found or not isinstance(result, torch.Tensor | list | tuple) or isinstance(result, torch.Size):
+            return result
+        if any(id(each) in self._ids for each in pytree.tree_leaves((args, kwargs))):
+            self.found = torch.is_grad_enabled() or _within_function()
         return result
 
     @contextlib.contextmanager
@@ -151,6 +156,17 @@ class ParameterWatch(TorchFunctionMode):
             yield
         finally:
             self.__enter__()
+
+
+def _within_function() -> bool:
+    """Whether the forward of a `torch.autograd.Function` is running, in which autograd does not follow the single operations.
+
+    DeepSpeed's linear layer is one.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _hooks_of(module: nn.Module) -> Iterator[object]:

@@ -96,7 +96,72 @@ class Frozen(Scaled):
             block.scale.requires_grad_(False)
 
 
+class InTheFirst(Scaled):
+    """A hook ahead of the first block only, which autograd reaches last."""
+
+    def put_on(self) -> None:
+        self.blocks[0].register_forward_pre_hook(lambda block, args: (args[0] * block.scale, *args[1:]))
+
+
+class ByLayer(Scaled):
+    """A hook that calls layers of the block: in DeepSpeed's function for them autograd follows no single operation."""
+
+    def after(self, block: ScaledBlock, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(block.down(torch.relu(block.up(output)))) + output
+
+
+class Product(torch.autograd.Function):
+    """A user's own function, in the form that has a `setup_context`."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, scale = ctx.saved_tensors
+        return grads[0] * scale, (grads[0] * x).sum((0, 1))
+
+
+class ByFunction(Scaled):
+    def after(self, block: ScaledBlock, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return Product.apply(output, block.scale)  # type: ignore[return-value]
+
+
+class WithKeywords(Scaled):
+    """Hooks behind the blocks in the middle that get keyword arguments, and beside them hooks of the backward."""
+
+    def put_on(self) -> None:
+        for block in self.blocks[1:-1]:
+            block.register_forward_hook(self.by_name, with_kwargs=True, always_call=True)
+            block.register_full_backward_hook(lambda block, grads, _: (grads[0] * 1.5,))
+
+    def by_name(self, block: ScaledBlock, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * block.scale
+
+
+class Late(Counting):
+    """The hook begins to compute with the parameter in the third step, or amid an earlier one."""
+
+    def after(self, block: ScaledBlock, args: Any, output: torch.Tensor) -> torch.Tensor:
+        block.calls += 1
+        return output * block.scale if block.calls > 5 else output
+
+
+class Logging(Scaled):
+    """A hook that looks at a parameter without a gradient."""
+
+    def after(self, block: ScaledBlock, args: Any, output: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.kept[:] = [block.scale.norm()]
+
+
 CASES = [Scaled, InAllBlocks, InTheLast, Reading, Counting, Frozen]
+CASES += [InTheFirst, ByLayer, ByFunction, WithKeywords, Late, Logging]
 
 
 def outcome(case: type[Base], folder: Path, num: int, dtype: str, vertical: bool, **section: Any) -> dict[str, Any]:
@@ -140,10 +205,20 @@ def test_it_has_stocks_bits_in_stocks_order(tmp_path: Path, case: type[Base]) ->
     assert_stocks_bits(tmp_path, case, order="horizontal")
 
 
-def test_the_log_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (InTheLast, ["blocks.3"]),
+        pytest.param(ByLayer, ["blocks.2"], marks=pytest.mark.slow),
+        pytest.param(ByFunction, ["blocks.2"], marks=pytest.mark.slow),
+        pytest.param(Logging, [], marks=pytest.mark.slow),
+    ],
+)
+def test_the_log_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: type[Base], named: list[str]) -> None:
     lines: list[str] = []
     monkeypatch.setattr(accelerator, "log", lines.append)
-    outcome(InTheLast, tmp_path, 2, "fp32", True, self_check=False)
-    assert [line for line in lines if "starts over" in line] == [
-        "ds_vertical: this step starts over, now that it is known that hooks on blocks.3 compute with its parameters"
+    outcome(case, tmp_path, 2, "fp32", True, self_check=False)
+    assert [line for line in lines if "starts over" in line and "hooks on" in line] == [
+        f"ds_vertical: this step starts over, now that it is known that hooks on {each} compute with its parameters"
+        for each in named
     ]
