@@ -1152,7 +1152,7 @@ class Large(Base):
     ("case", "named"),
     [
         (Thawing, r"the forward has set requires_grad of blocks\.2\.up\.weight to False"),
-        (Large, r"blocks\.1\.large is written during the forward and has 16777224 elements"),
+        (Large, r"blocks\.1\.large is written during the forward, or given other memory, and has 16777224 elements"),
     ],
 )
 @pytest.mark.parametrize("self_check", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -1161,6 +1161,33 @@ def test_what_cannot_be_followed_is_refused_by_name(tmp_path: Path, case: type[B
         with pytest.raises(LayerError, match=named):
             engine.train_batch(iter(batches(1)[0]))
         assert engine.global_steps == 0
+
+
+class LargeLentBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.large, self.other, self.start = torch.zeros((1 << 16) + 8), torch.zeros((1 << 16) + 8), False
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        if self.start:
+            self.large.data = self.other
+        return self.body(x + self.large[0])
+
+
+class LargeLent(Base):
+    block = LargeLentBlock
+
+
+def test_a_large_tensor_that_is_given_other_memory_late_is_refused_by_name(tmp_path: Path) -> None:
+    with running(config_in(tmp_path, section={"self_check": False}), LargeLent, vertical=True) as (engine, model):
+        engine.train_batch(iter(batches(1)[0]))
+        for block in model.blocks:
+            block.start = True
+        with pytest.raises(
+            LayerError, match=r"blocks\.\d\.large \(65544 elements\) is .*given other memory, for the first time"
+        ):
+            engine.train_batch(iter(batches(1)[0]))
+        assert engine.global_steps == 1
 
 
 def test_state_that_the_next_micro_batch_finds_is_refused_under_snake(tmp_path: Path) -> None:

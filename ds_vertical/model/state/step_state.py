@@ -15,10 +15,11 @@ from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.block_state import BlockState
 from ds_vertical.model.state.containers import containers
-from ds_vertical.model.state.module_state import PlaceItem, Version
+from ds_vertical.model.state.module_state import Elements, PlaceItem, Version
 from ds_vertical.model.state.restart import HORIZONTAL, StateMissed
 from ds_vertical.model.state.survey import OUTSIDE
 from ds_vertical.model.state.tracks import Known, LearnedState, Track, TrackedState
+from ds_vertical.model.tensor_refs import key_of
 
 
 class GradFlags:
@@ -70,6 +71,15 @@ class ResetTrial:
             known.sample = track.own.get(0) if is_new else None
             if known.sample is not None:
                 known.tried = self._learned.probes = True
+        # tensors over one memory hold one thing
+        sampled = {_memory(track.known.sample) for track in tracks if isinstance(track.known.sample, Elements)}
+        for track in tracks:
+            if isinstance(track.base, Elements) and _memory(track.base) in sampled:
+                track.known.sample = track.own.get(0)
+
+
+def _memory(elements: Elements) -> int:
+    return key_of(elements.memory.untyped_storage())
 
 
 class StepState:
