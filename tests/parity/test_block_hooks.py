@@ -152,6 +152,13 @@ class Late(Counting):
         return output * block.scale if block.calls > 5 else output
 
 
+class Twice(Scaled):
+    """A hook that calls the block's forward once more."""
+
+    def after(self, block: ScaledBlock, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + block.forward(0.5 * args[0])
+
+
 class Logging(Scaled):
     """A hook that looks at a parameter without a gradient."""
 
@@ -161,7 +168,7 @@ class Logging(Scaled):
 
 
 CASES = [Scaled, InAllBlocks, InTheLast, Reading, Counting, Frozen]
-CASES += [InTheFirst, ByLayer, ByFunction, WithKeywords, Late, Logging]
+CASES += [InTheFirst, ByLayer, ByFunction, WithKeywords, Late, Twice, Logging]
 
 
 def outcome(case: type[Base], folder: Path, num: int, dtype: str, vertical: bool, **section: Any) -> dict[str, Any]:
