@@ -172,11 +172,7 @@ class ForwardCoroutine:
         if block == self._whole_block:
             return raw(*args, **kwargs)
         if block == self._hooked_block:
-            with contextlib.nullcontext() if self._watch is None else self._watch.paused():
-                if self._watch is not None and block == self._done_block:  # by a hook: the record has room for one call
-                    self._watch.found = True
-                    return raw(*args, **kwargs)
-                return self._run_recorded(block, raw, args, kwargs)
+            return self._call_between_hooks(block, raw, args, kwargs)
         self._park_ahead(block, args, kwargs)
         result = self._run_recorded(block, raw, args, kwargs)
         self._park_behind(block)
@@ -196,6 +192,8 @@ class ForwardCoroutine:
         try:
             with contextlib.nullcontext() if self._watch is None else self._watch:
                 result = call(*args, **kwargs)
+            if self._watch is not None:
+                self._watch.look_at(result)
             if self._watch is not None and self._watch.found:
                 self._layers.whole.add(block)
                 self._missed = block
@@ -203,6 +201,19 @@ class ForwardCoroutine:
             self._hooked_block, self._watch = -1, None
         self._park_behind(block)
         return result
+
+    def _call_between_hooks(
+        self, block: int, raw: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        watch = self._watch
+        if watch is None:
+            return self._run_recorded(block, raw, args, kwargs)
+        watch.look_at((args, kwargs))
+        with watch.paused():
+            if block == self._done_block:  # a hook calls the block once more, and the record has room for one call
+                watch.found = True
+                return raw(*args, **kwargs)
+            return self._run_recorded(block, raw, args, kwargs)
 
     def call_whole(
         self, block: int, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]

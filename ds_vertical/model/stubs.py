@@ -125,12 +125,16 @@ class Stubs:
 
 
 class ParameterWatch(TorchFunctionMode):
-    """While active, notes whether code that autograd follows computes with a parameter of a block: see `found`."""
+    """While active, notes whether code that autograd follows computes with a parameter of a block: see `found`.
+
+    Functions of TorchScript and of C++ do not pass here. `look_at` finds them in the graph that they have made.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.found = False
         self._ids = set(map(id, module.parameters()))
+        self._first_node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
     def __torch_function__(  # override
         self,
@@ -147,6 +151,20 @@ class ParameterWatch(TorchFunctionMode):
         if any(id(each) in self._ids for each in pytree.tree_leaves((args, kwargs))):
             self.found = torch.is_grad_enabled() or _within_function()
         return result
+
+    def look_at(self, values: object) -> None:
+        """Note whether what was computed since the watch was made leads from a tensor among the values to a parameter."""
+        waiting = [value.grad_fn for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+        seen: set[object] = set()
+        while waiting and not self.found:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if type(node).__name__ == "AccumulateGrad":
+                self.found = id(node.variable) in self._ids  # type: ignore[attr-defined]
+            elif node._sequence_nr() >= self._first_node:  # type: ignore[attr-defined]
+                waiting += [following for following, _ in node.next_functions]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

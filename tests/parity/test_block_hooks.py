@@ -132,6 +132,19 @@ class ByFunction(Scaled):
         return Product.apply(output, block.scale)  # type: ignore[return-value]
 
 
+@torch.jit.script
+def product(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * scale
+
+
+class Scripted(Scaled):
+    """Hooks in TorchScript, ahead of one block and behind another."""
+
+    def put_on(self) -> None:
+        self.blocks[1].register_forward_pre_hook(lambda block, args: (product(args[0], block.scale), *args[1:]))
+        self.blocks[2].register_forward_hook(lambda block, args, output: product(output, block.scale))
+
+
 class WithKeywords(Scaled):
     """Hooks behind the blocks in the middle that get keyword arguments, and beside them hooks of the backward."""
 
@@ -168,7 +181,7 @@ class Logging(Scaled):
 
 
 CASES = [Scaled, InAllBlocks, InTheLast, Reading, Counting, Frozen]
-CASES += [InTheFirst, ByLayer, ByFunction, WithKeywords, Late, Twice, Logging]
+CASES += [InTheFirst, ByLayer, ByFunction, Scripted, WithKeywords, Late, Twice, Logging]
 
 
 def outcome(case: type[Base], folder: Path, num: int, dtype: str, vertical: bool, **section: Any) -> dict[str, Any]:
