@@ -241,6 +241,7 @@ def test_it_has_stocks_bits_in_stocks_order(tmp_path: Path, case: type[Base]) ->
         (InTheLast, ["blocks.3"]),
         pytest.param(ByFrozenLayer, ["blocks.2"], marks=pytest.mark.slow),
         pytest.param(ByFunction, ["blocks.2"], marks=pytest.mark.slow),
+        pytest.param(Scripted, ["blocks.2"], marks=pytest.mark.slow),
         pytest.param(Logging, [], marks=pytest.mark.slow),
     ],
 )
