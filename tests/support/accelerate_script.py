@@ -56,7 +56,9 @@ for epoch in range(2):
     if kind == "saving" and epoch == 0:
         accelerator.save_state(f"{out}.state")
         accelerator.load_state(f"{out}.state")
-weights = accelerator.get_state_dict(model)
+weights = accelerator.get_state_dict(model) or {}  # none but on the first rank
 found["weights"] = {name: sha256(tensor.float().numpy().tobytes()).hexdigest() for name, tensor in weights.items()}
 found["steps"], found["engine"] = model.global_steps, type(model).__name__
-Path(out).write_text(json.dumps(found))
+Path(out + (f".{accelerator.process_index}" if accelerator.num_processes > 1 else "")).write_text(json.dumps(found))
+if accelerator.num_processes > 1 and weights:
+    torch.save(weights, f"{out}.weights")
