@@ -6,8 +6,8 @@ The job: {"folder": of the runs, "out": folder for rank<R>.pt, "runs": [{"name",
 options those of `harness.base_config`.
 
 [Note: whose rounding] Stock adds the gradients of all ranks once for each micro-batch, in the dtype of communication, which is
-bf16 for a bf16 model. Ours adds the micro-batches in fp32 first, and the ranks once. With `"communication_data_type": "fp32"`
-no sum is rounded to bf16 in either, and the two agree.
+bf16 for a bf16 model. Ours adds the micro-batches in fp32 first, and then the ranks, in fp32. With "communication_data_type":
+"fp32" stock rounds no sum to bf16 either, and the two agree.
 """
 
 from __future__ import annotations

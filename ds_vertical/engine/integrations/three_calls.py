@@ -259,8 +259,9 @@ class OpenStep:
             f"engine.backward(loss), {self._named}: the loop says that it is{'' if said else ' not'} the last one of its step"
             " (set_gradient_accumulation_boundary; Accelerate sets it from sync_gradients), but by gradient_accumulation_steps"
             f" in the JSON and by the data loader it is{' not' if said else ''}; {_DROPPED}: write the same number there as in"
-            " the loop, and with Accelerate wrap each micro-batch in `with accelerator.accumulate(model):` and leave"
-            " sync_with_dataloader true"
+            " the loop, and with Accelerate wrap each micro-batch in `with accelerator.accumulate(model):`, leave"
+            " sync_with_dataloader true, and skip_first_batches of a loader that accelerator.prepare has returned: windows then"
+            " end where the loader does"
         )
 
     def step(self) -> bool:
@@ -421,9 +422,9 @@ class _Turn:
         if module in self._modules:
             name = "engine.module" if module is self._model() else f"a {type(module).__name__} of engine.module"
             raise LoopError(
-                f"{name}(...): called past the engine in the middle of a step, {self._place()}, where layer-major order has given"
-                " its weights up; call engine(...) where it is the step's next micro-batch, and make any other call behind the"
-                " engine.step() that ends the step"
+                f"{name}(...): called past the engine in the middle of a step, {self._place()}, where layer-major order has"
+                " given its weights up; call engine(...) where it is the step's next micro-batch, and make any other call"
+                " behind the engine.step() that ends the step"
             )
 
 
