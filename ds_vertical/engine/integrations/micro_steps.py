@@ -27,6 +27,10 @@ from ds_vertical.model import batch as micro
 from ds_vertical.model.layers import refuse_batch_flags
 
 T = TypeVar("T")
+_PAST_THE_ENGINE: Final = (
+    "the micro-step has not called the engine's forward before; call engine(...), or the model that the trainer hands over, not"
+    " a module of it"
+)
 _ONCE = "a micro-step under vertical_schedule calls the model once, engine.backward(loss) once, and the last one engine.step()"
 
 # what to say to code that leaves a micro-batch out by its loss
@@ -145,6 +149,8 @@ class MicroStep(RunningStep, Generic[T]):
         """Note the loss, and return it scaled. Raises LoopError for a second one, and for what is no loss."""
         if self._loss is not None:
             raise self._refusal("it calls engine.backward a second time; add the losses, and call it once")
+        if self._num_model_calls == 0:
+            raise self._refusal(f"engine.backward(): {_PAST_THE_ENGINE}")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise self._refusal("engine.backward takes the loss as a tensor with one element, computed with gradients")
         self._loss = loss / self.call_model.engine.gradient_accumulation_steps() if scale_wrt_gas else loss
@@ -209,10 +215,7 @@ class _Noting(RunningStep):
         raise _Noted(inputs, kwargs)
 
     def backward(self, loss: object, scale_wrt_gas: bool) -> NoReturn:  # override
-        raise LoopError(
-            "engine.backward(): the micro-step has not called the engine's forward before; call engine(...), or the model that"
-            " the trainer hands over, not a module of it"
-        )
+        raise LoopError(f"engine.backward(): {_PAST_THE_ENGINE}")
 
 
 class Runs:

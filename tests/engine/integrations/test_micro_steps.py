@@ -65,6 +65,10 @@ def twice(engine: Any, batch: Any, index: int) -> None:
     engine.backward(engine(**batch).loss + engine(**batch).loss)
 
 
+def past_the_engine(engine: Any, batch: Any, index: int) -> None:
+    engine.backward(engine.module(**batch).loss)
+
+
 def no_backward(engine: Any, batch: Any, index: int) -> None:
     engine(**batch)
 
@@ -103,6 +107,7 @@ def fails(engine: Any, batch: Any, index: int) -> None:
 
 WRONG: list[tuple[Callable[..., None], type[BaseException], str]] = [
     (twice, LoopError, "micro-step 0 of a step of 3: it calls the model a second time"),
+    (past_the_engine, LoopError, "micro-step 0 .* has not called the engine's forward before; call engine"),
     (no_backward, LoopError, r"micro-step 0 .* has not called engine.backward\(loss\)"),
     (two_backwards, LoopError, "micro-step 0 .* calls engine.backward a second time; add the losses"),
     (detached, LoopError, "a tensor with one element, computed with gradients"),
