@@ -17,7 +17,7 @@ from ds_vertical.model.state.containers import SIMPLE, TooManyError, containers,
 from ds_vertical.model.state.snapshot import Snapshot, without_collection
 from ds_vertical.model.state.survey import Names, names_of_object
 
-MOST_CONTAINERS: Final = 1000  # below one attribute: noting more would cost milliseconds in each step
+MOST_PARTS: Final = 1000  # below one attribute: noting more would cost milliseconds in each step
 # attributes of Trainer that its micro-steps use and do not count in; some lead to whole data sets
 _NO_COUNTERS: Final = frozenset(
     """accelerator args callback_handler data_collator eval_dataset lr_scheduler model model_wrapped
@@ -53,7 +53,7 @@ class CountedByTrainer:
                 continue
             note_home_of_attribute(value)
             try:
-                containers([value], most=MOST_CONTAINERS)
+                containers([value], most=MOST_PARTS)
             except TooManyError:
                 left_out.add(name)
                 self._too_large.append(f"{type(holder).__name__}.{name}")

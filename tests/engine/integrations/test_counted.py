@@ -12,7 +12,7 @@ import pytest
 import torch
 from trainer_runs import Seen, arguments_for, assert_same, both, noting_llama, recorder, token_rows
 
-from ds_vertical.engine.integrations.counted import MOST_CONTAINERS, CountedByTrainer
+from ds_vertical.engine.integrations.counted import MOST_PARTS, CountedByTrainer
 
 
 @dataclass
@@ -26,7 +26,7 @@ def test_all_that_a_trainers_attributes_lead_to_is_put_back() -> None:
     trainer = SimpleNamespace(seen=3, lost=[1], metrics={"train": collections.defaultdict(list)}, meter=Meter([0.5]))
     trainer.total, trainer.weights = torch.zeros(2), torch.zeros(1 << 17)
     trainer.state = SimpleNamespace(tokens=7, log_history=[{}] * 2)
-    trainer.rows = [{"row": index} for index in range(MOST_CONTAINERS)]
+    trainer.rows = [{"row": index} for index in range(MOST_PARTS)]
     values, lost, said = trainer.meter.values, trainer.lost, []
     noted = CountedByTrainer(trainer, said.append)
     for _ in range(2):
