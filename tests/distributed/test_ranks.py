@@ -116,6 +116,14 @@ def test_fp32_gradients_and_weights_are_stocks(fp32: TwoRanks) -> None:
         assert fp32.each("vertical", "counters")[rank] == fp32.each("stock", "counters")[rank]
 
 
+def test_a_loop_of_the_three_calls_has_the_bits_of_train_batch(bf16: TwoRanks) -> None:
+    for rank, found in enumerate(each["three calls"] for each in bf16.ranks):
+        losses = torch.tensor(found["losses"]).view(-1, rank_worker.NUM_MICRO_BATCHES).mean(1).tolist()
+        assert losses == pytest.approx(bf16.each("vertical", "losses")[rank], rel=1e-6)
+        assert found["norms"] == bf16.each("vertical", "norms")[rank]
+        assert differing(found["weights"], bf16.weights("vertical")) == []
+
+
 def test_the_ranks_work_on_different_data_and_agree(fp32: TwoRanks) -> None:
     losses, norms = fp32.each("vertical", "losses"), fp32.each("vertical", "norms")
     assert all(a != b for a, b in zip(*losses, strict=True))

@@ -123,6 +123,25 @@ def config(
     return made
 
 
+def by_three_calls(prepared: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The steps of `batches` in a loop of the three calls, instead of `train_batch`."""
+    import ds_vertical
+
+    losses, norms = [], []
+    with harness.running(prepared, OddModel, vertical=True) as (engine, model):
+        for batch in ds_vertical.look_ahead([batch for step in batches(rank, 2) for batch in step]):
+            loss = engine(**batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            norms.append(engine.get_global_grad_norm())
+        return {
+            "losses": losses,
+            "norms": norms[NUM_MICRO_BATCHES - 1 :: NUM_MICRO_BATCHES],
+            "weights": harness.read_weights(model),
+        }
+
+
 class Poison(torch.autograd.Function):
     """Identity whose gradient is NaN."""
 
@@ -381,6 +400,7 @@ def main() -> int:
         results["folders"][run["name"]] = prepared["zero_optimization"]["offload_param"]["nvme_path"]
         made = harness.run_arm(prepared, OddModel, batches(rank, 2), vertical=run["vertical"])
         results[run["name"]] = vars(made)
+    results["three calls"] = by_three_calls(ds_vertical.prepare(original), rank)
     results["stop"] = [stop(Path(job["folder"]), rank, clip) for clip in (0.0, 0.5)]
     results["room"] = [lack_room(Path(job["folder"]), rank, delay) for delay in (None, 0.3)]
     results["shared room"] = lack_shared_room(Path(job["folder"]))

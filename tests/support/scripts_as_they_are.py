@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+# as `python SCRIPT`, with the ops that are compiled already
+PLAIN = (
+    "import runpy, sys; from ds_vertical.compat.ops import cache; cache.activate(); del sys.argv[0];"
+    " sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 2,

@@ -51,6 +51,15 @@ def tiny_llama(num_layers: int = 3, hidden: int = 256, dropout: float = 0.0, voc
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=128, use_cache=False))
 
 
+def noting_llama(**sizes: Any) -> Any:
+    """Each layer keeps a list that its hook appends to, so the first step starts over."""
+    model = tiny_llama(**sizes)
+    for layer in model.model.layers:
+        layer.notes = []
+        layer.register_forward_hook(lambda module, inputs, outputs: module.notes.append(len(module.notes)))
+    return model
+
+
 def token_rows(count: int, length: int = 24, vocab: int = 512, seed: int = 1) -> list[dict[str, torch.Tensor]]:
     """Rows of a dataset: random tokens, as many of the labels masked as the row's number says."""
     generator = torch.Generator().manual_seed(seed)

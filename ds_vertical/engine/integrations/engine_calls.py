@@ -10,7 +10,8 @@ import torch
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint.mixin import SavingEngine
 from ds_vertical.engine.integrations.bridge_line import tell_bridge
-from ds_vertical.engine.integrations.micro_steps import EvaluatedStep, Window, running_step
+from ds_vertical.engine.integrations.counted import Counted
+from ds_vertical.engine.integrations.micro_steps import EvaluatedStep, Runs, Window, running_step
 from ds_vertical.engine.integrations.three_calls import ThreeCalls
 from ds_vertical.engine.signals import Stopping
 from ds_vertical.engine.train_loop import VerticalLoop
@@ -34,16 +35,17 @@ class CallableEngine(SavingEngine):
         micro_steps: Sequence[Callable[[], T]],
         batches: Sequence[object],
         entering: Callable[[int], None] = lambda _: None,
+        counted: Counted | None = None,
     ) -> list[T]:
         """One optimizer step over the user's whole micro-steps; returns what each returned.
 
         Each calls the model through this engine once, `backward(loss)` once, and the last one `step()`. The losses are taken
         as `backward` scales them. `entering(i)` is called as micro-step i begins, and as it goes on behind its model call.
-        `batches`: the micro-batches, for metrics. Where a step starts over, the micro-steps are called again. Raises
-        LoopError where one does something else; the step then has not been.
+        `batches`: the micro-batches, for metrics. Where a step starts over, the micro-steps are called again; `counted` puts
+        back what they have counted. Raises LoopError where one does something else; the step then has not been.
         """
         tell_bridge(self, "Trainer", self.layers.num_layers, len(micro_steps))
-        window = Window(self._loop.call_model, micro_steps, [micro.form_of(batch) for batch in batches], entering)
+        window = Window(self._loop.call_model, micro_steps, [micro.form_of(batch) for batch in batches], entering, counted)
         with (
             self._stopping.obeyed(self),
             self.optimizer.calls.call("train_window"),
@@ -52,12 +54,20 @@ class CallableEngine(SavingEngine):
             self._loop.train_window(window.bodies, window, batches)
         return window.results
 
-    def eval_window(self, runs: Sequence[Callable[[], T]], batches: Sequence[object]) -> list[T]:
+    def eval_window(
+        self, runs: Sequence[Callable[[], T]], batches: Sequence[object], counted: Counted | None = None
+    ) -> list[T]:
         """Run the user's code for some micro-batches without training, each of which calls the model once; returns what each
-        returned."""
-        steps = [EvaluatedStep(self._loop.call_model).body(run, micro.form_of(b)) for run, b in zip(runs, batches, strict=True)]
+        returned. `counted`: see `train_window`; after an error, too, nothing has been counted."""
+        model, all_runs = self._loop.call_model, Runs(counted)
+        pairs = enumerate(zip(runs, batches, strict=True))
+        steps = [EvaluatedStep(model, index, all_runs).body(run, micro.form_of(batch)) for index, (run, batch) in pairs]
         with self._stopping.obeyed(self), self.optimizer.calls.call("eval_window"), ranks.collective_section("eval_window"):
-            return self._loop.evaluate_bodies(steps)
+            try:
+                return self._loop.evaluate_bodies(steps)
+            except BaseException:
+                all_runs.put_back()
+                raise
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:  # override
         """The model's outputs: in training mode with gradients, in evaluation mode without. Raises LoopError where a loop of

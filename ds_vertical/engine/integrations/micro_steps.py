@@ -13,20 +13,31 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Generic, NoReturn, TypeVar
+from typing import Final, Generic, NoReturn, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.engine.handlers import Body
+from ds_vertical.engine.integrations.counted import Counted
 from ds_vertical.engine.train_loop import ModelCall
 from ds_vertical.errors import LoopError
 from ds_vertical.model import batch as micro
 from ds_vertical.model.layers import refuse_batch_flags
 
 T = TypeVar("T")
+_PAST_THE_ENGINE: Final = (
+    "the micro-step has not called the engine's forward before; call engine(...), or the model that the trainer hands over, not"
+    " a module of it"
+)
 _ONCE = "a micro-step under vertical_schedule calls the model once, engine.backward(loss) once, and the last one engine.step()"
+
+# what to say to code that leaves a micro-batch out by its loss
+SKIPPED_WHOLE: Final = (
+    "call engine.backward(loss) whatever the loss is, and a step whose gradients are not finite is skipped whole, with the"
+    ' weights as they were ("on_nonfinite": "skip", the default)'
+)
 
 
 class RunningStep:
@@ -105,12 +116,15 @@ class MicroStep(RunningStep, Generic[T]):
         return Body(self._whole, None, self._form, checked=self._model_call)
 
     def _whole(self) -> torch.Tensor:
+        self._window.runs.begins(self.index)
         self._forget()
         with self.running():
             self._entering(self.index)
             self.results.append(self._run())
         if self._loss is None:
-            raise self._refusal("it has not called engine.backward(loss)")
+            raise self._refusal(
+                f"it has not called engine.backward(loss). Where that is for a loss that is not finite, {SKIPPED_WHOLE}"
+            )
         if self._is_last and not self._has_stepped:
             raise self._refusal("it is the last one of the step, and has not called engine.step()")
         return self._loss
@@ -135,6 +149,8 @@ class MicroStep(RunningStep, Generic[T]):
         """Note the loss, and return it scaled. Raises LoopError for a second one, and for what is no loss."""
         if self._loss is not None:
             raise self._refusal("it calls engine.backward a second time; add the losses, and call it once")
+        if self._num_model_calls == 0:
+            raise self._refusal(f"engine.backward(): {_PAST_THE_ENGINE}")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise self._refusal("engine.backward takes the loss as a tensor with one element, computed with gradients")
         self._loss = loss / self.call_model.engine.gradient_accumulation_steps() if scale_wrt_gas else loss
@@ -181,6 +197,8 @@ class MicroStep(RunningStep, Generic[T]):
         except _Noted as noted:
             inputs, kwargs = noted.call
             return lambda: loss_of_outputs(RunningStep.forward(self, *inputs, **kwargs))
+        finally:
+            self._window.runs.put_back()
         raise self._refusal("it has not called the engine; call engine(...), or the model that the trainer hands over")
 
 
@@ -197,14 +215,34 @@ class _Noting(RunningStep):
         raise _Noted(inputs, kwargs)
 
     def backward(self, loss: object, scale_wrt_gas: bool) -> NoReturn:  # override
-        raise LoopError(
-            "engine.backward(): the micro-step has not called the engine's forward before; call engine(...), or the model that"
-            " the trainer hands over, not a module of it"
-        )
+        raise LoopError(f"engine.backward(): {_PAST_THE_ENGINE}")
+
+
+class Runs:
+    """The runs of one step or evaluation over the user's code for its micro-batches: of these the last one counts.
+
+    `counted`: what the code had counted ahead of the first one; None: nobody has noted it.
+    """
+
+    def __init__(self, counted: Counted | None) -> None:
+        self._counted = counted
+        self._begun: set[int] = set()  # micro-batches whose code has begun in this run
+
+    def begins(self, index: int) -> None:
+        """The code for a micro-batch begins. Where it has begun before, all of them start over."""
+        if index in self._begun:
+            self._begun.clear()
+            self.put_back()
+        self._begun.add(index)
+
+    def put_back(self) -> None:
+        """What the code has counted so far does not count."""
+        if self._counted is not None:
+            self._counted.put_back()
 
 
 class Window(Generic[T]):
-    """The micro-steps of one step. `forms`: of each one's micro-batch, see `Body`."""
+    """The micro-steps of one step. `forms`: of each one's micro-batch, see `Body`. `counted`: see `Runs`."""
 
     def __init__(
         self,
@@ -212,8 +250,10 @@ class Window(Generic[T]):
         runs: Sequence[Callable[[], T]],
         forms: Sequence[Hashable],
         entering: Callable[[int], None],
+        counted: Counted | None = None,
     ) -> None:
         self.call_model = call_model
+        self.runs = Runs(counted)
         pairs = enumerate(zip(runs, forms, strict=True))
         self._steps = [MicroStep(run, index, self, entering, form) for index, (run, form) in pairs]
 
@@ -242,12 +282,18 @@ class Window(Generic[T]):
 
 
 class EvaluatedStep(RunningStep):
-    """The user's code for one micro-batch without training."""
+    """The user's code for one micro-batch without training, the `index`-th of its window."""
+
+    def __init__(self, call_model: ModelCall, index: int, runs: Runs) -> None:
+        super().__init__(call_model)
+        self._index = index
+        self._runs = runs
 
     def body(self, run: Callable[[], object], form: Hashable) -> Body:
         """It as the forward of its micro-batch, which returns what the code returns."""
 
         def whole() -> object:
+            self._runs.begins(self._index)
             with self.running():
                 return run()
 

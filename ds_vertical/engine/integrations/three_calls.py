@@ -28,22 +28,27 @@ from __future__ import annotations
 import contextvars
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Final
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.hooks import RemovableHandle
 
 from ds_vertical import interrupts
+from ds_vertical.compat import accelerator
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.engine.call_guard import RUNNING, Calls
 from ds_vertical.engine.handlers import Body
-from ds_vertical.engine.integrations.micro_steps import loss_of_outputs
+from ds_vertical.engine.integrations.micro_steps import SKIPPED_WHOLE, loss_of_outputs
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
-from ds_vertical.engine.train_loop import Counts, VerticalLoop
+from ds_vertical.engine.train_loop import VerticalLoop
 from ds_vertical.errors import LoopError
 from ds_vertical.model import batch as micro
 from ds_vertical.model.layers import refuse_batch_flags
@@ -81,6 +86,10 @@ class ThreeCalls:
             except LoopError:
                 if not self._step.is_left_by(call):
                     raise
+                accelerator.log(
+                    f"ds_vertical: warning: the loop has gone on to other batches in the middle of a step, {self._step.place};"
+                    f" {_DROPPED}, and count for nothing"
+                )
                 self._end()
         if self._step is None:
             step = self._begin(call)
@@ -208,8 +217,9 @@ class OpenStep:
         if self._awaits_loss:
             raise LoopError(
                 f"engine(...): called again behind engine(...) of {self._named}, without engine.backward(loss) in between;"
-                f" {_DROPPED}: call the model once for each engine.backward(loss). Where a loss adds up several calls of the"
-                " model, or a loop skips micro-batches, set vertical_schedule.enabled to false"
+                f" {_DROPPED}: call the model once for each engine.backward(loss). A loop need not skip a micro-batch whose"
+                f" loss is not finite: {SKIPPED_WHOLE}. Where a loss adds up several calls of the model, set"
+                " vertical_schedule.enabled to false"
             )
         if self._is_last:
             raise LoopError(
@@ -249,8 +259,9 @@ class OpenStep:
             f"engine.backward(loss), {self._named}: the loop says that it is{'' if said else ' not'} the last one of its step"
             " (set_gradient_accumulation_boundary; Accelerate sets it from sync_gradients), but by gradient_accumulation_steps"
             f" in the JSON and by the data loader it is{' not' if said else ''}; {_DROPPED}: write the same number there as in"
-            " the loop, and with Accelerate wrap each micro-batch in `with accelerator.accumulate(model):` and leave"
-            " sync_with_dataloader true"
+            " the loop, and with Accelerate wrap each micro-batch in `with accelerator.accumulate(model):`, leave"
+            " sync_with_dataloader true, and skip_first_batches of a loader that accelerator.prepare has returned: windows then"
+            " end where the loader does"
         )
 
     def step(self) -> bool:
@@ -287,12 +298,12 @@ class OpenStep:
 class Hub:
     """The greenlet in which one step runs, from the first micro-batch's forward to `step`. See [Note: two sides]."""
 
-    def __init__(self, loop: VerticalLoop, prediction: Prediction, counts: Counts) -> None:
+    def __init__(self, loop: VerticalLoop, prediction: Prediction, counts: OpenStep) -> None:
         self._loop = loop
         self._prediction = prediction
         self._counts = counts
         self._num_handed = 0  # micro-batches whose outputs the loop has been given
-        self._turn = _Turn()
+        self._turn = _Turn(compat_engine.model_of(loop.engine), lambda: counts.place)
         self._thread = threading.current_thread()
         self._user = getcurrent()
         self._depth = 0, 0  # registered changes, and `deferred` blocks, that are not the hub's
@@ -313,11 +324,11 @@ class Hub:
         guard = inference_guard(False)
         self._user = self._hub.parent = getcurrent()
         self._depth = interrupts.num_open(), interrupts.num_shields()
-        self._turn.is_the_loops = False
+        self._turn.end()
         try:
             return switch()
         finally:
-            self._turn.is_the_loops = True
+            self._turn.end() if self._hub.dead else self._turn.begin()
             del guard
             outer.apply()
 
@@ -370,21 +381,50 @@ class Hub:
 
 
 class _Turn:
-    """Whose turn it is, for hooks of outputs: a backward that the loop runs by itself would end in the model's gradients."""
+    """The loop's turn: what its own code must not do between two calls of the engine.
 
-    def __init__(self) -> None:
-        self.is_the_loops = True
+    A backward that it runs by itself would end in the model's gradients. A call past the engine of the model, or of a part with
+    parameters, would find weights that are not there, or leave gradients where nobody looks. `place`: where the loop is, for
+    messages.
+    """
+
+    def __init__(self, model: nn.Module, place: Callable[[], str]) -> None:
+        self._place = place
+        self._modules = weakref.WeakSet(each for each in model.modules() if next(each.parameters(), None) is not None)
+        self._model = weakref.ref(model)
+        self._hook: RemovableHandle | None = None  # on all modules, in the loop's turn
+
+    def begin(self) -> None:
+        """The loop's own code runs from here on."""
+        if self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._refuse_call)
+
+    def end(self) -> None:
+        """The schedule goes on, or is over; harmless where it is not the loop's turn."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def watch(self, outputs: object) -> None:
+        """Refuse a backward of these in the loop's turn."""
         for tensor in pytree.tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._check)
+                tensor.register_hook(self._refuse_backward)
 
-    def _check(self, _: torch.Tensor) -> None:
-        if self.is_the_loops:
+    def _refuse_backward(self, _: torch.Tensor) -> None:
+        if self._hook is not None:
             raise LoopError(
                 "backward(): called on what engine(...) has returned, outside of engine.backward(loss); call that, or"
                 " accelerator.backward(loss)"
+            )
+
+    def _refuse_call(self, module: nn.Module, _: object) -> None:
+        if module in self._modules:
+            name = "engine.module" if module is self._model() else f"a {type(module).__name__} of engine.module"
+            raise LoopError(
+                f"{name}(...): called past the engine in the middle of a step, {self._place()}, where layer-major order has"
+                " given its weights up; call engine(...) where it is the step's next micro-batch, and make any other call"
+                " behind the engine.step() that ends the step"
             )
 
 

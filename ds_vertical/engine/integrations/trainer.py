@@ -5,7 +5,7 @@ these runs all of them as micro-steps, and the optimizer's step; the others retu
 
 [Note: what differs] Callbacks are called in stock's order, with stock's values. But `on_substep_end` comes when the step has
 been: a callback that ends training there ends it one step later than under stock. A step that starts over calls the
-micro-steps again, so metrics that a subclass collects within them count such a micro-batch twice.
+micro-steps again; what the Trainer and its subclasses have counted in their attributes is put back before (`counted`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Final, Protocol, TypeVar, cast
 from torch import nn
 
 from ds_vertical.compat import accelerator
+from ds_vertical.engine.integrations.counted import CountedByTrainer
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.eval_windows import EvaluationWindows, fitting
 from ds_vertical.errors import ConfigError, LayerError, LoopError
@@ -161,9 +162,13 @@ class Bridge:
 
         engine.train()
         try:
-            return engine.train_window([functools.partial(run, batch) for batch in batches], batches, entering)
+            runs = [functools.partial(run, batch) for batch in batches]
+            return engine.train_window(runs, batches, entering, self._counted())
         finally:
             state._set_sync_gradients(before)
+
+    def _counted(self) -> CountedByTrainer:
+        return CountedByTrainer(self._trainer, lambda line: accelerator.log(f"ds_vertical: warning: {line}"))
 
     def _refuse_generation(self) -> None:
         for cls in type(self._trainer).__mro__:
@@ -199,7 +204,7 @@ class Bridge:
         if not self._predicted:
             runs = [functools.partial(self._predicted_one, model, batch, args, kwargs) for batch in windows.window]
             try:
-                self._predicted = engine.eval_window(runs, windows.window)
+                self._predicted = engine.eval_window(runs, windows.window, self._counted())
             except LayerError as error:  # TRL's SFT calls the model twice where it is asked for logits, say
                 self._windows = None
                 name = f"{type(self._trainer).__name__}.prediction_step"

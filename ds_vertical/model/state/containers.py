@@ -263,10 +263,10 @@ def _update(value: dict[Any, Any], contents: Mapping[Any, Any]) -> None:
         base.__setitem__(value, key, each)
 
 
-def containers(values: Iterable[object], given: bool = False) -> list[Container]:
+def containers(values: Iterable[object], given: bool = False, most: int = MOST_CONTAINERS) -> list[Container]:
     """Every container that the values are or lead to, each once, in an order that depends on the contents alone.
 
-    `given`: see `container_of`. Raises TooManyError where there are more than MOST_CONTAINERS.
+    `given`: see `container_of`. Raises TooManyError where there are more than `most`.
     """
     found: list[Container] = []
     seen: set[int] = set()
@@ -281,14 +281,14 @@ def containers(values: Iterable[object], given: bool = False) -> list[Container]
             continue
         seen.add(id(value))
         found.append(container)
-        if len(found) > MOST_CONTAINERS:
+        if len(found) > most:
             raise TooManyError
         waiting.extend(each for _, each in container.read().carriers)
     return found
 
 
 class TooManyError(Exception):
-    """Some values lead to more than MOST_CONTAINERS containers; it is caught where the path of the state is known."""
+    """Some values lead to more containers than are looked at; it is caught where the path of the state is known."""
 
 
 def same_value(one: object, other: object) -> bool:

@@ -161,7 +161,8 @@ class _NamesOfClass(Names):
 
 
 class _NamesOfModule(Names):
-    """A module's attributes, or its buffers. Few of them ever change, so each gets a place only once it has changed.
+    """The attributes of a module or of another object, or a module's buffers. Few of them ever change, so each gets a place
+    only once it has changed.
 
     `of`: whether a name is state.
     """
@@ -185,6 +186,11 @@ class _NamesOfModule(Names):
     def carriers(self) -> list[tuple[str, object]]:
         found = ((name, value) for name, value in self.before.items() if type(value) not in SIMPLE)
         return [(f"{self.path}.{name}", value) for name, value in found if self._of(name)]
+
+
+def names_of_object(holder: object, of: Callable[[str], bool]) -> Names:
+    """The attributes of an object that is no module, of those names that `of` says are state."""
+    return _NamesOfModule(type(holder).__name__, OUTSIDE, vars(holder), of)
 
 
 class _Apart(Contents):

@@ -65,6 +65,10 @@ def twice(engine: Any, batch: Any, index: int) -> None:
     engine.backward(engine(**batch).loss + engine(**batch).loss)
 
 
+def past_the_engine(engine: Any, batch: Any, index: int) -> None:
+    engine.backward(engine.module(**batch).loss)
+
+
 def no_backward(engine: Any, batch: Any, index: int) -> None:
     engine(**batch)
 
@@ -103,6 +107,7 @@ def fails(engine: Any, batch: Any, index: int) -> None:
 
 WRONG: list[tuple[Callable[..., None], type[BaseException], str]] = [
     (twice, LoopError, "micro-step 0 of a step of 3: it calls the model a second time"),
+    (past_the_engine, LoopError, "micro-step 0 .* has not called the engine's forward before; call engine"),
     (no_backward, LoopError, r"micro-step 0 .* has not called engine.backward\(loss\)"),
     (two_backwards, LoopError, "micro-step 0 .* calls engine.backward a second time; add the losses"),
     (detached, LoopError, "a tensor with one element, computed with gradients"),
@@ -151,3 +156,40 @@ def test_the_user_s_code_stands_alone_behind_its_model_call(tmp_path: Path) -> N
         engine.train_window(runs, batches, current.append)
     assert all(index == told for index, told in seen)
     assert sorted(seen) == [(index, index) for index in range(NUM) for _ in range(2)]
+
+
+class Total:
+    """What micro-steps have counted, and how often that was put back."""
+
+    def __init__(self) -> None:
+        self.count, self.before, self.num_put_back = 0, 0, 0
+
+    def put_back(self) -> None:
+        self.count, self.num_put_back = self.before, self.num_put_back + 1
+
+
+def noting_neox() -> Any:
+    """A hook on a layer appends to a list of that layer's, so the first step starts over."""
+    model = build()
+    layer = model.gpt_neox.layers[0]
+    layer.notes = []
+    layer.register_forward_hook(lambda module, _, __: module.notes.append(1))
+    return model
+
+
+def test_what_micro_steps_count_counts_once(tmp_path: Path) -> None:
+    """In a self-check, whose calls do not count, and in a step that starts over."""
+    batches = token_batches(1, NUM, rows=1)[0]
+    for checked in (True, False):
+        total = Total()
+
+        def counting(engine: Any, batch: Any, index: int, total: Total = total) -> None:
+            total.count += 1
+            micro_step(engine, batch, index)
+            total.count += 1
+
+        config = small_buffers(base_config(tmp_path / str(checked), num_micro_batches=NUM, section={"self_check": checked}))
+        with running(config, build if checked else noting_neox, vertical=True) as (engine, _):
+            runs = [partial(counting, engine, batch, index) for index, batch in enumerate(batches)]
+            engine.train_window(runs, batches, counted=total)
+        assert total.num_put_back > 0 and total.count == 2 * NUM

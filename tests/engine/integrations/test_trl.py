@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import Seen, arguments_for, assert_same, both, recorder, tiny_llama
+from trainer_runs import Seen, arguments_for, assert_same, both, noting_llama, recorder, tiny_llama
 
 pytestmark = pytest.mark.slow
 SFT_ROWS = [" ".join(f"w{(7 * row + 3 * i) % 125}" for i in range(10 + row % 20)) for row in range(22)]
@@ -84,3 +84,27 @@ def test_a_reward_model(tmp_path: Path) -> None:
         return trainer
 
     assert_same(*both(tmp_path, train))
+
+
+def test_the_metrics_of_a_trl_trainer_have_one_entry_for_each_micro_step(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    entries: list[list[int]] = []
+
+    class Noting(SFTTrainer):
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            entries[-1].append(len(self._metrics["train"]["mean_token_accuracy"]))
+            super().log(*args, **kwargs)
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        entries.append([])
+        data = Dataset.from_dict({"text": SFT_ROWS})
+        args = arguments_for(folder, config, SFTConfig, gradient_checkpointing=False, eval_strategy="epoch")
+        given = {"train_dataset": data, "eval_dataset": data.select(range(6)), "processing_class": tokenizer()}
+        trainer = Noting(model=noting_llama(vocab=128), args=args, callbacks=[recorder(seen)], **given)
+        trainer.train()
+        return trainer
+
+    assert_same(*both(tmp_path, train))
+    assert entries[0] == entries[1] and entries[0][:2] == [4, 4]
