@@ -14,23 +14,17 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, Protocol, TypeVar
 
 from torch import nn
 
 from ds_vertical.compat import accelerator
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.eval_windows import EvaluationWindows, fitting
-from ds_vertical.errors import ConfigError, LayerError, LoopError
+from ds_vertical.engine.integrations.made_trainers import CALLED_WITH, check_signature
+from ds_vertical.errors import LayerError, LoopError
 
 T = TypeVar("T")
-_CALLED_WITH: Final = {
-    "get_batch_samples": ("iterator", 1, "device"),
-    "training_step": ("model", {}, None),
-    "prediction_step": ("model", {}, True),
-    "evaluation_loop": ([], "Evaluation"),
-}
-_MARK: Final = "hands_over_whole_steps"
 # by class: their micro-steps have the model generate, which calls its layers once for each token
 _GENERATING: Final = (
     "GRPOTrainer",
@@ -69,40 +63,6 @@ class Trainer(Protocol):
     evaluation_loop: Callable[..., object]
 
 
-def bridge_trainers() -> None:
-    """Let every Trainer that the script makes from here on hand its engine whole steps, where that engine is a vertical one.
-
-    Call it once transformers.trainer is imported; twice is harmless. Raises ConfigError where this version's methods take other
-    arguments.
-    """
-    from transformers import Trainer as Stock
-
-    cls = cast(type[Trainer], Stock)
-    stock = cls.__init__
-    if getattr(stock, _MARK, False):
-        return
-    for name, arguments in _CALLED_WITH.items():
-        _check_signature(f"transformers.Trainer.{name}", getattr(cls, name), (None, *arguments))
-
-    @functools.wraps(stock)
-    def init(trainer: Trainer, *args: object, **kwargs: object) -> None:
-        stock(trainer, *args, **kwargs)
-        Bridge(trainer).install()
-
-    setattr(init, _MARK, True)
-    setattr(cls, "__init__", init)  # noqa: B010 - a protocol's own could not be assigned
-
-
-def _check_signature(name: str, method: Callable[..., object], arguments: tuple[object, ...]) -> None:
-    try:
-        inspect.signature(method).bind(*arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"{name}{inspect.signature(method)}: with vertical_schedule it gets {len(arguments)} positional arguments,"
-            f" as in transformers 5.23 ({error}); install that version, or set vertical_schedule.enabled to false"
-        ) from error
-
-
 class Bridge:
     """Between one Trainer and its engine. The Trainer's own methods, of its most derived class, are what a micro-step runs."""
 
@@ -120,8 +80,8 @@ class Bridge:
     def install(self) -> None:
         """Put the bridge's methods in the place of the Trainer's. Raises ConfigError where a subclass's take others."""
         trainer = self._trainer
-        for name, arguments in _CALLED_WITH.items():
-            _check_signature(f"{type(trainer).__name__}.{name}", getattr(trainer, name), arguments)
+        for name, arguments in CALLED_WITH.items():
+            check_signature(f"{type(trainer).__name__}.{name}", getattr(trainer, name), arguments)
         trainer.get_batch_samples = self.get_batch_samples
         trainer.training_step = self.training_step
         trainer.prediction_step = self.prediction_step
