@@ -94,9 +94,7 @@ def test_a_json_is_accepted_without_a_warning(block: Block, tmp_path: Path) -> N
     assert section is not None and section.enabled and check(config, section) == []
 
 
-SCRIPTS = [
-    block for block in BLOCKS if block.language == "python" and ("train_batch" in block.text or "Trainer(" in block.text)
-]
+SCRIPTS = [block for block in BLOCKS if block.language == "python" and re.search(r"train_batch|Trainer\(", block.text)]
 
 
 def launched(folder: Path, words: list[str]) -> str:
