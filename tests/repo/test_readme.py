@@ -78,15 +78,15 @@ def test_every_block_is_run_or_checked_or_says_that_it_is_another_language() -> 
     assert others == []
 
 
-def own_json(folder: Path, page: str = "docs/usage.md") -> dict[str, Any]:
-    """A page's first JSON, on an SSD of one's own. docs/usage.md's is complete without a Trainer."""
-    text = next(block.text for block in BLOCKS if block.page == page and block.language == "json")
-    return json.loads(text.replace('"/ssd"', json.dumps(str(folder))))
+def own_json(folder: Path) -> dict[str, Any]:
+    """README's JSON on an SSD of one's own, its section on top."""
+    text = next(block.text for block in BLOCKS if block.page == "README.md" and block.language == "json")
+    return with_section_on_top(json.loads(text.replace('"/ssd"', json.dumps(str(folder)))))
 
 
 @pytest.mark.parametrize("block", of("json"))
 def test_a_json_is_accepted_without_a_warning(block: Block, tmp_path: Path) -> None:
-    """A whole configuration as it stands; a section alone within that of docs/usage.md."""
+    """A whole configuration as it stands; a section alone within README's."""
     config = with_section_on_top(json.loads(block.text))
     assert list(config)[-1] == SECTION
     config = own_json(tmp_path) | config
@@ -117,13 +117,15 @@ def test_the_scripts_of_the_pages_are_known() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_first_script_runs_as_it_stands_under_both_launch_lines(tmp_path: Path, enabled: bool) -> None:
-    config = own_json(tmp_path / "ssd", "README.md")
+    config = own_json(tmp_path / "ssd")
     line = next(words for block in BLOCKS if block.page == "README.md" for words in lines_of(block) if words[0] == "deepspeed")
     words = [*line[1:], "--use_cpu", "true", "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
     assert words[:2] == ["--module", "ds_vertical.run"]
-    if not enabled:
+    section = config.pop(SECTION)
+    if enabled:
+        config["zero_optimization"][SECTION] = section
+    else:
         words = words[2:]
-        del config["zero_optimization"][SECTION]
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     (tmp_path / "train.py").write_text(SCRIPTS[0].text)
     printed = launched(tmp_path, words)
