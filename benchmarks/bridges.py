@@ -71,10 +71,11 @@ def configs_of(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def take_turn(steppers: Mapping[str, inturn.Stepper], order: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """{contestant: what it has answered}: of a step, or of an evaluation."""
+def take_turn(
+    steppers: Mapping[str, inturn.Stepper], order: Sequence[str], options: argparse.Namespace, rows: int
+) -> dict[str, Any]:
+    """{contestant: what it has answered}: of a step, or of an evaluation of so many rows."""
     if options.figure == "evaluation":
-        rows = options.evaluations * options.micro_batches
         return {name: steppers[name].ask(f"evaluate {rows}") for name in order}
     found = {}
     for name in order:
@@ -93,10 +94,10 @@ def run_round(number: int, options: argparse.Namespace, configs: Mapping[str, An
             stack.callback(stepper.close)
             stepper.wait_ready()
         warm_up = {each.name: steppers[each.name].turn(options.warm_up) for each in contestants}
-        turns = []
+        turns, rows = [], options.evaluations * options.micro_batches * configs["vertical"]["train_micro_batch_size_per_gpu"]
         for index in range(options.turns):
             order = [each.name for each in _rotated(contestants, index)]
-            turns.append({"order": order, **take_turn(steppers, order, options)})
+            turns.append({"order": order, **take_turn(steppers, order, options, rows)})
             taken = ", ".join(f"{name} {_shown(turns[-1][name], options.figure)}" for name in sorted(order))
             print(f"round {number + 1}, turn {index + 1}: {taken}", flush=True)
     return {"warm_up": warm_up, "turns": turns}

@@ -267,19 +267,9 @@ def test_a_loops_cost_is_the_median_of_the_ratios_within_the_turns() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("figure", bridges.CONTESTANTS)
 def test_loops_that_stay_as_they_are_step_in_turn(figure: str, tmp_path: Path) -> None:
-    small = ["--model", "gpt_13m", "--config", str(ROOT / "configs" / "gpt_13m_cpu.json"), "--micro-batches", "2"]
-    words = [
-        "--rounds",
-        "1",
-        "--turns",
-        "2",
-        "--warm-up",
-        "1",
-        "--folder",
-        str(tmp_path / "ssd"),
-        "--benchmarks",
-        str(tmp_path),
-    ]
+    config = str(ROOT / "configs" / "gpt_13m_cpu.json")
+    small = ["--model", "gpt_13m", "--config", config, "--stock-config", config, "--micro-batches", "2"]
+    words = ["--rounds", "1", "--turns", "2", "--warm-up", "1", "--folder", str(tmp_path / "ssd")]
     assert bridges.main(["--figure", figure, *small, *words]) == 0
     (path,) = (tmp_path / "bridges").iterdir()
     content = json.loads(path.read_text())

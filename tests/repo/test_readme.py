@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from places import ROOT
+from processes import free_port
 
 from ds_vertical.config.cross_check import check
 from ds_vertical.config.section import SECTION, VerticalConfig, load_section, with_section_on_top
@@ -104,7 +105,8 @@ def launched(folder: Path, words: list[str]) -> str:
     (folder / "my_model" / "config.json").write_text((ROOT / "configs" / "models" / "gpt_13m.json").read_text())
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     launcher = str(Path(sys.executable).with_name("deepspeed"))
-    done = subprocess.run([launcher, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=550)
+    port = ["--master_port", str(free_port())]
+    done = subprocess.run([launcher, *port, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from ds_vertical.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ds_vertical.engine.integrations.trainer import Trainer
+    from torch import nn
 
 CALLED_WITH: Final = {
     "get_batch_samples": ("iterator", 1, "device"),
@@ -27,8 +27,35 @@ CALLED_WITH: Final = {
 _MARK: Final = "hands_over_whole_steps"
 
 
-def bridge_trainers() -> None:
-    """Let every Trainer that the script makes from here on hand its engine whole steps, where that engine is a vertical one.
+class _GradientState(Protocol):
+    sync_gradients: bool
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None: ...
+
+
+class _Accelerator(Protocol):
+    gradient_state: _GradientState
+
+
+class _Arguments(Protocol):
+    prediction_loss_only: bool
+
+
+class Trainer(Protocol):
+    """What is used of a `transformers.Trainer`."""
+
+    accelerator: _Accelerator
+    args: _Arguments
+    model_wrapped: nn.Module
+    get_batch_samples: Callable[..., tuple[Sequence[object], object]]
+    training_step: Callable[..., object]
+    prediction_step: Callable[..., object]
+    evaluation_loop: Callable[..., object]
+
+
+def bridge_trainers(bridge: Callable[[Trainer], None]) -> None:
+    """Have `bridge` called with every Trainer that the script makes from here on, as soon as it is made, where it may use
+    DeepSpeed.
 
     Call it once transformers.trainer is imported; twice is harmless. Raises ConfigError where this version's methods take other
     arguments.
@@ -46,9 +73,7 @@ def bridge_trainers() -> None:
     def init(trainer: Trainer, *args: object, **kwargs: object) -> None:
         stock(trainer, *args, **kwargs)
         if "deepspeed" in sys.modules or getattr(trainer, "is_deepspeed_enabled", False):
-            from ds_vertical.engine.integrations.trainer import Bridge
-
-            Bridge(trainer).install()
+            bridge(trainer)
 
     setattr(init, _MARK, True)
     setattr(cls, "__init__", init)  # noqa: B010 - a protocol's own could not be assigned

@@ -14,14 +14,14 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from torch import nn
 
 from ds_vertical.compat import accelerator
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.eval_windows import EvaluationWindows, fitting
-from ds_vertical.engine.integrations.made_trainers import CALLED_WITH, check_signature
+from ds_vertical.engine.integrations.made_trainers import CALLED_WITH, Trainer, check_signature
 from ds_vertical.errors import LayerError, LoopError
 
 T = TypeVar("T")
@@ -37,30 +37,9 @@ _GENERATING: Final = (
 )
 
 
-class _GradientState(Protocol):
-    sync_gradients: bool
-
-    def _set_sync_gradients(self, sync_gradients: bool) -> None: ...
-
-
-class _Accelerator(Protocol):
-    gradient_state: _GradientState
-
-
-class _Arguments(Protocol):
-    prediction_loss_only: bool
-
-
-class Trainer(Protocol):
-    """What is used of a `transformers.Trainer`."""
-
-    accelerator: _Accelerator
-    args: _Arguments
-    model_wrapped: nn.Module
-    get_batch_samples: Callable[..., tuple[Sequence[object], object]]
-    training_step: Callable[..., object]
-    prediction_step: Callable[..., object]
-    evaluation_loop: Callable[..., object]
+def bridge(trainer: Trainer) -> None:
+    """Let one Trainer hand its engine whole steps. Raises ConfigError where a subclass's methods take other arguments."""
+    Bridge(trainer).install()
 
 
 class Bridge:
