@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,12 +29,12 @@ class TurnError(RuntimeError):
     """A training process that has ended; the message has the end of its log."""
 
 
-class Trainer:
-    """One training process on one rank. `checkout`: whose package and scripts it runs; `loaders`: worker processes of its data
-    loader, which compute without a pause. Its folder, for log and state, is to be the process's own."""
+class Stepper:
+    """One training process on one rank, a script that takes steps as `main` below does. Its folder, for log and state, is to be
+    the process's own; the script gets `--config`, the JSON with its state in that folder, and `--answers`, a descriptor."""
 
     def __init__(
-        self, name: str, checkout: Path, config: Mapping[str, Any], folder: Path, model: str, tokens: int, loaders: int = 0
+        self, name: str, checkout: Path, config: Mapping[str, Any], folder: Path, script: Sequence[str], words: Sequence[str]
     ) -> None:
         self.name = name
         folder.mkdir(parents=True)
@@ -43,11 +43,10 @@ class Trainer:
         nvme.mkdir()
         (folder / "config.json").write_text(json.dumps(placed(config, str(nvme))))
         reading, writing = os.pipe()
-        words = ["--config", str(folder / "config.json"), "--model", model, "--tokens", str(tokens)]
-        words += ["--loaders", str(loaders), "--answers", str(writing), "--checkout", str(checkout)]
+        given = ["--config", str(folder / "config.json"), "--answers", str(writing)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, *words],
+                [sys.executable, *script, *given, *words],
                 cwd=checkout,
                 env=os.environ | _RANK | {"MASTER_PORT": str(_free_port()), "PYTHONPATH": str(checkout)},
                 stdin=subprocess.PIPE,
@@ -66,9 +65,13 @@ class Trainer:
 
     def turn(self, num_steps: int = 1) -> list[dict[str, Any]]:
         """Let the process take some steps while all others stand still: seconds and loss of each. Raises TurnError."""
+        return self.ask(str(num_steps))
+
+    def ask(self, line: str) -> Any:
+        """Give the process a line, and let it run until it has answered. Raises TurnError."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_steps}\n".encode())
+        self._process.stdin.write(f"{line}\n".encode())
         self._process.stdin.flush()
         found = self._answer()
         self._signal(signal.SIGSTOP)
@@ -98,6 +101,17 @@ class Trainer:
             end = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
             raise TurnError(f"{self.name}: status {self._process.returncode}; the end of its log:\n" + "\n".join(end))
         return json.loads(line)
+
+
+class Trainer(Stepper):
+    """Trains `configs/models`' model by `train_batch`. `checkout`: whose package and scripts it runs; `loaders`: worker
+    processes of its data loader, which compute without a pause."""
+
+    def __init__(
+        self, name: str, checkout: Path, config: Mapping[str, Any], folder: Path, model: str, tokens: int, loaders: int = 0
+    ) -> None:
+        words = ["--model", model, "--tokens", str(tokens), "--loaders", str(loaders), "--checkout", str(checkout)]
+        super().__init__(name, checkout, config, folder, [__file__], words)
 
 
 _RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "HF_HUB_OFFLINE": "1"}

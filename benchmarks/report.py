@@ -14,9 +14,10 @@ _NONE = "-"
 _HEAD = """# Benchmarks
 
 Which runs have been recorded, and what did each one measure? `python benchmarks/run.py --table`
-makes this page from the files in `ab/`, `gains/`, `saves/` and `busy/`. Each file holds the
-machine, the date, the command, both JSONs and every step. [docs/results.md](../docs/results.md)
-explains the figures, [docs/benchmarking.md](../docs/benchmarking.md) how to make new ones.
+makes this page from the files in `ab/`, `gains/`, `saves/`, `busy/` and `bridges/`. Each file holds
+the machine, the date, the command or settings, both JSONs and every step.
+[docs/results.md](../docs/results.md) explains the figures,
+[docs/benchmarking.md](../docs/benchmarking.md) how to make new ones.
 
 `gpt_101m` has 8 layers of width 1024 and 101.3 M parameters; all of its state rests on SSD. Seconds
 are medians without the first step of each repeat, and a ratio compares two arms of one run. The
@@ -87,9 +88,10 @@ def markdown(
     gains: Sequence[Mapping[str, Any]] = (),
     saves: Sequence[Mapping[str, Any]] = (),
     busy: Sequence[Mapping[str, Any]] = (),
+    bridges: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The whole of benchmarks/README.md; `gains` as `gains.measure` gives them, `saves` and `busy` as `saves.main` and
-    `busy.main` write them."""
+    """The whole of benchmarks/README.md; `gains` as `gains.measure` gives them, `saves`, `busy` and `bridges` as `main` of
+    `saves`, `busy` and `bridges` writes them."""
     tables = [result for result in found if result.content.get("kind") != "straight"]
     columns = ("M", "tokens", "dtype", "clip", "disk", "stock arm", "stock s", "vertical s", "ratio")
     columns += ("bound s", "step/bound", "sim s", "read", "written", "outside", "peak/formula", "peak/stock", "date, processor")
@@ -97,6 +99,7 @@ def markdown(
     straight = [_straight(result) for result in found if result.content.get("kind") == "straight"]
     commands = [f"- `{result.file}`{_commit(result)}: `{' '.join(result.content['command'])}`" for result in found]
     parts = [_HEAD, "\n".join(lines), *straight, *map(_gains, gains), *map(saves_table, saves), *map(busy_table, busy)]
+    parts += map(bridges_table, bridges)
     parts.append("## Commands\n\n" + "\n".join(commands))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
@@ -205,6 +208,34 @@ def busy_table(content: Mapping[str, Any]) -> str:
         stock, vertical = (_median(taken[arm]) for arm in ("stock", "vertical"))
         figures = (stock, vertical, stock / vertical, stock / alone["stock"], vertical / alone["vertical"])
         lines.append(_row((name, *map(_number, figures))))
+    return title + "\n\n" + "\n".join(lines)
+
+
+_BRIDGES = {
+    "overhead": "Seconds of a step of loops that stay as they are, and over those of a loop of `train_batch`",
+    "busy": "Seconds of a step of one Trainer script in both arms, beside one busy core",
+    "reads": "MB that one Trainer script reads from SSD in a step, in both arms",
+    "evaluation": "MB that Trainer's evaluation reads from SSD, and `eval_batch` for the same rows",
+}
+
+
+def bridges_table(content: Mapping[str, Any]) -> str:
+    """One figure of the loops that stay as they are."""
+    machine, seconds = content["machine"], content["unit"] == "step_s"
+    stock = f", stock with `{content['stock']}.json`" if content["figure"] in ("busy", "reads") else ""
+    turns = sum(len(each["turns"]) for each in content["rounds"])
+    title = (
+        f"## Scripts as they are: {content['figure']}\n\n{_BRIDGES[content['figure']]}: `{content['model']}`, M ="
+        f" {content['micro_batches']}, {content['tokens']} tokens, clipping {content['clip']:g}, disk full{stock}"
+        f" (`bridges.py`), {content['date'][:10]}, {machine['num_cores']} cores {machine['cpu']}"
+        f" ({content['checkout']['commit']}). Medians of {turns} turns in {len(content['rounds'])} rounds of new processes;"
+        " a ratio is the median of those within the turns."
+    )
+    columns = ("loop", "step s" if seconds else "read MB", f"over {content['divided_by']}")
+    lines = [_row(columns), _row(["---"] * len(columns))]
+    for name, value in content["median"].items():
+        ratio = content["median_ratio"].get(name)
+        lines.append(_row((name, _number(value if seconds else value / 1e6), _number(ratio, 3))))
     return title + "\n\n" + "\n".join(lines)
 
 

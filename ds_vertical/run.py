@@ -16,6 +16,7 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from ds_vertical.engine.integrations.after_import import when_imported
+from ds_vertical.engine.integrations.made_trainers import Trainer, bridge_trainers
 
 _USAGE = "usage: python -m ds_vertical.run SCRIPT.py [arguments of SCRIPT.py]    (or -m MODULE [arguments])"
 _RANK = "--local_rank"
@@ -35,8 +36,8 @@ def main() -> None:
     if not is_module and not Path(name).is_file():
         _end_for_usage(f"ds_vertical.run: {name}: no such script; write the path of a Python file\n{_USAGE}")
     when_imported("deepspeed", _patch)
-    for library in ("transformers.trainer", "accelerate.data_loader"):
-        when_imported(library, lambda: None)  # known from its beginning, where it imports deepspeed half-way
+    when_imported("transformers.trainer", lambda: bridge_trainers(_bridge))  # its __init__ may be first to import deepspeed
+    when_imported("accelerate.data_loader", lambda: None)  # known from its beginning, where it imports deepspeed half-way
     sys.excepthook = _show_error
     sys.argv = [name, *rank, *rest]
     if is_module:
@@ -67,6 +68,12 @@ def _patch() -> None:
     from ds_vertical.engine.integrations.patch import patch
 
     patch()
+
+
+def _bridge(made: Trainer) -> None:
+    from ds_vertical.engine.integrations.trainer import bridge
+
+    bridge(made)
 
 
 def _show_error(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -32,10 +32,13 @@ FIRST = {"test_ranks.py"}
 SLOW_MEMBERS = {
     "test_compiled.py::test_whatever_way_blocks_are_compiled[Function]",
     "test_crash.py::test_a_process_killed_at_any_point_of_a_save_leaves_a_checkpoint_that_loads[again]",
+    "test_cut_anywhere.py::test_a_call_between_steps_that_is_cut_anywhere[evaluate]",
     "test_cut_anywhere.py::test_a_step_that_is_cut_anywhere[delayed]",
+    "test_cut_anywhere.py::test_an_interrupt_while_something_is_given_up[release]",
     "test_delay.py::test_a_skipped_step_takes_early_ones_back_and_loses_none_that_is_due[False-None]",
     "test_delay.py::test_early_steps_in_every_tier[0.3-{'optimizer': 'cpu'}]",
     "test_delay.py::test_every_delay_is_bit_identical_to_stock[bf16-False-0.3]",
+    "test_efficiency.py::test_a_vertical_engine_keeps_an_account_of_what_it_ran[0.05]",
     "test_engine_state.py::test_an_exception_leaves_everything_as_it_was[glue]",
     "test_engine_state.py::test_an_exception_leaves_everything_as_it_was[prefix]",
     "test_families.py::test_frozen_parameters[a layer in the middle]",
@@ -43,11 +46,14 @@ SLOW_MEMBERS = {
     "test_flush.py::test_training_goes_on_from_what_was_written[write_local_master, all delayed, on SSD]",
     "test_fp16.py::test_overflows_and_all_bits_are_stocks[0.0-section0]",
     "test_gradient_tiers.py::test_memory_is_made_once[1000000.0-0.5-True-False]",
+    "test_interrupts.py::test_a_checkpoint_loaded_while_a_step_is_due_is_the_checkpoint[0]",
+    "test_interrupts.py::test_an_interrupt_while_a_step_is_made_to_count_tears_the_state_loudly[parameters]",
     "test_nonfinite.py::test_steps_in_place_have_stocks_bits[fp32-None]",
     "test_numerics.py::test_a_non_finite_step_is_skipped_whole[fp32-0.0]",
     "test_numerics.py::test_parameters_on_ssd_may_count_as_persistent[0.05]",
     "test_numerics.py::test_snake_changes_the_last_bits_at_most[2]",
     "test_overlap.py::test_without_overlap_no_event_finds_anything_in_flight[0.0]",
+    "test_plan.py::test_the_spec_has_the_models_own_sizes[llama_3_8b]",
     "test_tensor_swapper.py::test_the_same_bits_from_host_memory[both]",
 }
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from places import ROOT
@@ -17,6 +18,7 @@ from ds_vertical.cli.bench import ab, machine_info
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import bridges  # noqa: E402
 import busy  # noqa: E402
 import chart  # noqa: E402
 import commits  # noqa: E402
@@ -243,6 +245,49 @@ def test_two_checkouts_step_in_turn(tmp_path: Path) -> None:
     assert str(tmp_path) not in worktrees
 
 
+def turn_of(order: list[str], **answers: dict[str, Any]) -> dict[str, Any]:
+    return {"order": order, **answers}
+
+
+def test_a_loops_cost_is_the_median_of_the_ratios_within_the_turns() -> None:
+    """The machine is twice as slow in the second turn: no ratio sees it, the medians of the seconds do."""
+    loops = {"train_batch": 2.0, "trainer": 2.02, "three_calls": 2.06, "accelerate": 2.08}
+    turns = [
+        turn_of([*loops], **{name: {"step_s": seconds * speed, "loss": (5.0).hex()} for name, seconds in loops.items()})
+        for speed in (1, 2, 1.5)
+    ]
+    turns[0]["trainer"]["loss"] = (5.5).hex()
+    found = bridges.summary("overhead", [{"turns": turns[:2]}, {"turns": turns[2:]}])
+    assert found["median"]["train_batch"] == 3.0 and found["losses_differ_by"] == pytest.approx(0.1)
+    assert found["median_ratio"] == pytest.approx({"trainer": 1.01, "three_calls": 1.03, "accelerate": 1.04})
+    reads = [{"trainer": {"read_bytes": 184e6, "loss": "0x1p0"}, "stock trainer": {"read_bytes": 1e9, "loss": "0x1p0"}}]
+    assert bridges.summary("reads", [{"turns": reads}])["median_ratio"] == {"trainer": 0.184}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("figure", bridges.CONTESTANTS)
+def test_loops_that_stay_as_they_are_step_in_turn(figure: str, tmp_path: Path) -> None:
+    config = str(ROOT / "configs" / "gpt_13m_cpu.json")
+    small = ["--model", "gpt_13m", "--config", config, "--stock-config", config, "--micro-batches", "2"]
+    words = ["--rounds", "1", "--turns", "2", "--warm-up", "1", "--folder", str(tmp_path / "ssd")]
+    assert bridges.main(["--figure", figure, *small, *words]) == 0
+    (path,) = (tmp_path / "bridges").iterdir()
+    content = json.loads(path.read_text())
+    names = {each.name for each in bridges.CONTESTANTS[figure]}
+    (found,) = content["rounds"]
+    assert {*content["median"]} == names and all(names < turn.keys() for turn in found["turns"])
+    assert found["turns"][0]["order"] != found["turns"][1]["order"]
+    assert content.get("losses_differ_by", 0) < 1e-3
+    ratios = content["median_ratio"]
+    if figure == "reads":  # at M = 2: half of stock's
+        assert 0.3 < ratios["trainer"] < 0.7
+    if figure == "evaluation":
+        assert ratios["trainer"] == pytest.approx(1, abs=0.05)
+    assert "vertical_schedule" not in content["configs"]["stock"] and "vertical_schedule" in content["configs"]["vertical"]
+    assert str(tmp_path) not in path.read_text() and f"| over {content['divided_by']}" in (tmp_path / "README.md").read_text()
+    assert not [*(tmp_path / "ssd").iterdir()], "files were left on the SSD"
+
+
 # ------------------------------------------------------------------------------- what is recorded, and what is made from it
 
 RECORDED = [*(ROOT / "benchmarks").rglob("*.json"), *(ROOT / "tests" / "recorded").rglob("*.json*")]
@@ -285,7 +330,7 @@ def test_the_chart_and_the_tables_are_those_of_the_records(tmp_path: Path) -> No
     picture = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("!["))
     ends = [f"{chart.seconds(shown, arm)[count]:.2f} s" for arm in ("stock", "vertical") for count in (4, 32)]
     assert all(each in picture for each in ends), "README's words for the chart have other figures than the records"
-    for folder in ("ab", "gains", "saves", "busy"):
+    for folder in ("ab", "gains", "saves", "busy", "bridges"):
         (tmp_path / folder).symlink_to(ROOT / "benchmarks" / folder)
     run.write_table(tmp_path / "ab")
     assert (tmp_path / "README.md").read_text() == (ROOT / "benchmarks" / "README.md").read_text(), "run.py --table"

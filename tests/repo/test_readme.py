@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from places import ROOT
+from processes import free_port
 
 from ds_vertical.config.cross_check import check
 from ds_vertical.config.section import SECTION, VerticalConfig, load_section, with_section_on_top
@@ -79,8 +80,9 @@ def test_every_block_is_run_or_checked_or_says_that_it_is_another_language() -> 
 
 
 def own_json(folder: Path) -> dict[str, Any]:
+    """README's JSON on an SSD of one's own, its section on top."""
     text = next(block.text for block in BLOCKS if block.page == "README.md" and block.language == "json")
-    return json.loads(text.replace('"/ssd"', json.dumps(str(folder))))
+    return with_section_on_top(json.loads(text.replace('"/ssd"', json.dumps(str(folder)))))
 
 
 @pytest.mark.parametrize("block", of("json"))
@@ -93,28 +95,61 @@ def test_a_json_is_accepted_without_a_warning(block: Block, tmp_path: Path) -> N
     assert section is not None and section.enabled and check(config, section) == []
 
 
-SCRIPTS = [block for block in BLOCKS if block.language == "python" and "train_batch" in block.text]
+SCRIPTS = [block for block in BLOCKS if block.language == "python" and re.search(r"train_batch|Trainer\(", block.text)]
+
+
+def launched(folder: Path, words: list[str]) -> str:
+    """What the deepspeed launcher's script printed, in a folder with a model `my_model`."""
+    (folder / "ssd").mkdir()
+    (folder / "my_model").mkdir()
+    (folder / "my_model" / "config.json").write_text((ROOT / "configs" / "models" / "gpt_13m.json").read_text())
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    launcher = str(Path(sys.executable).with_name("deepspeed"))
+    port = ["--master_port", str(free_port())]
+    done = subprocess.run([launcher, *port, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_the_scripts_of_the_pages_are_known() -> None:
+    assert [script.page for script in SCRIPTS] == ["README.md", "docs/usage.md"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("block", "enabled"), [(SCRIPTS[0], True), (SCRIPTS[0], False), (SCRIPTS[1], True)])
-def test_the_script_runs_as_it_stands(tmp_path: Path, block: Block, enabled: bool) -> None:
-    assert [script.page for script in SCRIPTS] == ["README.md", "docs/usage.md"]
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_first_script_runs_as_it_stands_under_both_launch_lines(tmp_path: Path, enabled: bool) -> None:
+    config = own_json(tmp_path / "ssd")
+    line = next(words for block in BLOCKS if block.page == "README.md" for words in lines_of(block) if words[0] == "deepspeed")
+    words = [*line[1:], "--use_cpu", "true", "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
+    assert words[:2] == ["--module", "ds_vertical.run"]
+    section = config.pop(SECTION)
+    if enabled:
+        config["zero_optimization"][SECTION] = section
+    else:
+        words = words[2:]
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    (tmp_path / "train.py").write_text(SCRIPTS[0].text)
+    printed = launched(tmp_path, words)
+    assert ("vertical schedule ACTIVE: bridge Trainer" in printed) is enabled
+    losses = re.findall(r"'loss': '?([\d.]+)", printed)
+    assert len(losses) == 2
+    assert (tmp_path / "out" / "config.json").is_file() and any((tmp_path / "out").glob("*.safetensors"))
+    assert not enabled or list((tmp_path / "ssd").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_script_of_whole_steps_runs_as_it_stands(tmp_path: Path, enabled: bool) -> None:
     steps, config = 2, own_json(tmp_path / "ssd")
-    (tmp_path / "ssd").mkdir()
-    (tmp_path / "my_model").mkdir()
-    (tmp_path / "my_model" / "config.json").write_text((ROOT / "configs" / "models" / "gpt_13m.json").read_text())
     config[SECTION] = {} if enabled else {"enabled": False}
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     own = OWN.format(steps=steps, count=steps * config["gradient_accumulation_steps"])
-    (tmp_path / "train.py").write_text(block.text.replace("\nfor step in", f"{own}\nfor step in"))
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "train.py", "--deepspeed_config", "ds_config.json"]
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    done = subprocess.run(launcher, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"ENGINE {'VerticalEngine' if enabled else 'DeepSpeedEngine'}" in done.stdout
-    losses = [float(loss) for loss in re.findall(r"^LOSS (\S+)", done.stdout, re.M)]
+    (tmp_path / "train.py").write_text(SCRIPTS[1].text.replace("\nfor step in", f"{own}\nfor step in"))
+    printed = launched(tmp_path, ["train.py", "--deepspeed_config", "ds_config.json"])
+    assert f"ENGINE {'VerticalEngine' if enabled else 'DeepSpeedEngine'}" in printed
+    losses = [float(loss) for loss in re.findall(r"^LOSS (\S+)", printed, re.M)]
     assert len(losses) == steps and losses[1] < losses[0]
     assert list((tmp_path / "ssd").iterdir()) == []
     if enabled:

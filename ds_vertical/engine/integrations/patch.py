@@ -20,6 +20,7 @@ from ds_vertical.config.section import SECTION, load_section, with_section_on_to
 from ds_vertical.engine import api
 from ds_vertical.engine.integrations import accelerate, three_calls, trainer
 from ds_vertical.engine.integrations.after_import import when_imported
+from ds_vertical.engine.integrations.made_trainers import bridge_trainers
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.files import make_run_private
 from ds_vertical.io.host import keep_cores_for_this_thread
@@ -37,7 +38,7 @@ def patch() -> None:
     """
     if entry_points.is_replaced():
         return
-    when_imported("transformers.trainer", trainer.bridge_trainers)
+    when_imported("transformers.trainer", lambda: bridge_trainers(trainer.bridge))
     when_imported("accelerate.data_loader", accelerate.see_accelerate_loaders)
     three_calls.see_torch_loaders()
     if accelerator.is_one_memory():

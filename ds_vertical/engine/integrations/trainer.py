@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, TypeVar
 
 from torch import nn
 
@@ -22,16 +22,10 @@ from ds_vertical.compat import accelerator
 from ds_vertical.engine.integrations.counted import CountedByTrainer
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.eval_windows import EvaluationWindows, fitting
-from ds_vertical.errors import ConfigError, LayerError, LoopError
+from ds_vertical.engine.integrations.made_trainers import CALLED_WITH, Trainer, check_signature
+from ds_vertical.errors import LayerError, LoopError
 
 T = TypeVar("T")
-_CALLED_WITH: Final = {
-    "get_batch_samples": ("iterator", 1, "device"),
-    "training_step": ("model", {}, None),
-    "prediction_step": ("model", {}, True),
-    "evaluation_loop": ([], "Evaluation"),
-}
-_MARK: Final = "hands_over_whole_steps"
 # by class: their micro-steps have the model generate, which calls its layers once for each token
 _GENERATING: Final = (
     "GRPOTrainer",
@@ -44,64 +38,9 @@ _GENERATING: Final = (
 )
 
 
-class _GradientState(Protocol):
-    sync_gradients: bool
-
-    def _set_sync_gradients(self, sync_gradients: bool) -> None: ...
-
-
-class _Accelerator(Protocol):
-    gradient_state: _GradientState
-
-
-class _Arguments(Protocol):
-    prediction_loss_only: bool
-
-
-class Trainer(Protocol):
-    """What is used of a `transformers.Trainer`."""
-
-    accelerator: _Accelerator
-    args: _Arguments
-    model_wrapped: nn.Module
-    get_batch_samples: Callable[..., tuple[Sequence[object], object]]
-    training_step: Callable[..., object]
-    prediction_step: Callable[..., object]
-    evaluation_loop: Callable[..., object]
-
-
-def bridge_trainers() -> None:
-    """Let every Trainer that the script makes from here on hand its engine whole steps, where that engine is a vertical one.
-
-    Call it once transformers.trainer is imported; twice is harmless. Raises ConfigError where this version's methods take other
-    arguments.
-    """
-    from transformers import Trainer as Stock
-
-    cls = cast(type[Trainer], Stock)
-    stock = cls.__init__
-    if getattr(stock, _MARK, False):
-        return
-    for name, arguments in _CALLED_WITH.items():
-        _check_signature(f"transformers.Trainer.{name}", getattr(cls, name), (None, *arguments))
-
-    @functools.wraps(stock)
-    def init(trainer: Trainer, *args: object, **kwargs: object) -> None:
-        stock(trainer, *args, **kwargs)
-        Bridge(trainer).install()
-
-    setattr(init, _MARK, True)
-    setattr(cls, "__init__", init)  # noqa: B010 - a protocol's own could not be assigned
-
-
-def _check_signature(name: str, method: Callable[..., object], arguments: tuple[object, ...]) -> None:
-    try:
-        inspect.signature(method).bind(*arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"{name}{inspect.signature(method)}: with vertical_schedule it gets {len(arguments)} positional arguments,"
-            f" as in transformers 5.23 ({error}); install that version, or set vertical_schedule.enabled to false"
-        ) from error
+def bridge(trainer: Trainer) -> None:
+    """Let one Trainer hand its engine whole steps. Raises ConfigError where a subclass's methods take other arguments."""
+    Bridge(trainer).install()
 
 
 class Bridge:
@@ -121,8 +60,8 @@ class Bridge:
     def install(self) -> None:
         """Put the bridge's methods in the place of the Trainer's. Raises ConfigError where a subclass's take others."""
         trainer = self._trainer
-        for name, arguments in _CALLED_WITH.items():
-            _check_signature(f"{type(trainer).__name__}.{name}", getattr(trainer, name), arguments)
+        for name, arguments in CALLED_WITH.items():
+            check_signature(f"{type(trainer).__name__}.{name}", getattr(trainer, name), arguments)
         trainer.get_batch_samples = self.get_batch_samples
         trainer.training_step = self.training_step
         trainer.prediction_step = self.prediction_step

@@ -119,3 +119,35 @@ def test_a_trainers_script_has_stocks_numbers_and_weights(script: str, arguments
 def test_a_loops_script_prints_stocks_losses(script: str, tmp_path: Path) -> None:
     printed = {vertical: launch(script, tmp_path / str(vertical), vertical) for vertical in (False, True)}
     assert numbers(printed[True]) == numbers(printed[False]) and len(numbers(printed[False])) >= 6
+
+
+LATE = """
+import json, sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+config = json.loads(open(sys.argv[1]).read())
+sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 2816, "num_hidden_layers": 2}
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False))
+common = {"max_steps": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "max_grad_norm": 1.0}
+args = TrainingArguments(
+    "out", deepspeed=config, use_cpu=True, bf16=True, logging_steps=1, report_to=[], save_strategy="no", **common
+)
+print("imported ahead of the Trainer:", "deepspeed" in sys.modules)
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(16 * 12).view(16, 12) % 128]
+Trainer(model=model, args=args, train_dataset=rows).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_the_first_to_import_deepspeed_hands_over_whole_steps(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    config = config_of("trainer", tmp_path, True)
+    command = [sys.executable, "-m", "ds_vertical.run", "late.py", str(config)]
+    env = os.environ | ALONE | {"MASTER_PORT": str(free_port())}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed[-4000:]
+    assert "imported ahead of the Trainer: False" in printed
+    assert "vertical schedule ACTIVE: bridge Trainer" in printed and "bridge three calls" not in printed
+    assert len(re.findall("'grad_norm'", printed)) == 2
