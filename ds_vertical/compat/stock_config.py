@@ -85,8 +85,13 @@ def locked_by_zero_init(config: dict[str, Any]) -> int:
     param = DeepSpeedZeroConfig(**config.get("zero_optimization", {})).offload_param
     if param is None or param.device != OffloadDeviceEnum.nvme:
         return 0
-    half = any((config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
-    return int(param.buffer_count) * int(param.buffer_size) * (2 if half else 4)
+    return int(param.buffer_count) * int(param.buffer_size) * (2 if wants_half(config) else 4)
+
+
+def wants_half(config: Mapping[str, object]) -> bool:
+    """Whether the JSON asks for parameters of two bytes an element."""
+    sections = (config.get(name) for name in ("bf16", "bfloat16", "fp16"))
+    return any(section.get("enabled") for section in sections if isinstance(section, Mapping))
 
 
 def has_dynamic_scale(config: dict[str, Any]) -> bool:
@@ -96,9 +101,9 @@ def has_dynamic_scale(config: dict[str, Any]) -> bool:
 
 
 def element_bytes(units: Iterable[Sequence[ZeroParam]], config: dict[str, Any]) -> int:
-    """Bytes of a parameter's element once DeepSpeed has converted the model: the largest, of the parameters of `units`."""
-    half = any((config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
-    return 2 if half else max(param.element_size() for params in units for param in params)
+    """Bytes of a parameter's element once DeepSpeed has converted the model: the largest, of the parameters of `units`. In
+    half precision those that stay fp32 (see `zero_params.keeps_dtypes`) have more."""
+    return 2 if wants_half(config) else max(param.element_size() for params in units for param in params)
 
 
 def norm_bytes() -> int:

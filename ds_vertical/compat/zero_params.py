@@ -104,6 +104,11 @@ def is_partitioned_model(model: torch.nn.Module) -> bool:
     return all(is_zero_param(param) for param in model.parameters())
 
 
+def keeps_dtypes(params: Iterable[ZeroParam]) -> bool:
+    """Whether DeepSpeed leaves each parameter's dtype as it is: it converts a model only where none of it is partitioned."""
+    return any(map(is_zero_param, params))
+
+
 def rounds_late_fp32(config: dict[str, Any]) -> bool:
     """Whether partitioning an existing model at initialize loses fp32: stock takes bf16 where there is no fp16."""
     half = [config.get(name) for name in ("bf16", "bfloat16", "fp16")]

@@ -15,10 +15,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, zero_params
+from ds_vertical.compat import accelerator, stock_config, zero_params
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.config.cross_check import check, refuse_unfilled
-from ds_vertical.config.file import read_config
+from ds_vertical.config.file import DeepSpeedJson, read_config
 from ds_vertical.config.resolve import explain, resolve
 from ds_vertical.config.section import load_section
 from ds_vertical.distributed import ranks
@@ -43,6 +43,7 @@ from ds_vertical.model.layers import check_trainable, map_layers
 from ds_vertical.planner.memory_budget import backward_bytes
 from ds_vertical.types import OFFLOAD_DEVICES, RunSettings, Tier
 
+_HALF_BYTES: Final = 2
 _QUANTIZED: Final = ("Params4bit", "Int8Params")  # of bitsandbytes, whatever its version
 
 
@@ -98,9 +99,26 @@ def refuse_late_fp32(model: nn.Module, config: dict[str, Any]) -> None:
         )
 
 
-def refuse_parameters(model: nn.Module) -> None:
-    """Refuse to build an engine where torch makes float64, which DeepSpeed's buffers and CPU Adam do not take; and parameters
-    that bitsandbytes quantises, whose scales do not travel with a shard."""
+def refuse_wide(model: nn.Module, config: DeepSpeedJson) -> None:
+    """Refuse fp32 parameters of a model in half precision, such as PEFT's adapters, that are large enough for SSD: DeepSpeed's
+    files have one dtype."""
+    json = stock_config.OffloadSettings.read(config)
+    if not json.params_in_files or not stock_config.wants_half(config) or not zero_params.keeps_dtypes(model.parameters()):
+        return
+    for name, param in model.named_parameters():
+        numel = -(-zero_params.full_numel(param) // ranks.world_size())
+        if param.dtype is torch.float32 and numel * _HALF_BYTES >= json.least_bytes:
+            raise ConfigError(
+                f"model parameter {name}: got torch.float32, {numel} elements a rank, in a run whose files on SSD hold half"
+                " precision; make it half precision (adapters of PEFT: get_peft_model(..., autocast_adapter_dtype=False)),"
+                ' or set zero_optimization.offload_param.device to "cpu"'
+            )
+
+
+def refuse_parameters(model: nn.Module, config: DeepSpeedJson) -> None:
+    """Refuse to build an engine where torch makes float64, which DeepSpeed's buffers and CPU Adam do not take; parameters that
+    bitsandbytes quantises, whose scales do not travel with a shard; and those of `refuse_wide`."""
+    refuse_wide(model, config)
     if torch.get_default_dtype() is torch.float64:
         raise ConfigError(
             "torch.get_default_dtype(): got torch.float64, of which DeepSpeed would make its buffers; write"
@@ -209,7 +227,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
         raise ConfigError(f"initialize(model=...): got {type(model).__name__}; vertical_schedule needs a torch.nn.Module")
     if isinstance(kwargs["optimizer"], torch.optim.Optimizer):
         check_optimizer(kwargs["optimizer"])
-    refuse_parameters(model)
+    refuse_parameters(model, config)
     check_trainable(model, lambda line: accelerator.log(f"ds_vertical: {line}"))
     layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
     refuse_compiled_around(model, layers.blocks)

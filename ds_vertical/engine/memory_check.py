@@ -233,8 +233,17 @@ class Forecast:
             BudgetItem(Tier.HOST, "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
             BudgetItem(tier, "fp64 copy for a norm", stock_config.norm_bytes() * largest, "(largest parameter)"),
             BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
+            BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
             BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
         )
+
+    @property
+    def _wide_bytes(self) -> int:
+        """What parameters of more bytes an element than `element_bytes` take beyond those: PEFT makes adapters in fp32."""
+        params = [param for members in self._layers.units.values() for param in members]
+        if not zero_params.keeps_dtypes(params):
+            return 0
+        return sum(self._shards.numel(param) * max(0, param.element_size() - self._param_bytes) for param in params)
 
     @property
     def setup_bytes(self) -> int:

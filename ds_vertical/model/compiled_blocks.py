@@ -54,7 +54,8 @@ def refuse_engine_compile() -> NoReturn:
     """Raises RuntimeError, which says why `engine.compile()` is not available, and what to compile instead."""
     raise RuntimeError(
         "engine.compile() is not available with vertical_schedule: it compiles the model as a whole, and layer-major order"
-        f" stops at each block; {_REMEDY}, or set vertical_schedule.enabled to false"
+        " stops at each block; leave torch_compile out of TrainingArguments, or the dynamo backend out of Accelerate's"
+        f" configuration, where they have called it; {_REMEDY}, or set vertical_schedule.enabled to false"
     )
 
 

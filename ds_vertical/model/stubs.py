@@ -187,6 +187,30 @@ def _within_function() -> bool:
     return frame is not None
 
 
+def calls_through(module: nn.Module, around: Callable[[Callable[[], object]], object]) -> Changed:
+    """Within the block of what this returns, each call of a module returns what `around(run)` does, where `run()` makes the
+    call itself, with its hooks and with its forward compiled where it is. No compiler looks into `around`."""
+    raw, kept, kept_call = raw_forward(module), module.__dict__.get("forward"), module._compiled_call_impl
+
+    @torch.compiler.disable
+    def forward(*args: object, **kwargs: object) -> object:
+        return raw(*args, **kwargs)
+
+    @torch.compiler.disable
+    def call(*args: object, **kwargs: object) -> object:
+        return around(lambda: module._call_impl(*args, **kwargs))
+
+    def take_over() -> None:
+        object.__setattr__(module, "forward", forward)
+        object.__setattr__(module, "_compiled_call_impl", call)
+
+    def put_back() -> None:
+        _put_back(module, "_compiled_call_impl", kept_call)
+        _put_back(module, "forward", kept)
+
+    return Changed(put_back, take_over)
+
+
 def _hooks_of(module: nn.Module) -> Iterator[object]:
     yield from module._forward_hooks.values()
     yield from module._forward_pre_hooks.values()

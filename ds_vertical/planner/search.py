@@ -46,6 +46,8 @@ _REMEDIES: Final = per_tier(
         Tier.SSD: "more room on the SSD (--nvme-path on another one)",
     }
 )
+_FP32_BYTES: Final = 4
+_LEAST_FILE_BYTES: Final = 1 << 20  # DeepSpeed keeps smaller tensors in memory
 _NO_SECONDS: Final = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 _LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, "(measured)")
 
@@ -273,13 +275,21 @@ class _Search:
         all_blocks = [b for b in _BLOCKS if b == 1 or 2 * b <= len(task.spec.block_elements)]
         timings = [timing for on_ssd in (1.0, 0.0) for timing in self._timings(on_ssd)]
         for size, count in task.counts():
-            varied = [(_Sizes(size, count, blocks), timing) for blocks in all_blocks for timing in timings]
+            both = ((_Sizes(size, count, blocks), timing) for blocks in all_blocks for timing in timings)
+            varied = [each for each in both if self._has_files(*each)]
             untimed = [self._case(sizes, timing, _NO_SECONDS) for sizes, timing in varied]
             if all(linear_program.shortage(case) for case in untimed):
                 yield from ((case, size, sizes.blocks_per_layer) for case, (sizes, _) in zip(untimed, varied, strict=True))
                 continue  # nothing is timed that would not fit
             seconds = task.seconds(size)
             yield from ((self._case(sizes, timing, seconds), size, sizes.blocks_per_layer) for sizes, timing in varied)
+
+    def _has_files(self, sizes: _Sizes, timing: _Timing) -> bool:
+        """Whether state is where the timing has it: that of a layer's few trained elements stays in host memory."""
+        gradients = self.task.spec.gradients(sizes.blocks_per_layer)
+        if not timing.state_on_ssd or gradients is None:
+            return True
+        return max(gradients) / self.task.num_ranks * _FP32_BYTES >= _LEAST_FILE_BYTES
 
     def _timings(self, state_on_ssd: float) -> Iterator[_Timing]:
         """Only state on SSD has a second generation, without which nothing is stepped before the norm."""

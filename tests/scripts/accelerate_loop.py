@@ -1,6 +1,8 @@
 """Train a small Llama in a loop of Accelerate's, as its documentation writes it; nothing in here knows ds_vertical.
 
-accelerate launch train.py --deepspeed_config ds_config.json --output_dir out
+accelerate launch --config_file accelerate.yaml train.py --output_dir out
+
+Where Accelerate's configuration names no DeepSpeed JSON, --deepspeed_config does.
 """
 
 import argparse
@@ -12,12 +14,13 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, get_linear_schedule_with_warmup
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--deepspeed_config", required=True)
+parser.add_argument("--deepspeed_config")
 parser.add_argument("--output_dir", required=True)
 args = parser.parse_args()
 
 set_seed(0)
-accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=args.deepspeed_config))
+plugin = DeepSpeedPlugin(hf_ds_config=args.deepspeed_config) if args.deepspeed_config else None
+accelerator = Accelerator(deepspeed_plugin=plugin)
 config = LlamaConfig(
     vocab_size=128,
     hidden_size=256,

@@ -24,7 +24,7 @@ from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
 from ds_vertical.planner.machine import Profile
-from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of
+from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
 from ds_vertical.planner.search import Candidate, Plan, PlanError, Task, choose
 from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
 
@@ -35,6 +35,7 @@ _EXAMPLE = """example:
   ds-vertical limits --path /ssd
   ds-vertical plan --model my_model/config.json --tokens-per-step 65536 --nvme-path /ssd --out ds_config.json
   ds-vertical plan --model gpt_65b --tokens-per-step 65536 --machine a100_server
+  ds-vertical plan --model llama_3_8b --lora 16 --tokens-per-step 65536 --machine a100_server
 """
 
 
@@ -66,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence-length", type=int, metavar="S", help="tokens (default: the model's, 2048 at most)")
     parser.add_argument("--micro-batch-size", type=int, metavar="B", help="sequences (default: chosen)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the parameters (default bf16)")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank alone (PEFT's)")
+    targets = "modules that have adapters, e.g. q_proj,v_proj (default: PEFT's for the model's type)"
+    parser.add_argument("--lora-targets", metavar="NAMES", help=targets)
     parser.add_argument("--clip", type=float, default=1.0, help="gradient_clipping, 0 for none (default 1.0)")
     speculation = "with clipping: plan for steps in the backward, redone where the norm asks for clipping"
     parser.add_argument("--speculation", action="store_true", help=speculation)
@@ -113,7 +117,11 @@ def _check(options: argparse.Namespace) -> None:
     for package, extra in (("scipy", "plan"), ("transformers", "hf")):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{package} is not installed, which plans need: pip install 'ds-vertical[{extra}]'")
-    for name in ("tokens_per_step", "sequence_length", "micro_batch_size", "num_ranks"):
+    if options.lora is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"--lora {options.lora}: peft is not installed, which makes the adapters: pip install peft")
+    if options.lora is None and options.lora_targets is not None:
+        raise ConfigError(f"--lora-targets {options.lora_targets}: write the adapters' rank beside it: --lora RANK")
+    for name in ("tokens_per_step", "sequence_length", "micro_batch_size", "num_ranks", "lora"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: write 1 or more")
@@ -143,11 +151,13 @@ def _profile(options: argparse.Namespace) -> Profile:
 
 def _spec(options: argparse.Namespace) -> tuple[ModelSpec, JsonObject]:
     path = named_shape(options.model)
-    from ds_vertical.cli.plan.fake_run import read_spec
+    from ds_vertical.cli.plan.fake_run import Lora, read_spec
 
     fields = read_fields(path)
     length = options.sequence_length or min(2048, _positions(fields))
-    return read_spec(Path(options.model).stem, fields, length, options.dtype), fields
+    targets = tuple(filter(None, (options.lora_targets or "").split(",")))
+    lora = None if options.lora is None else Lora(options.lora, targets)
+    return read_spec(Path(options.model).stem, fields, length, options.dtype, lora), fields
 
 
 def _positions(fields: JsonObject) -> int:
@@ -168,7 +178,7 @@ def _seconds(options: argparse.Namespace, machine: Profile, spec: ModelSpec, fie
     if options.machine is None:
         timed = _timed(spec, fields)
         slower = options.num_ranks if machine.machine.one_memory else 1  # ranks that share the cores
-        return lambda size: timed(size).times(slower)
+        return lambda size: without_frozen(spec, timed(size).times(slower))
     rate = machine.flops_per_s.get(spec.dtype)
     if rate is None:
         raise CostsError(f"rates.{spec.dtype}_flops_per_s: missing in {options.machine}; run `ds-vertical limits` again")
@@ -216,7 +226,12 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
     chosen, spec, ranks = found.chosen, task.spec, options.num_ranks
     tokens = chosen.choice.micro_batch_size * chosen.choice.num_micro_batches * spec.sequence_length * ranks
     return {
-        "model": {"name": spec.name, "elements": spec.num_elements, "sequence_length": spec.sequence_length},
+        "model": {
+            "name": spec.name,
+            "elements": spec.num_elements,
+            "trained_elements": spec.trained_elements,
+            "sequence_length": spec.sequence_length,
+        },
         "machine": {"name": machine.name, "date": machine.date, "assumed": list(machine.assumed), "tuned_aio": machine.aio},
         "setting": chosen.choice.to_json(),
         "tokens_per_step": tokens,
@@ -265,9 +280,10 @@ def plan_lines(found: JsonObject) -> list[str]:
     machine, place = found["machine"], setting["placement"]
     early = f"{1 - setting['delay']:.0%} in the backward, the rest " if setting["early"] else ""
     measured = f"measured {machine['date']}" if machine["date"] else "assumed, not measured"
+    trained = f" ({model['trained_elements'] / 1e6:.1f} M trained)" if model["trained_elements"] < model["elements"] else ""
     shown = [
-        f"{model['name']}: {model['elements'] / 1e9:.2f} G parameters, {model['sequence_length']} tokens a sequence; on"
-        f" {machine['name']} ({measured})",
+        f"{model['name']}: {model['elements'] / 1e9:.2f} G parameters{trained}, {model['sequence_length']} tokens a sequence;"
+        f" on {machine['name']} ({measured})",
         f"micro-batches of {setting['micro_batch_size']}, M = {setting['num_micro_batches']}: {found['tokens_per_step']} tokens"
         " a step, all ranks together",
         f"layers of {setting['blocks_per_layer']} block(s), {setting['window']} ahead; optimizer steps {early}in the next"

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.errors import ConfigError, LayerError
 from ds_vertical.model.hf import build_model, refused
-from ds_vertical.model.layers import map_layers
+from ds_vertical.model.layers import LayerMap, map_layers
 from ds_vertical.planner.model_shape import ModelSpec
 
 if TYPE_CHECKING:
@@ -82,13 +82,70 @@ class _Mark:
     passed_bytes: int
 
 
-def read_spec(name: str, fields: JsonObject, sequence_length: int, dtype: str) -> ModelSpec:
-    """The spec of a causal language model. `fields`: of its Hugging Face configuration.
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of a rank at the modules with these names (none: those that PEFT takes for a model of this type)."""
 
-    Raises ConfigError where transformers cannot build it, or it has no layers to be found.
+    rank: int
+    targets: tuple[str, ...] = ()
+
+
+def read_spec(name: str, fields: JsonObject, sequence_length: int, dtype: str, lora: Lora | None = None) -> ModelSpec:
+    """The spec of a causal language model. `fields`: of its Hugging Face configuration. `lora`: its adapters alone are trained,
+    in the model's dtype.
+
+    Raises ConfigError where transformers cannot build it, it has no layers to be found, or PEFT does not take the adapters.
     """
+    adapters = {} if lora is None else _adapters(name, fields, dtype, lora)
     with FakeTensorMode():
-        return _read(name, _model(name, fields, dtype), sequence_length, dtype)
+        model = _model(name, fields, dtype)
+        if lora is not None:
+            _adapt(model, adapters, lora.rank)
+        return _read(name, model, sequence_length, dtype)
+
+
+def _adapters(name: str, fields: JsonObject, dtype: str, lora: Lora) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of the adapters that PEFT makes, by the path of their module; from a model without memory, as PEFT
+    cannot convert fake tensors."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=lora.rank, target_modules=list(lora.targets) or None, task_type="CAUSAL_LM")
+    advice = "write the names of linear modules of its blocks with --lora-targets, e.g. q_proj,v_proj"
+    with torch.device("meta"):
+        try:
+            adapted = get_peft_model(_model(name, fields, dtype), settings, autocast_adapter_dtype=False)
+        except ValueError as error:  # PEFT's own, for names that the model lacks, or a type for which it knows none
+            raise ConfigError(f"--lora {lora.rank}: {name}: {str(error).splitlines()[0]}; {advice}") from error
+    found = {}
+    for path, module in adapted.get_base_model().named_modules():
+        if "default" in getattr(module, "lora_A", ()):
+            found[path] = module.lora_A["default"].weight.shape[1], module.lora_B["default"].weight.shape[0]
+    trained = sum(param.numel() for param in adapted.parameters() if param.requires_grad)
+    if trained != lora.rank * sum(map(sum, found.values())):
+        raise ConfigError(f"--lora-targets {','.join(lora.targets)}: adapters of modules that are not linear; {advice}")
+    return found
+
+
+class _Adapted(nn.Module):
+    """A linear module with an adapter beside it."""
+
+    def __init__(self, base: nn.Module, sizes: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(sizes[0], rank, bias=False, dtype=dtype)
+        self.up = nn.Linear(rank, sizes[1], bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.base(x) + self.up(self.down(x)))
+
+
+def _adapt(model: PreTrainedModel, adapters: dict[str, tuple[int, int]], rank: int) -> None:
+    """Freeze a model, and put adapters beside its modules."""
+    model.requires_grad_(False)
+    dtype = next(model.parameters()).dtype
+    for path, sizes in adapters.items():
+        parent, _, last = path.rpartition(".")
+        setattr(model.get_submodule(parent), last, _Adapted(model.get_submodule(path), sizes, rank, dtype))
 
 
 def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -> ModelSpec:
@@ -120,7 +177,32 @@ def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -
         passed_bytes=max(mark.passed_bytes for mark in marks),
         block_saved_bytes=max(kept),
         head_saved_bytes=end.kept_bytes - marks[-1].kept_bytes,
+        **_frozen(model, layers, sequence_length, end.flops - marks[-1].flops, sum(flops) / len(flops)),
     )
+
+
+def _frozen(
+    model: PreTrainedModel, layers: LayerMap, sequence_length: int, head_flops: float, block_flops: float
+) -> JsonObject:
+    """Of a model that is trained in part: the fields of its spec that say so."""
+    if all(param.requires_grad for param in model.parameters()):
+        return {}
+    blocks = [block.module for block in layers.blocks]
+    trained = [sum(param.numel() for param in block.parameters() if param.requires_grad) for block in blocks]
+    around = sum(param.numel() for param in layers.units["pre"] if param.requires_grad)
+    per_token = 2 * sum(map(_frozen_weights, blocks)) / len(blocks)
+    head = model.get_output_embeddings()
+    return {
+        "trained": (around, *trained),
+        "block_frozen_flops": min(block_flops, sequence_length * per_token),
+        "head_frozen_flops": min(head_flops, 2 * sequence_length * (0 if head is None else _frozen_weights(head))),
+    }
+
+
+def _frozen_weights(module: nn.Module) -> int:
+    """Elements of the frozen matrices of linear modules."""
+    linear = (each for each in module.modules() if isinstance(each, nn.Linear))
+    return sum(each.weight.numel() for each in linear if not each.weight.requires_grad)
 
 
 def _model(name: str, fields: JsonObject, dtype: str) -> PreTrainedModel:

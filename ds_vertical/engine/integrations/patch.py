@@ -20,6 +20,7 @@ from ds_vertical.config.section import SECTION, load_section, with_section_on_to
 from ds_vertical.engine import api
 from ds_vertical.engine.integrations import accelerate, three_calls, trainer
 from ds_vertical.engine.integrations.after_import import when_imported
+from ds_vertical.engine.integrations.lightning import refuse_lightning
 from ds_vertical.engine.integrations.made_trainers import bridge_trainers
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.files import make_run_private
@@ -55,6 +56,8 @@ def _initialize(**arguments: Any) -> entry_points.Engines:
     if config is None or section is None:
         _tell(f"the configuration has no {SECTION} section: DeepSpeed's own order trains")
         return entry_points.original_initialize(**arguments)
+    if section.enabled:
+        refuse_lightning()
     model = arguments.get("model")
     if isinstance(model, nn.Module):
         config = _in_folder_of(model, config)
@@ -78,8 +81,11 @@ def _initialize_inference(config: DeepSpeedJson, arguments: Mapping[str, object]
 def _config_of_init(given: object) -> object:
     """What `deepspeed.zero.Init` gets for a configuration: see [Note: a model's own folder]."""
     config = _readable(given)
-    if config is None or load_section(config) is None:
+    section = None if config is None else load_section(config)
+    if config is None or section is None:
         return given
+    if section.enabled:
+        refuse_lightning()
     return api.prepare(config)
 
 

@@ -35,6 +35,10 @@ _GENERATING: Final = (
     "GKDTrainer",
     "GOLDTrainer",
     "PPOTrainer",
+    "SDPOTrainer",
+    "SDFTTrainer",
+    "IWOPDTrainer",
+    "A2POTrainer",
 )
 
 

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from ds_vertical.engine.self_check.comparison import Difference, layer_of, where
+from ds_vertical.engine.self_check.plain_pass import PlainOrderError
 from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
@@ -42,10 +43,14 @@ class Diagnosis:
         return f"{'' if self._order == 'horizontal' else other}{_MEND}; {_TRAIN}"
 
     def of_plain_order(self, failure: Exception, place: tuple[str, int | None], micro_batch: int) -> Exception:
-        """What to raise where torch's own order raises `failure`. `place`: the phase, and the block (None: no one's)."""
+        """What to raise where torch's own order raises `failure`. `place`: the phase, and the block (None: no one's). Where
+        that pass cannot run this model, a PlainOrderError."""
         phase, block = place
         layer = None if block is None else layer_of(self._layers, block)
         at = f"in the {phase}{'' if block is None else f' {where(self._layers, block)}'}, for micro-batch {micro_batch}"
+        if isinstance(failure, PlainOrderError):
+            what = f"the check's own pass raises {_named(failure.__cause__ or failure)} {at}: {_first_line(failure)}"
+            return PlainOrderError(f"vertical_schedule.self_check: {what}; {_TRAIN}")
         return self._raised(failure, f"torch's own order raises {_named(failure)} {at}", layer, f"{_MEND}; {_TRAIN}")
 
     def of_schedule(self, failure: Exception) -> Exception:
@@ -103,7 +108,7 @@ def _event_of(failure: Exception) -> Event | None:
     return None
 
 
-def _named(failure: Exception) -> str:
+def _named(failure: BaseException) -> str:
     return type(failure).__name__
 
 

@@ -14,6 +14,7 @@ from ds_vertical.engine.handlers import Body, LossScale
 from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.self_check.check import SelfCheck, generators_kept, model_fingerprint
 from ds_vertical.engine.self_check.diagnosis import SelfCheckError
+from ds_vertical.engine.self_check.plain_pass import PlainOrderError
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
 from ds_vertical.model.batch import own_loss
@@ -43,7 +44,8 @@ class FirstStepCheck:
 
     def run(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:
         """Before a step over these micro-batches: see `SelfCheck`. `scale_of`: for a number of micro-batches, what the backward
-        of each starts from. Raises SelfCheckError on every rank."""
+        of each starts from. Where the check cannot run this model, and nobody has asked for it, a line in the log says so.
+        Raises SelfCheckError on every rank."""
         vertical = self._parts.vertical
         wanted = vertical.self_check
         if self._is_done or wanted is False:
@@ -74,9 +76,9 @@ class FirstStepCheck:
         ):
             try:
                 line, error = check.run(bodies)
-            except SelfCheckError as failure:  # torch's own order fails under the check's hooks, so there is nothing to compare
-                if vertical.self_check or all(body.checked is None for body in bodies):
-                    raise
+            except PlainOrderError as failure:  # nothing is known to be wrong, and there is nothing to compare with
+                if vertical.self_check:
+                    raise SelfCheckError(f"{failure}; nothing has been trained") from failure
                 line, error = f"warning: trained without the check, which cannot follow this model. {failure}", None
         host.trim()  # what whole graphs took is not the steps' memory
         parts.state.forget()

@@ -1,7 +1,12 @@
 """One micro-batch's forward and backward as torch alone runs them: one graph from end to end, no block is run twice.
 
-Only the layer that is computed has its parameters in memory. Its hooks fetch it; whatever autograd saves of parameters is
+Only the layer that is computed has its parameters in memory. Its hooks fetch it; whatever autograd saves of its parameters is
 looked up again, and what else it saves goes to a file where host memory is short.
+
+[Note: saved by layers alone] Torch takes a saved tensor through hooks and gives the backward a new object over its memory,
+which has none of the attributes that DeepSpeed gives its parameters. A backward written in Python may ask for them: that of
+TRL's head reads `ds_status` of its weight. So the hooks see what layers save, and nothing of the code around them, whose
+parameters are in memory from end to end. A backward within a layer that asks cannot be given an answer: `PlainOrderError`.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
@@ -20,6 +26,7 @@ from torch.utils import _pytree as pytree
 from ds_vertical.io.host import available_bytes
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap
+from ds_vertical.model.stubs import calls_through
 from ds_vertical.model.tensor_refs import key_of
 from ds_vertical.schedule.events import Unit
 
@@ -37,6 +44,12 @@ class ParamSource(Protocol):
 
 
 _AHEAD: Final = "forward ahead of the first layer", None
+_FORBIDDEN: Final = "saved tensor hooks"  # in torch's message where a transform, such as torch.func.grad, forbids them
+
+
+class PlainOrderError(RuntimeError):
+    """This pass cannot run the model, which trains without it: see [Note: saved by layers alone]. The cause is what the model
+    has raised."""
 
 
 class PlainOrder:
@@ -53,7 +66,7 @@ class PlainOrder:
 
     @contextlib.contextmanager
     def opened(
-        self, note_output: Callable[[int, Any], None], note_gradient: Callable[[nn.Parameter], None]
+        self, note_output: Callable[[int, object], None], note_gradient: Callable[[nn.Parameter], None]
     ) -> Iterator[PlainOrder]:
         """Within the block models run with their layers fetched as they come. `note_output` hears of each block's output, by
         the block's number, `note_gradient` of each parameter of a layer that has its gradient."""
@@ -62,9 +75,7 @@ class PlainOrder:
             stack.callback(self._release)
             for number, layer in ((block, index) for index, blocks in enumerate(self._layers.layers) for block in blocks):
                 module = self._layers.blocks[number].module
-                fetch, note = self._fetching(number, layer), self._noting(number, layer, note_output)
-                stack.callback(module.register_forward_pre_hook(fetch, prepend=True).remove)
-                stack.callback(module.register_forward_hook(note).remove)
+                stack.enter_context(calls_through(module, partial(self._call, number, layer, note_output)))
             for unit, params in self._layers.units.items():
                 for param in params if unit != "pre" else ():
                     if param.requires_grad:
@@ -75,31 +86,43 @@ class PlainOrder:
             yield self
 
     def run(self, body: Callable[[], torch.Tensor], scale: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Forward, loss and backward of one micro-batch. Returns its loss."""
+        """Forward, loss and backward of one micro-batch. Returns its loss. Raises PlainOrderError where this pass is the cause
+        that the model fails, and else what the model raises."""
         self.place = _AHEAD
-        with saved_tensors_hooks(self._pack, self._unpack):
+        try:
             loss = body()
-        self.place = "backward of the loss, ahead of the layers'", None
-        scale(loss).backward()
+            self.place = "backward of the loss, ahead of the layers'", None
+            scale(loss).backward()
+        except Exception as failure:
+            if self._is_ours(failure):
+                raise PlainOrderError(str(failure)) from failure
+            raise
         self._saved.clear()
         return loss.detach()
 
-    def _fetching(self, number: int, layer: int) -> Callable[..., None]:
-        return lambda *_: self._enter("forward of", number, layer)
+    def _is_ours(self, failure: Exception) -> bool:
+        """Whether the model has failed at a saved tensor that has lost what only its parameter has, or since hooks are
+        forbidden to it."""
+        if isinstance(failure, AttributeError) and type(failure.obj) is torch.Tensor:
+            params = (param for members in self._layers.units.values() for param in members)
+            return any(failure.name in vars(param) for param in params)
+        return type(failure) is RuntimeError and _FORBIDDEN in str(failure)
+
+    def _call(self, number: int, layer: int, note_output: Callable[[int, object], None], run: Callable[[], object]) -> object:
+        """A block's whole call, hooks included."""
+        self._enter("forward of", number, layer)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            output = run()
+        note_output(number, output)
+        self.place = "forward behind", number
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._enter("backward of", number, layer))  # the layer's backward begins
+        return output
 
     def _enter(self, phase: str, number: int, layer: int) -> None:
         self.place = phase, number
         self._need(layer)
-
-    def _noting(self, number: int, layer: int, note_output: Callable[[int, Any], None]) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            note_output(number, output)
-            self.place = "forward behind", number
-            for tensor in pytree.tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._enter("backward of", number, layer))  # the layer's backward begins
-
-        return note
 
     def _need(self, unit: Unit) -> None:
         if self._resident == unit:

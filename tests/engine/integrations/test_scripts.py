@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from places import ROOT
+from library_scripts import SCRIPTS, TRAINING, config_of
 from processes import free_port
 
-SCRIPTS = ROOT / "tests" / "scripts"
 # as `python SCRIPT`, with the ops that are compiled already
 PLAIN = (
     "import runpy, sys; from ds_vertical.compat.ops import cache; cache.activate(); del sys.argv[0];"
@@ -23,50 +21,6 @@ PLAIN = (
 )
 LAUNCHER = ("-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--num_accelerators", "1")
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-COMMON = {
-    "gradient_accumulation_steps": 4,
-    "gradient_clipping": 1.0,
-    "bf16": {"enabled": True},
-    "data_types": {"grad_accum_dtype": "fp32"},
-}
-HUGGING_FACE = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"},
-    "data_types": {"grad_accum_dtype": "fp32"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "trainer": HUGGING_FACE,
-    "trl_sft": HUGGING_FACE,
-    "three_calls": {
-        **COMMON,
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    },
-    "accelerate_loop": {**COMMON, "train_micro_batch_size_per_gpu": 2},
-}
-TRAINING = """--per_device_train_batch_size 1 --gradient_accumulation_steps 4 --num_train_epochs 1 --max_grad_norm 1.0
- --learning_rate 1e-3 --logging_steps 1 --save_strategy no --report_to none --bf16 true --use_cpu true""".split()
-
-
-def config_of(script: str, folder: Path, vertical: bool) -> Path:
-    """Stock's parameters and optimizer in host memory, or ours on SSD."""
-    buffers = {"nvme_path": str(folder), "max_in_cpu": 0, "buffer_count": 24, "buffer_size": 2_000_000}
-    zero: dict[str, Any] = {"stage": 3, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
-    zero["stage3_gather_16bit_weights_on_model_save"] = True
-    if vertical:
-        zero |= {
-            "offload_param": {"device": "nvme", **buffers},
-            "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)},
-            "vertical_schedule": {},
-        }
-    else:
-        zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-    path = folder / "ds_config.json"
-    path.write_text(json.dumps({**CONFIGS[script], "zero_optimization": zero}))
-    return path
 
 
 def launch(script: str, folder: Path, vertical: bool, *arguments: str) -> str:
@@ -78,11 +32,15 @@ def launch(script: str, folder: Path, vertical: bool, *arguments: str) -> str:
     how = [*LAUNCHER, "--master_port", port, "--module", "ds_vertical.run"] if vertical else ["-c", PLAIN]
     command = [sys.executable, *how, str(SCRIPTS / f"{script}.py")]
     command += [*given.get(script, ["--deepspeed", config, *TRAINING]), "--output_dir", str(folder / "out"), *arguments]
-    env = os.environ | {"HF_HUB_OFFLINE": "1"} | ({} if vertical else ALONE | {"MASTER_PORT": port})
+    return ran(command, folder, vertical, {} if vertical else ALONE | {"MASTER_PORT": port})
+
+
+def ran(command: list[str], folder: Path, vertical: bool, variables: Mapping[str, str]) -> str:
+    """What a command printed that ends well, and trains in the order that it was launched for."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1"} | variables
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    if vertical:
-        assert "vertical schedule ACTIVE" in done.stdout + done.stderr
+    assert ("vertical schedule ACTIVE" in done.stdout + done.stderr) == vertical
     return done.stdout
 
 
@@ -104,6 +62,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         pytest.param("trainer", ["--eval_strategy", "steps", "--eval_steps", "5"], id="trainer"),
         pytest.param("trl_sft", [], id="trl_sft", marks=pytest.mark.slow),
         pytest.param("trl_sft", ["--lora", "true"], id="trl_sft with LoRA", marks=pytest.mark.slow),
+        pytest.param("lora", [], id="lora", marks=pytest.mark.slow),
     ],
 )
 def test_a_trainers_script_has_stocks_numbers_and_weights(script: str, arguments: list[str], tmp_path: Path) -> None:
@@ -151,3 +110,35 @@ def test_a_trainer_that_is_the_first_to_import_deepspeed_hands_over_whole_steps(
     assert "imported ahead of the Trainer: False" in printed
     assert "vertical schedule ACTIVE: bridge Trainer" in printed and "bridge three calls" not in printed
     assert len(re.findall("'grad_norm'", printed)) == 2
+
+
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_config_file: {config}
+  zero3_init_flag: true
+machine_rank: 0
+main_process_port: {port}
+num_machines: 1
+num_processes: 1
+use_cpu: false
+"""
+
+
+@pytest.mark.slow
+def test_accelerates_own_launcher_prints_stocks_losses(tmp_path: Path) -> None:
+    """With the DeepSpeed JSON in Accelerate's configuration, and none in the script's arguments."""
+    printed = {}
+    for vertical in (False, True):
+        folder = tmp_path / str(vertical)
+        folder.mkdir()
+        own = folder / "accelerate.yaml"
+        own.write_text(ACCELERATE.format(config=config_of("accelerate_loop", folder, vertical), port=free_port()))
+        plain = folder / "plain.py"
+        plain.write_text(PLAIN)
+        how = ["-m", "ds_vertical.run"] if vertical else [str(plain)]
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(own), *how]
+        command += [str(SCRIPTS / "accelerate_loop.py"), "--output_dir", str(folder / "out")]
+        printed[vertical] = ran(command, folder, vertical, {})
+    assert numbers(printed[True]) == numbers(printed[False]) and len(numbers(printed[False])) >= 6

@@ -7,20 +7,10 @@ from typing import Any
 
 import pytest
 from trainer_runs import Seen, arguments_for, assert_same, both, noting_llama, recorder, tiny_llama
+from words import tokenizer
 
 pytestmark = pytest.mark.slow
 SFT_ROWS = [" ".join(f"w{(7 * row + 3 * i) % 125}" for i in range(10 + row % 20)) for row in range(22)]
-
-
-def tokenizer() -> Any:
-    """One token for each of 125 words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(125))]
-    vocabulary = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def adapter() -> Any:
@@ -30,7 +20,7 @@ def adapter() -> Any:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "packed"])
-def test_sft(tmp_path: Path, kind: str) -> None:
+def test_sft(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
@@ -46,6 +36,7 @@ def test_sft(tmp_path: Path, kind: str) -> None:
         return trainer
 
     assert_same(*both(tmp_path, train, section={"self_check": None}))  # which must not count in TRL's metrics
+    assert "they agree" in (said := capsys.readouterr().out) and "trained without the check" not in said
 
 
 def test_dpo_with_a_reference_model(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""`ds-vertical ab` with scripts that know nothing of ds_vertical: the three calls, Accelerate, Trainer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from library_scripts import SCRIPTS, TRAINING, config_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["three_calls", "accelerate_loop", "lora"])
+def test_a_script_of_a_library_is_compared(tmp_path: Path, script: str) -> None:
+    """Both arms on SSD, from one JSON, each with one engine that has taken all the steps that were asked for."""
+    config = str(config_of(script, tmp_path, True))
+    given = {"three_calls": ["--deepspeed"], "accelerate_loop": []}.get(script, ["--deepspeed", config, *TRAINING])
+    own = ["--config", config, "--out", str(tmp_path / "ab"), "--steps", "4", "--no-bound"]
+    command = [sys.executable, "-m", "ds_vertical.cli.main", "ab", *own, "--", str(SCRIPTS / f"{script}.py"), *given]
+    done = subprocess.run([*command, "--output_dir", str(tmp_path / "out")], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "ab" / "ab.json").read_text())
+    assert report["losses_equal"] is True and report["speedup"] > 0, done.stdout
+    assert list(report["arms"]) == ["stock", "vertical"]
+    for arm, engine in (("stock", "DeepSpeedEngine"), ("vertical", "VerticalEngine")):
+        lines = (tmp_path / "ab" / f"{arm}.0.metrics" / "rank0.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        assert [record["engine"] for record in records] == [engine] * 4
+        assert all(len(record["losses"]) == 4 and record["tokens"] > 0 for record in records)

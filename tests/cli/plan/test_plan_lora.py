@@ -1,0 +1,67 @@
+"""Plans of a model whose adapters alone are trained: the same memory as the run's own forecast finds, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_vertical.cli.plan.fake_run import Lora, read_spec
+from ds_vertical.errors import ConfigError
+from ds_vertical.planner import memory_budget
+from ds_vertical.planner.model_shape import Division, estimated, shape_of
+from ds_vertical.types import Placement
+
+GIB = 1 << 30
+LAYERS, HIDDEN, INNER, VOCAB, LENGTH = 32, 4096, 11008, 32000, 64
+MATRICES = 4 * HIDDEN**2 + 3 * HIDDEN * INNER
+PRE = 2 * VOCAB * HIDDEN
+LLAMA_7B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "targets"), [(8, ()), (64, ("q_proj", "k_proj", "v_proj", "o_proj"))])
+def test_a_7b_models_adapters_alone_have_state_gradients_and_writes(rank: int, targets: tuple[str, ...]) -> None:
+    spec = read_spec("llama_7b", LLAMA_7B, LENGTH, "bf16", Lora(rank, targets))
+    adapters = 2 * rank * HIDDEN * (len(targets) or 2)  # of a block; PEFT's own targets are q_proj and v_proj
+    assert spec.trained == (0, *[adapters] * LAYERS) and spec.trained_elements == LAYERS * adapters
+    assert spec.num_elements == PRE + HIDDEN + LAYERS * (MATRICES + 2 * HIDDEN + adapters)
+    shape = shape_of(spec, estimated(spec, 1, 1e12), Division(1, placement=Placement.of(state_on_ssd=0.0)))
+    terms = memory_budget.BudgetTerms(16, 1, one_memory=True)
+    items = {item.what: item.num_bytes for item in memory_budget.budget(shape, terms)}
+    assert items["optimizer state at rest"] == 12 * LAYERS * adapters  # 50 MB and 800 MB; 84 GB for the whole model
+    assert items["gradients"] == 4 * LAYERS * adapters
+    layer = MATRICES + 2 * HIDDEN + adapters
+    buffers = 2 * (memory_budget.layer_buffers(1, LAYERS) * layer + PRE + HIDDEN)
+    assert items["parameter buffers"] == buffers
+    assert shape.working_bytes < 2 * adapters + 2 * VOCAB * HIDDEN + GIB
+    assert sum(items.values()) < 4 * GIB
+
+
+@pytest.mark.slow
+def test_a_backward_has_no_products_for_frozen_weights() -> None:
+    whole = estimated(read_spec("llama_7b", LLAMA_7B, LENGTH, "bf16"), 1, 1e12)
+    adapted = estimated(read_spec("llama_7b", LLAMA_7B, LENGTH, "bf16", Lora(8)), 1, 1e12)
+    assert whole.block_backward == pytest.approx(2 * whole.block_forward)
+    assert adapted.block_forward == pytest.approx(whole.block_forward, rel=0.01)
+    assert adapted.block_backward == pytest.approx(adapted.block_forward, rel=0.02)
+    assert adapted.head == pytest.approx(whole.head * 2 / 3, rel=0.02) and adapted.pre_backward == 0
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"), [(("nope",), r"--lora 8: tiny: Target modules .*--lora-targets, e\.g\. q_proj,v_proj")]
+)
+def test_names_that_the_model_lacks_are_refused(targets: tuple[str, ...], words: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
+    with pytest.raises(ConfigError, match=words):
+        read_spec("tiny", LLAMA_7B | sizes, 16, "bf16", Lora(8, targets))
