@@ -82,7 +82,11 @@ class ForwardCoroutine:
         self._whole_block = -1  # whose hooks are part of it, while it runs
         self._watch: ParameterWatch | None = None  # of the hooks under way
         self._missed = -1  # a block whose hooks ought to have been part of it
-        self._coroutine = Coroutine(lambda: self._run(body))
+
+        def run() -> None:
+            self._result = body()
+
+        self._coroutine = Coroutine(run)
         self._coroutine.micro_batch = self
         self._coroutine.gr_context = contextvars.copy_context()
 
@@ -160,9 +164,6 @@ class ForwardCoroutine:
 
     # ---- the coroutine's side
 
-    def _run(self, body: Callable[[], object]) -> None:
-        self._result = body()
-
     def call_block(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Called in place of a block's forward: park until the schedule reaches the block, run it, park at the layer's end.
 
@@ -172,7 +173,15 @@ class ForwardCoroutine:
         if block == self._whole_block:
             return raw(*args, **kwargs)
         if block == self._hooked_block:
-            return self._call_between_hooks(block, raw, args, kwargs)
+            watch = self._watch
+            if watch is None:
+                return self._run_recorded(block, raw, args, kwargs)
+            watch.look_at((args, kwargs))
+            with watch.paused():
+                if block == self._done_block:  # a hook calls the block once more, and the record has room for one call
+                    watch.found = True
+                    return raw(*args, **kwargs)
+                return self._run_recorded(block, raw, args, kwargs)
         self._park_ahead(block, args, kwargs)
         result = self._run_recorded(block, raw, args, kwargs)
         self._park_behind(block)
@@ -202,19 +211,6 @@ class ForwardCoroutine:
         self._park_behind(block)
         return result
 
-    def _call_between_hooks(
-        self, block: int, raw: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> object:
-        watch = self._watch
-        if watch is None:
-            return self._run_recorded(block, raw, args, kwargs)
-        watch.look_at((args, kwargs))
-        with watch.paused():
-            if block == self._done_block:  # a hook calls the block once more, and the record has room for one call
-                watch.found = True
-                return raw(*args, **kwargs)
-            return self._run_recorded(block, raw, args, kwargs)
-
     def call_whole(
         self, block: int, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
@@ -243,7 +239,7 @@ class ForwardCoroutine:
             return
         self.parked_at = block
         self.parked_call = [args, kwargs]
-        self._park()
+        _park(self._coroutine)
         self.parked_call = []
         if block not in self._target or block != self._done_block + 1:
             _wrong_order(self._blocks, f"the model called block {self._blocks[block].path} out of turn")
@@ -251,12 +247,13 @@ class ForwardCoroutine:
     def _park_behind(self, block: int) -> None:
         """Park if the block, which has run, ends the layer."""
         if block == self._target[-1] and not (self._run_on and block + 1 < len(self._blocks)):
-            self._park()
+            _park(self._coroutine)
 
-    def _park(self) -> None:
-        parent = self._coroutine.parent
-        assert parent is not None
-        parent.switch()
+
+def _park(coroutine: Coroutine) -> None:
+    parent = coroutine.parent
+    assert parent is not None
+    parent.switch()
 
 
 def _wrong_order(blocks: Sequence[Block], what: str) -> NoReturn:
