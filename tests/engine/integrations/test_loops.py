@@ -48,8 +48,10 @@ class Dropping(MixerModel):
             block.register_forward_hook(lambda _, __, out: nn.functional.dropout(out, 0.1, self.training))
 
 
-def make_config(folder: Path, **options: Any) -> dict[str, Any]:
-    return harness.small_buffers(harness.base_config(folder, num_micro_batches=M, **options))
+def make_config(folder: Path, section: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The self-check learns ahead of the first step that `Noting` writes an attribute."""
+    checked = {"self_check": True} | (section or {})
+    return harness.small_buffers(harness.base_config(folder, num_micro_batches=M, section=checked))
 
 
 def rows(num_steps: int = 2, seed: int = 3) -> list[dict[str, torch.Tensor]]:

@@ -170,7 +170,7 @@ class Total:
 
 def noting_neox() -> Any:
     """A hook on a layer appends to a list of that layer's, so the first step starts over."""
-    model = build()
+    model: Any = build()
     layer = model.gpt_neox.layers[0]
     layer.notes = []
     layer.register_forward_hook(lambda module, _, __: module.notes.append(1))
