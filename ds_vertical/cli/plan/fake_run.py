@@ -118,8 +118,9 @@ def _adapters(name: str, fields: JsonObject, dtype: str, lora: Lora) -> dict[str
             raise ConfigError(f"--lora {lora.rank}: {name}: {str(error).splitlines()[0]}; {advice}") from error
     found = {}
     for path, module in adapted.get_base_model().named_modules():
-        if "default" in getattr(module, "lora_A", ()):
-            found[path] = module.lora_A["default"].weight.shape[1], module.lora_B["default"].weight.shape[0]
+        down, up = getattr(module, "lora_A", {}), getattr(module, "lora_B", {})
+        if "default" in down:
+            found[path] = down["default"].weight.shape[1], up["default"].weight.shape[0]
     trained = sum(param.numel() for param in adapted.parameters() if param.requires_grad)
     if trained != lora.rank * sum(map(sum, found.values())):
         raise ConfigError(f"--lora-targets {','.join(lora.targets)}: adapters of modules that are not linear; {advice}")

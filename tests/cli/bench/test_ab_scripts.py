@@ -12,6 +12,7 @@ from library_scripts import SCRIPTS, TRAINING, config_of
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", ["three_calls", "accelerate_loop", "lora"])
 def test_a_script_of_a_library_is_compared(tmp_path: Path, script: str) -> None:
     """Both arms on SSD, from one JSON, each with one engine that has taken all the steps that were asked for."""

@@ -127,6 +127,7 @@ use_cpu: false
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_accelerates_own_launcher_prints_stocks_losses(tmp_path: Path) -> None:
     """With the DeepSpeed JSON in Accelerate's configuration, and none in the script's arguments."""
     printed = {}
