@@ -270,7 +270,7 @@ def test_loops_that_stay_as_they_are_step_in_turn(figure: str, tmp_path: Path) -
     config = str(ROOT / "configs" / "gpt_13m_cpu.json")
     small = ["--model", "gpt_13m", "--config", config, "--stock-config", config, "--micro-batches", "2"]
     words = ["--rounds", "1", "--turns", "2", "--warm-up", "1", "--folder", str(tmp_path / "ssd")]
-    assert bridges.main(["--figure", figure, *small, *words]) == 0
+    assert bridges.main(["--figure", figure, *small, *words, "--benchmarks", str(tmp_path)]) == 0
     (path,) = (tmp_path / "bridges").iterdir()
     content = json.loads(path.read_text())
     names = {each.name for each in bridges.CONTESTANTS[figure]}
