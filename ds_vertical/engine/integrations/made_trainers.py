@@ -53,6 +53,11 @@ class Trainer(Protocol):
     evaluation_loop: Callable[..., object]
 
 
+def set_sync_gradients(trainer: Trainer, is_last: bool) -> None:
+    """Tell Accelerate whether the micro-step under way is its step's last one."""
+    trainer.accelerator.gradient_state._set_sync_gradients(is_last)
+
+
 def bridge_trainers(bridge: Callable[[Trainer], None]) -> None:
     """Have `bridge` called with every Trainer that the script makes from here on, as soon as it is made, where it may use
     DeepSpeed.

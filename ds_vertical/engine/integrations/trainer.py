@@ -22,7 +22,7 @@ from ds_vertical.compat import accelerator
 from ds_vertical.engine.integrations.counted import CountedByTrainer
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.eval_windows import EvaluationWindows, fitting
-from ds_vertical.engine.integrations.made_trainers import CALLED_WITH, Trainer, check_signature
+from ds_vertical.engine.integrations.made_trainers import CALLED_WITH, Trainer, check_signature, set_sync_gradients
 from ds_vertical.errors import LayerError, LoopError
 
 T = TypeVar("T")
@@ -97,18 +97,17 @@ class Bridge:
 
     def _step(self, engine: CallableEngine, batches: Sequence[T], run: Callable[[T], object]) -> list[object]:
         """All micro-steps of a step, each on a copy of its batch: the user's code takes labels out, and may run again."""
-        state = self._trainer.accelerator.gradient_state
-        before = state.sync_gradients
+        before = self._trainer.accelerator.gradient_state.sync_gradients
 
         def entering(index: int) -> None:
-            state._set_sync_gradients(index == len(batches) - 1)
+            set_sync_gradients(self._trainer, index == len(batches) - 1)
 
         engine.train()
         try:
             runs = [functools.partial(run, batch) for batch in batches]
             return engine.train_window(runs, batches, entering, self._counted())
         finally:
-            state._set_sync_gradients(before)
+            set_sync_gradients(self._trainer, before)
 
     def _counted(self) -> CountedByTrainer:
         return CountedByTrainer(self._trainer, lambda line: accelerator.log(f"ds_vertical: warning: {line}"))
