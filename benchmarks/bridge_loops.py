@@ -131,7 +131,7 @@ def train_batch(task: Task, turns: Turns) -> None:
     config = ds_vertical.prepare(task.config)
     zero_init = HfDeepSpeedConfig(config)
     model = task.model()
-    engine, *_ = ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine, *_ = ds_vertical.initialize(model=model, model_parameters=cast(Any, list(model.parameters())), config=config)
 
     def evaluate(count: int) -> None:
         held_out = iter(task.loader(count))
@@ -207,7 +207,7 @@ def three_calls(task: Task, turns: Turns) -> None:
 
     zero_init = HfDeepSpeedConfig(task.config)
     model = task.model()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=task.config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=cast(Any, list(model.parameters())), config=task.config)
     losses: list[Any] = []
     if not turns.between_steps(None, None):
         return
