@@ -22,9 +22,15 @@ from ds_vertical.model.state.containers import is_internal
 
 
 class Caller(Protocol):
-    """What takes a coroutine's block calls. `index`: the micro-batch's number in its step."""
+    """What takes a coroutine's calls of the model and its blocks. `index`: the micro-batch's number in its step. `behind_call`:
+    may be set; called in the coroutine as each call of the model has returned."""
 
     index: int
+    behind_call: Callable[[], None]
+
+    def call_model(self, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Make a call of the whole model. Returns what the call returned."""
+        ...
 
     def call_block(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a block, by its number in order of execution, when the schedule reaches it. Returns what the block returned."""
@@ -48,11 +54,14 @@ class Stubs:
 
     Outside a coroutine (a recompute runs the raw forward itself) a block's forward is its own. What compiles a block's call
     is off meanwhile, and around its raw forward: see [Note: compiled blocks]. A call that has hooks of the user's is
-    handed over whole: see [Note: hooks of blocks].
+    handed over whole: see [Note: hooks of blocks]. `model`: its calls are handed over, too; None: they are not told from one
+    another.
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[Block], model: nn.Module | None = None) -> None:
         self.blocks = blocks
+        self._model = None if any(block.module is model for block in blocks) else model
+        self._kept_model_call = None if model is None else model._compiled_call_impl
         self.raw: list[Callable[..., object]] = [raw_forward(block.module) for block in blocks]
         self._kept = [block.module.__dict__.get("forward") for block in blocks]
         self._kept_calls = [block.module._compiled_call_impl for block in blocks]
@@ -71,12 +80,25 @@ class Stubs:
             object.__setattr__(block.module, "forward", self._stub(index))
         for index, block in enumerate(self.blocks):
             object.__setattr__(block.module, "_compiled_call_impl", self._call_stub(index))
+        if self._model is not None:
+            object.__setattr__(self._model, "_compiled_call_impl", self._model_stub(self._model))
 
     def _put_back(self) -> None:
+        if self._model is not None:
+            _put_back(self._model, "_compiled_call_impl", self._kept_model_call)
         for block, call in zip(self.blocks, self._kept_calls, strict=True):
             _put_back(block.module, "_compiled_call_impl", call)
         for block, forward in zip(self.blocks, self._kept, strict=True):
             _put_back(block.module, "forward", forward)
+
+    def _model_stub(self, model: nn.Module) -> Callable[..., object]:
+        own: Callable[..., object] = model._call_impl if self._kept_model_call is None else self._kept_model_call
+
+        def call(*args: object, **kwargs: object) -> object:
+            current = getcurrent()
+            return current.micro_batch.call_model(own, args, kwargs) if isinstance(current, Coroutine) else own(*args, **kwargs)
+
+        return call
 
     def _stub(self, index: int) -> Callable[..., object]:
         raw = self.raw[index]

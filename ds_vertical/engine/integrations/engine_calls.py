@@ -37,8 +37,9 @@ class CallableEngine(SavingEngine):
     ) -> list[T]:
         """One optimizer step over the user's whole micro-steps; returns what each returned.
 
-        Each calls the model through this engine once, `backward(loss)` once, and the last one `step()`. The losses are taken
-        as `backward` scales them. `entering(i)` is called as micro-step i begins, and as it goes on behind its model call.
+        Each calls the model (through this engine, at least for the first time), as often as the others do, `backward(loss)`
+        once, and the last one `step()`. The losses are taken as `backward` scales them. `entering(i)` is called as micro-step i
+        begins, and as it goes on behind each of its model calls.
         `batches`: the micro-batches, for metrics. Where a step starts over, the micro-steps are called again. Raises
         LoopError where one does something else; the step then has not been.
         """
@@ -53,8 +54,8 @@ class CallableEngine(SavingEngine):
         return window.results
 
     def eval_window(self, runs: Sequence[Callable[[], T]], batches: Sequence[object]) -> list[T]:
-        """Run the user's code for some micro-batches without training, each of which calls the model once; returns what each
-        returned."""
+        """Run the user's code for some micro-batches without training, each of which calls the model as often as the others;
+        returns what each returned."""
         steps = [EvaluatedStep(self._loop.call_model).body(run, micro.form_of(b)) for run, b in zip(runs, batches, strict=True)]
         with self._stopping.obeyed(self), self.optimizer.calls.call("eval_window"), ranks.collective_section("eval_window"):
             return self._loop.evaluate_bodies(steps)
