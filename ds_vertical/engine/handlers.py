@@ -158,9 +158,8 @@ class ScheduleRunner:
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), self._stubs() as stubs, self._state_of(bodies) as modules:
-            micro_batches = self._micro_batches(
-                bodies, ForwardPass(self.layers, stubs, True, modules, schedule.calls), schedule.moved
-            )
+            shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls)
+            micro_batches = self._micro_batches(bodies, shared, schedule.moved)
             parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay(), bodies)
             hints = schedule.coming if self.overlap else {}
             training = _Training(parts, gradients, scale, optimizer, self.activations, hints)
@@ -213,8 +212,7 @@ class ScheduleRunner:
     def _micro_batches(self, bodies: Sequence[Body], shared: ForwardPass, moved: Collection[int] = ()) -> list[MicroBatch]:
         state = ThreadState.capture()
         states = [state if body.seed is None else state.seeded(body.seed) for body in bodies]
-        numbered = enumerate(zip(bodies, states, strict=True))
-        self._live = live = [MicroBatch(body.run, shared, own, index, run_on=index in moved) for index, (body, own) in numbered]
+        self._live = live = [MicroBatch(body.run, shared, states[i], i, run_on=i in moved) for i, body in enumerate(bodies)]
         return live
 
     def end_forwards(self) -> None:
@@ -304,7 +302,7 @@ class _Pass:
 
     def forward(self, event: Event) -> None:
         if event.layer == "pre":
-            self.micro_batch(event).start_call(event.call) if event.call else self.micro_batch(event).start()
+            self.micro_batch(event).start(event.call)
         else:
             assert isinstance(event.layer, int)
             self.micro_batch(event).advance(event.layer, keep_graph=event in self.fused)

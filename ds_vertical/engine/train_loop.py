@@ -349,7 +349,7 @@ class VerticalLoop(TrainLoop):
         self._check_ready()
         swap_buffers.rest_stock_buffers(parts.module.parameters(), parts.optimizer)
         tiers = moved_tiers(parts.vertical, len(bodies))
-        self._refuse_moves(tiers)
+        _refuse_moves(tiers, self._calls.number)
         if parts.activations is not None:
             parts.activations.open_step(tiers)
         schedule = self.ran = self._schedule(len(bodies), tuple(tiers))
@@ -362,15 +362,6 @@ class VerticalLoop(TrainLoop):
             parts.optimizer.live.schedule_running(),
         ):
             return parts.runner.train(schedule, bodies, parts.gradients, parts.optimizer.driver, scale)
-
-    def _refuse_moves(self, tiers: Collection[int]) -> None:
-        """Raises LoopError where activations are to leave the device and the model is called several times."""
-        if tiers and self._calls.number > 1:
-            raise LoopError(
-                f"the code of a micro-batch calls the model {self._calls.number} times; vertical_schedule.activations moves"
-                " what passes between the layers of one call alone: leave the key out, so that it stays on the device, or set"
-                " vertical_schedule.enabled to false"
-            )
 
     def _check_ready(self) -> None:
         """Raise, on every rank, where a step cannot begin on one."""
@@ -479,6 +470,16 @@ class VerticalLoop(TrainLoop):
         self._num_evaluations += 1
         base, rank = torch.initial_seed(), ranks.rank()
         return [micro.stream_seed(base, -self._num_evaluations, index, rank) for index in range(num_micro_batches)]
+
+
+def _refuse_moves(moved: Collection[int], num_calls: int) -> None:
+    """Raises LoopError where activations of micro-batches are to leave the device and the model is called several times."""
+    if moved and num_calls > 1:
+        raise LoopError(
+            f"the code of a micro-batch calls the model {num_calls} times; vertical_schedule.activations moves what passes"
+            " between the layers of one call alone: leave the key out, so that it stays on the device, or set"
+            " vertical_schedule.enabled to false"
+        )
 
 
 def _log(line: str) -> None:

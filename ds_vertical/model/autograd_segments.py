@@ -60,10 +60,6 @@ class Segments:
         # that Python can own is kept until the prefix's backward is over, and no more of the graph than that.
         self._owners: list[Node | GradientEdge] = []
 
-    def begin_call(self) -> None:
-        """Begin the segments of a further call of the model: its prefix is about to run."""
-        self.begin(())
-
     @contextlib.contextmanager
     def apart(self, call: int) -> Iterator[None]:
         """Within the block the layers of a call run backward. Raises LayerError where a gradient arrives at what an earlier
@@ -75,7 +71,8 @@ class Segments:
             self._floor = 0
 
     def begin(self, leaves: Iterable[object]) -> None:
-        """Begin the next segment: a block has run, `leaves` stand for its outputs, and nodes made from here on belong to it."""
+        """Begin the next segment: a block has run, `leaves` stand for its outputs, and nodes made from here on belong to it. Or
+        a further call of the model begins, with its prefix and no `leaves`."""
         self._starts.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -125,7 +122,7 @@ class Segments:
         for root in roots:
             del self._waiting[root.key]
         earlier, leaves = self._reach(roots, segment)
-        for node, _ in earlier:
+        for node, _ in earlier if self._floor else ():
             self._refuse_chain(node)
         if not earlier:
             _run_to_leaves(roots)

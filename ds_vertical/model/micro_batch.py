@@ -42,13 +42,10 @@ class MicroBatch:
 
     # ---- forward
 
-    def start(self) -> None:
-        """Run the prefix: up to the first block call."""
-        self._forward.start()
-
-    def start_call(self, call: int) -> None:
-        """Run on to the first block of a further call of the model. Raises CallsMissed or LayerError where none is made."""
-        self._forward.start_call(call)
+    def start(self, call: int = 0) -> None:
+        """Run the prefix of a call of the model: up to the first block call. Raises CallsMissed or LayerError where that call
+        is not made."""
+        self._forward.start(call)
 
     def advance(self, layer: int, keep_graph: bool = False) -> None:
         """Run the glue before layer `layer` and the layer itself. Raises LayerError when the model calls another one.

@@ -66,7 +66,7 @@ class RecordedBlocks:
     def begin_call(self) -> None:
         """Take note that the blocks run from here on belong to a further call of the model."""
         self._first += len(self._blocks)
-        self._segments.begin_call()
+        self._segments.begin(())
 
     def run(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a block of the call under way. Returns what the block returned. Raises as `run_kept` does."""

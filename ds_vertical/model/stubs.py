@@ -18,19 +18,15 @@ from torch import nn
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.compiled_blocks import raw_forward
 from ds_vertical.model.layers import Block
+from ds_vertical.model.model_calls import ModelCalls
 from ds_vertical.model.state.containers import is_internal
 
 
 class Caller(Protocol):
-    """What takes a coroutine's calls of the model and its blocks. `index`: the micro-batch's number in its step. `behind_call`:
-    may be set; called in the coroutine as each call of the model has returned."""
+    """What takes a coroutine's block calls, and its `calls` of the model. `index`: the micro-batch's number in its step."""
 
     index: int
-    behind_call: Callable[[], None]
-
-    def call_model(self, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Make a call of the whole model. Returns what the call returned."""
-        ...
+    calls: ModelCalls
 
     def call_block(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a block, by its number in order of execution, when the schedule reaches it. Returns what the block returned."""
@@ -96,7 +92,7 @@ class Stubs:
 
         def call(*args: object, **kwargs: object) -> object:
             current = getcurrent()
-            return current.micro_batch.call_model(own, args, kwargs) if isinstance(current, Coroutine) else own(*args, **kwargs)
+            return current.micro_batch.calls.make(own, args, kwargs) if isinstance(current, Coroutine) else own(*args, **kwargs)
 
         return call
 

@@ -114,7 +114,7 @@ class MicroStep(RunningStep, Generic[T]):
         self._forget()
         coroutine = getcurrent()
         if isinstance(coroutine, Coroutine):  # calls of the model past the engine are its own, too
-            coroutine.micro_batch.behind_call = partial(self._entering, self.index)
+            coroutine.micro_batch.calls.behind = partial(self._entering, self.index)
         with self.running():
             self._entering(self.index)
             self.results.append(self._run())

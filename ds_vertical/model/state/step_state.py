@@ -18,7 +18,7 @@ from ds_vertical.model.state.containers import containers
 from ds_vertical.model.state.module_state import PlaceItem, Version, equal_values
 from ds_vertical.model.state.restart import HORIZONTAL, StateMissed
 from ds_vertical.model.state.survey import OUTSIDE
-from ds_vertical.model.state.tracks import BETWEEN, PREFIX, Known, LearnedState, Track, TrackedState
+from ds_vertical.model.state.tracks import BETWEEN, PREFIX, Known, LearnedState, Track, TrackedState, part_of_forward
 
 
 class GradFlags:
@@ -162,7 +162,7 @@ class StepState:
     def enter(self, micro_batch: int, layer: int | None, call: int = 0) -> None:
         """Install a micro-batch's versions: its forward goes on through a layer (below 0: the prefix; None: the suffix) in one
         of its calls of the model, or its backward does."""
-        self.tracked.layer, self.tracked.part = layer, self._part(layer, call)
+        self.tracked.layer, self.tracked.part = layer, part_of_forward(layer, call, self._layers.num_layers)
         self._flags.enter(micro_batch)
         if not self._tracks:
             return
@@ -177,11 +177,6 @@ class StepState:
                 sample = self._trial.sample(track, micro_batch, layer)
                 track.install(track.version(micro_batch) if sample is None else sample)
 
-    def _part(self, layer: int | None, call: int) -> int:
-        """A part of the forward as `Known.writers` has it."""
-        num_layers = len(self._layers.layers)
-        return num_layers if layer is None else layer + call * (num_layers + 1) if layer >= 0 else layer
-
     def leave(self, micro_batch: int, layer: int | None, call: int = 0, is_recomputed: bool = True) -> None:
         """Keep what has changed as the micro-batch's versions: its forward has parked behind that part, or has ended.
         `is_recomputed`: it computes with gradients.
@@ -191,7 +186,7 @@ class StepState:
         """
         near = _regions_near(self._layers, layer)
         self._flags.leave(micro_batch, is_recomputed, looks=self._learns or layer is None or layer < 0)
-        self.tracked.part = self._part(layer, call)
+        self.tracked.part = part_of_forward(layer, call, self._layers.num_layers)
         is_outermost = len(self._ended) in (0, len(self._seeds) - 1)  # the first forward, and the last one
         looks = self._learns or (near is None and (layer is not None or is_outermost))
         found = self.tracked.find(None) if self._learned.handled and looks else []

@@ -21,6 +21,14 @@ BETWEEN = -2  # and the one for what lies between the last layer in one call of 
 GLOBAL_PATHS = [item.path for item in global_generators()]
 
 
+def part_of_forward(layer: int | None, call: int, num_layers: int) -> int:
+    """The number of a part of the forward, as `Known.writers` has it: of the layer that it goes through (None: the suffix) in
+    one of the micro-batch's calls of the model."""
+    if layer is None:
+        return num_layers
+    return layer + call * (num_layers + 1) if layer >= 0 else layer
+
+
 @dataclass(eq=False)
 class Known:
     """What the steps so far have shown of an item that changes.
