@@ -22,6 +22,7 @@ from ds_vertical.engine.train_loop import seeded
 from ds_vertical.errors import LayerError
 from ds_vertical.model.batch import stream_seed
 
+pytestmark = pytest.mark.slow
 NUM = 3
 build = partial(tiny_neox, num_layers=2, hidden=128)
 
@@ -74,11 +75,7 @@ def losses_of(folder: Path, steps: list[list[Any]], kinds: list[Any], *, vertica
 
 @pytest.mark.parametrize(
     ("order", "dtype", "num"),
-    [
-        ("vertical", "bf16", NUM),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("vertical", "fp32", NUM), ("vertical", "bf16", 1)]),
-        pytest.param("horizontal", "bf16", NUM, marks=pytest.mark.slow),
-    ],
+    [("vertical", "bf16", NUM), ("vertical", "fp32", NUM), ("vertical", "bf16", 1), ("horizontal", "bf16", NUM)],
 )
 def test_losses_norms_and_weights_are_stocks(tmp_path: Path, order: str, dtype: str, num: int) -> None:
     kinds = [contrastive, plain, three_times, contrastive]
@@ -157,7 +154,6 @@ def contrastive_trainer(*, seeds: bool) -> type:
     return Contrastive
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["short windows and evaluations", "dropout", "one micro-batch"])
 def test_a_contrastive_trainer(tmp_path: Path, case: str) -> None:
     def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
@@ -174,7 +170,6 @@ def test_a_contrastive_trainer(tmp_path: Path, case: str) -> None:
     assert all(log["grad_norm"] > 1 for log in stock.logs if "grad_norm" in log), "clipping must act"
 
 
-@pytest.mark.slow
 def test_an_evaluation_reads_each_layer_once_for_each_call_of_a_window(tmp_path: Path) -> None:
     fetched: list[Any] = []
 
@@ -194,7 +189,6 @@ def test_an_evaluation_reads_each_layer_once_for_each_call_of_a_window(tmp_path:
     assert fetched.count(1) == 3 * 2  # 9 micro-batches: 4, 4, 1
 
 
-@pytest.mark.slow
 def test_dpo_with_the_model_without_its_adapter_as_the_reference(tmp_path: Path) -> None:
     def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
         from datasets import Dataset
@@ -214,7 +208,6 @@ def test_dpo_with_the_model_without_its_adapter_as_the_reference(tmp_path: Path)
     assert stock.logs[-2]["rewards/margins"] != 0, "the reference must be another model by then"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_sft_with_label_smoothing(tmp_path: Path, kind: str) -> None:
     def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
