@@ -57,10 +57,12 @@ def frozen_meanwhile(model: ToyModel, x: torch.Tensor) -> torch.Tensor:
     """As PEFT has it: the reference is the model with something switched off, whose parameters are frozen meanwhile."""
     loss = model(x)
     block = model.blocks[1]
+    assert block.up.weight.requires_grad, "another micro-batch has frozen it"
     with torch.no_grad():
         block.up.weight.requires_grad_(False)
         block.drop.p = 1.0
         reference = model(x)
+        assert not block.up.weight.requires_grad
         block.drop.p = 0.25
         block.up.weight.requires_grad_(True)
     return (loss - reference).square()
