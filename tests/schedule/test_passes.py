@@ -83,7 +83,8 @@ def test_orders() -> None:
 
 def test_orders_of_two_calls() -> None:
     assert text(vertical_order(2, 2, calls=2)) == (
-        "preF0 preF1 0F0 0F1 1F0 1F1 preF0.c1 preF1.c1 0F0.c1 0F1.c1 1F0.c1 sufHEAD0 1B0 1F1.c1 sufHEAD1 1B1 0B0 0B1 preB0 preB1"
+        "preF0 preF1 0F0 0F1 1F0 1F1 preF0.c1 preF1.c1 0F0.c1 0F1.c1"
+        " 1F0.c1 sufHEAD0 1B0 1F1.c1 sufHEAD1 1B1 0B0 0B1 preB0 preB1"
     )
     assert text(horizontal_order(2, 1, calls=2)) == "preF0 0F0 1F0 preF0.c1 0F0.c1 1F0.c1 sufHEAD0 1B0 0B0 preB0"
     assert text(forward_order(2, 1, calls=2)) == "preF0 0F0 1F0 preF0.c1 0F0.c1 1F0.c1 sufF0"
