@@ -21,10 +21,9 @@ from torch.utils import checkpoint
 
 from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import Block, LayerMap
-from ds_vertical.model.model_calls import BlockRunner, ModelCalls
 from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.state.tracks import BETWEEN, PREFIX
-from ds_vertical.model.stubs import Coroutine, Stubs
+from ds_vertical.model.stubs import BlockRunner, Coroutine, ModelCalls, Stubs
 from ds_vertical.model.thread_state import ThreadState, inference_guard
 
 NO_BLOCKS = range(0)  # the blocks that may run in the prefix and in the suffix
@@ -115,7 +114,7 @@ class ForwardCoroutine:
 
     def finish(self) -> Any:
         """Run the suffix to the end of the forward. Returns what `body` returned. Raises LayerError at another block's call,
-        and CallsMissed at another call of the model; see `model_calls`."""
+        and CallsMissed at another call of the model; see `stubs`, [Note: calls]."""
         self._switch(NO_BLOCKS, None)
         if self.calls.is_surplus:
             self.calls.refuse(self.calls.number + 2, self.index)

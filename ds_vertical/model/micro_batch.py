@@ -16,8 +16,9 @@ from ds_vertical.errors import LayerError
 from ds_vertical.model.autograd_segments import OWN_BACKWARD, Segments
 from ds_vertical.model.block_call import requires_grad
 from ds_vertical.model.boundary_tensors import BoundaryTensors
-from ds_vertical.model.forward_coroutine import PREFIX, ForwardCoroutine, ForwardPass
+from ds_vertical.model.forward_coroutine import ForwardCoroutine, ForwardPass
 from ds_vertical.model.recorded_blocks import RecordedBlocks
+from ds_vertical.model.state.tracks import PREFIX
 from ds_vertical.model.thread_state import ThreadState
 
 
