@@ -293,7 +293,8 @@ class VerticalLoop(TrainLoop):
         self._tracer = tracer
         self._counts: Counts = OwnCounts(0)  # of the step under way, or of the one before
         self._num_evaluations = 0
-        self._calls = LearnedCalls()
+        self._calls = LearnedCalls()  # in the step under way, or in the one before
+        self._calls_of_windows = LearnedCalls()
         self._calls_without_training = LearnedCalls()
 
     def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
@@ -312,16 +313,25 @@ class VerticalLoop(TrainLoop):
             recorder.end_at_budget()
         check_trainable(self.module, _log)
         with self.progress.step():
-            losses = self._recorded(recorder, partial(self.step, bodies, self._parts.as_given, counts), batches)
+            losses = self._recorded(
+                recorder, partial(self.step, bodies, self._parts.as_given, counts, self._calls_of_windows), batches
+            )
         self.progress.note(micro.mean_loss(losses) * len(losses), batches)
 
-    def step(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale], counts: Counts) -> list[torch.Tensor]:
+    def step(
+        self,
+        bodies: Sequence[Body],
+        scale_of: Callable[[int], LossScale],
+        counts: Counts,
+        calls: LearnedCalls | None = None,
+    ) -> list[torch.Tensor]:
         """One step over forwards that return their losses; returns those. Each forward gets the seed of its micro-batch.
 
-        `scale_of`: for a number of micro-batches, what the backward of each starts from. A step that does not count leaves
+        `scale_of`: for a number of micro-batches, what the backward of each starts from. `calls`: of the model by each forward,
+        learned if need be; None: one, and CallsMissed is raised for a further one. A step that does not count leaves
         torch's random state as it was.
         """
-        self._counts = counts
+        self._counts, self._calls = counts, calls or LearnedCalls()
         if self.engine.training_dataloader is None:
             self.engine.tput_timer.start()
         seeds = [self.seed_of(index) for index in range(len(bodies))]
@@ -339,7 +349,7 @@ class VerticalLoop(TrainLoop):
                 self._check.run(seeded_bodies, scale_of)
             with self._tracer.step():
                 run = partial(self._run_schedule, seeded_bodies, scale_of(len(seeded_bodies)))
-                losses = until_known(run, self._parts.state.forget, _log, self._calls)
+                losses = until_known(run, self._parts.state.forget, _log, calls)
                 self.conclude()
         return losses
 

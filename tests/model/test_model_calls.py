@@ -200,3 +200,13 @@ def test_what_would_be_wrong_is_refused_by_name(codes: Sequence[Code], message: 
     inputs = toy_inputs(2)
     losses, _ = vertical.train([once, once], inputs)  # nothing of it is left
     assert [*map(torch.equal, losses, run_plain(once, inputs)[0])] == [True, True]
+
+
+def test_where_no_number_is_learned_a_further_call_is_refused() -> None:
+    def run() -> None:
+        raise CallsMissed(2)
+
+    with pytest.raises(
+        LayerError, match=r"calls the model 2 time\(s\), .* in a loss_fn or the model's own forward call it once"
+    ):
+        until_known(run, lambda: None)

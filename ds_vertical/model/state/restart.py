@@ -39,8 +39,9 @@ class CallsMissed(StateMissed):
     def __init__(self, number: int) -> None:
         LayerError.__init__(
             self,
-            f"the code of a micro-batch calls the model {number} time(s) or more, and another number of times in other runs of"
-            " the same step: call it the same number of times in each, or set vertical_schedule.enabled to false",
+            f"the code of a micro-batch calls the model {number} time(s), which was not known as the step began: in a Trainer's"
+            " micro-steps call it as often in each run of a step; in a loss_fn or the model's own forward call it once only, or"
+            " set vertical_schedule.enabled to false",
         )
         self.path = ""
         self.number = number
