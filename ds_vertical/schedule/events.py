@@ -15,7 +15,9 @@ from ds_vertical.errors import ScheduleError
 from ds_vertical.types import PRE, SUF, Unit
 
 ORDERS: Final = ("vertical", "horizontal", "forward")
-FORM: Final = "[LAYER|pre|suf]OP[MICRO_BATCH][.eN|.dN|.cN][@STEPS]: 3FETCH, preF0, 3F0.c1, sufHEAD0, 3STEP.d0@-1, 0FETCH@+1"
+FORM: Final = (
+    "[LAYER|pre|suf]OP[MICRO_BATCH][.eN|.dN|.cN][@STEPS]: 3FETCH, preF0, sufHEAD0, NORM, 3STEP.d0@-1, 0FETCH@+1, 3F0.c1"
+)
 
 EARLY: Final = "e0"  # the early parts of a unit, together
 DELAYED: Final = "d0"

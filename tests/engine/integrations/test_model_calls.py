@@ -195,7 +195,8 @@ def test_dpo_with_the_model_without_its_adapter_as_the_reference(tmp_path: Path)
         from trl import DPOConfig, DPOTrainer
 
         rows = [{"prompt": each[:12], "chosen": f" {each[12:]}", "rejected": " w1 w2 w3"} for each in SFT_ROWS]
-        args = arguments_for(folder, config, DPOConfig, gradient_checkpointing=False, eval_strategy="epoch")
+        more = {"eval_strategy": "epoch", "num_train_epochs": 1}
+        args = arguments_for(folder, config, DPOConfig, gradient_checkpointing=False, **more)
         data = Dataset.from_list(rows)
         given = {"train_dataset": data, "eval_dataset": data.select(range(6)), "processing_class": tokenizer()}
         model = tiny_llama(vocab=128)
@@ -215,9 +216,8 @@ def test_sft_with_label_smoothing(tmp_path: Path, kind: str) -> None:
         from trl import SFTConfig, SFTTrainer
 
         data = Dataset.from_dict({"text": SFT_ROWS})
-        args = arguments_for(
-            folder, config, SFTConfig, gradient_checkpointing=False, eval_strategy="epoch", label_smoothing_factor=0.1
-        )
+        more = {"eval_strategy": "epoch", "num_train_epochs": 1, "label_smoothing_factor": 0.1}
+        args = arguments_for(folder, config, SFTConfig, gradient_checkpointing=False, **more)
         options = {"peft_config": adapter()} if kind == "lora" else {}
         given = {"train_dataset": data, "eval_dataset": data.select(range(6)), "processing_class": tokenizer()}
         trainer = SFTTrainer(model=tiny_llama(vocab=128), args=args, callbacks=[recorder(seen)], **given, **options)
