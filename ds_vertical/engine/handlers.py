@@ -157,8 +157,9 @@ class ScheduleRunner:
         scale: LossScale,
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
-        with preserved(), Stubs(self.layers) as stubs, self._state_of(bodies) as modules:
-            micro_batches = self._micro_batches(bodies, stubs, modules, keep=True, moved=schedule.moved)
+        with preserved(), self._stubs() as stubs, self._state_of(bodies) as modules:
+            shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls)
+            micro_batches = self._micro_batches(bodies, shared, schedule.moved)
             parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay(), bodies)
             hints = schedule.coming if self.overlap else {}
             training = _Training(parts, gradients, scale, optimizer, self.activations, hints)
@@ -175,8 +176,8 @@ class ScheduleRunner:
     ) -> list[torch.Tensor]:
         """Forwards and backwards of a training step, nothing else. `note_gradient` hears of each parameter of a layer that has
         its gradient, with the micro-batch's number; the sums of `pre` are left to the caller. Returns the losses."""
-        with preserved(), Stubs(self.layers) as stubs, self._state_of(bodies) as modules:
-            micro_batches = self._micro_batches(bodies, stubs, modules, keep=True)
+        with preserved(), self._stubs() as stubs, self._state_of(bodies) as modules:
+            micro_batches = self._micro_batches(bodies, ForwardPass(self.layers, stubs, True, modules, schedule.calls))
             parts = PassParts(schedule, micro_batches, self.params, lambda: False, self._replay(only_gathers=True), bodies)
             checking = _Checking(parts, gradients, scale, self.layers, note_gradient)
             self._run(parts, checking.handlers(), gradients)
@@ -184,8 +185,8 @@ class ScheduleRunner:
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
-        with preserved(), Stubs(self.layers) as stubs, self._state_of(bodies, training=False) as modules:
-            micro_batches = self._micro_batches(bodies, stubs, modules, keep=False)
+        with preserved(), self._stubs() as stubs, self._state_of(bodies, training=False) as modules:
+            micro_batches = self._micro_batches(bodies, ForwardPass(self.layers, stubs, False, modules, schedule.calls))
             replay = self._replay()
             parts = PassParts(schedule, micro_batches, self.params, self.leave, replay)
             evaluation = _Evaluation(parts)
@@ -205,14 +206,13 @@ class ScheduleRunner:
         functions = list(dict.fromkeys(function for body in bodies for function in body.functions))
         return self.state.opened([body.form for body in bodies], [body.seed for body in bodies], functions, training)
 
-    def _micro_batches(
-        self, bodies: Sequence[Body], stubs: Stubs, modules: StepState | None, keep: bool, moved: Collection[int] = ()
-    ) -> list[MicroBatch]:
+    def _stubs(self) -> Stubs:
+        return Stubs(self.layers, None if self.state is None else self.state.model)
+
+    def _micro_batches(self, bodies: Sequence[Body], shared: ForwardPass, moved: Collection[int] = ()) -> list[MicroBatch]:
         state = ThreadState.capture()
         states = [state if body.seed is None else state.seeded(body.seed) for body in bodies]
-        numbered = enumerate(zip(bodies, states, strict=True))
-        shared = ForwardPass(self.layers, stubs, keep, modules)
-        self._live = live = [MicroBatch(body.run, shared, own, index, run_on=index in moved) for index, (body, own) in numbered]
+        self._live = live = [MicroBatch(body.run, shared, states[i], i, run_on=i in moved) for i, body in enumerate(bodies)]
         return live
 
     def end_forwards(self) -> None:
@@ -302,7 +302,7 @@ class _Pass:
 
     def forward(self, event: Event) -> None:
         if event.layer == "pre":
-            self.micro_batch(event).start()
+            self.micro_batch(event).start(event.call)
         else:
             assert isinstance(event.layer, int)
             self.micro_batch(event).advance(event.layer, keep_graph=event in self.fused)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import RunLogger, model_config
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
+from ds_vertical.errors import LoopError
 from ds_vertical.interrupts import Changed
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
@@ -30,7 +31,7 @@ from ds_vertical.model import batch as micro
 from ds_vertical.model.batch import LossFn
 from ds_vertical.model.layers import check_trainable, refuse_batch_flags
 from ds_vertical.model.state.module_state import global_generators_seeded
-from ds_vertical.model.state.restart import until_known
+from ds_vertical.model.state.restart import LearnedCalls, until_known
 from ds_vertical.model.thread_state import ThreadState, applied
 from ds_vertical.planner.run_record import DTYPES
 from ds_vertical.schedule.events import Schedule
@@ -292,6 +293,9 @@ class VerticalLoop(TrainLoop):
         self._tracer = tracer
         self._counts: Counts = OwnCounts(0)  # of the step under way, or of the one before
         self._num_evaluations = 0
+        self._calls = LearnedCalls()  # in the step under way, or in the one before
+        self._calls_of_windows = LearnedCalls()
+        self._calls_without_training = LearnedCalls()
 
     def run(self, batches: list[object], loss_fn: LossFn | None) -> list[torch.Tensor]:  # override
         """One step over the micro-batches; returns their losses. See `step`."""
@@ -309,16 +313,25 @@ class VerticalLoop(TrainLoop):
             recorder.end_at_budget()
         check_trainable(self.module, _log)
         with self.progress.step():
-            losses = self._recorded(recorder, partial(self.step, bodies, self._parts.as_given, counts), batches)
+            losses = self._recorded(
+                recorder, partial(self.step, bodies, self._parts.as_given, counts, self._calls_of_windows), batches
+            )
         self.progress.note(micro.mean_loss(losses) * len(losses), batches)
 
-    def step(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale], counts: Counts) -> list[torch.Tensor]:
+    def step(
+        self,
+        bodies: Sequence[Body],
+        scale_of: Callable[[int], LossScale],
+        counts: Counts,
+        calls: LearnedCalls | None = None,
+    ) -> list[torch.Tensor]:
         """One step over forwards that return their losses; returns those. Each forward gets the seed of its micro-batch.
 
-        `scale_of`: for a number of micro-batches, what the backward of each starts from. A step that does not count leaves
+        `scale_of`: for a number of micro-batches, what the backward of each starts from. `calls`: of the model by each forward,
+        learned if need be; None: one, and CallsMissed is raised for a further one. A step that does not count leaves
         torch's random state as it was.
         """
-        self._counts = counts
+        self._counts, self._calls = counts, calls or LearnedCalls()
         if self.engine.training_dataloader is None:
             self.engine.tput_timer.start()
         seeds = [self.seed_of(index) for index in range(len(bodies))]
@@ -336,7 +349,7 @@ class VerticalLoop(TrainLoop):
                 self._check.run(seeded_bodies, scale_of)
             with self._tracer.step():
                 run = partial(self._run_schedule, seeded_bodies, scale_of(len(seeded_bodies)))
-                losses = until_known(run, self._parts.state.forget, _log)
+                losses = until_known(run, self._parts.state.forget, _log, calls)
                 self.conclude()
         return losses
 
@@ -346,6 +359,7 @@ class VerticalLoop(TrainLoop):
         self._check_ready()
         swap_buffers.rest_stock_buffers(parts.module.parameters(), parts.optimizer)
         tiers = moved_tiers(parts.vertical, len(bodies))
+        _refuse_moves(tiers, self._calls.number)
         if parts.activations is not None:
             parts.activations.open_step(tiers)
         schedule = self.ran = self._schedule(len(bodies), tuple(tiers))
@@ -383,6 +397,7 @@ class VerticalLoop(TrainLoop):
             ahead=vertical.prefetch_layers > 0,
             hold=optimizer.holding,
             moved=moved,
+            calls=self._calls.number,
         )
         return build_training(step)
 
@@ -424,14 +439,17 @@ class VerticalLoop(TrainLoop):
     def evaluate_bodies(self, bodies: Sequence[Body]) -> list[Any]:
         """Run forwards without training, each with a seed of its own; returns what each returned."""
         seeds = self._evaluation_seeds(len(bodies))
-        return self._results([replace(body, seed=seed) for body, seed in zip(bodies, seeds, strict=True)])
+        seeded_bodies = [replace(body, seed=seed) for body, seed in zip(bodies, seeds, strict=True)]
+        return self._results(seeded_bodies, self._calls_without_training)
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """The model's outputs for one call, without training."""
-        return self._results([Body(partial(self.call_model, *inputs, **kwargs), None, micro.form_of((inputs, kwargs)))])[0]
+        body = Body(partial(self.call_model, *inputs, **kwargs), None, micro.form_of((inputs, kwargs)))
+        return self._results([body], LearnedCalls())[0]
 
-    def _results(self, bodies: list[Body]) -> list[Any]:
-        """Run forwards without training, layer-major or, with "horizontal", one after the other; returns what each returned."""
+    def _results(self, bodies: list[Body], calls: LearnedCalls) -> list[Any]:
+        """Run forwards without training, layer-major or, with "horizontal", one after the other; returns what each returned.
+        `calls`: of the model by each of them."""
         parts = self._parts
         together = [[each] for each in bodies] if parts.vertical.order == "horizontal" else [bodies]
         with ranks.collective_section("evaluate"):
@@ -443,12 +461,16 @@ class VerticalLoop(TrainLoop):
                 suspended_hooks(parts.engine, parts.layers),
                 parts.optimizer.live.schedule_running(),
             ):
-                return [result for some in together for result in self._evaluated(some)]
+                return [result for some in together for result in self._evaluated(some, calls)]
 
-    def _evaluated(self, bodies: list[Body]) -> list[Any]:
+    def _evaluated(self, bodies: list[Body], calls: LearnedCalls) -> list[Any]:
         parts = self._parts
-        schedule = build_evaluation(parts.layers.num_layers, len(bodies), window=parts.vertical.prefetch_layers)
-        return until_known(partial(parts.runner.evaluate, schedule, bodies), parts.state.forget)
+        num_layers, window = parts.layers.num_layers, parts.vertical.prefetch_layers
+
+        def run() -> list[Any]:
+            return parts.runner.evaluate(build_evaluation(num_layers, len(bodies), window=window, calls=calls.number), bodies)
+
+        return until_known(run, parts.state.forget, calls=calls)
 
     def _evaluation_seeds(self, num_micro_batches: int) -> Sequence[int | None]:
         """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.
@@ -458,6 +480,16 @@ class VerticalLoop(TrainLoop):
         self._num_evaluations += 1
         base, rank = torch.initial_seed(), ranks.rank()
         return [micro.stream_seed(base, -self._num_evaluations, index, rank) for index in range(num_micro_batches)]
+
+
+def _refuse_moves(moved: Collection[int], num_calls: int) -> None:
+    """Raises LoopError where activations of micro-batches are to leave the device and the model is called several times."""
+    if moved and num_calls > 1:
+        raise LoopError(
+            f"the code of a micro-batch calls the model {num_calls} times; vertical_schedule.activations moves what passes"
+            " between the layers of one call alone: leave the key out, so that it stays on the device, or set"
+            " vertical_schedule.enabled to false"
+        )
 
 
 def _log(line: str) -> None:

@@ -6,19 +6,28 @@ and blocks may use a tensor, too (every decoder block the encoder's states, one 
 gradients that they give wait until the backward reaches the tensor's own segment. So each node runs once and frees its memory
 then. The gradients of a tensor are added one by one in the order in which stock's whole graph adds them, which gives the same
 bits.
+
+[Note: segments of several calls] Where a micro-batch calls the model several times, each call has segments of its own: its
+prefix, its glue, and a suffix that goes on to the next call. In the backward the suffixes of all calls come first, the last one
+first, and then each layer in all calls. So a call must not depend on what an earlier call has given: that one's suffix would
+have to run behind this one's prefix. Such a gradient is refused where it arrives. What both calls take from ahead of the first
+one is in segment 0, which runs last in any case.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from ds_vertical.errors import LayerError
 
 _Key = tuple[Node, int]
 Taken = tuple[torch.Tensor, Callable[[torch.Tensor], None]]  # a gradient, and the function that puts it back
@@ -35,9 +44,15 @@ class _Waiting:
 
 
 class Segments:
-    """Where the segments of one micro-batch begin, and the gradients that wait for theirs."""
+    """Where the segments of one micro-batch begin, and the gradients that wait for theirs.
 
-    def __init__(self) -> None:
+    `num_blocks`: of the model; `num_calls`: of the model by the micro-batch's code.
+    """
+
+    def __init__(self, num_blocks: int, num_calls: int = 1) -> None:
+        self._per_call = num_blocks + 1
+        self._num_calls = num_calls
+        self._floor = 0  # segments below it, but for segment 0, must get no gradient now
         self._starts = [0]
         self._output_of: dict[Node, int] = {}
         self._waiting: dict[_Key, _Waiting] = {}
@@ -45,8 +60,19 @@ class Segments:
         # that Python can own is kept until the prefix's backward is over, and no more of the graph than that.
         self._owners: list[Node | GradientEdge] = []
 
+    @contextlib.contextmanager
+    def apart(self, call: int) -> Iterator[None]:
+        """Within the block the layers of a call run backward. Raises LayerError where a gradient arrives at what an earlier
+        call has given: see [Note: segments of several calls]."""
+        self._floor = call * self._per_call
+        try:
+            yield
+        finally:
+            self._floor = 0
+
     def begin(self, leaves: Iterable[object]) -> None:
-        """Begin the next segment: a block has run, `leaves` stand for its outputs, and nodes made from here on belong to it."""
+        """Begin the next segment: a block has run, `leaves` stand for its outputs, and nodes made from here on belong to it. Or
+        a further call of the model begins, with its prefix and no `leaves`."""
         self._starts.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -59,7 +85,10 @@ class Segments:
         return None if waiting is None else waiting.grad
 
     def wait(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        """Let a gradient of `tensor` wait for the tensor's segment, added to one that waits already."""
+        """Let a gradient of `tensor` wait for the tensor's segment, added to one that waits already. Raises LayerError as
+        `apart` says."""
+        if self._floor:
+            self._refuse_chain(get_gradient_edge(tensor).node)
         self._wait(_Waiting(get_gradient_edge(tensor), grad))
 
     def take_waiting(self, wanted: Callable[[torch.Tensor], bool]) -> list[Taken]:
@@ -77,20 +106,24 @@ class Segments:
         self._waiting[key] = _Waiting(edge, grad)
 
     def run_suffix(self, loss: torch.Tensor) -> None:
-        """Run the last segment backward, from the loss."""
+        """Run the last segment backward, from the loss, and the suffixes of all calls of the model."""
         self.wait(loss, torch.ones_like(loss))
-        self.run(len(self._starts) - 1)
+        for call in reversed(range(self._num_calls)):
+            self.run(self._per_call - 1, call)
 
-    def run(self, segment: int) -> None:
-        """Run a segment backward from the gradients that wait in it.
+    def run(self, segment: int, call: int = 0) -> None:
+        """Run a segment of one call of the model backward from the gradients that wait in it.
 
         Gradients of parameters, and of the leaves of block outputs with which the segment starts, go to their `.grad`. Those of
         tensors made in earlier segments wait.
         """
+        segment += call * self._per_call
         roots = [waiting for waiting in self._waiting.values() if self._segment_of(waiting.edge.node) == segment]
         for root in roots:
             del self._waiting[root.key]
         earlier, leaves = self._reach(roots, segment)
+        for node, _ in earlier if self._floor else ():
+            self._refuse_chain(node)
         if not earlier:
             _run_to_leaves(roots)
         elif _nested(list(earlier), leaves):
@@ -101,7 +134,8 @@ class Segments:
         else:
             self._run_in_part(roots, list(earlier), leaves)
         self._owners += (owner for (node, _), owner in earlier.items() if isinstance(node, FunctionCtx))
-        self._output_of = {node: own for node, own in self._output_of.items() if own < segment}
+        if self._num_calls == 1:  # of several calls all are kept: a gradient for an earlier call's output is to be recognised
+            self._output_of = {node: own for node, own in self._output_of.items() if own < segment}
 
     def clear(self) -> None:
         """Forget all gradients and nodes: after the prefix's backward, or after an error."""
@@ -114,6 +148,10 @@ class Segments:
         if known is not None:
             waiting = _Waiting(known.edge, known.grad + waiting.grad)
         self._waiting[waiting.key] = waiting
+
+    def _refuse_chain(self, node: Node) -> None:
+        if 0 < self._segment_of(node) < self._floor:
+            raise LayerError(CHAINED)
 
     def _segment_of(self, node: Node) -> int:
         if _is_leaf(node):
@@ -211,6 +249,11 @@ def _nested(edges: Sequence[_Key], leaves: Sequence[Node]) -> bool:
     return False
 
 
+CHAINED = (
+    "a call of the model was given what depends, with its gradient, on an earlier call of it for the same micro-batch, or on"
+    " code between the two; layer-major order runs both calls backward layer by layer together: detach what is handed on, or"
+    " set vertical_schedule.enabled to false"
+)
 OWN_BACKWARD = (
     "loss_fn, or the model's forward, has called backward() itself: train_batch runs the backward of the loss that it is given,"
     " and both would be added; return the sum of all losses and call no backward"

@@ -23,11 +23,11 @@ from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.restart import HooksMissed
 from ds_vertical.model.state.step_state import StepState
-from ds_vertical.model.stubs import Coroutine, ParameterWatch, Stubs
+from ds_vertical.model.state.tracks import BETWEEN, PREFIX
+from ds_vertical.model.stubs import BlockRunner, Coroutine, ModelCalls, ParameterWatch, Stubs
 from ds_vertical.model.thread_state import ThreadState, inference_guard
 
 NO_BLOCKS = range(0)  # the blocks that may run in the prefix and in the suffix
-PREFIX = -1  # the number that stands for the prefix where a layer's is expected
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,31 @@ class ForwardPass:
     """What the forwards of all micro-batches of one pass over the model share.
 
     `keep`: block calls are recorded for the backward (training), or not (evaluation). `modules`: the state of modules that
-    belongs to one micro-batch each; None: such state is left as it comes.
+    belongs to one micro-batch each; None: such state is left as it comes. `num_calls`: how often each micro-batch's code calls
+    the model.
     """
 
     layers: LayerMap
     stubs: Stubs
     keep: bool
     modules: StepState | None = None
+    num_calls: int = 1
 
 
 class ForwardCoroutine:
     """One micro-batch's forward: the hub resumes it, and it parks at the end of a layer or ahead of the next one.
 
-    `body` runs the user's unmodified forward and returns anything. `run_block` runs one block, by its number, as a call of a
+    `body` runs the user's unmodified forward and returns anything. `blocks` runs one block, by its number, as a call of a
     function (its forward, or its call with hooks) with arguments. `index` is the
     micro-batch's number in its step. `run_on`: the forward runs the glue behind a layer at once, up to the next block's call,
-    so that while it is parked no frame but its own holds what it hands to that block.
+    so that while it is parked no frame but its own holds what it hands to that block. `calls`: of the model, of which the
+    body may make several.
     """
 
     def __init__(
         self,
         body: Callable[[], object],
-        run_block: Callable[[int, Callable[..., object], tuple[object, ...], dict[str, object]], object],
+        blocks: BlockRunner,
         shared: ForwardPass,
         state: ThreadState,
         index: int,
@@ -71,13 +74,13 @@ class ForwardCoroutine:
         self._layers = shared.layers
         self._blocks = shared.layers.blocks
         self._keep = shared.keep
-        self._run_block = run_block
+        self._runner = blocks
         self._run_on = run_on
         self._result: Any = None
         self._state = state.without_autocast_cache()
         self._guard: object = None
         self._target = NO_BLOCKS
-        self._done_block = -1
+        self.calls = ModelCalls(len(self._blocks), shared.num_calls, blocks, self._park)
         self._hooked_block = -1  # whose call, with its hooks, is under way
         self._whole_block = -1  # whose hooks are part of it, while it runs
         self._watch: ParameterWatch | None = None  # of the hooks under way
@@ -97,16 +100,24 @@ class ForwardCoroutine:
         """The innermost frame of the forward while it is parked; None before it has begun and once it is over."""
         return self._coroutine.gr_frame
 
-    def start(self) -> None:
-        """Run the prefix: up to the first block's call."""
-        self.first_node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
-        self._switch(NO_BLOCKS, PREFIX)
+    def start(self, call: int = 0) -> None:
+        """Run the prefix: up to the first block's call. Of a further call of the model: from the end of the last layer on.
+
+        Raises CallsMissed, or LayerError where an earlier micro-batch has made that call, if the body ends without one.
+        """
+        if call == 0:
+            self.first_node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+        self._switch(NO_BLOCKS, BETWEEN if call else PREFIX)
+        if call and self._coroutine.dead:
+            self.calls.refuse(self.calls.number + 1, self.index)
+        if self.calls.number != call:
+            _wrong_order(self._blocks, "the model called a block once more after its last layer")
 
     def advance(self, layer: int) -> None:
         """Run the glue before layer `layer` and the layer itself. Raises LayerError when the model calls another one."""
         blocks = self._layers.layers[layer]
         self._switch(blocks, layer)
-        if self._done_block != blocks[-1]:
+        if self.calls.done_block != blocks[-1]:
             if not self._coroutine.dead:
                 _wrong_order(self._blocks, f"the model called block {self._blocks[self.parked_at].path} out of turn")
             _wrong_order(self._blocks, f"the model's forward ended before block {self._blocks[blocks[-1]].path}")
@@ -114,10 +125,12 @@ class ForwardCoroutine:
     def finish(self) -> Any:
         """Run the suffix to the end of the forward. Returns what `body` returned.
 
-        Raises LayerError at another block's call, and HooksMissed where a hook was the first to compute with its block's
-        parameter.
+        Raises LayerError at another block's call, CallsMissed at another call of the model (see `stubs`, [Note: calls]), and
+        HooksMissed where a hook was the first to compute with its block's parameter.
         """
         self._switch(NO_BLOCKS, None)
+        if self.calls.is_surplus:
+            self.calls.refuse(self.calls.number + 2, self.index)
         if not self._coroutine.dead:
             _wrong_order(self._blocks, "the model called a block once more after its last layer")
         if self._missed >= 0:
@@ -140,11 +153,11 @@ class ForwardCoroutine:
         self._target = target
         self._coroutine.parent = getcurrent()
         if self._modules is not None:
-            self._modules.enter(self.index, layer)
+            self._modules.enter(self.index, layer, self.calls.number)
         with self._entered():
             self._coroutine.switch()
-        if self._modules is not None:
-            self._modules.leave(self.index, layer)
+        if self._modules is not None and not self.calls.is_surplus:
+            self._modules.leave(self.index, layer, self.calls.number, is_recomputed=layer is None or self._state.grad)
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
@@ -178,7 +191,7 @@ class ForwardCoroutine:
                 return self._run_recorded(block, raw, args, kwargs)
             watch.look_at((args, kwargs))
             with watch.paused():
-                if block == self._done_block:  # a hook calls the block once more, and the record has room for one call
+                if block == self.calls.done_block:  # a hook calls the block once more, and the record has room for one call
                     watch.found = True
                     return raw(*args, **kwargs)
                 return self._run_recorded(block, raw, args, kwargs)
@@ -229,19 +242,19 @@ class ForwardCoroutine:
     ) -> object:
         if self._keep:
             _refuse_checkpoint(self._blocks[block])
-        result = self._run_block(block, function, args, kwargs)
-        self._done_block = block
+        result = self._runner.run(block, function, args, kwargs)
+        self.calls.done_block = block
         return result
 
     def _park_ahead(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Park until the schedule reaches the block, unless it has."""
-        if block in self._target and block > self._done_block:
+        if block in self._target and block > self.calls.done_block:
             return
         self.parked_at = block
         self.parked_call = [args, kwargs]
         _park(self._coroutine)
         self.parked_call = []
-        if block not in self._target or block != self._done_block + 1:
+        if block not in self._target or block != self.calls.done_block + 1:
             _wrong_order(self._blocks, f"the model called block {self._blocks[block].path} out of turn")
 
     def _park_behind(self, block: int) -> None:

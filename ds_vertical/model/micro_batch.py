@@ -16,8 +16,9 @@ from ds_vertical.errors import LayerError
 from ds_vertical.model.autograd_segments import OWN_BACKWARD, Segments
 from ds_vertical.model.block_call import requires_grad
 from ds_vertical.model.boundary_tensors import BoundaryTensors
-from ds_vertical.model.forward_coroutine import PREFIX, ForwardCoroutine, ForwardPass
+from ds_vertical.model.forward_coroutine import ForwardCoroutine, ForwardPass
 from ds_vertical.model.recorded_blocks import RecordedBlocks
+from ds_vertical.model.state.tracks import PREFIX
 from ds_vertical.model.thread_state import ThreadState
 
 
@@ -34,17 +35,18 @@ class MicroBatch:
         self.index = index
         self._layers = shared.layers
         self._modules = shared.modules
-        self._segments = Segments()
+        self._calls = range(shared.num_calls)
+        self._segments = Segments(len(shared.layers.blocks), shared.num_calls)
         self._blocks = RecordedBlocks(shared, self._segments)
-        run_block = self._blocks.run_kept if shared.keep else self._blocks.run_plain
-        self._forward = ForwardCoroutine(body, run_block, shared, state, index, run_on)
+        self._forward = ForwardCoroutine(body, self._blocks, shared, state, index, run_on)
         self.boundary = BoundaryTensors(shared.layers, self._forward, self._blocks.calls, self._segments)
 
     # ---- forward
 
-    def start(self) -> None:
-        """Run the prefix: up to the first block call."""
-        self._forward.start()
+    def start(self, call: int = 0) -> None:
+        """Run the prefix of a call of the model: up to the first block call. Raises CallsMissed or LayerError where that call
+        is not made."""
+        self._forward.start(call)
 
     def advance(self, layer: int, keep_graph: bool = False) -> None:
         """Run the glue before layer `layer` and the layer itself. Raises LayerError when the model calls another one.
@@ -79,18 +81,26 @@ class MicroBatch:
         self._note_backward()
 
     def backward_layer(self, layer: int) -> None:
-        """Run backward through a layer's blocks, last first, and through the glue before each; recompute what kept no graph."""
+        """Run backward through a layer's blocks, last first, and through the glue before each; recompute what kept no graph.
+
+        Of several calls of the model the last one comes first, as autograd has it. Raises LayerError where what a call was
+        given depends on an earlier call's results.
+        """
         self._hold_own_state(layer)
-        for block in reversed(self._layers.layers[layer]):
-            self._blocks.backward(block)
-            if block > 0:
-                self._segments.run(block)
+        for call in reversed(self._calls):
+            for block in reversed(self._layers.layers[layer]):
+                with self._segments.apart(call):
+                    self._blocks.backward(block, call)
+                    if block > 0:
+                        self._segments.run(block, call)
         self._note_backward()
 
     def backward_prefix(self) -> None:
-        """Run backward through the prefix."""
+        """Run backward through the prefix of each call of the model. Raises LayerError as `backward_layer` does."""
         self._hold_own_state(PREFIX)
-        self._segments.run(0)
+        for call in reversed(self._calls):
+            with self._segments.apart(call):
+                self._segments.run(0, call)
         self._segments.clear()
         self._note_backward()
 

@@ -45,7 +45,8 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, st
 class RecordedBlocks:
     """Runs one micro-batch's blocks forward, keeps of each call what its backward needs, and runs them backward.
 
-    `calls`: the record by the block's number, from the block's forward to its backward. `keep_graph`: set ahead of a layer's
+    `calls`: the record by the block's number, from the block's forward to its backward; in a further call of the model the
+    numbers go on where those of the call before end. `keep_graph`: set ahead of a layer's
     forward, so that its backward takes the graph made there instead of a recompute. `segments` belongs to the same micro-batch:
     where the glue begins, and the gradients that wait for it.
     """
@@ -53,11 +54,23 @@ class RecordedBlocks:
     def __init__(self, shared: ForwardPass, segments: Segments) -> None:
         self.calls: dict[int, BlockCall] = {}
         self.keep_graph = False
+        self._first = 0  # the number of block 0 in the call of the model that is under way
+        self._keep = shared.keep
         self._modules = shared.modules
         self._blocks = shared.layers.blocks
         self._segments = segments
 
     # ---- forward
+
+    def begin_call(self) -> None:
+        """Take note that the blocks run from here on belong to a further call of the model."""
+        self._first += len(self._blocks)
+        self._segments.begin(())
+
+    def run(self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run a block of the call under way, as a call of `function`. Returns what that returned. Raises as `run_kept` does."""
+        run = self.run_kept if self._keep else self.run_plain
+        return run(block, function, args, kwargs)
 
     def run_plain(
         self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
@@ -119,7 +132,7 @@ class RecordedBlocks:
         if any(map(requires_grad, leaves)):
             call.written, call.leaves = list(written), leaves
             call.graph = BlockGraph(twins, [*outputs, *written.values()]) if self.keep_graph else None
-            self.calls[block] = call
+            self.calls[self._first + block] = call
         self._segments.begin(leaves)
         return returned
 
@@ -134,13 +147,14 @@ class RecordedBlocks:
 
     # ---- backward
 
-    def backward(self, block: int) -> None:
-        """Run backward through a block, and forget its call. A block whose outputs got no gradient is left out.
+    def backward(self, block: int, model_call: int = 0) -> None:
+        """Run backward through a block of one of the calls of the model, and forget its record. A block whose outputs got no
+        gradient is left out.
 
         Gradients of its parameters go to their `.grad`, those of its inputs wait for their segment. Raises LayerError for an
         input that was written in place since the block's forward.
         """
-        call = self.calls.pop(block, None)
+        call = self.calls.pop(model_call * len(self._blocks) + block, None)
         if call is None:
             return
         grads = call.drop_leaf_grads()

@@ -7,6 +7,12 @@ So a second stub, in the place of what `torch.compile` makes of a module's call,
 As a rule the hooks belong to the code around the block: they run once, and their graph is kept. But the block's parameters are
 gone by the time that graph runs backward. So where a hook computes with one of them, the block and its hooks are one
 (`LayerMap.whole`): the backward runs the hooks again, as it runs the block again.
+
+[Note: calls] The code may call the model several times, the same number of times in each micro-batch of a step. Each call is a
+forward through all layers. A further call begins where the model is called once the call before has been through its last
+block. Between the two the code does what it likes, and may have been parked ahead of it: so all micro-batches make their first
+call, then all of them the second one. The number is verified: a call too many parks, one too few lets the code end early, and
+the hub starts the step over with the number that it has seen.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, TracebackType
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -23,18 +29,86 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.compiled_blocks import raw_forward
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.containers import is_internal
+from ds_vertical.model.state.restart import CallsMissed
+
+
+class BlockRunner(Protocol):
+    """What runs a micro-batch's blocks."""
+
+    def run(self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run one block, by its number, as a call of `function`. Returns what that returned."""
+        ...
+
+    def begin_call(self) -> None:
+        """Take note that the blocks run from here on belong to a further call of the model."""
+
+
+class ModelCalls:
+    """The calls of the model by one micro-batch's code. See [Note: calls].
+
+    `expected`: how many there should be; `park`: gives the turn to the hub. `number`: of the call that is under way, or was
+    last. `done_block`: the last block that has run in it. `is_surplus`: the code is about to make a call that was not expected.
+    `behind`: called in the code as each call has returned.
+    """
+
+    def __init__(self, num_blocks: int, expected: int, blocks: BlockRunner, park: Callable[[], None]) -> None:
+        self.number = 0
+        self.done_block = -1
+        self.is_surplus = False
+        self.behind: Callable[[], None] = lambda: None
+        self._num_blocks = num_blocks
+        self._expected = expected
+        self._blocks = blocks
+        self._park = park
+        self._depth = 0  # calls of the model within one another
+
+    def make(self, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Called in place of the model's own call, which is `call`. Returns what the call returned."""
+        if self._depth == 0 and self.done_block == self._num_blocks - 1:
+            self._begin()
+        self._depth += 1
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self.behind()
+        return result
+
+    def _begin(self) -> None:
+        """The call before is through with its blocks: another one begins."""
+        while self.number + 1 >= self._expected:
+            self.is_surplus = True
+            self._park()
+        self.number += 1
+        self.done_block = -1
+        self._blocks.begin_call()
+
+    def refuse(self, number: int, micro_batch: int) -> NoReturn:
+        """The code calls the model another number of times than expected. Raises CallsMissed with `number`, or LayerError where
+        an earlier micro-batch of the step has made as many as expected."""
+        if micro_batch == 0:
+            raise CallsMissed(number)
+        raise LayerError(
+            f"micro-batch {micro_batch} of the step calls the model {'more' if number > self._expected else 'fewer'} than"
+            f" {self._expected} time(s), which is what micro-batch 0 did; layer-major order needs the same number of calls in"
+            " each micro-batch of a step: make them equal, or set vertical_schedule.enabled to false"
+        )
+
 
 _APPLY: Final = torch.autograd.Function.apply.__func__.__code__
 
 
 class Caller(Protocol):
-    """What takes a coroutine's block calls. `index`: the micro-batch's number in its step."""
+    """What takes a coroutine's block calls, and its `calls` of the model. `index`: the micro-batch's number in its step."""
 
     index: int
+    calls: ModelCalls
 
     def call_block(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a block, by its number in order of execution, when the schedule reaches it. Returns what the block returned."""
@@ -64,12 +138,14 @@ class Stubs:
 
     Outside a coroutine (a recompute runs the raw forward itself) a block's forward is its own. What compiles a block's call
     is off meanwhile, and around its raw forward: see [Note: compiled blocks]. A call that has hooks of the user's is
-    handed over with them: see [Note: hooks of blocks].
-
+    handed over with them: see [Note: hooks of blocks]. `model`: its calls are handed over, too; None: they are not told from
+    one another.
     """
 
-    def __init__(self, layers: LayerMap) -> None:
+    def __init__(self, layers: LayerMap, model: nn.Module | None = None) -> None:
         self.blocks = blocks = layers.blocks
+        self._model = None if any(block.module is model for block in blocks) else model
+        self._kept_model_call = None if model is None else model._compiled_call_impl
         self.raw: list[Callable[..., object]] = [raw_forward(block.module) for block in blocks]
         self._whole = layers.whole
         self._kept = [block.module.__dict__.get("forward") for block in blocks]
@@ -89,12 +165,25 @@ class Stubs:
             object.__setattr__(block.module, "forward", self._stub(index))
         for index, block in enumerate(self.blocks):
             object.__setattr__(block.module, "_compiled_call_impl", self._call_stub(index))
+        if self._model is not None:
+            object.__setattr__(self._model, "_compiled_call_impl", self._model_stub(self._model))
 
     def _put_back(self) -> None:
+        if self._model is not None:
+            _put_back(self._model, "_compiled_call_impl", self._kept_model_call)
         for block, call in zip(self.blocks, self._kept_calls, strict=True):
             _put_back(block.module, "_compiled_call_impl", call)
         for block, forward in zip(self.blocks, self._kept, strict=True):
             _put_back(block.module, "forward", forward)
+
+    def _model_stub(self, model: nn.Module) -> Callable[..., object]:
+        own: Callable[..., object] = model._call_impl if self._kept_model_call is None else self._kept_model_call
+
+        def call(*args: object, **kwargs: object) -> object:
+            current = getcurrent()
+            return current.micro_batch.calls.make(own, args, kwargs) if isinstance(current, Coroutine) else own(*args, **kwargs)
+
+        return call
 
     def _stub(self, index: int) -> Callable[..., object]:
         raw = self.raw[index]

@@ -76,7 +76,7 @@ class PartSizes:
         self._parts = parts
         self._named: dict[Unit | None, set[str | None]] = {}
         for event in events:
-            if event.part is not None or event.op is Op.STEP:
+            if event.op is not Op.F and (event.part is not None or event.op is Op.STEP):
                 self._named.setdefault(event.layer, set()).add(event.part)
 
     def elements(self, event: Event) -> float:

@@ -16,7 +16,7 @@ from typing import Final
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import Moves, find_fault, is_work
-from ds_vertical.schedule.events import DELAYED, EARLY, MAX_STEPS, Event, Key, Op, Schedule, error_at
+from ds_vertical.schedule.events import DELAYED, EARLY, MAX_STEPS, Event, Key, Op, Schedule, error_at, part_of
 from ds_vertical.types import PRE, SUF, Unit
 
 _REPEATED: Final = frozenset((Op.FETCH, Op.RELEASE, Op.LOAD))
@@ -26,11 +26,13 @@ _MOVES: Final = (Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP)
 class _Walk:
     """What has happened while a list of events is read from left to right; refuses what could not be run."""
 
-    def __init__(self, num_layers: int, num_micro_batches: int) -> None:
+    def __init__(self, num_layers: int, num_micro_batches: int, num_calls: int) -> None:
         self.num_layers = num_layers
+        self.num_calls = num_calls
         self.micro_batches = range(num_micro_batches)
         self.index = 0
         self.done: dict[Key, int] = {}
+        self.forwards: dict[tuple[Unit | None, int | None, int], int] = {}
         self.fetched: dict[Unit | None, int] = {}
         self.uses: dict[Unit | None, list[int]] = {}
         self.last_sum: dict[Unit | None, int] = {}
@@ -47,6 +49,13 @@ class _Walk:
         index = self.done.get((op, layer, micro_batch))
         if index is None:
             raise ScheduleError(f"needs {Event(op, layer, micro_batch)} before it")
+        return index
+
+    def forward(self, unit: Unit, micro_batch: int | None, call: int) -> int:
+        """The index of the F of a unit in one of the micro-batch's calls of the model."""
+        index = self.forwards.get((unit, micro_batch, call))
+        if index is None:
+            raise ScheduleError(f"needs {Event(Op.F, unit, micro_batch, part_of(call))} before it")
         return index
 
     def use(self, unit: Unit | None) -> int:
@@ -83,7 +92,8 @@ class _Walk:
 
     def take(self, index: int, event: Event) -> tuple[int, ...]:
         """The indices that `event`, standing at `index`, depends on."""
-        rule = _RULES_BY_PART.get((event.part, event.step_offset), {}).get(event.op)
+        part = None if event.op is Op.F else event.part
+        rule = _RULES_BY_PART.get((part, event.step_offset), {}).get(event.op)
         if rule is None:
             raise ScheduleError("no rule says what it depends on; add one to _RULES in ds_vertical/schedule/dependencies.py")
         self.index = index
@@ -91,6 +101,8 @@ class _Walk:
             self.moves.begin_work()
         needs = tuple(sorted(set(rule(self, event))))
         self.done[event.op, event.layer, event.micro_batch] = index
+        if event.op is Op.F:
+            self.forwards[event.layer, event.micro_batch, event.call] = index
         return needs
 
 
@@ -127,18 +139,19 @@ def _release(walk: _Walk, event: Event) -> list[int]:
 # `pre` stands for all parameters outside the layers: prefix, suffix and what the model uses between two layers. So
 # every compute event, on whatever layer, uses it.
 def _forward(walk: _Walk, event: Event) -> list[int]:
-    layer, micro_batch = event.layer, event.micro_batch
-    if layer == PRE:
-        return walk.values(PRE)
+    layer, micro_batch, last = event.layer, event.micro_batch, walk.num_layers - 1
+    if layer == PRE:  # of a further call: the code from the call before on, and the prefix
+        return [*walk.values(PRE), *([walk.forward(last, micro_batch, event.call - 1)] if event.call else [])]
     if layer == SUF:
-        return [walk.use(PRE), walk.need(Op.F, walk.num_layers - 1, micro_batch)]
+        return [walk.use(PRE), walk.forward(last, micro_batch, walk.num_calls - 1)]
     assert isinstance(layer, int)
-    before = walk.need(Op.F, layer - 1 if layer else PRE, micro_batch)
+    before = walk.forward(layer - 1 if layer else PRE, micro_batch, event.call)
     return [*walk.values(layer), walk.use(PRE), before, *walk.moves.use(Op.SAVE, layer, micro_batch, walk.index)]
 
 
 def _head(walk: _Walk, event: Event) -> list[int]:
-    return [walk.use(PRE), walk.need(Op.F, walk.num_layers - 1, event.micro_batch), *walk.add_gradient(PRE)]
+    last = walk.forward(walk.num_layers - 1, event.micro_batch, walk.num_calls - 1)
+    return [walk.use(PRE), last, *walk.add_gradient(PRE)]
 
 
 def _backward(walk: _Walk, event: Event) -> list[int]:
@@ -150,7 +163,8 @@ def _backward(walk: _Walk, event: Event) -> list[int]:
     last = layer == walk.num_layers - 1
     after = walk.need(Op.HEAD, SUF, micro_batch) if last else walk.need(Op.B, layer + 1, micro_batch)
     moved += walk.moves.use(Op.SAVE, layer, micro_batch, walk.index)
-    return [walk.need(Op.F, layer, micro_batch), after, walk.use(layer), walk.use(PRE), *walk.add_gradient(layer), *moved]
+    made = walk.forward(layer, micro_batch, walk.num_calls - 1)
+    return [made, after, walk.use(layer), walk.use(PRE), *walk.add_gradient(layer), *moved]
 
 
 def _save(walk: _Walk, event: Event) -> list[int]:
@@ -279,7 +293,8 @@ def dependencies(events: Sequence[Event]) -> tuple[tuple[int, ...], ...]:
     """
     layers = (event.layer for event in events if isinstance(event.layer, int))
     micro_batches = (event.micro_batch for event in events if event.micro_batch is not None)
-    return _dependencies(events, _Walk(1 + max(layers, default=-1), 1 + max(micro_batches, default=-1)))
+    num_calls = 1 + max((event.call for event in events), default=0)
+    return _dependencies(events, _Walk(1 + max(layers, default=-1), 1 + max(micro_batches, default=-1), num_calls))
 
 
 def _dependencies(events: Sequence[Event], walk: _Walk) -> tuple[tuple[int, ...], ...]:
@@ -301,7 +316,7 @@ def validate(schedule: Schedule) -> None:
     look_ahead + 1 inputs and as many gradients are loaded and not yet used, and what is saved is dropped.
     """
     _check_once(schedule)
-    _dependencies(schedule.events, _Walk(schedule.num_layers, schedule.num_micro_batches))
+    _dependencies(schedule.events, _Walk(schedule.num_layers, schedule.num_micro_batches, schedule.calls))
     _check_complete(schedule)
     _check_window(schedule)
     _check_ahead(schedule)
@@ -315,7 +330,7 @@ def _once(schedule: Schedule) -> list[Event]:
     layers, micro_batches = range(schedule.num_layers), range(schedule.num_micro_batches)
     units: tuple[Unit, ...] = (PRE, *layers)
     events = [Event(Op.FETCH, PRE), Event(Op.RELEASE, PRE)]
-    events += [Event(Op.F, unit, m) for unit in units for m in micro_batches]
+    events += [Event(Op.F, unit, m, part_of(call)) for unit in units for m in micro_batches for call in range(schedule.calls)]
     if schedule.order == "forward":
         return events + [Event(Op.F, SUF, m) for m in micro_batches]
     events += [Event(Op.HEAD, SUF, m) for m in micro_batches]

@@ -15,7 +15,9 @@ from ds_vertical.errors import ScheduleError
 from ds_vertical.types import PRE, SUF, Unit
 
 ORDERS: Final = ("vertical", "horizontal", "forward")
-FORM: Final = "[LAYER|pre|suf]OP[MICRO_BATCH][.eN|.dN][@STEPS]: 3FETCH, preF0, sufHEAD0, NORM, 3STEP.d0@-1, 0FETCH@+1"
+FORM: Final = (
+    "[LAYER|pre|suf]OP[MICRO_BATCH][.eN|.dN|.cN][@STEPS]: 3FETCH, preF0, sufHEAD0, NORM, 3STEP.d0@-1, 0FETCH@+1, 3F0.c1"
+)
 
 EARLY: Final = "e0"  # the early parts of a unit, together
 DELAYED: Final = "d0"
@@ -67,14 +69,20 @@ _OFFSETS: Final[dict[Op, tuple[int, str]]] = {
 _ASIDE: Final = frozenset((Op.RELEASE, Op.HEAD, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP))
 _NUMBER = "(?:0|[1-9][0-9]*)"
 _PART = re.compile(f"[ed]{_NUMBER}")
+_CALL = re.compile("c[1-9][0-9]*")
+# Op -> the form of the parts that it may have, and their name; the others take none.
+_PARTS_OF: Final[dict[Op, tuple[re.Pattern[str], str]]] = {
+    **dict.fromkeys(_PER_PART, (_PART, "e<chunk> or d<chunk> as part")),
+    Op.F: (_CALL, "c<call>, from c1 on, as part"),
+}
 _EVENT = re.compile(
     f"(?P<layer>{_NUMBER}|pre|suf)?(?P<op>{'|'.join(Op)})(?P<micro_batch>{_NUMBER})?"
-    f"(?:\\.(?P<part>{_PART.pattern}))?(?:@(?P<step_offset>[+-][1-9][0-9]*))?"
+    f"(?:\\.(?P<part>{_PART.pattern}|{_CALL.pattern}))?(?:@(?P<step_offset>[+-][1-9][0-9]*))?"
 )
 _HEADER = re.compile(
     "# ds_vertical schedule v1 order=(?P<order>[a-z]+) layers=(?P<layers>[0-9]+)"
     " micro_batches=(?P<micro_batches>[0-9]+) snake=(?P<snake>[01]) window=(?P<window>[0-9]+) delayed=(?P<delayed>[01])"
-    " early=(?P<early>[01])(?: moved=(?P<moved>[0-9,]+) ahead=(?P<ahead>[0-9]+))?"
+    " early=(?P<early>[01])(?: moved=(?P<moved>[0-9,]+) ahead=(?P<ahead>[0-9]+))?(?: calls=(?P<calls>[0-9]+))?"
 )
 
 
@@ -86,7 +94,8 @@ def _is_count(value: object) -> bool:
 class Event:
     """One entry of a schedule: an operation on a layer, on `pre` or `suf`, or (NORM) on none of them.
 
-    `part` is "e<chunk>" (early) or "d<chunk>" (delayed); `step_offset` is 0, -1 for what the step before left, or +1 for
+    `part` is "e<chunk>" (early) or "d<chunk>" (delayed), of an F "c<call>": a further call of the model by the micro-batch's
+    code, its first one being call 0, without a part; `step_offset` is 0, -1 for what the step before left, or +1 for
     what the next step fetches. Raises ScheduleError when the fields do not fit the operation.
     """
 
@@ -107,6 +116,11 @@ class Event:
         that is stepped in its own step."""
         delayed = self.op is Op.STEP and self.part is not None and self.part.startswith("d")
         return self.step_offset > 0 or (delayed and self.step_offset == 0)
+
+    @property
+    def call(self) -> int:
+        """Of an F: which of the micro-batch's calls of the model it belongs to."""
+        return int(self.part[1:]) if self.op is Op.F and self.part is not None else 0
 
     def __str__(self) -> str:
         layer, micro_batch = ("" if x is None else x for x in (self.layer, self.micro_batch))
@@ -129,12 +143,18 @@ def _misfit(event: Event) -> str | None:
         return f"{op} needs a micro-batch number >= 0, got {event.micro_batch!r}"
     if op not in _PER_MICRO_BATCH and event.micro_batch is not None:
         return f"{op} takes no micro-batch, got {event.micro_batch!r}"
-    if event.part is not None and (op not in _PER_PART or not _PART.fullmatch(event.part)):
-        return f"{op} takes {'e<chunk> or d<chunk> as part' if op in _PER_PART else 'no part'}, got {event.part!r}"
+    form, parts = _PARTS_OF.get(op, (None, "no part")) if layer != SUF else (None, "no part")
+    if event.part is not None and (form is None or not form.fullmatch(event.part)):
+        return f"{op} takes {parts}, got {event.part!r}"
     sign, offsets = _OFFSETS.get(op, (0, "no step offset"))
     if event.step_offset and not (sign and _is_count(sign * event.step_offset)):
         return f"{op} takes {offsets}, got {event.step_offset!r}"
     return None
+
+
+def part_of(call: int) -> str | None:
+    """The part of an F that belongs to one of its micro-batch's calls of the model."""
+    return f"c{call}" if call else None
 
 
 def parse_event(text: str) -> Event:
@@ -195,8 +215,9 @@ class Schedule:
 
     `window` is the number of layers fetched ahead of the one in use; `delayed` says that optimizer steps of this step are
     left to the next schedule, `early` that some are taken during the backward. `moved`: the micro-batches whose layer
-    inputs and gradients leave memory between their uses, loaded again `look_ahead` uses ahead. Construction checks the header
-    only; validate() checks the events. Raises ScheduleError.
+    inputs and gradients leave memory between their uses, loaded again `look_ahead` uses ahead. `calls`: how often each
+    micro-batch's code calls the model; each call is a forward through all layers, and one backward is of all calls.
+    Construction checks the header only; validate() checks the events. Raises ScheduleError.
     """
 
     num_layers: int
@@ -209,13 +230,14 @@ class Schedule:
     early: bool = False
     moved: tuple[int, ...] = ()
     look_ahead: int = 0
+    calls: int = 1
 
     def __post_init__(self) -> None:
         if any(not _is_count(m) or m >= self.num_micro_batches for m in self.moved) or not _is_count(self.look_ahead):
             raise ScheduleError(f"moved must name micro-batches, look_ahead be >= 0, got {self.moved} and {self.look_ahead!r}")
         if not _is_count(self.window):
             raise ScheduleError(f"window must be a number of layers >= 0, got {self.window!r}")
-        for name in ("num_layers", "num_micro_batches"):
+        for name in ("num_layers", "num_micro_batches", "calls"):
             value = getattr(self, name)
             if not _is_count(value) or value == 0:
                 raise ScheduleError(f"{name} must be at least 1, got {value!r}")
@@ -223,6 +245,8 @@ class Schedule:
             raise ScheduleError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
         if self.snake and self.order != "vertical":
             raise ScheduleError(f"snake turns the micro-batches at each layer: write order vertical, got {self.order}")
+        if self.moved and self.calls > 1:
+            raise ScheduleError(f"moved names micro-batches of one call each, got {self.calls} calls: write moved ()")
 
     @cached_property
     def coming(self) -> dict[Event, Event]:
@@ -251,6 +275,8 @@ class Schedule:
         )
         if self.moved:
             header += f" moved={','.join(map(str, self.moved))} ahead={self.look_ahead}"
+        if self.calls > 1:
+            header += f" calls={self.calls}"
         # Long words and hyphens stay whole: "3STEP.d0@-1" is one event.
         wrap = textwrap.TextWrapper(width=120, break_long_words=False, break_on_hyphens=False).wrap
         return "\n".join([header, *(part for line in _visit_lines(self.events) for part in wrap(line))]) + "\n"
@@ -267,7 +293,7 @@ class Schedule:
         layers, micro_batches, window = (int(match[name]) for name in ("layers", "micro_batches", "window"))
         snake, delayed, early = (match[name] == "1" for name in ("snake", "delayed", "early"))
         moved = tuple(int(m) for m in (match["moved"] or "").split(",") if m)
-        given = (match["order"], snake, window, delayed, early, moved, int(match["ahead"] or 0))
+        given = (match["order"], snake, window, delayed, early, moved, int(match["ahead"] or 0), int(match["calls"] or 1))
         return cls(layers, micro_batches, parse_events("\n".join(lines)), *given)
 
 

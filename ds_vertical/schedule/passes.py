@@ -14,18 +14,21 @@ from functools import lru_cache
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import LOOK_AHEAD, place_activations
 from ds_vertical.schedule.dependencies import validate
-from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Event, Op, Schedule
+from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Event, Op, Schedule, part_of
 from ds_vertical.types import PRE, SUF, Unit
 
 Events = tuple[Event, ...]
 
 
-def _sweep(op: Op, unit: Unit, micro_batches: Sequence[int]) -> Iterator[Event]:
-    return (Event(op, unit, m) for m in micro_batches)
+def _sweep(op: Op, unit: Unit, micro_batches: Sequence[int], call: int = 0) -> Iterator[Event]:
+    return (Event(op, unit, m, part_of(call)) for m in micro_batches)
 
 
-def vertical_order(num_layers: int, num_micro_batches: int, snake: bool = False) -> Events:
+def vertical_order(num_layers: int, num_micro_batches: int, snake: bool = False, calls: int = 1) -> Events:
     """All micro-batches of a layer before the next layer; the last layer's F, HEAD and B per micro-batch (Schedule.fused).
+
+    Where each micro-batch calls the model several times, all of them make their first call, then all the second one, and so on;
+    one backward is of all calls.
 
     With `snake`, every second layer, counted back from the last, runs the micro-batches in reverse, both ways: so the last
     one ascends, as HEAD's gradient sums have to.
@@ -36,30 +39,34 @@ def vertical_order(num_layers: int, num_micro_batches: int, snake: bool = False)
     def turn(layer: int) -> Sequence[int]:
         return ascending[::-1] if snake and (last - layer) % 2 else ascending
 
-    events = [*_sweep(Op.F, PRE, ascending)]
-    for layer in range(last):
-        events += _sweep(Op.F, layer, turn(layer))
+    events: list[Event] = []
+    for call in range(calls):
+        events += _sweep(Op.F, PRE, ascending, call)
+        for layer in range(last if call == calls - 1 else num_layers):
+            events += _sweep(Op.F, layer, turn(layer), call)
     for m in turn(last):
-        events += (Event(Op.F, last, m), Event(Op.HEAD, SUF, m), Event(Op.B, last, m))
+        events += (Event(Op.F, last, m, part_of(calls - 1)), Event(Op.HEAD, SUF, m), Event(Op.B, last, m))
     for layer in reversed(range(last)):
         events += _sweep(Op.B, layer, turn(layer))
     return (*events, *_sweep(Op.B, PRE, ascending))
 
 
-def horizontal_order(num_layers: int, num_micro_batches: int) -> Events:
-    """One micro-batch after another, each through forward, HEAD and backward: stock's order."""
+def horizontal_order(num_layers: int, num_micro_batches: int, calls: int = 1) -> Events:
+    """One micro-batch after another, each through its forwards, HEAD and backward: stock's order."""
     events: list[Event] = []
     for m in range(num_micro_batches):
-        events += (Event(Op.F, unit, m) for unit in (PRE, *range(num_layers)))
+        events += (Event(Op.F, unit, m, part_of(call)) for call in range(calls) for unit in (PRE, *range(num_layers)))
         events.append(Event(Op.HEAD, SUF, m))
         events += (Event(Op.B, unit, m) for unit in (*reversed(range(num_layers)), PRE))
     return tuple(events)
 
 
-def forward_order(num_layers: int, num_micro_batches: int) -> Events:
-    """Evaluation: one sweep, layer-major, no gradients."""
-    units: tuple[Unit, ...] = (PRE, *range(num_layers), SUF)
-    return tuple(event for unit in units for event in _sweep(Op.F, unit, range(num_micro_batches)))
+def forward_order(num_layers: int, num_micro_batches: int, calls: int = 1) -> Events:
+    """Evaluation: one sweep for each call of the model, layer-major, no gradients."""
+    units: tuple[Unit, ...] = (PRE, *range(num_layers))
+    micro_batches = range(num_micro_batches)
+    sweeps = (event for call in range(calls) for unit in units for event in _sweep(Op.F, unit, micro_batches, call))
+    return (*sweeps, *_sweep(Op.F, SUF, micro_batches))
 
 
 def place_gradients(events: Sequence[Event]) -> Events:
@@ -208,7 +215,7 @@ class TrainingStep:
     `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a
     delayed step is issued. `ahead`: what the next step needs first is issued at the end. `hold`: what of the gradients may
     have to wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory.
-    `order`, `snake` and `window`: as in `Schedule`.
+    `order`, `snake`, `window` and `calls`: as in `Schedule`.
     """
 
     num_layers: int
@@ -223,6 +230,7 @@ class TrainingStep:
     ahead: bool = False
     hold: str | None = None
     moved: tuple[int, ...] = ()
+    calls: int = 1
 
 
 @lru_cache(maxsize=64)
@@ -232,23 +240,24 @@ def build_training(step: TrainingStep) -> Schedule:
         raise ScheduleError("order 'forward' has no backward; write 'vertical' or 'horizontal' to train")
     # An empty schedule first: its header check refuses bad settings before any pass sees them.
     look_ahead = LOOK_AHEAD if step.moved else 0
-    Schedule(step.num_layers, step.num_micro_batches, (), step.order, step.snake, step.window, moved=step.moved)
+    header = (step.num_layers, step.num_micro_batches, (), step.order, step.snake, step.window)
+    Schedule(*header, moved=step.moved, calls=step.calls)
     if step.order == "vertical":
-        compute = vertical_order(step.num_layers, step.num_micro_batches, step.snake)
+        compute = vertical_order(step.num_layers, step.num_micro_batches, step.snake, step.calls)
     else:
-        compute = horizontal_order(step.num_layers, step.num_micro_batches)
+        compute = horizontal_order(step.num_layers, step.num_micro_batches, step.calls)
     events = place_optimizer(place_parameters(place_gradients(compute), step.window, step.due), step.delayed)
     events = place_holding(events, step.hold) if step.hold else events
     events = place_delayed(place_early(events) if step.early else events, step.due, step.lead)
     events = place_ahead(events, step.window, step.lead, step.delayed) if step.ahead else events
     events = place_activations(events, step.moved, look_ahead)
-    flags = (step.order, step.snake, step.window, step.delayed, step.early, step.moved, look_ahead)
+    flags = (step.order, step.snake, step.window, step.delayed, step.early, step.moved, look_ahead, step.calls)
     return _checked(Schedule(step.num_layers, step.num_micro_batches, events, *flags))
 
 
 @lru_cache(maxsize=64)
-def build_evaluation(num_layers: int, num_micro_batches: int, *, window: int = 1) -> Schedule:
+def build_evaluation(num_layers: int, num_micro_batches: int, *, window: int = 1, calls: int = 1) -> Schedule:
     """The validated forward-only schedule; raises ScheduleError."""
-    Schedule(num_layers, num_micro_batches, (), "forward", False, window)
-    events = place_parameters(forward_order(num_layers, num_micro_batches), window)
-    return _checked(Schedule(num_layers, num_micro_batches, events, "forward", False, window))
+    Schedule(num_layers, num_micro_batches, (), "forward", False, window, calls=calls)
+    events = place_parameters(forward_order(num_layers, num_micro_batches, calls), window)
+    return _checked(Schedule(num_layers, num_micro_batches, events, "forward", False, window, calls=calls))

@@ -81,6 +81,27 @@ def test_orders() -> None:
     assert text(forward_order(2, 2)) == "preF0 preF1 0F0 0F1 1F0 1F1 sufF0 sufF1"
 
 
+def test_orders_of_two_calls() -> None:
+    assert text(vertical_order(2, 2, calls=2)) == (
+        "preF0 preF1 0F0 0F1 1F0 1F1 preF0.c1 preF1.c1 0F0.c1 0F1.c1"
+        " 1F0.c1 sufHEAD0 1B0 1F1.c1 sufHEAD1 1B1 0B0 0B1 preB0 preB1"
+    )
+    assert text(horizontal_order(2, 1, calls=2)) == "preF0 0F0 1F0 preF0.c1 0F0.c1 1F0.c1 sufHEAD0 1B0 0B0 preB0"
+    assert text(forward_order(2, 1, calls=2)) == "preF0 0F0 1F0 preF0.c1 0F0.c1 1F0.c1 sufF0"
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"), [("1F0.c1", "2F0.c1): needs 1F0.c1"), ("preF1.c1", "0F1.c1): needs preF1.c1"), ("2F0", "needs 2F0")]
+)
+def test_each_call_is_a_forward_of_its_own_behind_the_one_before(missing: str, told: str) -> None:
+    built = build_training(TrainingStep(3, 2, calls=2))
+    assert [*map(str, sorted(built.fused, key=str))] == ["2F0.c1", "2F1.c1"]
+    assert Schedule.from_text(built.to_text()) == built
+    with pytest.raises(ScheduleError) as caught:
+        validate(replace(built, events=tuple(event for event in built.events if str(event) != missing)))
+    assert told in str(caught.value)
+
+
 def test_snake_turns_every_second_layer_before_the_last_in_both_sweeps_and_nothing_else() -> None:
     assert text(vertical_order(3, 3, snake=True)) == (
         "preF0 preF1 preF2 0F0 0F1 0F2 1F2 1F1 1F0 2F0 sufHEAD0 2B0 2F1 sufHEAD1 2B1 2F2 sufHEAD2 2B2 "

@@ -84,6 +84,8 @@ def test_bad_event_text_is_refused_with_the_text_and_the_form(text: str) -> None
         ({"op": Op.STEP, "layer": 0, "part": "2"}, "STEP takes e<chunk> or d<chunk> as part, got '2'"),
         ({"op": Op.STEP, "layer": 0, "step_offset": 1}, "STEP takes a step offset <= 0, got 1"),
         ({"op": Op.NORM, "part": "e0"}, "NORM takes no part, got 'e0'"),
+        ({"op": Op.F, "layer": 0, "micro_batch": 0, "part": "c0"}, "F takes c<call>, from c1 on, as part, got 'c0'"),
+        ({"op": Op.B, "layer": 0, "micro_batch": 0, "part": "c1"}, "B takes no part, got 'c1'"),
     ],
 )
 def test_fields_that_do_not_fit_the_operation_are_refused(fields: dict[str, object], told: str) -> None:

@@ -39,10 +39,11 @@ class CallableEngine(SavingEngine):
     ) -> list[T]:
         """One optimizer step over the user's whole micro-steps; returns what each returned.
 
-        Each calls the model through this engine once, `backward(loss)` once, and the last one `step()`. The losses are taken
-        as `backward` scales them. `entering(i)` is called as micro-step i begins, and as it goes on behind its model call.
-        `batches`: the micro-batches, for metrics. Where a step starts over, the micro-steps are called again; `counted` puts
-        back what they have counted. Raises LoopError where one does something else; the step then has not been.
+        Each calls the model (through this engine, at least for the first time), as often as the others do, `backward(loss)`
+        once, and the last one `step()`. The losses are taken as `backward` scales them. `entering(i)` is called as micro-step i
+        begins, and as it goes on behind each of its model calls. `batches`: the micro-batches, for metrics. Where a step starts
+        over, the micro-steps are called again; `counted` puts back what they have counted. Raises LoopError where one does
+        something else; the step then has not been.
         """
         tell_bridge(self, "Trainer", self.layers.num_layers, len(micro_steps))
         window = Window(self._loop.call_model, micro_steps, [micro.form_of(batch) for batch in batches], entering, counted)
@@ -57,8 +58,8 @@ class CallableEngine(SavingEngine):
     def eval_window(
         self, runs: Sequence[Callable[[], T]], batches: Sequence[object], counted: Counted | None = None
     ) -> list[T]:
-        """Run the user's code for some micro-batches without training, each of which calls the model once; returns what each
-        returned. `counted`: see `train_window`; after an error, too, nothing has been counted."""
+        """Run the user's code for some micro-batches without training, each of which calls the model as often as the others;
+        returns what each returned. `counted`: see `train_window`; after an error, too, nothing has been counted."""
         model, all_runs = self._loop.call_model, Runs(counted)
         pairs = enumerate(zip(runs, batches, strict=True))
         steps = [EvaluatedStep(model, index, all_runs).body(run, micro.form_of(batch)) for index, (run, batch) in pairs]

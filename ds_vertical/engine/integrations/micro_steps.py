@@ -1,8 +1,9 @@
 """Whole micro-steps of a user's loop: each runs as its micro-batch's forward, and what it asks of the engine is noted.
 
 A micro-step is the user's code for one micro-batch: it calls the model, makes a loss, calls `engine.backward(loss)` and, in the
-last one of the step, `engine.step()`. All micro-steps of a step begin before any of them goes on behind its model call. The
-backward and the optimizer's step happen when the schedule comes to them, not within the calls.
+last one of the step, `engine.step()`. It may call the model several times, through the engine or past it. All micro-steps of a
+step begin before any of them goes on behind its model call. The backward and the optimizer's step happen when the schedule
+comes to them, not within the calls.
 
 [Note: the running step] The engine finds the micro-step that calls it in a context variable. The hub runs each forward in a
 context of its own, so the variable is the forward's alone, and unset in the hub's.
@@ -13,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Final, Generic, NoReturn, TypeVar
 
 import torch
+from greenlet import getcurrent
 from torch.utils import _pytree as pytree
 
 from ds_vertical.compat import engine as compat_engine
@@ -25,13 +28,17 @@ from ds_vertical.engine.train_loop import ModelCall
 from ds_vertical.errors import LoopError
 from ds_vertical.model import batch as micro
 from ds_vertical.model.layers import refuse_batch_flags
+from ds_vertical.model.stubs import Coroutine
 
 T = TypeVar("T")
 _PAST_THE_ENGINE: Final = (
     "the micro-step has not called the engine's forward before; call engine(...), or the model that the trainer hands over, not"
     " a module of it"
 )
-_ONCE = "a micro-step under vertical_schedule calls the model once, engine.backward(loss) once, and the last one engine.step()"
+_ONCE = (
+    "a micro-step under vertical_schedule calls the model, as often as the step's others, engine.backward(loss) once, and the"
+    " last one engine.step()"
+)
 
 # what to say to code that leaves a micro-batch out by its loss
 SKIPPED_WHOLE: Final = (
@@ -89,7 +96,7 @@ def running_step(engine: object) -> RunningStep | None:
 
 class MicroStep(RunningStep, Generic[T]):
     """One micro-step of a window. `run`: the user's code, which may be run again where the step starts over. `entering` is
-    called as it begins, and again as it goes on behind its model call. `form`: see `Body`."""
+    called as it begins, and again as it goes on behind each of its model calls. `form`: see `Body`."""
 
     def __init__(
         self, run: Callable[[], T], index: int, window: Window[T], entering: Callable[[int], None], form: Hashable
@@ -105,7 +112,6 @@ class MicroStep(RunningStep, Generic[T]):
     def _forget(self) -> None:
         self.results: list[T] = []
         self.num_step_calls = 0
-        self._num_model_calls = 0
         self._loss: torch.Tensor | None = None
         self._is_boundary: bool | None = None
         self._has_stepped = False
@@ -118,6 +124,9 @@ class MicroStep(RunningStep, Generic[T]):
     def _whole(self) -> torch.Tensor:
         self._window.runs.begins(self.index)
         self._forget()
+        coroutine = getcurrent()
+        if isinstance(coroutine, Coroutine):  # calls of the model past the engine are its own, too
+            coroutine.micro_batch.calls.behind = partial(self._entering, self.index)
         with self.running():
             self._entering(self.index)
             self.results.append(self._run())
@@ -132,18 +141,9 @@ class MicroStep(RunningStep, Generic[T]):
     # ---- what the user's code calls
 
     def forward(self, *inputs: object, **kwargs: object) -> object:  # override
-        """The model's outputs. Raises LoopError at a second call."""
-        self._num_model_calls += 1
-        if self._num_model_calls > 1:
-            raise self._refusal(
-                "it calls the model a second time (for label smoothing's metrics, a reference by a disabled adapter, or a"
-                " contrastive loss, say), and layer-major order has given the layers up then; turn that off, precompute the"
-                " other call's outputs, or set vertical_schedule.enabled to false"
-            )
+        """The model's outputs. Raises LayerError for arguments that no layer-major forward can take."""
         refuse_batch_flags(kwargs)
-        outputs = super().forward(*inputs, **kwargs)
-        self._entering(self.index)
-        return outputs
+        return super().forward(*inputs, **kwargs)
 
     def backward(self, loss: object, scale_wrt_gas: bool) -> torch.Tensor:  # override
         """Note the loss, and return it scaled. Raises LoopError for a second one, and for what is no loss."""

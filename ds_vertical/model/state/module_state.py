@@ -24,6 +24,7 @@ from ds_vertical.model.state.containers import (
     containers,
     owner_key,
     same_contents,
+    same_value,
     tensors_in,
 )
 from ds_vertical.model.state.survey import OUTSIDE
@@ -196,6 +197,19 @@ def put_back(pairs: Iterable[tuple[Container, Contents]]) -> None:
     for container, contents in pairs:
         if not container.holds(contents):
             container.write(contents)
+
+
+def equal_values(one: Pairs, other: Pairs) -> bool:
+    """Whether two versions hold the same values, in containers that need not be the same objects: a list made anew."""
+    if len(one) != len(other):
+        return False
+    for (_, before), (_, now) in zip(one, other, strict=True):
+        if list(before) != list(now):
+            return False
+        for old, new in zip(before.values(), now.values(), strict=True):
+            if not (same_value(old, new) or (type(old) is type(new) and isinstance(old, list | dict))):
+                return False
+    return True
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -47,15 +47,52 @@ class HooksMissed(StateMissed):
         return f"hooks on {self.path} compute with its parameters"
 
 
-def until_known(run: Callable[[], T], forget: Callable[[], None], say: Callable[[str], None] = lambda _: None) -> T:
+class CallsMissed(StateMissed):
+    """The code of a micro-batch calls the model another number of times than was known as the step began: the step is to be run
+    again. `number`: how often, or more often than that."""
+
+    def __init__(self, number: int) -> None:
+        LayerError.__init__(
+            self,
+            f"the code of a micro-batch calls the model {number} time(s), which was not known as the step began: in a Trainer's"
+            " micro-steps call it as often in each run of a step; in a loss_fn or the model's own forward call it once only, or"
+            " set vertical_schedule.enabled to false",
+        )
+        self.path = ""
+        self.number = number
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:  # type: ignore[override]
+        return type(self), (self.number,)
+
+
+class LearnedCalls:
+    """How often the code of a micro-batch calls the model, as far as the steps so far have shown."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+
+def until_known(
+    run: Callable[[], T],
+    forget: Callable[[], None],
+    say: Callable[[str], None] = lambda _: None,
+    calls: LearnedCalls | None = None,
+) -> T:
     """Run a step, and again wherever it raises StateMissed, at most _MOST_RUNS times. Returns what the step returns.
 
-    `forget` is called ahead of each further run, so that it learns anew; `say` gets a line for the user. Raises StateMissed
-    where the last run does.
+    `forget` is called ahead of each further run, so that it learns anew; `say` gets a line for the user. `calls`: what `run`
+    reads the number of calls from; None: a step with another number than one is not run again. Raises StateMissed where the
+    last run does.
     """
     for _ in range(_MOST_RUNS - 1):
         try:
             return run()
+        except CallsMissed as missed:
+            if calls is None:
+                raise
+            calls.number = missed.number
+            say(f"this step starts over, with {missed.number} call(s) of the model by each micro-batch's code")
+            forget()
         except StateMissed as missed:  # nothing of the step counts
             if missed.path:  # and no trial
                 say(f"this step starts over, now that it is known that {missed.fact}")

@@ -15,24 +15,58 @@ from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.block_state import BlockState
 from ds_vertical.model.state.containers import containers
-from ds_vertical.model.state.module_state import Elements, PlaceItem, Version
+from ds_vertical.model.state.module_state import Elements, PlaceItem, Version, equal_values
 from ds_vertical.model.state.restart import HORIZONTAL, StateMissed
 from ds_vertical.model.state.survey import OUTSIDE
-from ds_vertical.model.state.tracks import Known, LearnedState, Track, TrackedState
+from ds_vertical.model.state.tracks import BETWEEN, PREFIX, Known, LearnedState, Track, TrackedState, part_of_forward
 from ds_vertical.model.tensor_refs import key_of
 
 
 class GradFlags:
-    """Which parameters require grad as a step begins. A forward must not change it: blocks run once more in the backward."""
+    """Which parameters require grad as a step begins. A forward must not change it: blocks run once more in the backward.
+
+    But it may while it runs without gradients, and nothing of it runs once more: PEFT freezes an adapter while that is
+    disabled. Then the flags are the micro-batch's own, until it has put them back.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._params = list(model.parameters())
-        self._flags = [param.requires_grad for param in self._params]
+        self._flags = self._now()
+        self._own: dict[int, list[bool]] = {}
 
-    def check(self) -> None:
+    def _now(self) -> list[bool]:
+        return [param.requires_grad for param in self._params]
+
+    def _install(self, flags: Sequence[bool]) -> None:
+        for param, flag in zip(self._params, flags, strict=True):
+            if param.requires_grad != flag:
+                param.requires_grad_(flag)
+
+    def enter(self, micro_batch: int) -> None:
+        """A micro-batch's forward goes on: let the flags be its own."""
+        if (own := self._own.get(micro_batch)) is not None:
+            self._install(own)
+
+    def leave(self, micro_batch: int, is_recomputed: bool, looks: bool) -> None:
+        """A micro-batch's forward has parked, or has ended. `looks`: it may have changed the flags. Raises LayerError where it
+        has, and runs once more in the backward."""
+        had_own = self._own.pop(micro_batch, None) is not None
+        if not (looks or had_own):
+            return
+        if is_recomputed:
+            self._check()
+        elif (now := self._now()) != self._flags:
+            self._own[micro_batch] = now
+            self.restore()
+
+    def restore(self) -> None:
+        """Let the flags be those of before the step."""
+        self._install(self._flags)
+
+    def _check(self) -> None:
         """Raises LayerError, with the parameter's name, where the forward has set `requires_grad` of one."""
-        if [param.requires_grad for param in self._params] == self._flags:
+        if self._now() == self._flags:
             return
         for (name, param), before in zip(self._model.named_parameters(), self._flags, strict=True):
             if param.requires_grad != before:
@@ -55,7 +89,7 @@ class ResetTrial:
 
     def sample(self, track: Track, micro_batch: int, layer: int | None) -> Version:
         """What the prefix of a later micro-batch is to find in an item in such a run; None: its own version, as always."""
-        wanted = self.runs and micro_batch > 0 and layer is not None and layer < 0 and micro_batch not in track.own
+        wanted = self.runs and micro_batch > 0 and layer == PREFIX and micro_batch not in track.own
         return track.known.sample if wanted else None
 
     def drop_samples(self, tracks: Iterable[Track]) -> None:
@@ -111,6 +145,7 @@ class StepState:
         self._trial = ResetTrial(learned, self._learns, self._in_turn)
         self.outer_context = {id(value) for value in contextvars.copy_context().values()}  # which the survey has seen
         self._flags = GradFlags(model)
+        self._again: set[int] = set()  # ids of the tracks of which a further call of the model has made a version
 
     def blame_state(self, error: Exception) -> None:
         """After an error: raise StateMissed where state has changed that was not known of, which may be the error's cause, or
@@ -134,10 +169,11 @@ class StepState:
 
     # ---- whose turn it is
 
-    def enter(self, micro_batch: int, layer: int | None) -> None:
-        """Install a micro-batch's versions: its forward goes on through a layer (below 0: the prefix; None: the suffix), or its
-        backward does."""
-        self.tracked.layer = layer
+    def enter(self, micro_batch: int, layer: int | None, call: int = 0) -> None:
+        """Install a micro-batch's versions: its forward goes on through a layer (below 0: the prefix; None: the suffix) in one
+        of its calls of the model, or its backward does."""
+        self.tracked.layer, self.tracked.part = layer, part_of_forward(layer, call, self._layers.num_layers)
+        self._flags.enter(micro_batch)
         if not self._tracks:
             return
         near = _regions_near(self._layers, layer)
@@ -145,21 +181,22 @@ class StepState:
             near |= self._learned.reached
         for track in self._tracks:
             if self._in_turn:
-                if track.item.is_global and layer is not None and layer < 0 and self._seeds[micro_batch] is not None:
+                if track.item.is_global and layer == PREFIX and self._seeds[micro_batch] is not None:
                     track.install(track.own[micro_batch])
             elif near is None or track.item.region in near or isinstance(track.item, PlaceItem):
                 sample = self._trial.sample(track, micro_batch, layer)
                 track.install(track.version(micro_batch) if sample is None else sample)
 
-    def leave(self, micro_batch: int, layer: int | None) -> None:
+    def leave(self, micro_batch: int, layer: int | None, call: int = 0, is_recomputed: bool = True) -> None:
         """Keep what has changed as the micro-batch's versions: its forward has parked behind that part, or has ended.
+        `is_recomputed`: it computes with gradients.
 
         Raises StateMissed where something has changed that was not known as the step began, and LayerError for what cannot be
         followed.
         """
         near = _regions_near(self._layers, layer)
-        if self._learns or layer is None or layer < 0:
-            self._flags.check()
+        self._flags.leave(micro_batch, is_recomputed, looks=self._learns or layer is None or layer < 0)
+        self.tracked.part = part_of_forward(layer, call, self._layers.num_layers)
         is_outermost = len(self._ended) in (0, len(self._seeds) - 1)  # the first forward, and the last one
         looks = self._learns or (near is None and (layer is not None or is_outermost))
         found = self.tracked.find(None) if self._learned.handled and looks else []
@@ -206,10 +243,13 @@ class StepState:
             _refuse_snake(item.path)
         if item.is_generator and not item.is_global and any(index > micro_batch for index in track.own):
             (_refuse_snake if self._snake else _refuse_shared_generator)(item.path)
-        if self._trial.runs and micro_batch > 0 and layer is not None and layer < 0:
+        if self._trial.runs and micro_batch > 0 and layer == PREFIX:
             known.resets |= item.same(now, track.own.get(0, track.base))
         track.own[micro_batch] = track.installed = now
-        known.writers.add(len(self._layers.layers) if layer is None else layer)
+        assert self.tracked.part is not None
+        known.writers.add(self.tracked.part)
+        if self.tracked.part > len(self._layers.layers) or layer == BETWEEN:
+            self._again.add(id(track))
         if len(known.writers) > 1 and not known.spread and not item.is_global:
             known.spread = known.settled = True
             if any(index > micro_batch for index in track.begun):
@@ -224,6 +264,8 @@ class StepState:
         news = self.tracked.news
         for track in self._tracks if not self._in_turn else ():
             known = track.known
+            if id(track) in self._again and len(known.writers) > 1 and not (track.item.is_global or self._trial.runs):
+                _refuse_across_calls(track, micro_batch)
             if micro_batch in track.own and not known.settled and not track.item.is_global:
                 known.settled, was_spread = True, known.spread
                 known.spread = len(known.writers) > 1
@@ -277,6 +319,7 @@ class StepState:
     def finish(self, counts: bool) -> None:
         """End the step. Where it `counts`, or is over without an error, the modules hold what the last micro-batch has left,
         else what they held before. Twice is harmless."""
+        self._flags.restore()
         if self.over or counts:
             self._conclude()
         else:
@@ -308,6 +351,18 @@ def _regions_near(layers: LayerMap, layer: int | None) -> set[int] | None:
         return None
     blocks = layers.layers
     return {OUTSIDE, *blocks[layer], *blocks[max(layer - 1, 0)]}
+
+
+def _refuse_across_calls(track: Track, micro_batch: int) -> None:
+    """Raises LayerError where several calls of the model have changed an item, and have not put it back."""
+    begun, own = track.begun.get(micro_batch, track.base), track.own.get(micro_batch)
+    if own is None or track.item.same(begun, own) or (isinstance(track.item, PlaceItem) and equal_values(begun, own)):
+        return
+    raise LayerError(
+        f"{track.item.path}: several calls of the model by one micro-batch's code change it; in stock's order the next"
+        " micro-batch goes on with what the last of these calls has left, and in layer-major order its first call comes before"
+        f" that: let each call leave it as it found it, {HORIZONTAL}"
+    )
 
 
 def _refuse_shared_generator(path: str) -> None:

@@ -16,18 +16,29 @@ from ds_vertical.model.state.restart import StateMissed
 from ds_vertical.model.state.snapshot import Snapshot, StateChange, refuse_large
 from ds_vertical.model.state.survey import OUTSIDE, entry_of
 
+PREFIX = -1  # the number that stands for the prefix where a layer's is expected
+BETWEEN = -2  # and the one for what lies between the last layer in one call of the model and the first one in the next call
 GLOBAL_PATHS = [item.path for item in global_generators()]
+
+
+def part_of_forward(layer: int | None, call: int, num_layers: int) -> int:
+    """The number of a part of the forward, as `Known.writers` has it: of the layer that it goes through (None: the suffix) in
+    one of the micro-batch's calls of the model."""
+    if layer is None:
+        return num_layers
+    return layer + call * (num_layers + 1) if layer >= 0 else layer
 
 
 @dataclass(eq=False)
 class Known:
     """What the steps so far have shown of an item that changes.
 
-    `writers`: the parts of the forward that change it, by the layers that they go through (-1: the prefix; the number of
-    layers: the suffix). `spread`: these are several. `settled`: a whole forward has shown it. `adds_up`: after a step the item
-    may hold what all forwards have added to it. `replaced`: what the last forward has left, where the item holds such a sum
-    instead. `sample`: what a forward has left in it, for the run that shows whether the prefix of the next forward resets it.
-    `tried`: there has been such a run. `resets`: the prefix does. `backward`: hooks of the backward write there, too.
+    `writers`: the parts of the forward that change it, by the layers that they go through (PREFIX, BETWEEN; the number of
+    layers: the suffix; in a further call of the model the numbers go on from there). `spread`: these are several. `settled`: a
+    whole forward has shown it. `adds_up`: after a step the item may hold what all forwards have added to it. `replaced`: what
+    the last forward has left, where the item holds such a sum instead. `sample`: what a forward has left in it, for the run
+    that shows whether the prefix of the next forward resets it. `tried`: there has been such a run. `resets`: the prefix does.
+    `backward`: hooks of the backward write there, too.
     """
 
     item: Item
@@ -119,7 +130,8 @@ class TrackedState:
 
     `learns`: state is searched behind every part of each forward. `in_turn`: each forward is over before the next one begins.
     `seeds`: of each micro-batch's random numbers, None where the caller's streams go through all of them. `layer`: the layer
-    that the forward under way goes through (below 0: the prefix; None: the suffix, or none is under way). `news`: paths of what
+    that the forward under way goes through (below 0: the prefix; None: the suffix, or none is under way). `part`: that layer as
+    `Known.writers` has it. `news`: paths of what
     no earlier run knew of. `written`: ids of the tracks of which an attribute was set since `StepState` last looked at them.
     `unused`: Python's and NumPy's generators that no forward is known to draw from, with their states before the step.
     """
@@ -130,6 +142,7 @@ class TrackedState:
         self.learns = learns
         self.in_turn = in_turn
         self.layer: int | None = None
+        self.part: int | None = None
         self.news: list[str] = []
         self.written: set[int] = set()
         self.tracks: list[Track] = []
@@ -193,7 +206,7 @@ class TrackedState:
         for the first time is found at the end of the forward."""
         known = track.known
         learned = known.settled and not self.learns and not self.in_turn and isinstance(track.item, PlaceItem)
-        return learned and self.layer is not None and self.layer >= 0 and self.layer not in known.writers
+        return learned and self.layer is not None and self.layer >= 0 and self.part not in known.writers
 
     def copy_from_now_on(self, path: str) -> NoReturn:
         """Raise StateMissed: a tensor that a block found in state was written in place afterwards, so copies are needed."""

@@ -12,7 +12,7 @@ import torch
 from harness import base_config, build_engine, differing, dispose, read_weights, running, small_buffers
 from models import tiny_neox, token_batches
 
-from ds_vertical.errors import LoopError
+from ds_vertical.errors import LayerError, LoopError
 
 NUM = 3
 build = partial(tiny_neox, num_layers=2, hidden=256, dropout=0.1)
@@ -61,8 +61,8 @@ def test_a_window_has_the_bits_of_train_batch(tmp_path: Path, step: Callable[...
     assert not differing(seen[0][4], seen[1][4])
 
 
-def twice(engine: Any, batch: Any, index: int) -> None:
-    engine.backward(engine(**batch).loss + engine(**batch).loss)
+def once_more_in_the_second(engine: Any, batch: Any, index: int) -> None:
+    engine.backward(sum(engine(**batch).loss for _ in range(1 + index)))
 
 
 def past_the_engine(engine: Any, batch: Any, index: int) -> None:
@@ -106,8 +106,8 @@ def fails(engine: Any, batch: Any, index: int) -> None:
 
 
 WRONG: list[tuple[Callable[..., None], type[BaseException], str]] = [
-    (twice, LoopError, "micro-step 0 of a step of 3: it calls the model a second time"),
     (past_the_engine, LoopError, "micro-step 0 .* has not called the engine's forward before; call engine"),
+    (once_more_in_the_second, LayerError, r"micro-batch 1 of the step calls the model more than 1 time\(s\)"),
     (no_backward, LoopError, r"micro-step 0 .* has not called engine.backward\(loss\)"),
     (two_backwards, LoopError, "micro-step 0 .* calls engine.backward a second time; add the losses"),
     (detached, LoopError, "a tensor with one element, computed with gradients"),

@@ -7,16 +7,10 @@ from typing import Any
 
 import pytest
 from trainer_runs import Seen, arguments_for, assert_same, both, noting_llama, recorder, tiny_llama
+from trl_data import SFT_ROWS, adapter
 from words import tokenizer
 
 pytestmark = pytest.mark.slow
-SFT_ROWS = [" ".join(f"w{(7 * row + 3 * i) % 125}" for i in range(10 + row % 20)) for row in range(22)]
-
-
-def adapter() -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "packed"])
