@@ -80,7 +80,7 @@ class ForwardCoroutine:
         self._state = state.without_autocast_cache()
         self._guard: object = None
         self._target = NO_BLOCKS
-        self.calls = ModelCalls(len(self._blocks), shared.num_calls, blocks, self._park)
+        self.calls = ModelCalls(len(self._blocks), shared.num_calls, blocks, lambda: _park(self._coroutine))
         self._hooked_block = -1  # whose call, with its hooks, is under way
         self._whole_block = -1  # whose hooks are part of it, while it runs
         self._watch: ParameterWatch | None = None  # of the hooks under way

@@ -112,6 +112,7 @@ class MicroStep(RunningStep, Generic[T]):
     def _forget(self) -> None:
         self.results: list[T] = []
         self.num_step_calls = 0
+        self._has_called = False
         self._loss: torch.Tensor | None = None
         self._is_boundary: bool | None = None
         self._has_stepped = False
@@ -143,13 +144,14 @@ class MicroStep(RunningStep, Generic[T]):
     def forward(self, *inputs: object, **kwargs: object) -> object:  # override
         """The model's outputs. Raises LayerError for arguments that no layer-major forward can take."""
         refuse_batch_flags(kwargs)
+        self._has_called = True
         return super().forward(*inputs, **kwargs)
 
     def backward(self, loss: object, scale_wrt_gas: bool) -> torch.Tensor:  # override
         """Note the loss, and return it scaled. Raises LoopError for a second one, and for what is no loss."""
         if self._loss is not None:
             raise self._refusal("it calls engine.backward a second time; add the losses, and call it once")
-        if self._num_model_calls == 0:
+        if not self._has_called:
             raise self._refusal(f"engine.backward(): {_PAST_THE_ENGINE}")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise self._refusal("engine.backward takes the loss as a tensor with one element, computed with gradients")
