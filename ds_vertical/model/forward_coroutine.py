@@ -23,7 +23,7 @@ from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.restart import HooksMissed
 from ds_vertical.model.state.step_state import StepState
-from ds_vertical.model.state.tracks import BETWEEN, PREFIX
+from ds_vertical.model.state.tracks import BETWEEN_CALLS, PREFIX
 from ds_vertical.model.stubs import BlockRunner, Coroutine, ModelCalls, ParameterWatch, Stubs
 from ds_vertical.model.thread_state import ThreadState, inference_guard
 
@@ -107,7 +107,7 @@ class ForwardCoroutine:
         """
         if call == 0:
             self.first_node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
-        self._switch(NO_BLOCKS, BETWEEN if call else PREFIX)
+        self._switch(NO_BLOCKS, BETWEEN_CALLS if call else PREFIX)
         if call and self._coroutine.dead:
             self.calls.refuse(self.calls.number + 1, self.index)
         if self.calls.number != call:

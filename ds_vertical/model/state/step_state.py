@@ -18,7 +18,7 @@ from ds_vertical.model.state.containers import containers
 from ds_vertical.model.state.module_state import Elements, PlaceItem, Version, equal_values
 from ds_vertical.model.state.restart import HORIZONTAL, StateMissed
 from ds_vertical.model.state.survey import OUTSIDE
-from ds_vertical.model.state.tracks import BETWEEN, PREFIX, Known, LearnedState, Track, TrackedState, part_of_forward
+from ds_vertical.model.state.tracks import BETWEEN_CALLS, PREFIX, Known, LearnedState, Track, TrackedState, part_of_forward
 from ds_vertical.model.tensor_refs import key_of
 
 
@@ -248,7 +248,7 @@ class StepState:
         track.own[micro_batch] = track.installed = now
         assert self.tracked.part is not None
         known.writers.add(self.tracked.part)
-        if self.tracked.part > len(self._layers.layers) or layer == BETWEEN:
+        if self.tracked.part > len(self._layers.layers) or layer == BETWEEN_CALLS:
             self._again.add(id(track))
         if len(known.writers) > 1 and not known.spread and not item.is_global:
             known.spread = known.settled = True

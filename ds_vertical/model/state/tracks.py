@@ -17,7 +17,7 @@ from ds_vertical.model.state.snapshot import Snapshot, StateChange, refuse_large
 from ds_vertical.model.state.survey import OUTSIDE, entry_of
 
 PREFIX = -1  # the number that stands for the prefix where a layer's is expected
-BETWEEN = -2  # and the one for what lies between the last layer in one call of the model and the first one in the next call
+BETWEEN_CALLS = -2  # what lies between the last layer in one call of the model and the first one in the next call
 GLOBAL_PATHS = [item.path for item in global_generators()]
 
 
@@ -33,7 +33,7 @@ def part_of_forward(layer: int | None, call: int, num_layers: int) -> int:
 class Known:
     """What the steps so far have shown of an item that changes.
 
-    `writers`: the parts of the forward that change it, by the layers that they go through (PREFIX, BETWEEN; the number of
+    `writers`: the parts of the forward that change it, by the layers that they go through (PREFIX, BETWEEN_CALLS; the number of
     layers: the suffix; in a further call of the model the numbers go on from there). `spread`: these are several. `settled`: a
     whole forward has shown it. `adds_up`: after a step the item may hold what all forwards have added to it. `replaced`: what
     the last forward has left, where the item holds such a sum instead. `sample`: what a forward has left in it, for the run
