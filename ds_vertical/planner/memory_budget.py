@@ -9,7 +9,8 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
             at rest              parameters and state that are not on SSD
     device  parameters           (w + 1) N and `pre`, gathered (none where they are the host's buffers)
             gradient sums        4N of one layer (two while one is copied out) and of `pre`
-            activations          M L A + 2 A: layer inputs, and the gradients between two layers; M K_device, 4 cells if any move
+            activations          M L A + 2 A: layer inputs, and the gradients between two layers
+            kept                 M K_device of what forwards keep, and 4 cells where any move
             working              what one layer's backward needs for one micro-batch, and on the host the gradients of the last
 
 Where device and host are one memory, all of it is the host's; with one rank the gathered parameters are then the buffers and
