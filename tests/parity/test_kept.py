@@ -14,6 +14,7 @@ from models import MixerModel, tiny_gpt2, tiny_neox, token_batches
 from torch import nn
 
 from ds_vertical.engine import assembly
+from ds_vertical.errors import MemoryBudgetError
 
 MIXER = partial(MixerModel, 4, 512, dropout=0.1)
 POLICIES = ("free", "products", "everything")
@@ -86,3 +87,32 @@ def test_the_same_bits_in_every_order(tmp_path: Path, policy: str, section: dict
     tier = "ssd"
     assert_identical(plain, run_arm(config_in(tmp_path, 3, settings(policy, tier), **section), MIXER, batches, vertical=True))
     assert torch.isfinite(torch.tensor(plain.losses)).all()
+
+
+@pytest.mark.slow
+def test_a_step_that_keeps_more_than_memory_has_fails_whole(tmp_path: Path) -> None:
+    batches = token_batches(2, 2, rows=1, shortest=5)
+    expected = run_arm(config_in(tmp_path, 2, {}), MIXER, batches[:1], vertical=True)
+    with running(config_in(tmp_path, 2, settings("everything", "device")), MIXER, vertical=True) as (engine, _):
+        store = engine._kept
+        store.device_limit, limit = 1000, store.device_limit
+        with pytest.raises(MemoryBudgetError, match=r'activations\.keep: \d+ bytes .* leaves 1000; write fewer .*"products"'):
+            engine.train_batch(iter(batches[0]))
+        assert store.num_bytes["device"] == 0 and engine.global_steps == 0
+        store.device_limit = limit
+        assert [engine.train_batch(iter(batches[0])).item()] == expected.losses
+        assert store.num_bytes["device"] == 0 < store.most_bytes
+
+
+@pytest.mark.slow
+def test_kept_values_on_ssd_leave_memory_and_come_back_once(tmp_path: Path) -> None:
+    batches = token_batches(2, 3, rows=1, shortest=8)
+    with running(config_in(tmp_path, 3, settings("everything", "ssd")), MIXER, vertical=True) as (engine, _):
+        engine.train_batch(iter(batches[0]))
+        queues = engine._kept.swapper.queues
+        before = [queue.num_read_bytes + queue.num_written_bytes for queue in queues]
+        engine.train_batch(iter(batches[1]))
+        read, written = (queue.num_read_bytes + queue.num_written_bytes - b for queue, b in zip(queues, before, strict=True))
+        assert read == written > 0
+        assert engine._kept.num_bytes["ssd"] == 0
+        assert next(tmp_path.rglob("kept/rank0.bin")).stat().st_size >= written
