@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from ds_vertical.compat import accelerator, swap_buffers
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import metrics
-from ds_vertical.engine.assembly import StepParts, moved_tiers
+from ds_vertical.engine.assembly import StepParts, moved_cells, moved_tiers
 from ds_vertical.engine.call_guard import RUNNING
 from ds_vertical.engine.handlers import Body, LossScale
 from ds_vertical.engine.metrics import StepRecorder
@@ -34,7 +34,7 @@ from ds_vertical.model.state.module_state import global_generators_seeded
 from ds_vertical.model.state.restart import LearnedCalls, until_known
 from ds_vertical.model.thread_state import ThreadState, applied
 from ds_vertical.planner.run_record import DTYPES
-from ds_vertical.schedule.events import Schedule
+from ds_vertical.schedule.events import Cell, Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 from ds_vertical.schedule.trace import Tracer
 
@@ -359,10 +359,13 @@ class VerticalLoop(TrainLoop):
         self._check_ready()
         swap_buffers.rest_stock_buffers(parts.module.parameters(), parts.optimizer)
         tiers = moved_tiers(parts.vertical, len(bodies))
-        _refuse_moves(tiers, self._calls.number)
+        _refuse_moves(bool(tiers) or parts.runner.kinds is not None, self._calls.number)
         if parts.activations is not None:
             parts.activations.open_step(tiers)
-        schedule = self.ran = self._schedule(len(bodies), tuple(tiers))
+        cells = moved_cells(parts.vertical, parts.layers.num_layers, len(bodies))
+        if parts.kept is not None:
+            parts.kept.open_step(cells)
+        schedule = self.ran = self._schedule(len(bodies), tuple(tiers), tuple(cells))
         noted = parts.activations is not None
         with (
             parts.optimizer.calls.running(),
@@ -382,8 +385,8 @@ class VerticalLoop(TrainLoop):
             parts.gradients.refuse_strays()
             parts.gradients.refuse_frozen({id(param): name for name, param in parts.module.named_parameters()})
 
-    def _schedule(self, num_micro_batches: int, moved: tuple[int, ...]) -> Schedule:
-        """The step's events. `moved`: micro-batches whose activations leave the device."""
+    def _schedule(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> Schedule:
+        """The step's events. `moved`: micro-batches whose activations leave the device; `kept`: cells whose kept values do."""
         vertical, optimizer = self._parts.vertical, self._parts.optimizer
         step = TrainingStep(
             self._parts.layers.num_layers,
@@ -398,6 +401,7 @@ class VerticalLoop(TrainLoop):
             hold=optimizer.holding,
             moved=moved,
             calls=self._calls.number,
+            kept=kept,
         )
         return build_training(step)
 
@@ -419,8 +423,9 @@ class VerticalLoop(TrainLoop):
         cut, again. A step that counts is concluded. `level`, `take_back`: see `Calls`."""
         parts = self._parts
         if level == RUNNING:
-            if parts.activations is not None:
-                parts.activations.abandon()  # before the forwards end: see there
+            for store in (parts.activations, parts.kept):
+                if store is not None:
+                    store.abandon()  # before the forwards end: see there
             parts.runner.end_forwards()
             take_back()
             parts.optimizer.driver.abandon()  # before the release: steps write into buffers handed over
@@ -482,13 +487,12 @@ class VerticalLoop(TrainLoop):
         return [micro.stream_seed(base, -self._num_evaluations, index, rank) for index in range(num_micro_batches)]
 
 
-def _refuse_moves(moved: Collection[int], num_calls: int) -> None:
-    """Raises LoopError where activations of micro-batches are to leave the device and the model is called several times."""
-    if moved and num_calls > 1:
+def _refuse_moves(moves_or_keeps: bool, num_calls: int) -> None:
+    """Raises LoopError where activations are to leave the device, or to be kept, and the model is called several times."""
+    if moves_or_keeps and num_calls > 1:
         raise LoopError(
-            f"the code of a micro-batch calls the model {num_calls} times; vertical_schedule.activations moves what passes"
-            " between the layers of one call alone: leave the key out, so that it stays on the device, or set"
-            " vertical_schedule.enabled to false"
+            f"the code of a micro-batch calls the model {num_calls} times; vertical_schedule.activations moves and keeps those"
+            " of one call alone: leave the key out, or set vertical_schedule.enabled to false"
         )
 
 

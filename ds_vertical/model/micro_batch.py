@@ -39,7 +39,7 @@ class MicroBatch:
         self._segments = Segments(len(shared.layers.blocks), shared.num_calls)
         self._blocks = RecordedBlocks(shared, self._segments)
         self._forward = ForwardCoroutine(body, self._blocks, shared, state, index, run_on)
-        self.boundary = BoundaryTensors(shared.layers, self._forward, self._blocks.calls, self._segments)
+        self.boundary = BoundaryTensors(shared.layers, self._forward, self._blocks, self._segments)
 
     # ---- forward
 
@@ -67,7 +67,7 @@ class MicroBatch:
     def close(self) -> None:
         """End a parked forward (after an error) so that nothing of it outlives the step."""
         self._forward.close()
-        self._blocks.calls.clear()
+        self._blocks.clear()
         self._segments.clear()
 
     # ---- backward (on the hub)

@@ -5,11 +5,12 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
     host    parameter buffers    b N and `pre`, in the parameters' dtype; b of `layer_buffers`, which is w + 3
             optimizer slots      slots x part x (state + parameter bytes)
             gradients            4P of the share that waits there, 4N of a few layers for what is stepped early or goes to SSD
-            activations          M L A of the share that is kept there
+            activations          M L A of the share that is kept there; M K_host, and buffers of 6 cells where some go to SSD
             at rest              parameters and state that are not on SSD
     device  parameters           (w + 1) N and `pre`, gathered (none where they are the host's buffers)
             gradient sums        4N of one layer (two while one is copied out) and of `pre`
             activations          M L A + 2 A: layer inputs, and the gradients between two layers
+            kept                 M K_device of what forwards keep, and 4 cells where any move
             working              what one layer's backward needs for one micro-batch, and on the host the gradients of the last
 
 Where device and host are one memory, all of it is the host's; with one rank the gathered parameters are then the buffers and
@@ -27,12 +28,14 @@ from types import MappingProxyType
 from typing import Final
 
 from ds_vertical.errors import MemoryBudgetError
-from ds_vertical.schedule.events import LEAD, MAX_STEPS
-from ds_vertical.types import PRE, ModelShape, TensorKind, Tier, TierBytes
+from ds_vertical.schedule.activations import LOOK_AHEAD
+from ds_vertical.schedule.events import LEAD, MAX_SAVES, MAX_STEPS
+from ds_vertical.types import PRE, ModelShape, TensorKind, Tier, TierBytes, check_number
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
 STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
+_KEEP: Final = "vertical_schedule.activations.keep"
 _IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
 _KNOBS: Final = (
     # field of BudgetTerms, JSON path, least value
@@ -47,6 +50,21 @@ def num_slots(num_pieces: int, overlap: bool) -> int:
 
 
 @dataclass(frozen=True)
+class KeptBytes:
+    """What the forward of one micro-batch keeps for its backward: bytes of all layers per tier, and of the largest layer that
+    moves (`cell`; 0 where none does)."""
+
+    on_device: float = 0.0
+    on_host: float = 0.0
+    on_ssd: float = 0.0
+    cell: float = 0.0
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            check_number("kept", each.name, getattr(self, each.name), 0.0, "bytes, 0 or more")
+
+
+@dataclass(frozen=True)
 class BudgetTerms:
     """What the formulas take besides the model: what a run's settings come down to, and so no setting itself.
 
@@ -55,7 +73,7 @@ class BudgetTerms:
     `slots`: pieces of state in memory at a time. `held_share`: of all gradients, the share that waits for its step (1
     where steps follow NORM or may be redone, alpha for delayed parts, 0 where every step is early). `gradient_layers`:
     layers whose gradients are under way otherwise: as many as are stepped or written to SSD at a time, and one more.
-    `layer_major`: the order of the micro-batches.
+    `layer_major`: the order of the micro-batches. `kept`: what a forward keeps for its backward.
     """
 
     num_micro_batches: int
@@ -65,6 +83,7 @@ class BudgetTerms:
     gradient_layers: int = MAX_STEPS + 1
     one_memory: bool = False
     layer_major: bool = True
+    kept: KeptBytes = KeptBytes()
 
 
 @dataclass(frozen=True)
@@ -110,6 +129,9 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     kept = terms.num_micro_batches * shape.num_layers * shape.activation_bytes
     kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
     yield _item(Tier.HOST, "activations", kept, "gradient_accumulation_steps")
+    yield _item(Tier.HOST, "kept for the backward", terms.num_micro_batches * terms.kept.on_host, _KEEP)
+    ways = (MAX_SAVES + LOOK_AHEAD + 1) if terms.kept.on_ssd else 0
+    yield _item(Tier.HOST, "kept values on their way", ways * terms.kept.cell, _KEEP)
 
 
 def _slot_bytes(shape: ModelShape, terms: BudgetTerms) -> float:
@@ -143,9 +165,11 @@ def _device(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     sums = 0 if _aliased(shape, terms) else (at_once * max(layers) + pre) * shape.gradient_bytes
     yield _item(Tier.DEVICE, "gradient sums", sums, "vertical_schedule.blocks_per_layer")
     off = shape.placement.away(TensorKind.ACTIVATIONS)
-    kept, passing = count * shape.num_layers + 2, count * min(2, shape.num_layers) + 1  # the last layer is fused
-    inputs = kept * (1 - off) + passing * off
+    inputs, passing = count * shape.num_layers + 2, count * min(2, shape.num_layers) + 1  # the last layer is fused
+    inputs = inputs * (1 - off) + passing * off
     yield _item(Tier.DEVICE, "activations between layers", inputs * shape.activation_bytes, "gradient_accumulation_steps")
+    kept = terms.num_micro_batches * terms.kept.on_device + (LOOK_AHEAD + 2) * terms.kept.cell
+    yield _item(Tier.DEVICE, "kept for the backward", kept, _KEEP)
     yield _item(Tier.DEVICE, "one layer's backward", backward_bytes(shape, terms), "train_micro_batch_size_per_gpu")
 
 

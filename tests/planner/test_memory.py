@@ -7,8 +7,17 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from ds_vertical.errors import MemoryBudgetError
-from ds_vertical.planner.memory_budget import SLOTS, BudgetItem, BudgetTerms, budget, budget_lines, check_budget, total_bytes
+from ds_vertical.errors import CostsError, MemoryBudgetError
+from ds_vertical.planner.memory_budget import (
+    SLOTS,
+    BudgetItem,
+    BudgetTerms,
+    KeptBytes,
+    budget,
+    budget_lines,
+    check_budget,
+    total_bytes,
+)
 from ds_vertical.planner.memory_timeline import changes
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.dependencies import dependencies
@@ -41,6 +50,18 @@ def test_the_items_by_hand() -> None:
         ("device", "gradient sums"): (2 * 1000 + 100) * 4,
         ("device", "activations between layers"): (3 * 4 + 2) * 700,
     }
+
+
+def test_what_a_forward_keeps_counts_in_its_tier_with_the_buffers_on_its_way() -> None:
+    terms = BudgetTerms(num_micro_batches=3, slots=3, kept=KeptBytes(on_device=50, on_host=70, on_ssd=90, cell=30))
+    added = {key: count for key, count in sizes(SHAPE, terms).items() if key[1].startswith("kept")}
+    assert added == {
+        ("host", "kept for the backward"): 3 * 70,
+        ("host", "kept values on their way"): 6 * 30,
+        ("device", "kept for the backward"): 3 * 50 + 4 * 30,
+    }
+    with pytest.raises(CostsError, match="kept.cell: got -1; write bytes, 0 or more"):
+        KeptBytes(cell=-1)
 
 
 def test_one_memory_counts_parameters_and_sums_once() -> None:
