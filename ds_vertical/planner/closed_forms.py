@@ -28,7 +28,9 @@ from dataclasses import dataclass
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.costs import Cost
-from ds_vertical.types import IN_FILES, Machine, ModelShape, Placement, TensorKind, Tier, check_share
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.types import IN_FILES, Placement, TensorKind, Tier, check_share
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ from typing import Final, Literal
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_policy import activation_tiers
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.events import Event, Op
-from ds_vertical.types import PRE, SUF, Machine, ModelShape, TensorKind, Tier, Unit, check_share, per_tier
+from ds_vertical.types import PRE, SUF, TensorKind, Tier, Unit, check_share, per_tier
 
 Lane = Literal["compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam"]
 Purpose = Literal["compute", "parameters", "gradients", "state", "activations"]

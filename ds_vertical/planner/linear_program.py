@@ -32,7 +32,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, assert_never
 
 from ds_vertical.planner import memory_budget
-from ds_vertical.types import RESTING_PLACES, Machine, ModelShape, Placement, TensorKind, Tier, TierBytes, per_tier
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.types import RESTING_PLACES, Placement, TensorKind, Tier, TierBytes, per_tier
 
 # The shares that the program chooses; those of the state are tried in turn by `search`.
 _CHOSEN: Final[Mapping[str, tuple[TensorKind, Tier]]] = {

@@ -27,8 +27,9 @@ from types import MappingProxyType
 from typing import Final
 
 from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.events import LEAD, MAX_STEPS
-from ds_vertical.types import PRE, ModelShape, TensorKind, Tier, TierBytes
+from ds_vertical.types import PRE, TensorKind, Tier, TierBytes
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most

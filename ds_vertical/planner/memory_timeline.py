@@ -12,9 +12,11 @@ from typing import Literal
 
 from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.costs import Parts, PartSizes
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.simulate import SimulatedRun, SimulatedSpan
 from ds_vertical.schedule.events import Event, Op
-from ds_vertical.types import IN_FILES, PRE, SUF, Machine, ModelShape, TensorKind, Tier, Unit
+from ds_vertical.types import IN_FILES, PRE, SUF, TensorKind, Tier, Unit
 
 MemoryOwner = Literal["parameters", "activations", "activation gradients", "gradients", "state"]
 

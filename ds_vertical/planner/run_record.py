@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ds_vertical.planner.closed_forms import Traffic, kept_layers, vertical_traffic
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.events import DELAYED, Op, Schedule
-from ds_vertical.types import PRE, SHARE_NAMES, ModelShape, Placement, Unit
+from ds_vertical.types import PRE, SHARE_NAMES, Placement, Unit
 
 FILE_NAME = "account.jsonl"
 Share = Literal["delayed", "all"]

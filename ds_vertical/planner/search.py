@@ -21,11 +21,12 @@ from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.closed_forms import Traffic, traffic_of
 from ds_vertical.planner.costs import Parts, event_costs, split_steps
 from ds_vertical.planner.linear_program import LpProblem, Solution
-from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import Division, ModelShape, ModelSpec, Seconds, shape_of
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_training
-from ds_vertical.types import PRE, Machine, ModelShape, Placement, TensorKind, Tier, TierBytes, per_tier
+from ds_vertical.types import PRE, Placement, TensorKind, Tier, TierBytes, per_tier
 
 WINDOWS: Final = (1, 2, 3)
 DELAYS: Final = (0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)

@@ -11,9 +11,11 @@ from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.closed_forms import kept_layers, traffic_of, vertical_traffic
 from ds_vertical.planner.costs import event_costs, split_steps
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.events import PRE, Event, Unit, parse_event, parse_events
 from ds_vertical.schedule.passes import TrainingStep, build_training
-from ds_vertical.types import Machine, ModelShape, Placement, TensorKind, Tier
+from ds_vertical.types import Placement, TensorKind, Tier
 
 RATES = {
     "ssd_read_bytes_per_s": 1000.0,

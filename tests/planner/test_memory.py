@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_budget import SLOTS, BudgetItem, BudgetTerms, budget, budget_lines, check_budget, total_bytes
 from ds_vertical.planner.memory_timeline import changes
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
-from ds_vertical.types import Machine, ModelShape, Placement, Tier
+from ds_vertical.types import Placement, Tier
 
 DEVICE = Machine(1e6, 5e5, 1e5, 2, False, 4e6, 2e6)
 ONE_MEMORY = replace(DEVICE, one_memory=True)
