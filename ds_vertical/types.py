@@ -24,6 +24,8 @@ PRE: Final = "pre"
 SUF: Final = "suf"
 Unit = int | Literal["pre", "suf"]  # a layer's number; `pre`: all parameters outside the layers; `suf`: what follows the last
 Order = Literal["vertical", "horizontal"]
+ActivationPolicy = Literal["none", "free", "products", "everything"]  # what a layer's forward keeps for its backward
+HOLDING: Final = ("products", "everything")  # the policies with which bytes of it rest in a tier meanwhile
 
 _Value = TypeVar("_Value")
 

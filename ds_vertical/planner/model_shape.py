@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from ds_vertical.errors import CostsError
+from ds_vertical.planner.kept_activations import KeptShare
 from ds_vertical.types import PRE, Placement, TensorKind, Unit, check_number, refuse
 
 DTYPE_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -23,7 +24,7 @@ class ModelShape:
     goes through the optimizer pipeline by itself (null: a unit or its part at once). `working_bytes`: what a layer needs on
     the device while it runs backward for one micro-batch. `files`: bytes of the parameter files of `pre` and of each layer on
     this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
-    placement, elements and `part_elements` say). Raises CostsError.
+    placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). Raises CostsError.
     """
 
     pre_elements: int
@@ -46,6 +47,7 @@ class ModelShape:
     files: tuple[int, ...] | None = None
     gradients: tuple[int, ...] | None = None
     slot_bytes: int | None = None
+    kept: KeptShare | None = None
 
     def __post_init__(self) -> None:
         if not self.layer_elements:
