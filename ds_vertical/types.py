@@ -5,8 +5,7 @@ description alone; reading files and choosing values is done in `config` and `pl
 
 [Note: a new tier] A tier is added to `Tier`, and to `RESTING_PLACES` for each kind that may rest there. Code that only has to
 know whether bytes are read and written as files asks `Placement.in_files`, which follows from `IN_FILES`. Everything else that
-has to know of it then fails until it says how: tables over all tiers are made by `per_tier`, which fails at import, and
-branches end in `assert_never`, which the type checker refuses.
+has to know of it then fails until it says how: tables over all tiers are made by `per_tier`, which fails where it lacks one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final, Literal, Self, TypeVar, assert_never
+from typing import Final, Literal, Self, TypeVar
 
 from ds_vertical.errors import CostsError
 
@@ -171,23 +170,21 @@ def _complete_shares(kind: TensorKind, given: Mapping[Tier, float]) -> dict[Tier
 
 @dataclass(frozen=True)
 class ActivationSettings:
-    """The tier of layer inputs and gradients between layers. `share`, `host_share`: of the micro-batches."""
+    """The tier of layer inputs and gradients between layers. `share`, `host_share`: of the micro-batches. `keep`: what else of
+    a layer's forward is kept for its backward (None: nothing), in the tier `keep_device` (None: the device)."""
 
     device: Tier | None
     share: float
     host_share: float
+    keep: ActivationPolicy | None = None
+    keep_device: Tier | None = None
 
     @property
     def shares(self) -> Mapping[Tier, float]:
         """The shares of the micro-batches whose activations leave the device, per tier that they go to."""
-        match self.device:
-            case None | Tier.DEVICE:
-                return {Tier.HOST: 0.0, Tier.SSD: 0.0}
-            case Tier.HOST:
-                return {Tier.HOST: self.share, Tier.SSD: 0.0}
-            case Tier.SSD:
-                return {Tier.HOST: self.host_share, Tier.SSD: self.share}
-        assert_never(self.device)
+        shares = {Tier.DEVICE: (0.0, 0.0), Tier.HOST: (self.share, 0.0), Tier.SSD: (self.host_share, self.share)}
+        on_host, on_ssd = per_tier(shares)[self.device or Tier.DEVICE]
+        return {Tier.HOST: on_host, Tier.SSD: on_ssd}
 
 
 @dataclass(frozen=True)

@@ -170,11 +170,13 @@ def _gradient_faults(config: Mapping[str, object], section: VerticalConfig) -> l
 def _activation_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
     """What rests on SSD needs a folder of this run, which an offload section with device "nvme" brings."""
     devices = [value_at(config, f"{_ZERO}.{name}.device") for name in ("offload_param", "offload_optimizer")]
-    if section.activations.device is not Tier.SSD or OFFLOAD_DEVICES[Tier.SSD] in devices:
+    if OFFLOAD_DEVICES[Tier.SSD] in devices:
         return []
     return [
-        f'{SECTION}.activations.device: got "ssd", and there is no folder for its file, since neither {_ZERO}.offload_param nor'
+        f'{SECTION}.activations.{key}: got "ssd", and there is no folder for its file, since neither {_ZERO}.offload_param nor'
         f' {_ZERO}.offload_optimizer has device "nvme"; write "host", or give one of them "device": "nvme" and an nvme_path'
+        for key in ("device", "keep_device")
+        if getattr(section.activations, key) is Tier.SSD
     ]
 
 

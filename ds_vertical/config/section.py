@@ -11,14 +11,14 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictStr, StringConstraints
 from pydantic_core import ErrorDetails
 
 from ds_vertical.errors import ConfigError
-from ds_vertical.types import Order, Tier
+from ds_vertical.types import HOLDING, ActivationPolicy, Order, Tier
 
 SECTION = "vertical_schedule"
 SECOND_PLACE = f"zero_optimization.{SECTION}"  # where DeepSpeed without ds_vertical refuses the section instead of ignoring it
@@ -49,6 +49,10 @@ class Activations(BaseModel):
     """Share of the micro-batches that go there; the others stay on the device."""
     host_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """With "ssd": a further share of the micro-batches that goes to host memory."""
+    keep: ActivationPolicy | None = None
+    """What else of a layer's forward is kept for its backward, which computes the rest again. Null: "none"."""
+    keep_device: Annotated[Tier, Field(strict=False), BeforeValidator(_bytes_to_text)] | None = None
+    """The tier where that rests until the backward. Null: "device"."""
 
 
 class OnSignal(BaseModel):
@@ -100,7 +104,7 @@ class VerticalConfig(BaseModel):
     host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     """Host memory for all ranks of a host; null: what is available. Checked before anything is allocated."""
     activations: Activations = Activations()
-    """Tier where layer inputs and gradients between layers rest."""
+    """Where layer inputs and gradients between layers rest; what is kept."""
     seed_micro_batches: bool = True
     """Give each micro-batch a random stream of its own, in both arms. From (seed, step, micro-batch, rank)."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -133,10 +137,12 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "on_nonfinite": ('"skip" or "stop"', '"skip"'),
     "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
-    "activations": ('an object with "device", "share", "host_share"', '{"device": "ssd"}'),
+    "activations": ('an object with "device", "share", "host_share", "keep", "keep_device"', '{"device": "ssd"}'),
     "activations.device": (", ".join(f'"{tier}"' for tier in Tier) + " or null", '"ssd"'),
     "activations.share": ("a number from 0 to 1", "0.5"),
     "activations.host_share": ("a number from 0 to 1", "0.25"),
+    "activations.keep": (", ".join(f'"{policy}"' for policy in get_args(ActivationPolicy)) + " or null", '"everything"'),
+    "activations.keep_device": (", ".join(f'"{tier}"' for tier in Tier) + " or null", '"ssd"'),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
     "on_signal": ('an object with "save_dir" and "tag", or null', '{"save_dir": "checkpoints"} or null'),
@@ -186,6 +192,7 @@ def load_section(config: Mapping[str, object]) -> VerticalConfig | None:
         raise ConfigError("\n".join(lines.values())) from None
     _refuse_repeated_layers(parsed)
     _refuse_shares(parsed.activations)
+    _refuse_idle_tier(parsed.activations)
     return parsed
 
 
@@ -239,6 +246,18 @@ def _refuse_shares(activations: Activations) -> None:
             f"{path}.share: got {activations.share}{written} with host_share {activations.host_share}, more than"
             f" all micro-batches; write {round(1 - activations.host_share, 9)} or less"
         )
+
+
+def _refuse_idle_tier(activations: Activations) -> None:
+    """A tier for what is kept, where nothing is."""
+    keep, device = activations.keep, activations.keep_device
+    if device is None or keep in HOLDING:
+        return
+    why = "which keeps no bytes" if keep == "free" else "with which nothing is kept"
+    raise ConfigError(
+        f"{SECTION}.activations.keep_device: got {show(device)} with keep {show(keep)}, {why}; remove it, or write"
+        ' "keep": "products" or "everything"'
+    )
 
 
 def _refuse_near_misses(config: Mapping[str, object]) -> None:

@@ -17,6 +17,7 @@ from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.batch import LossOf, own_loss
 from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.model.forward_coroutine import ForwardPass
+from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.micro_batch import MicroBatch
 from ds_vertical.model.state.forward_state import ForwardState
@@ -134,7 +135,8 @@ class ScheduleRunner:
 
     `params` may be replaced between two passes. `others`: the ranks of the run, None where there is one. `leave` is asked after
     each layer, ahead of the norm: where it returns True (on all ranks) the pass ends there, in StepLeft. `state`: what the
-    modules hold that belongs to one forward; None: nothing is.
+    modules hold that belongs to one forward; None: nothing is. `kinds`: how block calls of training steps keep what their
+    backward needs; None: nothing is kept.
     """
 
     layers: LayerMap
@@ -146,6 +148,7 @@ class ScheduleRunner:
     others: Others | None = None
     leave: Callable[[], bool] = lambda: False
     state: ForwardState | None = None
+    kinds: KeptKinds | None = None
     _live: Sequence[MicroBatch] = field(default=(), init=False)  # of the pass under way, or of one that was cut
 
     def train(
@@ -158,7 +161,8 @@ class ScheduleRunner:
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
-            micro_batches = self._micro_batches(bodies, stubs, modules, keep=True, moved=schedule.moved)
+            shared = ForwardPass(self.layers, stubs, True, modules, self.kinds)
+            micro_batches = self._micro_batches(bodies, shared, moved=schedule.moved)
             parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay(), bodies)
             hints = schedule.coming if self.overlap else {}
             training = _Training(parts, gradients, scale, optimizer, self.activations, hints)
@@ -176,7 +180,7 @@ class ScheduleRunner:
         """Forwards and backwards of a training step, nothing else. `note_gradient` hears of each parameter of a layer that has
         its gradient, with the micro-batch's number; the sums of `pre` are left to the caller. Returns the losses."""
         with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies) as modules:
-            micro_batches = self._micro_batches(bodies, stubs, modules, keep=True)
+            micro_batches = self._micro_batches(bodies, ForwardPass(self.layers, stubs, True, modules))
             parts = PassParts(schedule, micro_batches, self.params, lambda: False, self._replay(only_gathers=True), bodies)
             checking = _Checking(parts, gradients, scale, self.layers, note_gradient)
             self._run(parts, checking.handlers(), gradients)
@@ -185,7 +189,7 @@ class ScheduleRunner:
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
         with preserved(), Stubs(self.layers.blocks) as stubs, self._state_of(bodies, training=False) as modules:
-            micro_batches = self._micro_batches(bodies, stubs, modules, keep=False)
+            micro_batches = self._micro_batches(bodies, ForwardPass(self.layers, stubs, False, modules))
             replay = self._replay()
             parts = PassParts(schedule, micro_batches, self.params, self.leave, replay)
             evaluation = _Evaluation(parts)
@@ -205,13 +209,10 @@ class ScheduleRunner:
         functions = list(dict.fromkeys(function for body in bodies for function in body.functions))
         return self.state.opened([body.form for body in bodies], [body.seed for body in bodies], functions, training)
 
-    def _micro_batches(
-        self, bodies: Sequence[Body], stubs: Stubs, modules: StepState | None, keep: bool, moved: Collection[int] = ()
-    ) -> list[MicroBatch]:
+    def _micro_batches(self, bodies: Sequence[Body], shared: ForwardPass, moved: Collection[int] = ()) -> list[MicroBatch]:
         state = ThreadState.capture()
         states = [state if body.seed is None else state.seeded(body.seed) for body in bodies]
         numbered = enumerate(zip(bodies, states, strict=True))
-        shared = ForwardPass(self.layers, stubs, keep, modules)
         self._live = live = [MicroBatch(body.run, shared, own, index, run_on=index in moved) for index, (body, own) in numbered]
         return live
 

@@ -16,17 +16,21 @@ from torch.utils import _pytree as pytree
 from ds_vertical.model.autograd_segments import Segments, Taken
 from ds_vertical.model.block_call import BlockCall, tensors_among
 from ds_vertical.model.forward_coroutine import ForwardCoroutine
+from ds_vertical.model.kept.kept_blocks import KeptCall
+from ds_vertical.model.kept.slots import KeptStorage
 from ds_vertical.model.layers import LayerMap
+from ds_vertical.model.recorded_blocks import RecordedBlocks
 from ds_vertical.schedule.events import Unit
 
 
 class BoundaryTensors:
     """What one micro-batch hands from layer to layer. It reads the records of the others, and keeps none of its own."""
 
-    def __init__(self, layers: LayerMap, forward: ForwardCoroutine, calls: Mapping[int, BlockCall], segments: Segments) -> None:
+    def __init__(self, layers: LayerMap, forward: ForwardCoroutine, blocks: RecordedBlocks, segments: Segments) -> None:
         self._layers = layers
         self._forward = forward
-        self._calls = calls
+        self._calls: Mapping[int, BlockCall] = blocks.calls
+        self._kept: Mapping[int, KeptCall] = {} if blocks.kept is None else blocks.kept.calls
         self._segments = segments
 
     @property
@@ -59,7 +63,13 @@ class BoundaryTensors:
         """The lists that hold a layer's inputs for its backward: those of its blocks' calls, and of the block before."""
         blocks = self._layers.layers[layer]
         calls = [call for b in range(blocks[0] - 1, blocks[-1] + 1) if (call := self._calls.get(b)) is not None]
-        return [values for call in calls for values in (call.args, call.leaves)]
+        lists: list[list[object]] = [values for call in calls for values in (call.args, call.leaves)]
+        return lists + [kept.twins for b in blocks if (kept := self._kept.get(b)) is not None]
+
+    def kept(self, layer: int) -> list[KeptStorage]:
+        """What the forward of a layer's blocks has kept for their backward, as far as nobody else holds it."""
+        calls = (self._kept.get(block) for block in self._layers.layers[layer])
+        return [value for call in calls if call is not None for value in call.values]
 
     def take_gradients(self, unit: Unit, wanted: Callable[[torch.Tensor], bool]) -> list[Taken]:
         """Take the wanted ones of the gradients that wait for a unit's backward, each with the call that puts it back."""

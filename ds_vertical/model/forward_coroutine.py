@@ -20,6 +20,7 @@ from greenlet import GreenletExit, getcurrent
 from torch.utils import checkpoint
 
 from ds_vertical.errors import LayerError
+from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.stubs import Coroutine, Stubs
@@ -34,13 +35,15 @@ class ForwardPass:
     """What the forwards of all micro-batches of one pass over the model share.
 
     `keep`: block calls are recorded for the backward (training), or not (evaluation). `modules`: the state of modules that
-    belongs to one micro-batch each; None: such state is left as it comes.
+    belongs to one micro-batch each; None: such state is left as it comes. `kinds`: what else of block calls is kept for the
+    backward; None: nothing.
     """
 
     layers: LayerMap
     stubs: Stubs
     keep: bool
     modules: StepState | None = None
+    kinds: KeptKinds | None = None
 
 
 class ForwardCoroutine:

@@ -38,7 +38,7 @@ class MicroBatch:
         self._blocks = RecordedBlocks(shared, self._segments)
         run_block = self._blocks.run_kept if shared.keep else self._blocks.run_plain
         self._forward = ForwardCoroutine(body, run_block, shared, state, index, run_on)
-        self.boundary = BoundaryTensors(shared.layers, self._forward, self._blocks.calls, self._segments)
+        self.boundary = BoundaryTensors(shared.layers, self._forward, self._blocks, self._segments)
 
     # ---- forward
 
@@ -65,7 +65,7 @@ class MicroBatch:
     def close(self) -> None:
         """End a parked forward (after an error) so that nothing of it outlives the step."""
         self._forward.close()
-        self._blocks.calls.clear()
+        self._blocks.clear()
         self._segments.clear()
 
     # ---- backward (on the hub)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_vertical.errors import LayerError
-from ds_vertical.model.autograd_segments import Segments, take_as_it_comes
+from ds_vertical.model.autograd_segments import Segments
+from ds_vertical.model.block_backward import run_backward
 from ds_vertical.model.block_call import (
     BlockCall,
     BlockGraph,
@@ -34,6 +35,7 @@ from ds_vertical.model.block_call import (
     written_by,
 )
 from ds_vertical.model.forward_coroutine import ForwardPass
+from ds_vertical.model.kept.kept_blocks import Keeping, KeptBlocks
 from ds_vertical.model.layers import Block
 from ds_vertical.model.state.block_state import BlockState
 from ds_vertical.model.state.containers import container_of
@@ -47,16 +49,23 @@ class RecordedBlocks:
 
     `calls`: the record by the block's number, from the block's forward to its backward. `keep_graph`: set ahead of a layer's
     forward, so that its backward takes the graph made there instead of a recompute. `segments` belongs to the same micro-batch:
-    where the glue begins, and the gradients that wait for it.
+    where the glue begins, and the gradients that wait for it. `kept`: what else of the calls is kept; None: nothing.
     """
 
     def __init__(self, shared: ForwardPass, segments: Segments) -> None:
         self.calls: dict[int, BlockCall] = {}
         self.keep_graph = False
+        self.kept = None if shared.kinds is None else KeptBlocks(shared.kinds, shared.layers.blocks, shared.stubs.compiled)
         self._modules = shared.modules
         self._blocks = shared.layers.blocks
         self._raw = shared.stubs.raw
         self._segments = segments
+
+    def clear(self) -> None:
+        """Forget all calls, after an error."""
+        self.calls.clear()
+        if self.kept is not None:
+            self.kept.calls.clear()
 
     # ---- forward
 
@@ -84,14 +93,26 @@ class RecordedBlocks:
         if found is not None:
             found.lend(twins)
         try:
-            output = self._raw[block](*args, **kwargs)  # see [Note: grad mode]
+            with self._keeping(block, call) as keeping:
+                output = self._raw[block](*args, **kwargs)  # see [Note: grad mode]
         except RuntimeError as error:
             if "in-place operation" in str(error):
                 _refuse_in_place(self._blocks[block], error)
             raise
-        return self._record(block, call, twins, output)
+        returned = self._record(block, call, twins, output, keeping)
+        del output
+        if self.kept is not None and keeping is not None and block in self.calls:
+            self.kept.settle(block, keeping, call.leaves)
+        return returned
 
-    def _record(self, block: int, call: BlockCall, twins: dict[int, torch.Tensor], output: object) -> object:
+    def _keeping(self, block: int, call: BlockCall) -> contextlib.AbstractContextManager[Keeping | None]:
+        if self.kept is None or self.keep_graph:
+            return contextlib.nullcontext()
+        return self.kept.keeping(block, call)
+
+    def _record(
+        self, block: int, call: BlockCall, twins: dict[int, torch.Tensor], output: object, keeping: Keeping | None
+    ) -> object:
         """A block has run: complete the record of its call. Returns the output with leaves in the place of its tensors."""
         outputs, out_spec = pytree.tree_flatten(output)
         _refuse_opaque(self._blocks[block], outputs)
@@ -117,6 +138,8 @@ class RecordedBlocks:
             call.written, call.leaves = list(written), leaves
             call.graph = BlockGraph(twins, [*outputs, *written.values()]) if self.keep_graph else None
             self.calls[block] = call
+            if keeping is not None:
+                keeping.finish(twins, [*outputs, *written.values()])
         self._segments.begin(leaves)
         return returned
 
@@ -148,17 +171,20 @@ class RecordedBlocks:
                 f"an input of block {self._blocks[block].path} was changed in place after the block had run; its backward would"
                 " take the changed input: change a copy"
             )
-        if call.graph is not None:
-            self._run_graph(call, call.graph, grads)
-            return
+        self._run_backward(block, call, grads)
+
+    @contextlib.contextmanager
+    def _again(self, block: int, call: BlockCall, within: contextlib.AbstractContextManager[object]) -> Iterator[BlockGraph]:
+        """Run the block's forward once more, in a context; until the end of the `with` the modules hold what autograd may have
+        saved of them."""
         twins: dict[int, torch.Tensor] = {}
         given = twins_of(call.args, twins)[: call.num_given]
-        # until the backward is through: autograd may have saved what the modules hold
         with call.found.replayed(twins) if call.found is not None else contextlib.nullcontext() as put_places_back:
-            outputs = self._recompute(block, call, given)
+            with within:
+                outputs = self._recompute(block, call, given)
             if put_places_back is not None:
                 put_places_back()
-            self._run_graph(call, BlockGraph(twins, outputs), grads)
+            yield BlockGraph(twins, outputs)
 
     def _recompute(self, block: int, call: BlockCall, given: list[object]) -> list[object]:
         """The block's outputs, with their graph."""
@@ -169,26 +195,21 @@ class RecordedBlocks:
         written = written_by(call.found, outputs) if call.written else {}
         return [*outputs, *(written.get(position) for position in call.written)]
 
-    def _run_graph(self, call: BlockCall, graph: BlockGraph, grads: Sequence[torch.Tensor | None]) -> None:
-        """Run a block's graph backward from the gradients of its outputs; gradients of its inputs wait for their segment."""
-        pairs = [
-            (value, grad) for value, grad in zip(graph.outputs, grads, strict=True) if grad is not None and requires_grad(value)
-        ]
-        if not pairs:
-            return
-        twins = graph.twins
-        received = {id(value): value for value in call.args if id(value) in twins and isinstance(value, torch.Tensor)}
-        for key, value in received.items():
-            waiting = self._segments.take(value)
-            if waiting is not None:  # sums of later blocks start this block's sums: see [Note: segments]
-                pairs.append((twins[key], waiting))
-        nodes = [take_as_it_comes(twins[key]) for key in received]  # held as long as backward runs
-        torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
-        for key, value in received.items():
-            grad = twins[key].grad
-            if grad is not None:
-                self._segments.wait(value, grad)
-        del nodes
+    def _run_backward(self, block: int, call: BlockCall, grads: Sequence[torch.Tensor | None]) -> None:
+        """Run a block backward from the gradients of its outputs; gradients of its inputs wait for their segment."""
+        inputs = {id(value): value for value in call.args if requires_grad(value) and not isinstance(value, nn.Parameter)}
+        # sums of later blocks start this block's sums: see [Note: segments]
+        waiting = {key: grad for key, value in inputs.items() if (grad := self._segments.take(value)) is not None}
+        again = partial(self._again, block, call)
+        if call.graph is not None:
+            found = run_backward(call.graph, grads, waiting)
+        elif self.kept is not None:
+            found = self.kept.backward(block, grads, waiting, again)
+        else:
+            with again(contextlib.nullcontext()) as graph:
+                found = run_backward(graph, grads, waiting)
+        for key, grad in found.items():
+            self._segments.wait(inputs[key], grad)
 
 
 def _refuse_opaque(block: Block, values: Sequence[object]) -> None:

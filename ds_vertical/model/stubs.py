@@ -16,7 +16,7 @@ from greenlet import getcurrent, greenlet
 from torch import nn
 
 from ds_vertical.interrupts import Changed
-from ds_vertical.model.compiled_blocks import raw_forward
+from ds_vertical.model.compiled_blocks import is_compiled, raw_forward
 from ds_vertical.model.layers import Block
 from ds_vertical.model.state.containers import is_internal
 
@@ -48,12 +48,13 @@ class Stubs:
 
     Outside a coroutine (a recompute runs the raw forward itself) a block's forward is its own. What compiles a block's call
     is off meanwhile, and around its raw forward: see [Note: compiled blocks]. A call that has hooks of the user's is
-    handed over whole: see [Note: hooks of blocks].
+    handed over whole: see [Note: hooks of blocks]. `compiled`: of each block, whether it was compiled ahead of that.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
         self.raw: list[Callable[..., object]] = [raw_forward(block.module) for block in blocks]
+        self.compiled = [is_compiled(block.module) for block in blocks]
         self._kept = [block.module.__dict__.get("forward") for block in blocks]
         self._kept_calls = [block.module._compiled_call_impl for block in blocks]
         self._num_internal = [sum(map(is_internal, _hooks_of(block.module))) for block in blocks]

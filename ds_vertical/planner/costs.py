@@ -266,6 +266,7 @@ def _nothing(pricer: _Pricer, event: Event) -> Cost:
 
 _PRICES: Final[dict[Op, Callable[[_Pricer, Event], Cost]]] = {
     **dict.fromkeys((Op.RELEASE, Op.DROP, Op.GDROP, Op.NORM, Op.COMMIT), _nothing),
+    **dict.fromkeys((Op.KSAVE, Op.KLOAD, Op.KDROP), _nothing),  # a shape does not say yet how many bytes a layer keeps
     Op.FETCH: _Pricer.fetch,
     Op.F: _Pricer.forward,
     Op.HEAD: _Pricer.head,

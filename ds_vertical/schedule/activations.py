@@ -1,10 +1,10 @@
-"""Layer inputs and gradients between layers that leave memory between their uses: where they move, and what holds for it.
+"""What leaves memory between its uses: layer inputs, gradients between layers, and what a forward keeps for its backward.
 
 [Note: moves] The input of a layer is made by the F before it and used by the layer's F and B; the gradient of a layer's
 output is made by the B after it and used by the layer's B (`pre` has a gradient and no input). What is saved leaves memory
 as soon as another F or B follows its use: so a LOAD comes ahead of every use but one that directly follows the use before.
 It is written once, whatever the number of loads: twice in the vertical order (ahead of F and of B), once for the last
-layer's input, for gradients, and where F follows at once.
+layer's input, for gradients, and where F follows at once. What a layer's F keeps (KSAVE) is made by that F and used by the B.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from ds_vertical.errors import ScheduleError
-from ds_vertical.schedule.events import Event, Op
+from ds_vertical.schedule.events import Cell, Event, Op
 from ds_vertical.types import PRE, SUF, Unit
 
 LOOK_AHEAD: Final = 2  # uses by which a load is ahead of its own
-SAVES: Final = {Op.SAVE: Op.LOAD, Op.GSAVE: Op.GLOAD}
-DROPS: Final = {Op.SAVE: Op.DROP, Op.GSAVE: Op.GDROP}
+SAVES: Final = {Op.SAVE: Op.LOAD, Op.GSAVE: Op.GLOAD, Op.KSAVE: Op.KLOAD}
+DROPS: Final = {Op.SAVE: Op.DROP, Op.GSAVE: Op.GDROP, Op.KSAVE: Op.KDROP}
 
 
 def is_work(event: Event) -> bool:
@@ -29,7 +29,7 @@ def is_work(event: Event) -> bool:
 
 @dataclass(frozen=True)
 class _Life:
-    """What a SAVE (or GSAVE) is about, and at which F and B, counted, it is made and used."""
+    """What a SAVE (or GSAVE, KSAVE) is about, and at which F and B, counted, it is made and used."""
 
     save: Op
     unit: Unit
@@ -45,7 +45,7 @@ class _Life:
         return Event(op, self.unit, self.micro_batch)
 
 
-def _lives(work: Sequence[Event], moved: Collection[int]) -> Iterator[_Life]:
+def _lives(work: Sequence[Event], moved: Collection[int], kept: Collection[Cell]) -> Iterator[_Life]:
     at = {(event.op, event.layer, event.micro_batch): place for place, event in enumerate(work)}
     num_layers = 1 + max((event.layer for event in work if isinstance(event.layer, int)), default=-1)
     units: list[Unit] = [PRE, *range(num_layers)]
@@ -54,18 +54,23 @@ def _lives(work: Sequence[Event], moved: Collection[int]) -> Iterator[_Life]:
             uses = (at[Op.F, before, m], at[Op.F, unit, m], at[Op.B, unit, m])
             yield _Life(Op.SAVE, unit, m, uses)
             yield _Life(Op.GSAVE, before, m, (at[Op.B, unit, m], at[Op.B, before, m]))
+    for layer, m in kept:
+        yield _Life(Op.KSAVE, layer, m, (at[Op.F, layer, m], at[Op.B, layer, m]))
 
 
-def place_activations(events: Sequence[Event], moved: Collection[int], ahead: int = LOOK_AHEAD) -> tuple[Event, ...]:
-    """SAVE, LOAD, DROP and GSAVE, GLOAD, GDROP of the micro-batches `moved`; see [Note: moves].
+def place_activations(
+    events: Sequence[Event], moved: Collection[int], ahead: int = LOOK_AHEAD, kept: Collection[Cell] = ()
+) -> tuple[Event, ...]:
+    """SAVE, LOAD, DROP and GSAVE, GLOAD, GDROP of the micro-batches `moved`, KSAVE, KLOAD, KDROP of the cells `kept`; see
+    [Note: moves].
 
-    Loads come in the order of use, `ahead` uses ahead: of either kind at most ahead + 1 are loaded and not yet used. Comes
+    Loads come in the order of use, `ahead` uses ahead: of each kind at most ahead + 1 are loaded and not yet used. Comes
     last of all passes, since these events stand between other layers' events.
     """
     if ahead < 0:
         raise ScheduleError(f"ahead must be a number of loads >= 0, got {ahead}")
     places = [index for index, event in enumerate(events) if is_work(event)]
-    lives = [life for life in _lives([events[index] for index in places], moved) if life.gaps]
+    lives = [life for life in _lives([events[index] for index in places], moved, kept) if life.gaps]
     before: dict[int, list[Event]] = {}
     after: dict[int, list[Event]] = {}
     for save, load in SAVES.items():
@@ -76,6 +81,8 @@ def place_activations(events: Sequence[Event], moved: Collection[int], ahead: in
         loads = sorted(((use, left, life) for life in own for left, use in life.gaps), key=lambda entry: entry[0])
         for number, (_, left, life) in enumerate(loads):
             earliest = loads[max(0, number - ahead)][0]
+            if save is Op.KSAVE and number < ahead:  # the first ones are ahead of a use, too
+                earliest = max(0, earliest - ahead)
             before.setdefault(places[max(earliest, left + 1)], []).append(life.event(load))
     placed: list[Event] = []
     for index, event in enumerate(events):
@@ -120,14 +127,14 @@ class Moves:
         return needs
 
     def save(self, event: Event, index: int) -> None:
-        """A SAVE or GSAVE at `index`."""
+        """A SAVE, GSAVE or KSAVE at `index`."""
         key = (event.op, event.layer, event.micro_batch)
         if key in self._saved:
             raise ScheduleError(f"is saved already, by event {self._saved[key].saved}")
         self._saved[key] = _Saved(index)
 
     def load(self, save: Op, event: Event, index: int) -> list[int]:
-        """A LOAD or GLOAD at `index` of what `save` is about."""
+        """A LOAD, GLOAD or KLOAD at `index` of what `save` is about."""
         state = self._find(save, event)
         if state.loaded is not None:
             raise ScheduleError(f"is loaded already, by event {state.loaded}")
@@ -135,7 +142,7 @@ class Moves:
         return [state.saved, *([] if state.used is None else [state.used])]
 
     def drop(self, save: Op, event: Event) -> list[int]:
-        """A DROP or GDROP of what `save` is about."""
+        """A DROP, GDROP or KDROP of what `save` is about."""
         state = self._find(save, event)
         if state.loaded is not None:
             raise ScheduleError(f"was loaded by event {state.loaded} and not used since")
@@ -149,9 +156,11 @@ class Moves:
         return state
 
 
-def find_fault(events: Sequence[Event], moved: Collection[int], ahead: int) -> tuple[int, str] | None:
-    """The index of the first event that moves a micro-batch it should not, loads too far ahead or (len(events)) is missing,
-    and what is wrong; None where nothing is."""
+def find_fault(
+    events: Sequence[Event], moved: Collection[int], ahead: int, cells: Collection[Cell] = ()
+) -> tuple[int, str] | None:
+    """The index of the first event that moves what it should not, loads too far ahead or (len(events)) is missing, and what is
+    wrong; None where nothing is. `cells`: those whose kept values move."""
     kinds = {op: save for save in SAVES for op in (save, SAVES[save], DROPS[save])}
     loaded: dict[Op, set[tuple[Unit | None, int | None]]] = {save: set() for save in SAVES}
     kept: dict[tuple[Op, Unit | None, int | None], int] = {}
@@ -162,9 +171,12 @@ def find_fault(events: Sequence[Event], moved: Collection[int], ahead: int) -> t
             loaded[Op.SAVE].discard(key)
         if event.op is Op.B:
             loaded[Op.GSAVE].discard(key)
+            loaded[Op.KSAVE].discard(key)
         if save is None:
             continue
-        if event.micro_batch not in moved:
+        if save is Op.KSAVE and key not in cells:
+            return index, "moves kept values of which the header (kept=) says nothing"
+        if save is not Op.KSAVE and event.micro_batch not in moved:
             return index, f"moves micro-batch {event.micro_batch}; the header moves {', '.join(map(str, moved)) or 'none'}"
         if event.op is SAVES[save]:
             loaded[save].add(key)

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ds_vertical.errors import ScheduleError
-from ds_vertical.schedule.activations import Moves, find_fault, is_work
-from ds_vertical.schedule.events import DELAYED, EARLY, MAX_STEPS, Event, Key, Op, Schedule, error_at
+from ds_vertical.schedule.activations import DROPS, Moves, find_fault, is_work
+from ds_vertical.schedule.events import DELAYED, EARLY, MAX_SAVES, MAX_STEPS, Event, Key, Op, Schedule, error_at
 from ds_vertical.types import PRE, SUF, Unit
 
 _REPEATED: Final = frozenset((Op.FETCH, Op.RELEASE, Op.LOAD))
+_KEPT_MOVES: Final = (Op.KSAVE, Op.KLOAD, Op.KDROP)
 _MOVES: Final = (Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP)
 
 
@@ -40,6 +41,7 @@ class _Walk:
         self.ahead: dict[Unit | None, int] = {}
         self.under_way: list[int] = []
         self.holds: list[int] = []
+        self.kept_saves: list[int] = []
         self.moves = Moves()
 
     def need(self, op: Op, layer: Unit | None = None, micro_batch: int | None = None) -> int:
@@ -149,7 +151,8 @@ def _backward(walk: _Walk, event: Event) -> list[int]:
     assert isinstance(layer, int)
     last = layer == walk.num_layers - 1
     after = walk.need(Op.HEAD, SUF, micro_batch) if last else walk.need(Op.B, layer + 1, micro_batch)
-    moved += walk.moves.use(Op.SAVE, layer, micro_batch, walk.index)
+    for save in (Op.SAVE, Op.KSAVE):
+        moved += walk.moves.use(save, layer, micro_batch, walk.index)
     return [walk.need(Op.F, layer, micro_batch), after, walk.use(layer), walk.use(PRE), *walk.add_gradient(layer), *moved]
 
 
@@ -171,9 +174,21 @@ def _save_gradient(walk: _Walk, event: Event) -> list[int]:
     return [made]
 
 
+def _save_kept(walk: _Walk, event: Event) -> list[int]:
+    """What a layer's F keeps for its B: see MAX_SAVES."""
+    if (Op.B, event.layer, event.micro_batch) in walk.done:
+        raise ScheduleError(f"needs to stand before {Event(Op.B, event.layer, event.micro_batch)}, which uses it up")
+    made = walk.need(Op.F, event.layer, event.micro_batch)
+    before = walk.kept_saves[-MAX_SAVES] if len(walk.kept_saves) >= MAX_SAVES else made
+    walk.kept_saves.append(walk.index)
+    walk.moves.save(event, walk.index)
+    return [made, before]
+
+
 def _drop(walk: _Walk, event: Event) -> list[int]:
     used = walk.need(Op.B, event.layer, event.micro_batch)
-    return [used, *walk.moves.drop(Op.SAVE if event.op is Op.DROP else Op.GSAVE, event)]
+    save = next(save for save, drop in DROPS.items() if drop is event.op)
+    return [used, *walk.moves.drop(save, event)]
 
 
 def _reduce(walk: _Walk, event: Event) -> list[int]:
@@ -260,6 +275,9 @@ _RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
     Op.GSAVE: _save_gradient,
     Op.GLOAD: lambda walk, event: walk.moves.load(Op.GSAVE, event, walk.index),
     Op.GDROP: _drop,
+    Op.KSAVE: _save_kept,
+    Op.KLOAD: lambda walk, event: walk.moves.load(Op.KSAVE, event, walk.index),
+    Op.KDROP: _drop,
 }
 
 
@@ -297,8 +315,8 @@ def validate(schedule: Schedule) -> None:
 
     Checked: what an event depends on comes before it; F, HEAD, B, REDUCE, NORM, STEP and the prefix's FETCH stand there once;
     at most window + 1 layers are fetched at a time, those read for the next step included, and no other at the end; nothing
-    is read that is still to be stepped; gradients are summed in the order of the header; only its micro-batches move, at most
-    look_ahead + 1 inputs and as many gradients are loaded and not yet used, and what is saved is dropped.
+    is read that is still to be stepped; gradients are summed in the order of the header; only its micro-batches and kept cells
+    move, at most look_ahead + 1 inputs, gradients and kept cells each are loaded and not yet used, and all saved is dropped.
     """
     _check_once(schedule)
     _dependencies(schedule.events, _Walk(schedule.num_layers, schedule.num_micro_batches))
@@ -306,7 +324,7 @@ def validate(schedule: Schedule) -> None:
     _check_window(schedule)
     _check_ahead(schedule)
     _check_sums(schedule)
-    if (fault := find_fault(schedule.events, schedule.moved, schedule.look_ahead)) is not None:
+    if (fault := find_fault(schedule.events, schedule.moved, schedule.look_ahead, set(schedule.kept))) is not None:
         raise error_at(schedule.events, *fault)
 
 
@@ -335,6 +353,7 @@ def _check_once(schedule: Schedule) -> None:
         allowed |= {Event(Op.STEP, u, part=DELAYED) for u in units if schedule.delayed}
         allowed |= {Event(Op.HOLD, u, part=part) for u in units for part in (None, DELAYED)}
         allowed |= {Event(op, u, m) for op in _MOVES for u in units for m in range(schedule.num_micro_batches)}
+        allowed |= {Event(op, *cell) for op in _KEPT_MOVES for cell in schedule.kept}
     seen: Counter[Event] = Counter()
     for index, event in enumerate(schedule.events):
         seen[event] += 1

@@ -20,10 +20,12 @@ FORM: Final = "[LAYER|pre|suf]OP[MICRO_BATCH][.eN|.dN][@STEPS]: 3FETCH, preF0, s
 EARLY: Final = "e0"  # the early parts of a unit, together
 DELAYED: Final = "d0"
 EVERYTHING: Final = "all"  # of a unit; events that are about it have no part
+MAX_SAVES: Final = 3  # of kept values under way at a time: one fills its host buffer while two are written
 MAX_STEPS: Final = 2  # units whose steps may be under way at a time: each holds a host buffer for its new parameters
 LEAD: Final = 2  # layers by which a delayed step is ahead of its use
 
 Key = tuple["Op", "Unit | None", "int | None"]
+Cell = tuple[int, int]  # a layer and a micro-batch
 
 
 class Op(StrEnum):
@@ -40,6 +42,9 @@ class Op(StrEnum):
     GSAVE = "GSAVE"
     GLOAD = "GLOAD"
     GDROP = "GDROP"
+    KSAVE = "KSAVE"
+    KLOAD = "KLOAD"
+    KDROP = "KDROP"
     REDUCE = "REDUCE"
     HOLD = "HOLD"
     NORM = "NORM"
@@ -51,12 +56,14 @@ class Op(StrEnum):
 _UNITS: Final[dict[Op, str]] = {
     **dict.fromkeys((Op.FETCH, Op.RELEASE, Op.B, Op.REDUCE), "layer pre"),
     **dict.fromkeys((Op.F, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP), "layer pre suf"),
+    **dict.fromkeys((Op.KSAVE, Op.KLOAD, Op.KDROP), "layer"),
     **dict.fromkeys((Op.HOLD, Op.STEP), "layer pre"),
     Op.COMMIT: "layer pre none",
     Op.HEAD: "suf",
     Op.NORM: "none",
 }
-_PER_MICRO_BATCH: Final = frozenset((Op.F, Op.HEAD, Op.B, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP))
+_MOVES: Final = frozenset((Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP, Op.KSAVE, Op.KLOAD, Op.KDROP))
+_PER_MICRO_BATCH: Final = _MOVES | {Op.F, Op.HEAD, Op.B}
 _PER_PART: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT))
 _OPTIMIZER: Final = _PER_PART | {Op.NORM}
 # Op -> the sign of the step offsets it may have, and their name; the others take none.
@@ -64,7 +71,7 @@ _OFFSETS: Final[dict[Op, tuple[int, str]]] = {
     **dict.fromkeys(_PER_PART, (-1, "a step offset <= 0")),
     Op.FETCH: (1, "a step offset >= 0"),
 }
-_ASIDE: Final = frozenset((Op.RELEASE, Op.HEAD, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP))
+_ASIDE: Final = _MOVES | {Op.RELEASE, Op.HEAD}
 _NUMBER = "(?:0|[1-9][0-9]*)"
 _PART = re.compile(f"[ed]{_NUMBER}")
 _EVENT = re.compile(
@@ -74,7 +81,7 @@ _EVENT = re.compile(
 _HEADER = re.compile(
     "# ds_vertical schedule v1 order=(?P<order>[a-z]+) layers=(?P<layers>[0-9]+)"
     " micro_batches=(?P<micro_batches>[0-9]+) snake=(?P<snake>[01]) window=(?P<window>[0-9]+) delayed=(?P<delayed>[01])"
-    " early=(?P<early>[01])(?: moved=(?P<moved>[0-9,]+) ahead=(?P<ahead>[0-9]+))?"
+    " early=(?P<early>[01])(?:(?: moved=(?P<moved>[0-9,]+))?(?: kept=(?P<kept>[0-9,-]+))? ahead=(?P<ahead>[0-9]+))?"
 )
 
 
@@ -195,8 +202,9 @@ class Schedule:
 
     `window` is the number of layers fetched ahead of the one in use; `delayed` says that optimizer steps of this step are
     left to the next schedule, `early` that some are taken during the backward. `moved`: the micro-batches whose layer
-    inputs and gradients leave memory between their uses, loaded again `look_ahead` uses ahead. Construction checks the header
-    only; validate() checks the events. Raises ScheduleError.
+    inputs and gradients leave memory between their uses, loaded again `look_ahead` uses ahead; `kept`: the layers and
+    micro-batches of which what the forward keeps for the backward does. Construction checks the header only; validate() checks
+    the events. Raises ScheduleError.
     """
 
     num_layers: int
@@ -209,10 +217,13 @@ class Schedule:
     early: bool = False
     moved: tuple[int, ...] = ()
     look_ahead: int = 0
+    kept: tuple[Cell, ...] = ()
 
     def __post_init__(self) -> None:
         if any(not _is_count(m) or m >= self.num_micro_batches for m in self.moved) or not _is_count(self.look_ahead):
             raise ScheduleError(f"moved must name micro-batches, look_ahead be >= 0, got {self.moved} and {self.look_ahead!r}")
+        if any(m >= self.num_micro_batches or layer >= self.num_layers for layer, m in self.kept):
+            raise ScheduleError(f"kept must name layers and micro-batches of the schedule, got {self.kept}")
         if not _is_count(self.window):
             raise ScheduleError(f"window must be a number of layers >= 0, got {self.window!r}")
         for name in ("num_layers", "num_micro_batches"):
@@ -250,7 +261,11 @@ class Schedule:
             f" delayed={int(self.delayed)} early={int(self.early)}"
         )
         if self.moved:
-            header += f" moved={','.join(map(str, self.moved))} ahead={self.look_ahead}"
+            header += f" moved={','.join(map(str, self.moved))}"
+        if self.kept:
+            header += f" kept={_cells_text(self.kept, self.num_micro_batches)}"
+        if self.moved or self.kept:
+            header += f" ahead={self.look_ahead}"
         # Long words and hyphens stay whole: "3STEP.d0@-1" is one event.
         wrap = textwrap.TextWrapper(width=120, break_long_words=False, break_on_hyphens=False).wrap
         return "\n".join([header, *(part for line in _visit_lines(self.events) for part in wrap(line))]) + "\n"
@@ -267,8 +282,29 @@ class Schedule:
         layers, micro_batches, window = (int(match[name]) for name in ("layers", "micro_batches", "window"))
         snake, delayed, early = (match[name] == "1" for name in ("snake", "delayed", "early"))
         moved = tuple(int(m) for m in (match["moved"] or "").split(",") if m)
-        given = (match["order"], snake, window, delayed, early, moved, int(match["ahead"] or 0))
+        kept = _cells(match["kept"] or "", micro_batches)
+        given = (match["order"], snake, window, delayed, early, moved, int(match["ahead"] or 0), kept)
         return cls(layers, micro_batches, parse_events("\n".join(lines)), *given)
+
+
+def _cells_text(cells: Sequence[Cell], num_micro_batches: int) -> str:
+    """Cells by their numbers, counted layer by layer, such as 0-7,9: a run of numbers by its two ends."""
+    runs: list[list[int]] = []
+    for number in sorted(layer * num_micro_batches + m for layer, m in cells):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _cells(text: str, num_micro_batches: int) -> tuple[Cell, ...]:
+    """The cells of `_cells_text`."""
+    found: list[Cell] = []
+    for run in filter(None, text.split(",")):
+        first, _, last = run.partition("-")
+        found += (divmod(number, num_micro_batches) for number in range(int(first), int(last or first) + 1))
+    return tuple(found)
 
 
 def _visit_lines(events: Sequence[Event]) -> list[str]:

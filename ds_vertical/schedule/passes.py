@@ -14,7 +14,7 @@ from functools import lru_cache
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import LOOK_AHEAD, place_activations
 from ds_vertical.schedule.dependencies import validate
-from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Event, Op, Schedule
+from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Cell, Event, Op, Schedule
 from ds_vertical.types import PRE, SUF, Unit
 
 Events = tuple[Event, ...]
@@ -207,7 +207,8 @@ class TrainingStep:
     `early`: early parts are stepped during the backward. `delayed`: what is left of this step goes to the next schedule.
     `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a
     delayed step is issued. `ahead`: what the next step needs first is issued at the end. `hold`: what of the gradients may
-    have to wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory.
+    have to wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory; `kept`:
+    the layers and micro-batches of which what the forward keeps for the backward does.
     `order`, `snake` and `window`: as in `Schedule`.
     """
 
@@ -223,6 +224,7 @@ class TrainingStep:
     ahead: bool = False
     hold: str | None = None
     moved: tuple[int, ...] = ()
+    kept: tuple[Cell, ...] = ()
 
 
 @lru_cache(maxsize=64)
@@ -231,8 +233,9 @@ def build_training(step: TrainingStep) -> Schedule:
     if step.order == "forward":
         raise ScheduleError("order 'forward' has no backward; write 'vertical' or 'horizontal' to train")
     # An empty schedule first: its header check refuses bad settings before any pass sees them.
-    look_ahead = LOOK_AHEAD if step.moved else 0
-    Schedule(step.num_layers, step.num_micro_batches, (), step.order, step.snake, step.window, moved=step.moved)
+    look_ahead = LOOK_AHEAD if step.moved or step.kept else 0
+    shape = (step.num_layers, step.num_micro_batches)
+    Schedule(*shape, (), step.order, step.snake, step.window, moved=step.moved, kept=step.kept)
     if step.order == "vertical":
         compute = vertical_order(step.num_layers, step.num_micro_batches, step.snake)
     else:
@@ -241,9 +244,9 @@ def build_training(step: TrainingStep) -> Schedule:
     events = place_holding(events, step.hold) if step.hold else events
     events = place_delayed(place_early(events) if step.early else events, step.due, step.lead)
     events = place_ahead(events, step.window, step.lead, step.delayed) if step.ahead else events
-    events = place_activations(events, step.moved, look_ahead)
-    flags = (step.order, step.snake, step.window, step.delayed, step.early, step.moved, look_ahead)
-    return _checked(Schedule(step.num_layers, step.num_micro_batches, events, *flags))
+    events = place_activations(events, step.moved, look_ahead, step.kept)
+    flags = (step.order, step.snake, step.window, step.delayed, step.early, step.moved, look_ahead, step.kept)
+    return _checked(Schedule(*shape, events, *flags))
 
 
 @lru_cache(maxsize=64)

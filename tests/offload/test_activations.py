@@ -226,6 +226,16 @@ def test_a_tensor_in_a_list_of_anybodys_is_not_private() -> None:
     [
         ({"device": "disk"}, r'activations\.device: got "disk"; need "device", "host", "ssd" or null; write e\.g\. "ssd"'),
         ({"devise": "ssd"}, r'activations\.devise: unknown key; did you mean "device"\? known keys: device, share, host_share'),
+        (
+            {"keep": "all"},
+            r'activations\.keep: got "all"; need "none", "free", "products", "everything" or null; write e\.g\. "e',
+        ),
+        (
+            {"keep": "products", "keep_device": "disk"},
+            r'activations\.keep_device: got "disk"; need "device", "host", "ssd" or n',
+        ),
+        ({"keep": "free", "keep_device": "ssd"}, r'activations\.keep_device: got "ssd" with keep "free", which keeps no bytes'),
+        ({"keep_device": "host"}, r'activations\.keep_device: got "host" with keep null, .*write "keep": "products" or "every'),
         ({"device": "ssd", "share": 1.5}, r"activations\.share: got 1\.5; need a number from 0 to 1"),
         ({"share": 0.5}, r"activations\.share: got 0\.5 with device null, where nothing is moved"),
         ({"device": "host", "host_share": 0.5}, r'activations\.host_share: got 0\.5 with device "host"; write "share" instead'),
@@ -239,11 +249,14 @@ def test_sections_that_make_no_sense_are_refused(section: Any, told: str) -> Non
 
 
 def test_ssd_needs_a_folder(tmp_path: Path) -> None:
-    config = small_buffers(base_config(tmp_path)) | {"vertical_schedule": {"activations": SSD}}
-    section = load_section(config)
-    assert isinstance(section, VerticalConfig)
-    assert check(config, section) == []
-    for name in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][name] = {"device": "cpu"}
-    with pytest.raises(ConfigError, match=r'activations\.device: got "ssd", and there is no folder.*write "host", or give'):
-        check(config, section)
+    for name, activations in (("device", SSD), ("keep_device", {"keep": "everything", "keep_device": "ssd"})):
+        config = small_buffers(base_config(tmp_path)) | {"vertical_schedule": {"activations": activations}}
+        section = load_section(config)
+        assert isinstance(section, VerticalConfig)
+        assert check(config, section) == []
+        for part in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][part] = {"device": "cpu"}
+        with pytest.raises(
+            ConfigError, match=rf'activations\.{name}: got "ssd", and there is no folder.*write "host", or give'
+        ):
+            check(config, section)

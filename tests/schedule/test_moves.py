@@ -14,7 +14,7 @@ from ds_vertical.errors import ScheduleError
 from ds_vertical.io.extents import Extents
 from ds_vertical.planner.activation_policy import spread
 from ds_vertical.schedule.dependencies import dependencies, validate
-from ds_vertical.schedule.events import Event, Op, Schedule
+from ds_vertical.schedule.events import MAX_SAVES, Event, Op, Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_training
 
 
@@ -70,6 +70,43 @@ def test_every_load_is_needed() -> None:
         elif event.op in (Op.DROP, Op.GDROP):
             with pytest.raises(ScheduleError, match="never dropped"):
                 validate(without(schedule, index))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_kept_values_leave_after_their_forward_and_return_ahead_of_their_backward(data: st.DataObject) -> None:
+    layers, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    options = data.draw(st.sampled_from([{}, {"snake": True}, {"order": "horizontal"}, {"moved": (0,)}]))
+    cells = [(layer, m) for layer in range(layers) for m in range(count)]
+    kept = tuple(sorted(data.draw(st.frozensets(st.sampled_from(cells)))))
+    schedule = build_training(TrainingStep(layers, count, kept=kept, **options))
+    assert Schedule.from_text(schedule.to_text()) == schedule
+    plain = build_training(TrainingStep(layers, count, **options))
+    assert tuple(event for event in schedule.events if event.op not in KEPT) == plain.events, "keeping changes nothing else"
+    at = {event: index for index, event in enumerate(schedule.events)}
+    fused = {(event.layer, event.micro_batch) for event in schedule.fused}
+    for cell in set(kept) - fused if options.get("order") != "horizontal" else ():
+        order = [at[Event(op, *cell)] for op in (Op.F, Op.KSAVE, Op.KLOAD, Op.B, Op.KDROP)]
+        assert order == sorted(order)
+        assert at[Event(Op.KSAVE, *cell)] in dependencies(schedule.events)[at[Event(Op.KLOAD, *cell)]], "written, then read"
+    for index, event in enumerate(schedule.events):
+        if event.op in KEPT:
+            with pytest.raises(ScheduleError, match="never dropped" if event.op is Op.KDROP else f"needs {event} before it"):
+                validate(without(schedule, index))
+
+
+KEPT = (Op.KSAVE, Op.KLOAD, Op.KDROP)
+
+
+def test_no_more_saves_of_kept_values_are_under_way_than_have_buffers() -> None:
+    schedule = build_training(TrainingStep(3, 6, kept=tuple((0, m) for m in range(6))))
+    saves = [index for index, event in enumerate(schedule.events) if event.op is Op.KSAVE]
+    needs = dependencies(schedule.events)
+    assert all(saves[n - MAX_SAVES] in needs[index] for n, index in enumerate(saves) if n >= MAX_SAVES)
+    with pytest.raises(ScheduleError, match=r"moves kept values of which the header \(kept=\) says nothing|has no place"):
+        validate(dataclasses.replace(schedule, kept=schedule.kept[1:]))
+    with pytest.raises(ScheduleError, match="kept must name layers and micro-batches of the schedule"):
+        dataclasses.replace(schedule, kept=((3, 0),))
 
 
 def test_wrong_moves_are_refused() -> None:

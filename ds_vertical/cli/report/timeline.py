@@ -31,8 +31,8 @@ OPTIMIZER: Final = "ds_vertical optimizer"
 _PIPELINE: Final = frozenset((Op.STEP,))
 _DISK: Final = {
     **dict.fromkeys((Op.FETCH,), "FETCH"),
-    **dict.fromkeys((Op.SAVE, Op.GSAVE), "SAVE"),
-    **dict.fromkeys((Op.LOAD, Op.GLOAD), "LOAD"),
+    **dict.fromkeys((Op.SAVE, Op.GSAVE, Op.KSAVE), "SAVE"),
+    **dict.fromkeys((Op.LOAD, Op.GLOAD, Op.KLOAD), "LOAD"),
     **dict.fromkeys((Op.REDUCE, Op.HOLD), "HOLD"),
 }
 _PARAMETERS: Final = re.compile(r".*_param\.tensor\.swp(\.\d+)?")  # with a number where a checkpoint shares the file
@@ -199,8 +199,9 @@ def _what(event: Event) -> str:
     """As the runtime's tickets are called."""
     if event.op in _PIPELINE:
         return f"step {event.layer}"
-    if event.op in (Op.LOAD, Op.GLOAD):
-        return f"load {'gradient ' * (event.op is Op.GLOAD)}{event.layer} of {event.micro_batch}"
+    if event.op in (Op.LOAD, Op.GLOAD, Op.KLOAD):
+        kind = {Op.GLOAD: "gradient ", Op.KLOAD: "kept "}.get(event.op, "")
+        return f"load {kind}{event.layer} of {event.micro_batch}"
     return f"{event.op.lower()} {event.layer}"
 
 

@@ -1,0 +1,124 @@
+"""Kinds of block calls: those of one class, with arguments of one form, keep the same way.
+
+[Note: trial] Whether a way of keeping gives a block the gradients that it has without, its first call of a kind shows: that
+call's backward runs both ways, and the bits are compared. In that trial all memory that the way leaves out of the computation
+is filled with NaN, so that what reads it shows. Where a bit differs the kind keeps nothing from then on. What the step computes
+comes from the plain way, however the trial ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ds_vertical.model.block_call import BlockCall
+from ds_vertical.model.compiled_blocks import is_compiled
+from ds_vertical.model.kept.recording import CallPlan
+from ds_vertical.model.layers import Block
+from ds_vertical.model.state.containers import SIMPLE, is_internal
+from ds_vertical.types import ActivationPolicy
+
+_MOST_KINDS = 256  # with a plan of their own each; calls of further kinds keep nothing
+
+
+@dataclass(eq=False)
+class Kind:
+    """How the calls of one kind keep. `policy`: in force; `is_tried`: the trial has been passed. `plan`: of the operations that
+    the backward leaves out or finds ready; None until a call has been recorded, and where there is nothing to plan."""
+
+    policy: ActivationPolicy
+    is_tried: bool = False
+    plan: CallPlan | None = None
+
+
+@dataclass(eq=False)
+class KeptKinds:
+    """The kinds of one model's block calls, in all steps. `policy`: the one that the run asks for; `say` takes lines for the
+    user's log."""
+
+    policy: ActivationPolicy
+    say: Callable[[str], None]
+    _kinds: dict[Hashable, Kind] = field(default_factory=dict, init=False)
+    _own: set[int] = field(default_factory=set, init=False)  # blocks that are a class of their own
+    _said: set[tuple[type, str]] = field(default_factory=set, init=False)
+
+    def of(self, index: int, block: Block, call: BlockCall, compiled: bool) -> Kind:
+        """The kind of a call of a block, by the block's number. `compiled`: the block's forward is."""
+        reason = _obstacle(block.module, self.policy, compiled)
+        if reason is not None:
+            self._note(block, reason)
+            return Kind("none")
+        key = self._key(index, block, call)
+        kind = self._kinds.get(key)
+        if kind is None and len(self._kinds) >= _MOST_KINDS:
+            self._note(block, f"its calls have come in {_MOST_KINDS} forms, and each is planned for and tried by itself")
+            return Kind("none")
+        if kind is None:
+            kind = self._kinds[key] = Kind(self.policy)
+        return kind
+
+    def give_up(self, kind: Kind, block: Block, reason: str) -> None:
+        """Keep nothing of this kind from now on."""
+        if kind.policy != "none":
+            kind.policy, kind.plan = "none", None
+            self._note(block, reason)
+
+    def separate(self, index: int, kind: Kind, block: Block) -> None:
+        """A call of the block ran other operations than those planned: let the block be a kind of its own, once; where it is
+        one, keep nothing of it."""
+        if index in self._own:
+            self.give_up(kind, block, "it does not run the same operations each time")
+        self._own.add(index)
+
+    def _key(self, index: int, block: Block, call: BlockCall) -> Hashable:
+        state = call.state
+        exact = self.policy != "everything"  # what autograd saves is told anew in each call, operations are planned once
+        forms = tuple(_form_of(value, exact) for value in call.args)
+        own = index if index in self._own else -1
+        modes = tuple(module.training for module in block.module.modules())
+        return type(block.module), own, modes, forms, call.spec, state.grad, state.inference, state.autocast
+
+    def _note(self, block: Block, reason: str) -> None:
+        kind = type(block.module), reason
+        if kind not in self._said:
+            self._said.add(kind)
+            name = type(block.module).__name__
+            self.say(
+                f'vertical_schedule.activations.keep: "none" in place of "{self.policy}" for {name} ({block.path}): {reason}'
+            )
+
+
+def _form_of(value: object, exact: bool) -> Hashable:
+    """What of an argument decides which operations run, as far as the argument tells."""
+    if isinstance(value, torch.Tensor):
+        sizes = (value.size(), value.stride()) if exact and value.layout is torch.strided else value.dim()
+        return type(value), sizes, value.dtype, value.device, value.requires_grad
+    return (type(value), value) if type(value) in SIMPLE else type(value)
+
+
+def _obstacle(module: nn.Module, policy: ActivationPolicy, compiled: bool) -> str | None:
+    """Why no call of a block can be kept under the policy; None where some may."""
+    if policy != "everything":
+        if compiled or any(map(is_compiled, list(module.modules())[1:])):
+            return "it is compiled, and one operation cannot be left out of a compiled kernel"
+        if any(not is_internal(hook) for hook in _hooks_of(module, ("_forward_hooks", "_forward_pre_hooks"))):
+            return "modules inside it have forward hooks, which may read what the backward leaves out"
+    hooks = _hooks_of(module, ("_backward_hooks", "_backward_pre_hooks"))
+    params = list(module.parameters())
+    tables = (getattr(param, name, None) or {} for param in params for name in _PARAM_HOOKS)
+    if any(not is_internal(hook) for hook in (*hooks, *(hook for table in tables for hook in table.values()))):
+        return "it has hooks of the backward, which would run twice in the trial"
+    return None
+
+
+_PARAM_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _hooks_of(module: nn.Module, names: Sequence[str]) -> Iterator[object]:
+    for number, each in enumerate(module.modules()):
+        for name in names:
+            if number or not name.startswith("_forward"):  # the block's own forward hooks do not run in its recompute
+                yield from getattr(each, name).values()

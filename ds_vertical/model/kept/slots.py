@@ -1,0 +1,272 @@
+"""Slots: what stands for a tensor of a block's forward until the block's backward asks for it.
+
+[Note: slots] A slot never holds the memory of a parameter, or of an input of the block. A parameter's memory is another layer's
+between the forward and the backward; a view of it that was kept would read that layer's values. Such tensors are told by the
+storage that they lie over, since autograd saves views of parameters, too (`weight.t()`). The slot knows the parameter and the
+view's place, and makes the view of whatever memory the parameter has when it is asked. An input has moved and come back by
+then (`offload.activation_store`), in the same storage.
+
+All other memory is the block's own. A storage that the block has made and that nobody else can reach is kept, and may leave
+the device; it counts its holders (`tensor_refs`), so one that others hold as well stays where it is. A view of a small part of
+a storage is kept alone, not to hold the rest.
+
+torch does not compare a saved tensor's count of in-place writes where hooks have packed it. A slot does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from ds_vertical.errors import LayerError
+from ds_vertical.model.tensor_refs import is_over, key_of
+
+_LEAST_COVERED = 0.6  # of a storage, by the views that are kept of it; below that they are kept alone
+_ALIGNED_BYTES = 64  # to which torch's allocators align storages; kernels may choose by a tensor's place in that
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies over its storage: elements, strides and first element, in elements of its dtype."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """The layout of a strided tensor."""
+        return cls(tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor of this layout over a storage, without a gradient."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)  # pyright: ignore[reportCallIssue]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements that it reaches, each counted once where strides are 0."""
+        sizes = (size for size, stride in zip(self.size, self.stride, strict=True) if stride or size == 0)
+        return torch.Size(sizes).numel() * self.dtype.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to behind the last one that it reaches."""
+        if not self.size.numel():
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+
+    @property
+    def is_dense_enough(self) -> bool:
+        """Whether each element has a place of its own, so that a copy can be put back place by place."""
+        return self.size.numel() * self.dtype.itemsize == self.num_bytes and self.size.numel() <= self.extent
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether layout and storage say all about a tensor: no subclass, no sparse layout, nothing conjugated lazily."""
+    plain = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+    return plain and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+
+
+def _refuse_written(layout: Layout) -> NoReturn:
+    raise LayerError(
+        f"a tensor of shape {tuple(layout.size)} that autograd saved in a block's forward was written in place before the"
+        ' block\'s backward: write to a copy, or set "keep" of vertical_schedule.activations to "none"'
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class BaseSlot:
+    """A view of a parameter or of an input: of the tensor at `index` of `bases`, wherever its memory is when it is asked."""
+
+    bases: Sequence[object]
+    index: int
+    layout: Layout
+    version: int
+
+    @property
+    def _base(self) -> torch.Tensor:
+        base = self.bases[self.index]
+        assert isinstance(base, torch.Tensor)
+        return base
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it was not written in place since it was saved."""
+        return self._base._version == self.version
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor that was saved. Raises LayerError where it was written in place since."""
+        if not self.is_current:
+            _refuse_written(self.layout)
+        return self.layout.over(self._base.data.untyped_storage())
+
+
+@dataclass(eq=False)
+class KeptStorage:
+    """A storage with tensors that are kept. `views`: aliases of those tensors, which share their counts of in-place writes.
+
+    `compact`: copies of the views' elements one by one, which stand for the whole. `in_memory`: False while its bytes are in
+    another tier.
+    """
+
+    storage: torch.UntypedStorage
+    views: dict[Layout, torch.Tensor] = field(default_factory=dict)
+    compact: dict[Layout, KeptStorage] = field(default_factory=dict)
+    num_bytes: int = 0
+    in_memory: bool = True
+
+    def __post_init__(self) -> None:
+        self.num_bytes = self.storage.nbytes()
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nothing but the views lies over the storage, so that its memory may go. See [Note: slots]."""
+        return is_over(self.storage, len(self.views))
+
+    @property
+    def covered(self) -> float:
+        """The share of the storage that the views reach; those that overlap count twice."""
+        return sum(layout.num_bytes for layout in self.views) / max(1, self.num_bytes)
+
+    def keep_views_alone(self) -> None:
+        """Copy the elements of the views, and give the storage up."""
+        for layout, view in self.views.items():
+            self.compact[layout] = KeptStorage(view.contiguous().untyped_storage())
+        self.views.clear()
+        self.storage = torch.UntypedStorage(0, device=self.storage.device)
+        self.num_bytes = 0
+
+    @property
+    def resident(self) -> torch.UntypedStorage:
+        """The storage. Raises LayerError while its bytes are away: the schedule did not load them."""
+        if not self.in_memory:
+            raise LayerError("kept values of a block are away; the schedule did not load them")
+        return self.storage
+
+    def tensor(self, layout: Layout) -> torch.Tensor:
+        """A tensor of this layout with the bytes that it had. Raises LayerError while they are away."""
+        alone = self.compact.get(layout)
+        if alone is None:
+            return layout.over(self.resident)
+        lead = layout.offset % (_ALIGNED_BYTES // layout.dtype.itemsize)
+        dense = Layout(layout.size, _contiguous(layout.size), 0, layout.dtype).over(alone.resident)
+        room = torch.empty(lead + layout.extent, dtype=layout.dtype, device=alone.storage.device)
+        return room.as_strided(layout.size, layout.stride, lead).copy_(dense)
+
+    @property
+    def parts(self) -> list[KeptStorage]:
+        """What may move by itself: itself, or the views that are kept alone."""
+        return list(self.compact.values()) or [self]
+
+
+def _contiguous(size: torch.Size) -> tuple[int, ...]:
+    return torch.empty(size, device="meta").stride()
+
+
+@dataclass(frozen=True, eq=False)
+class OwnSlot:
+    """A tensor over memory that is neither a parameter's nor an input's."""
+
+    kept: KeptStorage
+    layout: Layout
+    version: int
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it was not written in place since it was saved."""
+        view = self.kept.views.get(self.layout)
+        return view is None or view._version == self.version
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor that was saved. Raises LayerError where it was written in place since."""
+        if not self.is_current:
+            _refuse_written(self.layout)
+        return self.kept.tensor(self.layout)
+
+
+@dataclass(frozen=True, eq=False)
+class AliasSlot:
+    """A tensor that stays as it is: a subclass's, or one whose memory says not all about it."""
+
+    alias: torch.Tensor
+    version: int
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it was not written in place since it was saved."""
+        return self.alias._version == self.version
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor that was saved. Raises LayerError where it was written in place since."""
+        if not self.is_current:
+            raise LayerError(
+                "a tensor that autograd saved in a block's forward was written in place before the block's backward"
+            )
+        return self.alias
+
+
+SavedSlot = BaseSlot | OwnSlot | AliasSlot
+
+
+class Slots:
+    """Makes the slots of one block call. `params`: the block's, and `inputs`: what it was given; both keep their order.
+
+    `own`: the storages of everything else, by key; each is held, so that no other takes its key. `made`: all slots.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], inputs: Sequence[object]) -> None:
+        self.own: dict[int, KeptStorage] = {}
+        self.made: list[SavedSlot] = []
+        self._bases: dict[int, tuple[Sequence[object], int]] = {}
+        for bases in (inputs, params):  # a parameter that is given as an argument is a parameter
+            for index, base in enumerate(bases):
+                if isinstance(base, torch.Tensor) and is_plain(base):
+                    self._bases[key_of(base.untyped_storage())] = bases, index
+
+    def pack(self, tensor: torch.Tensor) -> SavedSlot:
+        """The slot of a tensor that autograd is about to save."""
+        slot = self._pack(tensor)
+        self.made.append(slot)
+        return slot
+
+    def are_current(self) -> bool:
+        """Whether no tensor that was saved has been written in place since."""
+        return all(slot.is_current for slot in self.made)
+
+    def _pack(self, tensor: torch.Tensor) -> SavedSlot:
+        if not is_plain(tensor):
+            return AliasSlot(tensor.detach(), tensor._version)
+        storage, layout = tensor.untyped_storage(), Layout.of(tensor)
+        if (place := self._bases.get(key_of(storage))) is not None:
+            bases, index = place
+            base = bases[index]
+            assert isinstance(base, torch.Tensor)
+            return BaseSlot(bases, index, layout, base._version)
+        kept = self.own.get(key_of(storage))
+        if kept is None:
+            kept = self.own[key_of(storage)] = KeptStorage(storage)
+        view = kept.views.get(layout)
+        if view is None:
+            view = kept.views[layout] = tensor.detach()
+        if view._version != tensor._version:  # over the same memory, and with a count of its own
+            return AliasSlot(tensor.detach(), tensor._version)
+        return OwnSlot(kept, layout, tensor._version)
+
+    def settle(self) -> list[KeptStorage]:
+        """The block's forward is over and its outputs are dropped: the storages that only the slots hold."""
+        private = [kept for kept in self.own.values() if kept.is_private]
+        for kept in private:
+            if kept.covered < _LEAST_COVERED and all(layout.is_dense_enough for layout in kept.views):
+                kept.keep_views_alone()
+        return [part for kept in private for part in kept.parts]
+
+
+def unpack(slot: SavedSlot) -> torch.Tensor:
+    """The tensor for which a slot stands."""
+    return slot.tensor()
