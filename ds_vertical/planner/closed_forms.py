@@ -10,6 +10,7 @@ micro-batch, everything on SSD, bf16 parameters and fp32 Adam:
     parameters written  2P
     redo                12P in + 14P out of the share that was redone
     activations         (3L - 1)A in + 2LA out of each micro-batch on SSD
+    kept                K in + K out of each layer and micro-batch on SSD, K what its forward keeps for its backward
 
 Of a lone micro-batch only the layers' inputs have to wait: (L - 1)A each way.
 
@@ -45,16 +46,19 @@ class Traffic:
     gradients_written: float = 0.0
     state_written: float = 0.0
     activations_written: float = 0.0
+    kept_read: float = 0.0
+    kept_written: float = 0.0
 
     @property
     def read(self) -> float:
         """Bytes of all streams from SSD."""
-        return self.parameters_read + self.gradients_read + self.state_read + self.activations_read
+        return self.parameters_read + self.gradients_read + self.state_read + self.activations_read + self.kept_read
 
     @property
     def written(self) -> float:
         """Bytes of all streams to SSD."""
-        return self.parameters_written + self.gradients_written + self.state_written + self.activations_written
+        steps = self.parameters_written + self.gradients_written + self.state_written
+        return steps + self.activations_written + self.kept_written
 
 
 def kept_layers(window: int) -> int:
@@ -92,6 +96,8 @@ def vertical_traffic(
     gradients = stepped * shape.gradient_bytes * (waiting * shape.in_files(TensorKind.GRADIENTS))
     state = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE)
     steps = 1.0 + redone
+    cells = {} if shape.kept is None else shape.kept.cells(layers, num_micro_batches, one_memory=True)
+    kept_on_ssd = sum(shape.kept.point.num_bytes for tier in cells.values() if IN_FILES[tier]) if shape.kept else 0.0
     return Traffic(
         parameters_read=elements * each * fetches,
         gradients_read=gradients,
@@ -101,6 +107,8 @@ def vertical_traffic(
         gradients_written=gradients,
         state_written=state * steps,
         activations_written=activations * passes[1],
+        kept_read=kept_on_ssd,
+        kept_written=kept_on_ssd,
     )
 
 
@@ -122,6 +130,8 @@ def traffic_of(costs: Sequence[Cost], shape: ModelShape) -> Traffic:
         gradients_written=moved.get(("ssd_write", "gradients"), 0.0),
         state_written=written * (1 - share),
         activations_written=moved.get(("ssd_write", "activations"), 0.0),
+        kept_read=moved.get(("ssd_read", "kept"), 0.0),
+        kept_written=moved.get(("ssd_write", "kept"), 0.0),
     )
 
 

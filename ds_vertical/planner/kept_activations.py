@@ -4,8 +4,8 @@ An example: the backward of a GPT block at 512 tokens computes 9 MB of matrix pr
 they are written once and read once.
 
 A cell is the call of one layer for one micro-batch. Of M micro-batches and L layers M (L - 1) cells can keep: the last layer's
-backward follows its forward at once, and never computes anything again. Cells of the last two layers do not go to SSD, where
-they would have to be read before they are written.
+backward follows its forward at once, and never computes anything again. Of the layer before it no cell goes to SSD, where it
+would have to be read before it is written: it rests in host memory instead.
 
 [Note: concave] A menu has the policies that save most seconds for their bytes: of its points, fewest bytes first, each saves
 fewer seconds per further byte than the one before. A mixture of two policies over the cells then lies on the line between
@@ -15,20 +15,20 @@ benefit").
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_policy import spread
 from ds_vertical.schedule.activations import LOOK_AHEAD
+from ds_vertical.schedule.events import MAX_SAVES, Cell
 from ds_vertical.types import HOLDING, IN_FILES, ActivationPolicy, Tier, check_number, check_share, refuse
 
-Cell = tuple[int, int]  # a layer and a micro-batch
 ON_DEVICE: Final = LOOK_AHEAD + 2  # cells there at a time of those that move: one that is made or used, and those loaded ahead
-IN_TRANSIT: Final = 3  # cells in host buffers on their way to SSD: one is filled while two are written
+IN_TRANSIT: Final = MAX_SAVES + LOOK_AHEAD + 1  # cells in host buffers on their way to SSD, and back
 _MOST_POINTS: Final = 6  # of a menu
-_NO_CELLS_ON_SSD: Final = 2  # last layers
+_NOT_ON_SSD: Final = 2  # last layers
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,9 @@ class KeepMenu:
             raise CostsError(f"the menu of {self.kind} is not concave: {self.points}; take `concave` of them")
 
     def only(self, policy: ActivationPolicy) -> KeepMenu:
-        """The points that the JSON's `activations.keep` can say with one policy: what it keeps of some cells, and what it
-        leaves out of the recompute of the others."""
-        named = (p for p in self.points if p.outputs is None and p.policy in ({"free", policy} - {"none"}))
-        return replace(self, points=() if policy == "none" else concave(named))
+        """The one point that the JSON's `activations.keep` asks for; none for "none" and for what others do better."""
+        point = self.point(policy)
+        return replace(self, points=() if point is None else (point,))
 
     def point(self, policy: ActivationPolicy) -> PolicyPoint | None:
         """The point of a policy; None where others save more for as many bytes."""
@@ -136,21 +135,18 @@ def mean_menu(menus: Sequence[KeepMenu]) -> KeepMenu | None:
 @dataclass(frozen=True)
 class KeptShare:
     """What a plan keeps: the shares of the M (L - 1) cells that follow `point`, by the tier where their bytes rest until the
-    backward. `other`: what the other cells follow, which keeps no bytes. Raises CostsError."""
+    backward. The other cells keep nothing. Raises CostsError."""
 
     point: PolicyPoint
     device: float = 0.0
     host: float = 0.0
     ssd: float = 0.0
-    other: PolicyPoint = NOTHING
 
     def __post_init__(self) -> None:
         for tier in Tier:
             check_share(f"kept.{tier}", self.share(tier))
         if self.total > 1 + 1e-9:
             raise refuse("kept", "ssd", self.ssd, f"{1 - self.device - self.host} or less: shares add up to 1 at most")
-        if self.other.num_bytes:
-            raise refuse("kept", "other", self.other.name, '"none" or "free", which keep no bytes')
 
     def share(self, tier: Tier) -> float:
         """Of the cells, those whose bytes rest in `tier`."""
@@ -161,29 +157,43 @@ class KeptShare:
         """Of the cells, those that follow `point`."""
         return self.device + self.host + self.ssd
 
-    @property
-    def moves(self) -> bool:
-        """Whether bytes leave the device."""
-        return bool(self.point.num_bytes and self.host + self.ssd)
+    def cells(self, num_layers: int, num_micro_batches: int, one_memory: bool) -> dict[Cell, Tier]:
+        """The cells that follow `point`, and where their bytes rest; with `one_memory` the device stands for host memory."""
+        cells = kept_cells(num_layers, num_micro_batches, {tier: self.share(tier) for tier in Tier})
+        return {cell: Tier.DEVICE if one_memory and tier is Tier.HOST else tier for cell, tier in cells.items()}
 
-    def policies(self, num_layers: int, num_micro_batches: int) -> Mapping[Cell, Tier]:
-        """The cells that follow `point`, and where their bytes rest."""
-        return kept_cells(num_layers, num_micro_batches, {tier: self.share(tier) for tier in Tier})
+    def resting_bytes(self, num_layers: int, num_micro_batches: int) -> dict[Tier, float]:
+        """Bytes that rest in each tier at most."""
+        shares = tier_shares(num_layers, {tier: self.share(tier) for tier in Tier})
+        return {tier: num_cells(num_layers, num_micro_batches) * self.point.num_bytes * shares[tier] for tier in Tier}
+
+    def buffer_bytes(self) -> dict[Tier, float]:
+        """Bytes of each tier's buffers, through which what moves passes."""
+        tiers = [tier for tier in Tier if self.share(tier) > 0]
+        return {tier: buffer_bytes(tier, self.point.num_bytes, tiers) for tier in Tier}
 
 
-def num_cells(num_layers: int, num_micro_batches: int, tier: Tier = Tier.DEVICE) -> int:
-    """Cells that can keep in a tier."""
-    return num_micro_batches * max(0, num_layers - (_NO_CELLS_ON_SSD if IN_FILES[tier] else 1))
+def num_cells(num_layers: int, num_micro_batches: int) -> int:
+    """Cells that can keep."""
+    return num_micro_batches * max(0, num_layers - 1)
 
 
 def kept_cells(num_layers: int, num_micro_batches: int, shares: Mapping[Tier, float]) -> dict[Cell, Tier]:
     """The cells that keep, and where: spread evenly over all that can, in the order in which they run. `shares`: of these, per
-    tier. A cell of the last two layers whose turn it is for SSD keeps nothing; see the module's notes."""
+    tier."""
     tiers = [tier for tier in Tier if shares.get(tier, 0.0) > 0]
     chosen = spread(num_cells(num_layers, num_micro_batches), [shares[tier] for tier in tiers])
-    cells = ((divmod(number, num_micro_batches), index) for number, index in enumerate(chosen) if index >= 0)
-    last = num_layers - _NO_CELLS_ON_SSD
-    return {cell: tiers[index] for cell, index in cells if not (IN_FILES[tiers[index]] and cell[0] >= last)}
+    cells = {divmod(number, num_micro_batches): tiers[index] for number, index in enumerate(chosen) if index >= 0}
+    late = num_layers - _NOT_ON_SSD
+    return {cell: Tier.HOST if IN_FILES[tier] and cell[0] >= late else tier for cell, tier in cells.items()}
+
+
+def tier_shares(num_layers: int, shares: Mapping[Tier, float]) -> dict[Tier, float]:
+    """Of all cells, those in each tier: of what is to go to SSD the last layer's part is in host memory."""
+    late = 1 / (num_layers - 1) if num_layers > 1 else 0.0
+    moved = {tier: shares.get(tier, 0.0) * (1 - late if IN_FILES[tier] else 1.0) for tier in Tier}
+    moved[Tier.HOST] += sum(shares.get(tier, 0.0) * late for tier in Tier if IN_FILES[tier])
+    return moved
 
 
 def rounded(kept: KeptShare, num_layers: int, num_micro_batches: int) -> KeptShare:
@@ -193,24 +203,8 @@ def rounded(kept: KeptShare, num_layers: int, num_micro_batches: int) -> KeptSha
     return replace(kept, **shares)
 
 
-def kept_bytes(kept: KeptShare | None, num_layers: int, num_micro_batches: int) -> Iterator[tuple[Tier, float, bool]]:
-    """(tier, bytes, whether they are buffers that bytes only pass through): what is kept takes so much of each tier."""
-    if kept is None or not kept.point.num_bytes:
-        return
-    each = kept.point.num_bytes
-    for tier in Tier:
-        yield tier, num_cells(num_layers, num_micro_batches, tier) * kept.share(tier) * each, False
-    yield from ((tier, each * cells, True) for tier, cells in _buffers(kept.host > 0, kept.ssd > 0))
-
-
-def _buffers(to_host: bool, to_ssd: bool) -> Iterator[tuple[Tier, int]]:
-    if to_host or to_ssd:
-        yield Tier.DEVICE, ON_DEVICE
-    if to_ssd:
-        yield Tier.HOST, IN_TRANSIT
-
-
 def buffer_bytes(tier: Tier, each: float, tiers: Iterable[Tier]) -> float:
     """Of a tier, the bytes of the buffers for cells of `each` bytes that go to `tiers`."""
-    going = set(tiers)
-    return sum(each * cells for own, cells in _buffers(Tier.HOST in going, Tier.SSD in going) if own is tier)
+    going = set(tiers) - {Tier.DEVICE}
+    cells = {Tier.DEVICE: ON_DEVICE if going else 0, Tier.HOST: IN_TRANSIT if Tier.SSD in going else 0, Tier.SSD: 0}
+    return each * cells[tier]

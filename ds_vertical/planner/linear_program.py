@@ -24,7 +24,7 @@ Each y adds, with A_l bytes and S_l saved seconds of a cell:
     compute     backward     - C S_l y_l,t
     copies out  forward      + C A_l y_l,t for host and SSD; in the backward as many copies in
     SSD write   forward      + C A_l y_l,s; in the backward as much SSD read
-    memory      of tier t    + C A_l y_l,t, and buffers where anything moves
+    memory      of tier t    + C A_l y_l,t, and buffers where anything moves; of y_l,s the last layer's part is in host memory
 
 n elements of the rank, p, g, s their bytes as parameters, gradients and state, p' = p (1 - p_h), A the bytes that pass between
 two layers for one micro-batch, times the layers, a = a_h + a_s, w = alpha g_s. Where steps wait for the norm, everything
@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, assert_never
 
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.kept_activations import KeepMenu, PolicyPoint, buffer_bytes, num_cells
+from ds_vertical.planner.kept_activations import KeepMenu, PolicyPoint, buffer_bytes, num_cells, tier_shares
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.types import RESTING_PLACES, Placement, TensorKind, Tier, TierBytes, per_tier
@@ -130,9 +130,10 @@ class LpProblem:
         """All names, in order."""
         return (*_SHARES, *self.kept, *_SWEEPS)
 
-    def cells(self, tier: Tier) -> int:
-        """Those that can keep in a tier."""
-        return num_cells(self.shape.num_layers, self.terms.num_micro_batches, tier)
+    @property
+    def num_cells(self) -> int:
+        """Those that can keep."""
+        return num_cells(self.shape.num_layers, self.terms.num_micro_batches)
 
     @property
     def forward_share(self) -> float:
@@ -196,8 +197,8 @@ def _costs(case: LpProblem) -> Row:
         if tier is not RESTING_PLACES[kind][0]:
             cost[share] = each * moved * _DISTANCES[tier]
     for name, (point, tier) in case.kept.items():
-        moved_bytes = case.cells(tier) * point.num_bytes * _DISTANCES[tier]
-        cost[name] = each * moved_bytes + _PREFERENCE * _LEAST_COST * case.cells(tier) * point.saved_s
+        moved_bytes = case.num_cells * point.num_bytes * _DISTANCES[tier]
+        cost[name] = each * moved_bytes + _PREFERENCE * _LEAST_COST * case.num_cells * point.saved_s
     return cost
 
 
@@ -267,7 +268,7 @@ def _saved_s(case: LpProblem, sweep: str) -> Row:
         return {}
     layers = case.shape.layer_elements[:-1]
     scale = sum(layers) / (max(case.shape.layer_elements) * len(layers)) if case.kept and max(layers) else 0.0
-    return {name: -case.cells(tier) * scale * point.saved_s for name, (point, tier) in case.kept.items()}
+    return {name: -case.num_cells * scale * point.saved_s for name, (point, _) in case.kept.items()}
 
 
 def _adam_s(case: LpProblem, sweep: str) -> float:
@@ -299,8 +300,13 @@ def _copy_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
 
 
 def _kept_bytes(case: LpProblem, *tiers: Tier) -> Row:
-    """Bytes that all cells would keep in one of `tiers`, by the variables for it."""
-    return {name: case.cells(tier) * p.num_bytes for name, (p, tier) in case.kept.items() if tier in tiers and p.num_bytes}
+    """Bytes that all cells would keep in `tiers`, by the variables for it."""
+    found: Row = {}
+    for name, (point, tier) in case.kept.items():
+        shares = tier_shares(case.shape.num_layers, {tier: 1.0})
+        if num_bytes := case.num_cells * point.num_bytes * sum(shares[own] for own in tiers):
+            found[name] = num_bytes
+    return found
 
 
 def _activation_bytes(case: LpProblem) -> float:
@@ -387,7 +393,8 @@ def tier_bytes(problem: LpProblem, placement: Placement, tier: Tier) -> float:
             gradients = problem.terms.held_share * shape.gradient_bytes * shape.in_files(TensorKind.GRADIENTS)
             files = stepped * (shape.written_bytes * shape.generations + gradients)
             files = (files + frozen * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)) / shape.num_shards
-            return files + _ssd_activations(problem) * shape.in_files(TensorKind.ACTIVATIONS)
+            kept = shape.kept.resting_bytes(shape.num_layers, problem.terms.num_micro_batches) if shape.kept else {}
+            return files + _ssd_activations(problem) * shape.in_files(TensorKind.ACTIVATIONS) + kept.get(Tier.SSD, 0.0)
     assert_never(tier)
 
 

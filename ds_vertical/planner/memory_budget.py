@@ -6,6 +6,7 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
             optimizer slots      slots x part x (state + parameter bytes)
             gradients            4P of the share that waits there, 4N of a few layers for what is stepped early or goes to SSD
             activations          M L A of the share that is kept there
+            kept for backwards   M (L - 1) K of the share that rests there, K of a layer and micro-batch; buffers, if it moves
             at rest              parameters and state that are not on SSD
     device  parameters           (w + 1) N and `pre`, gathered (none where they are the host's buffers)
             gradient sums        4N of one layer (two while one is copied out) and of `pre`
@@ -111,6 +112,7 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     kept = terms.num_micro_batches * shape.num_layers * shape.activation_bytes
     kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
     yield _item(Tier.HOST, "activations", kept, "gradient_accumulation_steps")
+    yield from _kept(shape, terms, Tier.HOST)
 
 
 def _slot_bytes(shape: ModelShape, terms: BudgetTerms) -> float:
@@ -148,6 +150,16 @@ def _device(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     inputs = kept * (1 - off) + passing * off
     yield _item(Tier.DEVICE, "activations between layers", inputs * shape.activation_bytes, "gradient_accumulation_steps")
     yield _item(Tier.DEVICE, "one layer's backward", backward_bytes(shape, terms), "train_micro_batch_size_per_gpu")
+    yield from _kept(shape, terms, Tier.DEVICE)
+
+
+def _kept(shape: ModelShape, terms: BudgetTerms, tier: Tier) -> Iterator[BudgetItem]:
+    """What forwards keep for their backwards: at rest, and on its way to another tier and back."""
+    if shape.kept is None:
+        return
+    resting = shape.kept.resting_bytes(shape.num_layers, terms.num_micro_batches)[tier]
+    yield _item(tier, "kept for backwards", resting, "vertical_schedule.activations.keep")
+    yield _item(tier, "kept, on its way", shape.kept.buffer_bytes()[tier], "vertical_schedule.activations.keep_device")
 
 
 def backward_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
