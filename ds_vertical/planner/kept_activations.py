@@ -74,6 +74,11 @@ class KeepMenu:
         point = self.point(policy)
         return replace(self, points=() if point is None else (point,))
 
+    def times(self, count: int) -> KeepMenu:
+        """The menu of a layer of so many such blocks."""
+        points = (replace(p, num_bytes=count * p.num_bytes, saved_s=count * p.saved_s) for p in self.points)
+        return replace(self, points=tuple(points), num_layers=-(-self.num_layers // count))
+
     def point(self, policy: ActivationPolicy) -> PolicyPoint | None:
         """The point of a policy; None where others save more for as many bytes."""
         return next((p for p in self.points if p.policy == policy and p.outputs is None), None)
@@ -124,7 +129,8 @@ def mean_menu(menus: Sequence[KeepMenu]) -> KeepMenu | None:
         return None
     if len(menus) == 1:
         return menus[0]
-    names = dict.fromkeys(point.policy for menu in menus for point in menu.points if point.outputs is None)
+    whole = [point.policy for menu in menus for point in menu.points if point.outputs is None]
+    names: dict[ActivationPolicy, None] = dict.fromkeys(whole)
     points = []
     for name in names:
         own = [(menu.num_layers / count, menu.point(name) or NOTHING) for menu in menus]
@@ -199,8 +205,8 @@ def tier_shares(num_layers: int, shares: Mapping[Tier, float]) -> dict[Tier, flo
 def rounded(kept: KeptShare, num_layers: int, num_micro_batches: int) -> KeptShare:
     """Shares of whole cells, never more than those given: what a plan has room for stays enough."""
     count = num_cells(num_layers, num_micro_batches)
-    shares = {tier.value: int(kept.share(tier) * count + 1e-6) / count if count else 0.0 for tier in Tier}
-    return replace(kept, **shares)
+    shares = {tier: int(kept.share(tier) * count + 1e-6) / count if count else 0.0 for tier in Tier}
+    return KeptShare(kept.point, shares[Tier.DEVICE], shares[Tier.HOST], shares[Tier.SSD])
 
 
 def buffer_bytes(tier: Tier, each: float, tiers: Iterable[Tier]) -> float:

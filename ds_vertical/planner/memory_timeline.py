@@ -183,7 +183,7 @@ class _Ledger:
         kept = self.shape.kept
         if kept is None or not kept.point.num_bytes:
             return
-        cells: dict[object, Tier] = dict(kept.cells(self.shape.num_layers, len(self.tiers), self.machine.one_memory))
+        cells: dict[object, Tier] = {**kept.cells(self.shape.num_layers, len(self.tiers), self.machine.one_memory)}
         lives: dict[object, list[tuple[str, int]]] = {}
         for index, event in enumerate(self.timeline.events):
             cell = event.layer, event.micro_batch

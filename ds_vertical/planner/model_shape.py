@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from ds_vertical.errors import CostsError
-from ds_vertical.planner.kept_activations import KeptShare
-from ds_vertical.types import PRE, Placement, TensorKind, Unit, check_number, refuse
+from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, concave, mean_menu, thinned
+from ds_vertical.types import PRE, ActivationPolicy, Placement, TensorKind, Unit, check_number, refuse
 
+REPLAY_S: Final = 10e-6  # of the host, for an operation that a recompute with left-out operations runs (assumed)
 DTYPE_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -122,6 +123,41 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class CountedPoint:
+    """What a policy saves of the recompute of one block over one sequence, for `num_bytes` that rest: floating-point
+    operations, and bytes that all left-out operations read and make. `num_run`: operations that are still run. `outputs`: see
+    `PolicyPoint`."""
+
+    policy: ActivationPolicy
+    num_bytes: int
+    flops: float
+    moved_bytes: int
+    num_run: int
+    outputs: int | None = None
+
+
+@dataclass(frozen=True)
+class CountedMenu:
+    """What one kind of block offers to keep; `flops` and `moved_bytes` of its whole forward over one sequence."""
+
+    kind: str
+    num_blocks: int
+    flops: float
+    moved_bytes: int
+    points: tuple[CountedPoint, ...]
+
+    def menu(self, sequences: int, forward_s: float, flops_per_byte: float) -> KeepMenu:
+        """Seconds and bytes of a micro-batch of so many sequences, of which the forward takes `forward_s`. A byte that is read
+        or made counts as `flops_per_byte` operations; each operation that is run again costs `REPLAY_S` besides."""
+        whole = (self.flops + flops_per_byte * self.moved_bytes) or 1.0
+        points = []
+        for point in self.points:
+            saved = (point.flops + flops_per_byte * point.moved_bytes) / whole * forward_s - REPLAY_S * point.num_run
+            points.append(PolicyPoint(point.policy, sequences * point.num_bytes, max(0.0, saved), point.outputs))
+        return KeepMenu(self.kind, self.num_blocks, thinned(concave(points)))
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model and a sequence length, in tokens. `block_elements`: parameters' elements of each block in order of execution;
     `pre_elements`: those of all that is outside the blocks.
@@ -129,6 +165,7 @@ class ModelSpec:
     `block_flops`: floating-point operations of one block's forward over one sequence, `pre_flops` and `head_flops` of what
     stands before and behind the blocks. `passed_bytes`: what passes between two blocks for one sequence; `block_saved_bytes`
     and `head_saved_bytes`: what autograd keeps of one block's and of the suffix's forward. `largest_parameter`: elements.
+    `menus`: what each kind of block may keep for its backward.
     """
 
     name: str
@@ -143,11 +180,18 @@ class ModelSpec:
     passed_bytes: int
     block_saved_bytes: int
     head_saved_bytes: int
+    menus: tuple[CountedMenu, ...] = ()
 
     @property
     def num_elements(self) -> int:
         """Of all parameters."""
         return self.pre_elements + sum(self.block_elements)
+
+    def menu(self, sequences: int, blocks_per_layer: int, forward_s: float, flops_per_byte: float) -> KeepMenu | None:
+        """What a layer may keep of its forward for a micro-batch: bytes and seconds of the mean layer. `forward_s`: of one
+        block. None where nothing has been counted."""
+        mean = mean_menu([menu.menu(sequences, forward_s, flops_per_byte) for menu in self.menus])
+        return None if mean is None else mean.times(blocks_per_layer)
 
     def layers(self, blocks_per_layer: int) -> tuple[int, ...]:
         """Elements of each layer of so many consecutive blocks; the last may have fewer."""

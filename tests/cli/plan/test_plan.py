@@ -61,6 +61,16 @@ def test_the_spec_has_the_models_own_sizes(name: str) -> None:
     attention = 2 * 64 * 64 * hidden * 2 / 2
     assert spec.block_flops == pytest.approx(2 * 64 * spec.block_elements[0] + attention, rel=0.02)
     assert spec.head_flops == pytest.approx(2 * 64 * hidden * model.config.vocab_size, rel=0.02)
+    (menu,) = spec.menus
+    points = {point.policy: point for point in menu.points if point.outputs is None}
+    down = 2 * 64 * hidden * model.config.intermediate_size  # no gradient reads what the MLP's last product makes
+    assert menu.num_blocks == len(spec.block_elements) and menu.flops == pytest.approx(spec.block_flops)
+    assert points["free"].num_bytes == 0 and points["free"].flops == pytest.approx(down)
+    assert points["products"].flops == points["everything"].flops == menu.flops
+    assert points["everything"].num_bytes < spec.block_saved_bytes  # which has the block's input, too
+    heads = {"gpt_13m": 3 + 1 + 4, "llama_3_8b": 1.5 + 1 + 7}[name]  # q, k, v; attention's product; up (and gate), in widths
+    attention = 1
+    assert points["products"].num_bytes == (heads + attention) * 64 * hidden * 2
 
 
 def test_what_autograd_keeps_of_a_block_is_what_it_keeps_in_a_real_one() -> None:
