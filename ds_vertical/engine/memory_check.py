@@ -232,7 +232,7 @@ class Forecast:
         )
         return (
             BudgetItem(Tier.HOST, "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
-            BudgetItem(tier, "fp64 copy for a norm", stock_config.norm_bytes() * largest, "(largest parameter)"),
+            memory_budget.norm_copy(tier, largest, stock_config.norm_bytes()),
             BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
             BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
         )

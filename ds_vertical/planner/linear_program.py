@@ -35,8 +35,8 @@ shares.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, assert_never
 
 from ds_vertical.planner import memory_budget
@@ -102,7 +102,7 @@ class LpProblem:
 
     `limits`: bytes per tier on this rank's part of the machine. `early`: the rest beside the delayed share is stepped in the
     backward; otherwise every gradient waits for the norm, and all steps come in the next forward. `menu`: what a layer may keep
-    of its forward; `keep_tiers`: where. `fixed`: names of shares that are 0.
+    of its forward; `keep_tiers`: where. `fixed`: shares that are given, by name.
     """
 
     shape: ModelShape
@@ -114,7 +114,7 @@ class LpProblem:
     further: tuple[memory_budget.BudgetItem, ...] = ()
     menu: KeepMenu | None = None
     keep_tiers: tuple[Tier, ...] = tuple(Tier)
-    fixed: frozenset[str] = frozenset()
+    fixed: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def kept(self) -> dict[str, tuple[PolicyPoint, Tier]]:
@@ -157,7 +157,7 @@ def solve(case: LpProblem) -> Solution | None:
     Buffers for what is kept take memory as soon as any of it moves, which no row can say: the program is solved with them, and
     without anything that moves."""
     found = [_solved(case)]
-    if any(tier is not Tier.DEVICE for _, tier in case.kept.values()):
+    if any(tier is not Tier.DEVICE and name not in case.fixed for name, (_, tier) in case.kept.items()):
         found.append(_solved(replace(case, keep_tiers=tuple(tier for tier in case.keep_tiers if tier is Tier.DEVICE))))
     fitting = [solution for solution in found if solution is not None]
     return min(fitting, key=lambda solution: solution.seconds, default=None)
@@ -170,14 +170,7 @@ def _solved(case: LpProblem) -> Solution | None:
     cost = _costs(case)
     matrix = [[row.row.get(name, 0.0) / row.scale for name in names] for row in rows]
     limits = [row.limit / row.scale for row in rows]
-    most: dict[str, float | None] = {
-        **dict.fromkeys((*_SHARES, *case.kept), 1.0),
-        "parameters_in_host": 1.0 if case.shape.in_files(TensorKind.PARAMETERS) else 0.0,
-        "gradients_on_ssd": case.shape.in_files(TensorKind.STATE),
-        **dict.fromkeys(case.fixed, 0.0),
-    }
-    bounds = [(0.0, most.get(name)) for name in names]
-    found: Any = linprog([cost.get(name, 0.0) for name in names], matrix, limits, bounds=bounds, method="highs")
+    found: Any = linprog([cost.get(name, 0.0) for name in names], matrix, limits, bounds=_bounds(case, names), method="highs")
     if found.status != 0:
         return None
     values: dict[str, float] = dict(zip(names, map(float, found.x), strict=True))
@@ -185,6 +178,17 @@ def _solved(case: LpProblem) -> Solution | None:
     binding = tuple(row.what for price, row in prices if price > 1e-9)
     kept = tuple((point, tier, values[name]) for name, (point, tier) in case.kept.items() if values[name] > _NEARLY_NONE)
     return Solution(values, sum(values[sweep] for sweep in _SWEEPS), binding, kept)
+
+
+def _bounds(case: LpProblem, names: Sequence[str]) -> list[tuple[float, float | None]]:
+    """Least and most of each variable; seconds have no most."""
+    most: dict[str, float | None] = {
+        **dict.fromkeys((*_SHARES, *case.kept), 1.0),
+        "parameters_in_host": 1.0 if case.shape.in_files(TensorKind.PARAMETERS) else 0.0,
+        "gradients_on_ssd": case.shape.in_files(TensorKind.STATE),
+        **case.fixed,
+    }
+    return [(case.fixed.get(name, 0.0), most.get(name)) for name in names]
 
 
 def _costs(case: LpProblem) -> Row:
@@ -202,20 +206,27 @@ def _costs(case: LpProblem) -> Row:
     return cost
 
 
-def shortage(case: LpProblem) -> dict[str, float]:
-    """Bytes that each tier lacks at the very least, with whatever shares suit it best; tiers that suffice are left out."""
+def shortage(case: LpProblem) -> dict[Tier, float]:
+    """Bytes that the tiers lack, together as few of each tier's size as can be, with whatever shares suit that best; tiers that
+    suffice are left out."""
     from scipy.optimize import linprog
 
-    found: dict[str, float] = {}
-    activations = [int(kind is TensorKind.ACTIVATIONS) for kind, _ in _CHOSEN.values()]
-    for row in _memory_rows(replace(case, menu=None)):
-        bounds = [(0.0, 1.0)] * len(_SHARES)
-        needed = [row.row.get(name, 0.0) / row.scale for name in _SHARES]
-        best: Any = linprog(needed, [activations], [1.0], bounds=bounds, method="highs")
-        lacking = best.fun * row.scale - row.limit
-        if lacking > 0:
-            found[row.what] = lacking
-    return found
+    rows = list(_memory_rows(replace(case, menu=None), _SPARE))
+    none = [0.0] * len(rows)
+    matrix = [[*(row.row.get(name, 0.0) / row.scale for name in _SHARES), *none] for row in rows]
+    for index, row in enumerate(matrix):
+        row[len(_SHARES) + index] = -1.0
+    matrix.append([*(float(kind is TensorKind.ACTIVATIONS) for kind, _ in _CHOSEN.values()), *none])
+    limits = [*(row.limit / row.scale for row in rows), 1.0]
+    bounds = [*_bounds(case, _SHARES), *([(0.0, None)] * len(rows))]
+    best: Any = linprog([0.0] * len(_SHARES) + [1.0] * len(rows), matrix, limits, bounds=bounds, method="highs")
+    lacking = zip(rows, best.x[len(_SHARES) :], strict=True)
+    return {tier: float(part) * row.scale / (1 - _SPARE) for row, part in lacking if part > 1e-9 for tier in [_tier_of(row)]}
+
+
+def _tier_of(row: Constraint) -> Tier:
+    """The tier that a row of memory is about."""
+    return Tier(row.what.split()[0])
 
 
 # ---- rows

@@ -79,6 +79,11 @@ class BudgetItem:
     key: str
 
 
+def norm_copy(tier: Tier, largest_parameter: int, element_bytes: int = 8) -> BudgetItem:
+    """Stock takes the norm of a gradient from a copy, in fp64 as a rule; `largest_parameter`: elements."""
+    return BudgetItem(tier, "fp64 copy for a norm", element_bytes * largest_parameter, "(largest parameter)")
+
+
 def layer_buffers(window: int, num_layers: int) -> int:
     """Host buffers for layers: of those in the window, of the one that computes, of those whose steps are under way."""
     return min(max(window + MAX_STEPS, LEAD) + 1, num_layers)

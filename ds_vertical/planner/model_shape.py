@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
@@ -186,6 +187,13 @@ class ModelSpec:
     def num_elements(self) -> int:
         """Of all parameters."""
         return self.pre_elements + sum(self.block_elements)
+
+    def shortened(self, sequence_length: int) -> ModelSpec:
+        """The model with shorter sequences, nearly: what passes and what is kept shrink in proportion; seconds do not."""
+        part = sequence_length / self.sequence_length
+        names = ("passed_bytes", "block_saved_bytes", "head_saved_bytes")
+        sizes = {name: math.ceil(part * getattr(self, name)) for name in names}
+        return replace(self, sequence_length=sequence_length, **sizes, menus=())
 
     def menu(self, sequences: int, blocks_per_layer: int, forward_s: float, flops_per_byte: float) -> KeepMenu | None:
         """What a layer may keep of its forward for a micro-batch: bytes and seconds of the mean layer. `forward_s`: of one

@@ -72,7 +72,7 @@ def seconds_at(given: LpProblem, names: list[str], points: np.ndarray) -> np.nda
 @pytest.mark.parametrize("one_memory", [False, True])
 def test_no_mixture_of_policies_and_tiers_is_better(read: float, host: float, one_memory: bool) -> None:
     machine = Machine(read, read / 2, 1e9, 16, one_memory, 1e10, 1e10, 0.7 * read, 0.3 * read)
-    fixed = frozenset(("activations_on_host", "activations_on_ssd", "parameters_in_host", "gradients_on_ssd"))
+    fixed = dict.fromkeys(("activations_on_host", "activations_on_ssd", "parameters_in_host", "gradients_on_ssd"), 0.0)
     given = replace(case(machine, (8 * GIB, host, 1e12)), fixed=fixed)
     names = list(given.kept)
     assert len(names) == (5 if one_memory else 7)  # "free" keeps no bytes, so no tier is chosen for it
@@ -101,7 +101,7 @@ def lohan_case(host: float) -> LpProblem:
     )
     terms = memory_budget.BudgetTerms(1, 1, held_share=0.0)
     limits = dict(zip(Tier, (None, host, None), strict=True))
-    fixed = frozenset(("parameters_in_host", "gradients_on_ssd", "activations_on_ssd"))
+    fixed = dict.fromkeys(("parameters_in_host", "gradients_on_ssd", "activations_on_ssd"), 0.0)
     return LpProblem(shape, machine, terms, limits, 0.0, True, menu=lohan_menu(forward), keep_tiers=MOVING, fixed=fixed)
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program, search
+from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of
-from ds_vertical.planner.search import Candidate, Choice, PlanError, Task, choose
+from ds_vertical.planner.search import PlanError, Task, choose
 from ds_vertical.types import Placement, TensorKind, Tier, TierBytes
 
 MODEL = ModelSpec(

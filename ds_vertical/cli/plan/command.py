@@ -22,10 +22,11 @@ from ds_vertical.io.atomic_file import check_out, write_out
 from ds_vertical.model.hf import named_shape, read_fields, shape_names
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
+from ds_vertical.planner.candidate import Candidate
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of
-from ds_vertical.planner.search import Candidate, Plan, PlanError, Task, choose
+from ds_vertical.planner.search import Plan, PlanError, Task, choose
 from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
 
 _BAD_INPUT, _NO_PLAN = 2, 1

@@ -9,8 +9,8 @@ from typing import Final
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
+from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.model_shape import ModelSpec
-from ds_vertical.planner.search import Candidate, Choice
 from ds_vertical.types import OFFLOAD_DEVICES, TensorKind, Tier
 
 _LARGE: Final = 50_000_000  # elements of a parameter, from which on stock's pool has few buffers

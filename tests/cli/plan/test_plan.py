@@ -26,9 +26,8 @@ from ds_vertical.engine import machine_cache
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.model import hf
 from ds_vertical.planner import machine as profile
+from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
-from ds_vertical.planner.search import Candidate, Choice
-from ds_vertical.types import Placement
 
 SHAPES = ROOT / "configs" / "models"
 
@@ -207,7 +206,7 @@ def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.C
         losses = [float(engine.train_batch(iter([batch] * 4))) for _ in range(3)]
         assert losses[2] < losses[0]
         fields = found["setting"]
-        choice = Choice(**{**fields, "placement": Placement.of(**fields["placement"])})
+        choice = Choice.from_json(fields)
         nothing: Any = None
         machine = profile.read_profile(str(tmp_path / "machine.json")).machine
         simulated = Candidate(choice, LpProblem(nothing, machine, nothing, nothing, nothing, nothing), 0.0, ())
