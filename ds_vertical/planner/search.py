@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 from ds_vertical.planner import linear_program, memory_budget
@@ -181,9 +182,15 @@ class _Search:
         task, delays = self.task, [delay for delay in DELAYS if delay < 1]
         if (task.clip == 0 or task.speculation) and state_on_ssd and not (task.stop and task.clip == 0):
             yield from (_Timing(state_on_ssd, delay, True) for delay in delays)
-        if task.clip == 0 and task.stop is not False and state_on_ssd:
+        if task.clip == 0 and state_on_ssd and (task.stop or (task.stop is None and self._lacks_generations)):
             yield from (_Timing(state_on_ssd, delay, True, True) for delay in delays)
         yield _Timing(state_on_ssd, 1.0, False)
+
+    @cached_property
+    def _lacks_generations(self) -> bool:
+        """Whether the SSD has no room for two generations of files, whatever else is where."""
+        size, count = next(self.task.counts())
+        return Tier.SSD in linear_program.shortage(self._case(_Sizes(size, count, 1), _Timing(1.0, 0.0, True)))
 
     def _case(self, sizes: _Sizes, timing: _Timing, seconds: Seconds | None = None) -> LpProblem:
         """`seconds`: of the pieces; None where only memory matters."""
@@ -221,13 +228,13 @@ class _Search:
 
     def fits(self) -> bool:
         """Whether any setting fits into the memory of all tiers."""
+        timings = [timing for timing in self._all_timings if not timing.delay or not timing.early]  # these hold least
         for size, count in self.task.counts():
-            for blocks in self._all_blocks:
-                for timing in self._all_timings:
-                    case = self._case(_Sizes(size, count, blocks), timing)
-                    solution = linear_program.solve(case)
-                    if solution is not None and _fits(_candidate(case, size, blocks, solution, window=WINDOWS[0])):
-                        return True
+            for timing in timings:
+                case = self._case(_Sizes(size, count, 1), timing)
+                solution = linear_program.solve(case)
+                if solution is not None and _fits(_candidate(case, size, 1, solution, window=WINDOWS[0])):
+                    return True
         return False
 
     def _fewer_ranks(self) -> int | None:
