@@ -15,24 +15,26 @@ from ds_vertical.compat import accelerator, pinned_memory, swap_buffers, zero_op
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.handlers import LossScale, ScheduleRunner
+from ds_vertical.engine.handlers import LossScale, ScheduleRunner, Stores
 from ds_vertical.engine.signals import Stopping
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import host
 from ds_vertical.io.aio import DiskQueue
+from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.offload.activation_store import ActivationStore
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
+from ds_vertical.offload.kept_store import REMEDY, KeptStore
 from ds_vertical.offload.param_store import ParamSettings, ParamStore
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
-from ds_vertical.planner.activation_policy import activation_tiers
+from ds_vertical.planner.activation_policy import activation_tiers, kept_tiers
 from ds_vertical.planner.memory_budget import layer_buffers
 from ds_vertical.schedule.activations import LOOK_AHEAD
-from ds_vertical.schedule.events import Unit
+from ds_vertical.schedule.events import Cell, Unit
 from ds_vertical.schedule.trace import RecordingTracer, Tracer
-from ds_vertical.types import RunSettings, Tier
+from ds_vertical.types import HOLDING, RunSettings, Tier
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class StepParts:
     params: ParamStore
     gradients: GradientStore
     activations: ActivationStore | None
+    kept: KeptStore | None
     state: ForwardState
     runner: ScheduleRunner
     folder: Path | None
@@ -140,25 +143,48 @@ class Assembly:
         if not on_ssd and (not shares[Tier.HOST] or accelerator.is_one_memory()):
             return None
         path = folder / "activations" / f"rank{ranks.rank()}.bin" if on_ssd and folder is not None else None
-        memory = HostMemory(pinned_memory.lock_host_bytes, pinned_memory.unlock_host_bytes)
         most_loads = (LOOK_AHEAD + 1) * (2 if max(map(len, layers.layers)) == 1 else 3)  # inputs, blocks' inputs, gradients
-        return ActivationStore(TensorSwapper(path, self._new_queue, memory, self._device, most_loads, host_limit))
+        return ActivationStore(TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, most_loads, host_limit))
+
+    def open_kept(self, folder: Path | None, host_limit: int, activations: ActivationStore | None) -> KeptStore | None:
+        """The store of what forwards keep for their backwards; None where the JSON keeps no bytes. `host_limit`: see
+        `open_activations`; what the other store has in host memory counts against it, too."""
+        settings = self.vertical.activations
+        if settings.keep not in HOLDING:
+            return None
+        one_memory, tier = accelerator.is_one_memory(), settings.keep_device or Tier.DEVICE
+        limit = host_limit if one_memory else None
+        if not kept_tiers(self.layers.num_layers, 1, tier, one_memory):
+            return KeptStore(None, limit)
+        path = folder / "kept" / f"rank{ranks.rank()}.bin" if tier is Tier.SSD and folder is not None else None
+        swapper = TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, LOOK_AHEAD + 1, host_limit)
+        host_tier = swapper.host_tier
+        host_tier.what = "vertical_schedule.activations.keep: {held} bytes of host memory hold what is kept for the backward"
+        host_tier.remedy = REMEDY
+        if activations is not None:
+            host_tier.beside, activations.swapper.host_tier.beside = activations.swapper.host_tier, host_tier
+        return KeptStore(swapper, limit)
+
+    def watch_kinds(self) -> KeptKinds | None:
+        """How block calls keep what their backward needs; None where they keep nothing."""
+        policy = self.vertical.activations.keep or "none"
+        return None if policy == "none" else KeptKinds(policy, lambda line: accelerator.log(f"ds_vertical: {line}"))
 
     def watch_state(self) -> ForwardState:
         """What the modules hold that belongs to one forward."""
         optimizer, in_turn = self.optimizer, self.vertical.order == "horizontal"
         return ForwardState(self.module, self.layers, lambda: optimizer.driver.num_decided, in_turn, self.vertical.snake)
 
-    def new_runner(
-        self, params: ParamStore, activations: ActivationStore | None, stopping: Stopping, state: ForwardState
-    ) -> ScheduleRunner:
+    def new_runner(self, params: ParamStore, stores: Stores, stopping: Stopping, state: ForwardState) -> ScheduleRunner:
         """What runs schedules over the model."""
         return ScheduleRunner(
             self.layers,
             params,
             overlap=self.vertical.overlap,
             tracer=self.tracer,
-            activations=activations,
+            activations=stores[0],
+            kinds=self.watch_kinds(),
+            kept=stores[1],
             others=OtherRanks(params, self.optimizer, stopping) if ranks.world_size() > 1 else None,
             leave=stopping.vote,
             state=state,
@@ -222,6 +248,9 @@ def describe_tiers(layers: LayerMap) -> str:
     return f'{words} ("zero_optimization.offload_param.max_in_cpu" keeps all in memory, as in stock)'
 
 
+_HOST_MEMORY = HostMemory(pinned_memory.lock_host_bytes, pinned_memory.unlock_host_bytes)
+
+
 def moved_tiers(vertical: RunSettings, num_micro_batches: int) -> dict[int, Tier]:
     """Where the activations of each micro-batch that moves rest; none go to host memory where that is the device's."""
     stays = (Tier.DEVICE, Tier.HOST) if accelerator.is_one_memory() else (Tier.DEVICE,)
@@ -229,8 +258,23 @@ def moved_tiers(vertical: RunSettings, num_micro_batches: int) -> dict[int, Tier
     return {m: tier for m, tier in tiers if tier not in stays}
 
 
+def moved_cells(vertical: RunSettings, num_layers: int, num_micro_batches: int) -> dict[Cell, Tier]:
+    """Where the kept values of each layer and micro-batch rest, as far as they leave the device."""
+    settings = vertical.activations
+    if settings.keep not in HOLDING:
+        return {}
+    return kept_tiers(num_layers, num_micro_batches, settings.keep_device or Tier.DEVICE, accelerator.is_one_memory())
+
+
 def describe_activations(vertical: RunSettings) -> str:
     """One phrase for the start-up line."""
+    settings = vertical.activations
+    where = f" on {settings.keep_device or Tier.DEVICE}" if settings.keep in HOLDING else ""
+    kept = "" if settings.keep in (None, "none") else f'; keep "{settings.keep}"{where}'
+    return _describe_moves(vertical) + kept
+
+
+def _describe_moves(vertical: RunSettings) -> str:
     shares = vertical.activations.shares
     moved = [f"{share:g} of the micro-batches on {tier}" for tier, share in shares.items() if share]
     if not moved:

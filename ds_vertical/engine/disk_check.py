@@ -161,7 +161,8 @@ def _queues(forecast: Forecast, resolved: RunSettings) -> list[float]:
     slots = forecast.terms.slots
     parts = [slots * _READ_PER_PART, slots * (_READ_PER_PART - 1)]
     gradients = [math.inf] * (resolved.gradient_host_share < 1)
-    activations = [math.inf] * (2 if resolved.activations.shares[Tier.SSD] else 0)
+    settings = resolved.activations
+    activations = [math.inf] * (2 * (settings.shares[Tier.SSD] > 0) + 2 * (settings.keep_device is Tier.SSD))
     return [*shards, *parts, *gradients, *activations]
 
 

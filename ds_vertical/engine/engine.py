@@ -54,10 +54,11 @@ class VerticalEngine(CallableEngine):
         assembly.start_pipeline(self._params)
         self._gradients = assembly.open_gradients()
         self._activations = assembly.open_activations(folder, budget.left)
+        self._kept = assembly.open_kept(folder, budget.left, self._activations)
         self._stopping = Stopping(vertical.on_signal, self.optimizer.timing)
         self._state = assembly.watch_state()
-        self._runner = assembly.new_runner(self._params, self._activations, self._stopping, self._state)
-        made = self._params, self._gradients, self._activations, self._state, self._runner
+        self._runner = assembly.new_runner(self._params, (self._activations, self._kept), self._stopping, self._state)
+        made = self._params, self._gradients, self._activations, self._kept, self._state, self._runner
         parts = StepParts(self, vertical, layers, self.optimizer, *made, folder, budget)
         self.self_check = FirstStepCheck(parts)
         self._loop = VerticalLoop(parts, self.self_check, self.tracer, progress)
@@ -119,15 +120,16 @@ class VerticalEngine(CallableEngine):
         if (three_calls := getattr(self, "_three_calls", None)) is not None:
             three_calls.close()
         params = getattr(self, "_params", None)  # absent where the engine's construction failed
-        activations = getattr(self, "_activations", None)
+        stores = [getattr(self, name, None) for name in ("_activations", "_kept")]
         stopping = getattr(self, "_stopping", None)
         with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
             cleanup.callback(super().destroy)
             if params is not None:
                 cleanup.callback(params.close)
                 cleanup.callback(self.optimizer.close)
-            if activations is not None:
-                cleanup.callback(activations.close)
+            for store in stores:
+                if store is not None:
+                    cleanup.callback(store.close)
             if stopping is not None:
                 cleanup.callback(stopping.close)
 

@@ -15,7 +15,6 @@ from ds_vertical.errors import StepLeft
 from ds_vertical.io.host import memory_bytes
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.batch import LossOf, own_loss
-from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.model.forward_coroutine import ForwardPass
 from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.layers import LayerMap
@@ -26,11 +25,13 @@ from ds_vertical.model.stubs import Stubs
 from ds_vertical.model.thread_state import ThreadState, preserved
 from ds_vertical.offload.activation_store import ActivationStore
 from ds_vertical.offload.grad_accumulator import GradientStore
+from ds_vertical.offload.kept_store import KeptStore, cell_of
 from ds_vertical.schedule.events import EARLY, Event, Op, Schedule, Unit
 from ds_vertical.schedule.executor import Executor, Handler
 from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import Tier
 
+Stores = tuple[ActivationStore | None, KeptStore | None]  # of what passes between layers, and of what forwards keep
 LossScale = Callable[[torch.Tensor], torch.Tensor]  # of a micro-batch's loss what its backward starts from; both 0-d
 
 
@@ -136,7 +137,7 @@ class ScheduleRunner:
     `params` may be replaced between two passes. `others`: the ranks of the run, None where there is one. `leave` is asked after
     each layer, ahead of the norm: where it returns True (on all ranks) the pass ends there, in StepLeft. `state`: what the
     modules hold that belongs to one forward; None: nothing is. `kinds`: how block calls of training steps keep what their
-    backward needs; None: nothing is kept.
+    backward needs; None: nothing is kept. `kept`: where that rests.
     """
 
     layers: LayerMap
@@ -149,6 +150,7 @@ class ScheduleRunner:
     leave: Callable[[], bool] = lambda: False
     state: ForwardState | None = None
     kinds: KeptKinds | None = None
+    kept: KeptStore | None = None
     _live: Sequence[MicroBatch] = field(default=(), init=False)  # of the pass under way, or of one that was cut
 
     def train(
@@ -165,7 +167,7 @@ class ScheduleRunner:
             micro_batches = self._micro_batches(bodies, shared, moved=schedule.moved)
             parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay(), bodies)
             hints = schedule.coming if self.overlap else {}
-            training = _Training(parts, gradients, scale, optimizer, self.activations, hints)
+            training = _Training(parts, gradients, scale, optimizer, self._stores, hints)
             self._run(parts, training.handlers(), gradients, optimizer, self.tracer)
         return training.losses
 
@@ -199,6 +201,10 @@ class ScheduleRunner:
         if len(bodies) == 1 and bodies[0].seed is None:
             micro_batches[0].leave_random_numbers()  # the caller's go on where this forward has left them, as in stock
         return evaluation.results
+
+    @property
+    def _stores(self) -> Stores:
+        return self.activations, self.kept
 
     def _replay(self, only_gathers: bool = False) -> CollectiveReplay | None:
         return None if self.others is None else CollectiveReplay(self.others, only_gathers)
@@ -236,8 +242,9 @@ class ScheduleRunner:
                 Tier.HOST: self.params.host_bytes,
                 Tier.DEVICE: gradients.num_bytes if gradients else 0,
             }
-            for tier, count in (self.activations.num_bytes if self.activations is not None else {}).items():
-                held[tier] = held.get(tier, 0) + count
+            for store in self._stores:
+                for tier, count in (store.num_bytes if store is not None else {}).items():
+                    held[tier] = held.get(tier, 0) + count
             return held
 
         executor = Executor(
@@ -270,8 +277,9 @@ class ScheduleRunner:
             if optimizer is not None:
                 cleanup.callback(optimizer.abandon)  # before the release: steps write into buffers handed over
             cleanup.callback(self.end_forwards)
-            if self.activations is not None:
-                cleanup.callback(self.activations.abandon)  # before the forwards end: see there
+            for store in self._stores:
+                if store is not None:
+                    cleanup.callback(store.abandon)  # before the forwards end: see there
 
 
 class _Pass:
@@ -350,16 +358,19 @@ class _Training(_WithBackward):
         gradients: GradientStore,
         scale: LossScale,
         optimizer: Optimizer,
-        activations: ActivationStore | None,
+        stores: Stores,
         hints: Mapping[Event, Event],
     ) -> None:
         super().__init__(parts, gradients, scale)
         self.hints = hints
-        self.activations = activations
+        self.activations, self.kept = stores
         self.optimizer = optimizer
 
     def handlers(self) -> dict[Op, Handler]:
-        moves = {} if self.activations is None else _move_handlers(self.activations, self.micro_batches)
+        stores = [store for store in (self.activations, self.kept) if store is not None]
+        moves: dict[Op, Handler] = {}
+        for store in stores:
+            moves |= store.handlers(lambda index: self.micro_batches[index].boundary)
         return (
             super().handlers()
             | moves
@@ -375,14 +386,19 @@ class _Training(_WithBackward):
         )
 
     def forward(self, event: Event) -> None:
-        if self.activations is None or not isinstance(event.layer, int):
+        if not isinstance(event.layer, int):
             super().forward(event)
             return
-        assert event.micro_batch is not None
-        self.activations.require(event.layer, event.micro_batch)
+        cell = cell_of(event)
+        if self.activations is not None:
+            self.activations.require(*cell)
         super().forward(event)
-        if event not in self.fused:
-            self.activations.leave(event.layer, event.micro_batch, self.micro_batch(event).boundary)
+        if event in self.fused:
+            return
+        if self.activations is not None:
+            self.activations.leave(*cell, self.micro_batch(event).boundary)
+        if self.kept is not None:
+            self.kept.note(cell, self.micro_batch(event).boundary)
 
     def fetch(self, event: Event) -> Ticket | None:
         if event.ahead:
@@ -403,6 +419,8 @@ class _Training(_WithBackward):
             if self.activations is not None:
                 self.activations.require(event.layer, event.micro_batch)
             micro_batch.backward_layer(event.layer)
+            if self.kept is not None:
+                self.kept.forget(cell_of(event))
             self.gradients.add(event.layer)
         self.gradients.add("pre")  # the glue before the layer, and the prefix, are made of `pre` parameters
 
@@ -472,28 +490,6 @@ class _Checking(_WithBackward):
                 if param.grad is not None:
                     self.note_gradient(event.micro_batch, param)
         self.gradients.add("pre")
-
-
-def _move_handlers(store: ActivationStore, micro_batches: Sequence[MicroBatch]) -> dict[Op, Handler]:
-    def layer(event: Event) -> tuple[int, int]:
-        assert isinstance(event.layer, int) and event.micro_batch is not None
-        return event.layer, event.micro_batch
-
-    def unit(event: Event) -> tuple[Unit, int]:
-        assert event.micro_batch is not None
-        return _unit(event), event.micro_batch
-
-    def own(event: Event) -> BoundaryTensors:
-        return micro_batches[unit(event)[1]].boundary
-
-    return {
-        Op.SAVE: lambda event: store.save(*layer(event), own(event)),
-        Op.LOAD: lambda event: store.load(*layer(event)),
-        Op.DROP: lambda event: store.drop(*layer(event)),
-        Op.GSAVE: lambda event: store.gradients.save(*unit(event), own(event)),
-        Op.GLOAD: lambda event: store.gradients.load(*unit(event)),
-        Op.GDROP: lambda event: store.gradients.drop(*unit(event)),
-    }
 
 
 def _unit(event: Event) -> Unit:

@@ -15,7 +15,7 @@ from ds_vertical.compat import accelerator, swap_buffers
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import metrics
-from ds_vertical.engine.assembly import StepParts, moved_tiers
+from ds_vertical.engine.assembly import StepParts, moved_cells, moved_tiers
 from ds_vertical.engine.call_guard import RUNNING
 from ds_vertical.engine.handlers import Body, LossScale
 from ds_vertical.engine.metrics import StepRecorder
@@ -33,7 +33,7 @@ from ds_vertical.model.state.module_state import global_generators_seeded
 from ds_vertical.model.state.restart import until_known
 from ds_vertical.model.thread_state import ThreadState, applied
 from ds_vertical.planner.run_record import DTYPES
-from ds_vertical.schedule.events import Schedule
+from ds_vertical.schedule.events import Cell, Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 from ds_vertical.schedule.trace import Tracer
 
@@ -348,7 +348,10 @@ class VerticalLoop(TrainLoop):
         tiers = moved_tiers(parts.vertical, len(bodies))
         if parts.activations is not None:
             parts.activations.open_step(tiers)
-        schedule = self.ran = self._schedule(len(bodies), tuple(tiers))
+        cells = moved_cells(parts.vertical, parts.layers.num_layers, len(bodies))
+        if parts.kept is not None:
+            parts.kept.open_step(cells)
+        schedule = self.ran = self._schedule(len(bodies), tuple(tiers), tuple(cells))
         noted = parts.activations is not None
         with (
             parts.optimizer.calls.running(),
@@ -368,8 +371,8 @@ class VerticalLoop(TrainLoop):
             parts.gradients.refuse_strays()
             parts.gradients.refuse_frozen({id(param): name for name, param in parts.module.named_parameters()})
 
-    def _schedule(self, num_micro_batches: int, moved: tuple[int, ...]) -> Schedule:
-        """The step's events. `moved`: micro-batches whose activations leave the device."""
+    def _schedule(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> Schedule:
+        """The step's events. `moved`: micro-batches whose activations leave the device; `kept`: cells whose kept values do."""
         vertical, optimizer = self._parts.vertical, self._parts.optimizer
         step = TrainingStep(
             self._parts.layers.num_layers,
@@ -383,6 +386,7 @@ class VerticalLoop(TrainLoop):
             ahead=vertical.prefetch_layers > 0,
             hold=optimizer.holding,
             moved=moved,
+            kept=kept,
         )
         return build_training(step)
 
@@ -404,8 +408,9 @@ class VerticalLoop(TrainLoop):
         cut, again. A step that counts is concluded. `level`, `take_back`: see `Calls`."""
         parts = self._parts
         if level == RUNNING:
-            if parts.activations is not None:
-                parts.activations.abandon()  # before the forwards end: see there
+            for store in (parts.activations, parts.kept):
+                if store is not None:
+                    store.abandon()  # before the forwards end: see there
             parts.runner.end_forwards()
             take_back()
             parts.optimizer.driver.abandon()  # before the release: steps write into buffers handed over

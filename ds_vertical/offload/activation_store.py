@@ -30,8 +30,9 @@ from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.model.tensor_refs import Privacy, has_others, is_known, key_of, over
 from ds_vertical.offload.tensor_swapper import SwappedTensor, TensorSwapper
-from ds_vertical.schedule.events import Unit
-from ds_vertical.types import Tier
+from ds_vertical.schedule.events import Event, Op, Unit
+from ds_vertical.schedule.executor import Handler
+from ds_vertical.types import SUF, Tier
 
 SMALLEST_BYTES = 4096
 
@@ -133,6 +134,29 @@ class ActivationStore:
     def open_step(self, tiers: dict[int, Tier]) -> None:
         """`tiers`: where each micro-batch that moves rests, in the step that begins."""
         self._tiers = self.gradients.tiers = tiers
+
+    def handlers(self, boundary_of: Callable[[int], BoundaryTensors]) -> dict[Op, Handler]:
+        """What the schedule's events do here. `boundary_of`: the tensors of a micro-batch, by its number."""
+
+        def layer(event: Event) -> tuple[int, int]:
+            assert isinstance(event.layer, int) and event.micro_batch is not None
+            return event.layer, event.micro_batch
+
+        def unit(event: Event) -> tuple[Unit, int]:
+            assert event.layer is not None and event.layer != SUF and event.micro_batch is not None
+            return event.layer, event.micro_batch
+
+        def own(event: Event) -> BoundaryTensors:
+            return boundary_of(unit(event)[1])
+
+        return {
+            Op.SAVE: lambda event: self.save(*layer(event), own(event)),
+            Op.LOAD: lambda event: self.load(*layer(event)),
+            Op.DROP: lambda event: self.drop(*layer(event)),
+            Op.GSAVE: lambda event: self.gradients.save(*unit(event), own(event)),
+            Op.GLOAD: lambda event: self.gradients.load(*unit(event)),
+            Op.GDROP: lambda event: self.gradients.drop(*unit(event)),
+        }
 
     # ---- layer inputs
 

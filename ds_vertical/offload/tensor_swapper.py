@@ -67,11 +67,19 @@ class SwappedTensor:
 class HostTier:
     """Page-locked memory of the swapped tensors that rest in host memory. `kept`: all swapped tensors, those on SSD included.
 
-    `limit`: bytes that may rest here; None: any number.
+    `limit`: bytes that may rest here; None: any number. `beside`: another tier whose bytes count against the same limit.
+    `what`, `remedy`: for the message where there is no room.
     """
+
+    what = "vertical_schedule.activations: {held} bytes of host memory hold what passes between layers"
+    remedy = (
+        'write fewer gradient_accumulation_steps, a smaller "share" (or "host_share"), "device": "ssd", or, where it is set,'
+        ' a larger "vertical_schedule.host_memory_bytes"'
+    )
 
     def __init__(self, memory: HostMemory, limit: int | None, kept: Collection[SwappedTensor]) -> None:
         self.limit = limit
+        self.beside: HostTier | None = None
         self._memory = memory
         self._kept = kept
         self._free: dict[int, list[torch.Tensor]] = {}
@@ -86,15 +94,14 @@ class HostTier:
         """Memory of this size. Raises MemoryBudgetError, with nothing taken, where the limit leaves no room for it."""
         if sizes := self._free.get(num_bytes):
             return sizes.pop()
-        if self.limit is not None and self.num_bytes + num_bytes > self.limit:
+        others = 0 if self.beside is None else self.beside.num_bytes
+        if self.limit is not None and self.num_bytes + others + num_bytes > self.limit:
             self.unlock_free()
-            held = self.num_bytes
+            held = self.num_bytes + others
             if held + num_bytes > self.limit:
                 raise MemoryBudgetError(
-                    f"vertical_schedule.activations: {held} bytes of host memory hold what passes between layers, {num_bytes}"
-                    f" more are needed, and the memory budget (see the start) leaves {self.limit}; write fewer"
-                    ' gradient_accumulation_steps, a smaller "share" (or "host_share"), "device": "ssd", or, where it is set,'
-                    ' a larger "vertical_schedule.host_memory_bytes"'
+                    f"{self.what.format(held=held)}, {num_bytes} more are needed, and the memory budget (see the start) leaves"
+                    f" {self.limit}; {self.remedy}"
                 )
         return self._memory.lock(num_bytes)
 

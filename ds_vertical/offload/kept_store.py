@@ -1,0 +1,156 @@
+"""What forwards keep for their backwards, over device, host memory and SSD.
+
+A cell, one layer of one micro-batch, moves as a whole: the storages that its block calls have kept and that nobody else holds
+(`model.kept.slots`). Their bytes go out behind the layer's forward and come back ahead of its backward, into the same storages.
+What is small, or held by other code, stays on the device.
+
+Where device and host are one memory, what stays on the device takes host memory: it is counted against what the memory budget
+leaves. In two memories what rests in host memory is, and the device's memory is not checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.boundary_tensors import BoundaryTensors
+from ds_vertical.model.kept.slots import KeptStorage
+from ds_vertical.offload.activation_store import SMALLEST_BYTES
+from ds_vertical.offload.tensor_swapper import SwappedTensor, TensorSwapper
+from ds_vertical.schedule.events import Cell, Event, Op
+from ds_vertical.schedule.executor import Handler
+from ds_vertical.types import Tier
+
+REMEDY = (
+    'write fewer gradient_accumulation_steps, "keep": "products" or "none", "keep_device": "ssd", or, where it is set, a larger'
+    ' "vertical_schedule.host_memory_bytes"'
+)
+
+
+class KeptStore:
+    """Where the kept values of each cell are. `swapper`: moves them; None where none leave the device.
+
+    `device_limit`: bytes that they may take on the device; None: any number.
+    """
+
+    def __init__(self, swapper: TensorSwapper | None, device_limit: int | None) -> None:
+        self.swapper = swapper
+        self.device_limit = device_limit
+        self.most_bytes = 0  # of one cell, so far
+        self._tiers: Mapping[Cell, Tier] = {}
+        self._on_device: dict[Cell, int] = {}
+        self._away: dict[Cell, tuple[SwappedTensor, list[KeptStorage]]] = {}
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Bytes held per tier."""
+        held: dict[str, int] = {Tier.DEVICE: sum(self._on_device.values())}
+        if self.swapper is not None:
+            held |= {Tier.HOST: self.swapper.host_bytes, Tier.SSD: self.swapper.ssd_bytes}
+        return held
+
+    def open_step(self, tiers: Mapping[Cell, Tier]) -> None:
+        """`tiers`: where the cells that leave the device rest, in the step that begins."""
+        self._tiers = tiers
+
+    def handlers(self, boundary_of: Callable[[int], BoundaryTensors]) -> dict[Op, Handler]:
+        """What the schedule's events do here. `boundary_of`: the tensors of a micro-batch, by its number."""
+        return {
+            Op.KSAVE: lambda event: self.save(cell_of(event), boundary_of(cell_of(event)[1])),
+            Op.KLOAD: lambda event: self.load(cell_of(event)),
+            Op.KDROP: lambda event: self.drop(cell_of(event)),
+        }
+
+    def note(self, cell: Cell, boundary: BoundaryTensors) -> None:
+        """The cell's forward has kept values. Raises MemoryBudgetError where they take more of the device than they may."""
+        kept = sum(value.num_bytes for value in boundary.kept(cell[0]))
+        self.most_bytes = max(self.most_bytes, kept)
+        if not kept:
+            return
+        self._on_device[cell] = kept
+        held = sum(self._on_device.values())
+        if self.device_limit is not None and held > self.device_limit:
+            raise MemoryBudgetError(
+                f"vertical_schedule.activations.keep: {held} bytes of host memory, which is the device's, hold what"
+                f" {len(self._on_device)} forwards have kept for their backwards, {kept} the last one, and the memory budget"
+                f" (see the start) leaves {self.device_limit}; {REMEDY}"
+            )
+
+    def forget(self, cell: Cell) -> None:
+        """The cell's backward is over: its values are used up."""
+        self._on_device.pop(cell, None)
+
+    def save(self, cell: Cell, boundary: BoundaryTensors) -> Ticket | None:
+        """Save the cell's values where they rest, and give their memory on the device up.
+
+        Raises StorageError where the file cannot grow, MemoryBudgetError where host memory has no room.
+        """
+        assert self.swapper is not None
+        values = [value for value in boundary.kept(cell[0]) if _is_movable(value)]
+        if not values:
+            return None
+        swapped = self.swapper.put([_bytes(value) for value in values], self._tiers[cell])
+        self._away[cell] = swapped, values
+        for value in values:
+            value.in_memory = False
+            value.storage.resize_(0)
+        self._on_device[cell] = self._on_device.get(cell, 0) - sum(value.num_bytes for value in values)
+        return Ticket(f"save kept {cell[0]} of {cell[1]}", partial(self.swapper.wait_written, swapped), swapped.num_bytes)
+
+    def load(self, cell: Cell) -> Ticket | None:
+        """Bring the cell's values back; the ticket's wait completes it."""
+        if cell not in self._away:
+            return None
+        swapper, (swapped, values) = self.swapper, self._away[cell]
+        assert swapper is not None
+
+        def land() -> list[torch.Tensor]:
+            for value in values:
+                value.storage.resize_(value.num_bytes)
+            return [_bytes(value) for value in values]
+
+        def wait() -> None:
+            swapper.arrive(swapped)
+            for value in values:
+                value.in_memory = True
+
+        swapper.fetch(swapped, land)
+        self._on_device[cell] = self._on_device.get(cell, 0) + sum(value.num_bytes for value in values)
+        return Ticket(f"load kept {cell[0]} of {cell[1]}", wait, swapped.num_bytes)
+
+    def drop(self, cell: Cell) -> None:
+        """Forget the cell's values: its backward is over."""
+        swapped, _ = self._away.pop(cell, (None, []))
+        if swapped is not None and self.swapper is not None:
+            self.swapper.drop(swapped)
+
+    def abandon(self) -> None:
+        """After an error: complete what is in flight, and forget everything. What is away is lost with the step."""
+        if self.swapper is not None:
+            self.swapper.abandon()
+        self._away.clear()
+        self._on_device.clear()
+
+    def close(self) -> None:
+        """Give buffers and queues back; twice is harmless."""
+        if self.swapper is not None:
+            self.swapper.close()
+
+
+def cell_of(event: Event) -> Cell:
+    """The layer and micro-batch that an event is about."""
+    assert isinstance(event.layer, int) and event.micro_batch is not None
+    return event.layer, event.micro_batch
+
+
+def _is_movable(value: KeptStorage) -> bool:
+    return value.num_bytes >= SMALLEST_BYTES and value.storage.resizable() and value.is_private
+
+
+def _bytes(value: KeptStorage) -> torch.Tensor:
+    storage = value.storage
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

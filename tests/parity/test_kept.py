@@ -1,0 +1,92 @@
+"""What forwards keep for their backwards: stock's bits with every policy, wherever it rests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import TwoMemories, assert_identical, base_config, run_arm, running
+from models import MixerModel, tiny_gpt2, tiny_neox, token_batches
+from torch import nn
+
+from ds_vertical.engine import assembly
+
+MIXER = partial(MixerModel, 4, 512, dropout=0.1)
+POLICIES = ("free", "products", "everything")
+
+
+def settings(policy: str, tier: str | None) -> dict[str, Any]:
+    return {"keep": policy, "keep_device": tier} if policy in ("products", "everything") else {"keep": policy}
+
+
+def config_in(
+    folder: Path, count: int, activations: dict[str, Any], dtype: str = "fp32", clip: float = 1.0, **section: Any
+) -> dict[str, Any]:
+    whole = {"seed": 7, "activations": activations, **section}
+    return base_config(folder, num_micro_batches=count, dtype=dtype, params="cpu", clip=clip, section=whole)
+
+
+def compare(folder: Path, build: Callable[[], nn.Module], count: int, activations: dict[str, Any], **options: Any) -> None:
+    batches = token_batches(2, count, rows=1, shortest=5)
+    plain = run_arm(config_in(folder, count, {}, **options), build, batches, vertical=False)
+    assert_identical(plain, run_arm(config_in(folder, count, activations, **options), build, batches, vertical=True))
+
+
+def kinds_of(engine: Any) -> list[Any]:
+    return list(engine._runner.kinds._kinds.values())
+
+
+@pytest.mark.parametrize("policy", ["products", "everything"])
+def test_stocks_bits_with_kept_values_on_ssd(tmp_path: Path, policy: str) -> None:
+    compare(tmp_path, MIXER, 2, settings(policy, "ssd"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [0.0, 1e-3])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("tier", ["device", "host", "ssd"])
+@pytest.mark.parametrize("policy", ["none", *POLICIES])
+def test_stocks_bits_with_every_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, tier: str, dtype: str, dropout: float, count: int, clip: float
+) -> None:
+    if tier == "host":  # on one memory nothing moves there
+        monkeypatch.setattr(assembly, "accelerator", TwoMemories())
+    if policy in ("none", "free") and tier != "device":
+        pytest.skip("keeps no bytes")
+    build = partial(MixerModel, 4, 1024 if dtype == "bf16" else 512, dropout=dropout)
+    compare(tmp_path, build, count, settings(policy, tier), dtype=dtype, clip=clip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["device", "ssd"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "build", [partial(tiny_gpt2, 4, dropout=0.1), partial(tiny_neox, 4, dropout=0.1)], ids=["gpt2", "neox"]
+)
+def test_hugging_face_models(tmp_path: Path, build: Callable[[], nn.Module], policy: str, tier: str) -> None:
+    batches = token_batches(2, 3, rows=1, shortest=5)
+    activations = settings(policy, tier)
+    plain = run_arm(config_in(tmp_path, 3, {}), build, batches, vertical=False)
+    assert_identical(plain, run_arm(config_in(tmp_path, 3, activations | {"device": "ssd"}), build, batches, vertical=True))
+    with running(config_in(tmp_path, 3, activations), build, vertical=True) as (engine, _):
+        engine.train_batch(iter(batches[0]))
+        assert {(kind.policy, kind.is_tried) for kind in kinds_of(engine)} == {(policy, True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "section", [{"snake": True}, {"order": "horizontal"}, {"blocks_per_layer": 2}, {"overlap": False}, {"prefetch_layers": 2}]
+)
+def test_the_same_bits_in_every_order(tmp_path: Path, policy: str, section: dict[str, Any]) -> None:
+    batches = token_batches(2, 3, rows=1, shortest=5)
+    plain = run_arm(config_in(tmp_path, 3, {}, **section), MIXER, batches, vertical=True)
+    tier = "ssd"
+    assert_identical(plain, run_arm(config_in(tmp_path, 3, settings(policy, tier), **section), MIXER, batches, vertical=True))
+    assert torch.isfinite(torch.tensor(plain.losses)).all()
