@@ -129,8 +129,7 @@ def mean_menu(menus: Sequence[KeepMenu]) -> KeepMenu | None:
         return None
     if len(menus) == 1:
         return menus[0]
-    whole = [point.policy for menu in menus for point in menu.points if point.outputs is None]
-    names: dict[ActivationPolicy, None] = dict.fromkeys(whole)
+    names: dict[ActivationPolicy, None] = {p.policy: None for menu in menus for p in menu.points if p.outputs is None}
     points = []
     for name in names:
         own = [(menu.num_layers / count, menu.point(name) or NOTHING) for menu in menus]

@@ -161,7 +161,7 @@ class Profile:
 
     `capacity`: bytes that training may take of each tier of the whole machine, None where that is not known. `flops_per_s`: by
     dtype, as matrix products reach it. `assumed`: what the numbers rest on where nobody measured them. `aio`: the settings that
-    were fastest, None where none were tried.
+    were fastest, None where none were tried. `memory_bytes_per_s`: of the device's memory.
     """
 
     name: str
@@ -171,6 +171,13 @@ class Profile:
     assumed: tuple[str, ...] = ()
     date: str | None = None
     aio: Mapping[str, object] | None = None
+    memory_bytes_per_s: float | None = None
+
+    def flops_per_byte(self, dtype: str) -> float:
+        """Operations of matrix products in the time of a byte that the device reads or writes; 0 where that is not known."""
+        copied = self.machine.copy_host_bytes_per_s if self.machine.one_memory else None
+        rate = self.memory_bytes_per_s or (2 * copied if copied else None)  # a copy reads and writes
+        return self.flops_per_s.get(dtype, 0.0) / rate if rate else 0.0
 
     @classmethod
     def from_dict(cls, name: str, report: Mapping[str, Any]) -> Self:
@@ -188,7 +195,10 @@ class Profile:
             check_number("rates", f"{dtype}_flops_per_s", value, 1.0, "operations per second")
         sizes = {tier: capacity.get(key) for tier, key in _CAPACITIES.items()}
         assumed = tuple(report.get("assumed") or ())
-        return cls(name, Machine.from_dict(report), sizes, speeds, assumed, report.get("date"), report.get("aio"))
+        memory = rates.get("memory_bytes_per_s")
+        if memory is not None:
+            check_number("rates", "memory_bytes_per_s", memory, 1.0, "bytes per second, or null")
+        return cls(name, Machine.from_dict(report), sizes, speeds, assumed, report.get("date"), report.get("aio"), memory)
 
 
 def shipped() -> list[str]:

@@ -95,6 +95,12 @@ class Plan:
     chosen: Candidate
     runners_up: tuple[Candidate, ...]
 
+    @property
+    def best_otherwise(self) -> Candidate | None:
+        """The best of those that keep by another policy."""
+        others = (c for c in self.runners_up if c.choice.policy != self.chosen.choice.policy)
+        return min(others, key=lambda c: c.estimate_s, default=None)
+
     def differences(self) -> Iterator[tuple[str, float]]:
         """(what another plan does otherwise, its step over the chosen one's)."""
         for other in self.runners_up:
