@@ -12,7 +12,7 @@ from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.closed_forms import Traffic, traffic_of
 from ds_vertical.planner.costs import Parts, event_costs, split_steps
-from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
+from ds_vertical.planner.kept_activations import NOTHING, KeptShare, PolicyPoint
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape
@@ -190,9 +190,15 @@ def simplicity(candidate: Candidate) -> tuple[float, ...]:
     choice, placement = candidate.choice, candidate.choice.placement
     activations = placement[TensorKind.ACTIVATIONS]
     moves = activations[Tier.SSD], activations[Tier.HOST], placement.share(TensorKind.GRADIENTS, Tier.SSD)
-    kept = (choice.in_place, POLICIES.index(choice.policy), *(choice.kept.share(tier) for tier in Tier if choice.kept))
-    kept = (*kept, *(0.0 for _ in range(5 - len(kept))))
-    return (*kept, *(round(share, 2) for share in moves), choice.window, choice.blocks_per_layer, candidate.shape.generations)
+    kept = choice.kept or KeptShare(NOTHING)
+    keeping = choice.in_place, POLICIES.index(choice.policy), kept.ssd, kept.host
+    return (
+        *keeping,
+        *(round(share, 2) for share in moves),
+        choice.window,
+        choice.blocks_per_layer,
+        candidate.shape.generations,
+    )
 
 
 def difference(chosen: Choice, other: Choice) -> str:

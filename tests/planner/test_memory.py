@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_budget import SLOTS, BudgetItem, BudgetTerms, budget, budget_lines, check_budget, total_bytes
 from ds_vertical.planner.memory_timeline import changes
@@ -311,6 +312,27 @@ def test_only_held_parts_go_to_ssd() -> None:
     found = peaks(simulate(schedule, DEVICE, shape, SimulationSettings(steps=2)), DEVICE, shape)
     assert found["ssd"].owners["gradients"] == 4100 * 4 / 2
     assert found["host"].owners["gradients"] <= (3 * 1000 + 100) * 4
+
+
+@pytest.mark.parametrize("machine", [DEVICE, ONE_MEMORY], ids=["device", "one memory"])
+@pytest.mark.parametrize("shares", [(1.0, 0.0, 0.0), (0.25, 0.25, 0.5), (0.0, 0.0, 1.0)])
+def test_what_forwards_keep_rests_as_the_formula_says_and_is_given_up(machine: Machine, shares: tuple[float, ...]) -> None:
+    kept = KeptShare(PolicyPoint("products", 10**6, 0.5), *shares)
+    fast = replace(machine, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
+    fast = replace(fast, copy_in_bytes_per_s=1e9, copy_out_bytes_per_s=1e9)
+    shape, cells = replace(SHAPE, kept=kept), kept.cells(4, 4, machine.one_memory)
+    away = tuple(cell for cell, tier in cells.items() if tier is not Tier.DEVICE)
+    timeline = simulate(build_training(TrainingStep(4, 4, kept=away)), fast, shape)
+    found, items = peaks(timeline, fast, shape), budget(shape, BudgetTerms(4, one_memory=machine.one_memory))
+    assert found["ssd"].owners.get("kept", 0.0) == shares[2] * 8 * 10**6
+    assert kept.resting_bytes(4, 4)[Tier.SSD] == pytest.approx(shares[2] * 8 * 10**6)
+    for tier in (Tier.HOST, Tier.DEVICE):
+        assert found[tier].num_bytes <= total_bytes(items, tier)
+    left: dict[str, float] = {}
+    for change in changes(timeline, fast, shape):
+        if change.owner == "kept":
+            left[change.tier] = left.get(change.tier, 0.0) + change.num_bytes
+    assert set(left.values()) == {0.0}
 
 
 def runs() -> Iterator[tuple[Schedule, list[tuple[int, ...]] | None]]:
