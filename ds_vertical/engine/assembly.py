@@ -26,7 +26,7 @@ from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.offload.activation_store import ActivationStore
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
-from ds_vertical.offload.kept_store import REMEDY, KeptStore
+from ds_vertical.offload.kept_store import KEPT_REMEDY, KeptStore
 from ds_vertical.offload.param_store import ParamSettings, ParamStore
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
 from ds_vertical.planner.activation_policy import activation_tiers, kept_tiers
@@ -160,7 +160,7 @@ class Assembly:
         swapper = TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, LOOK_AHEAD + 1, host_limit)
         host_tier = swapper.host_tier
         host_tier.what = "vertical_schedule.activations.keep: {held} bytes of host memory hold what is kept for the backward"
-        host_tier.remedy = REMEDY
+        host_tier.remedy = KEPT_REMEDY
         if activations is not None:
             host_tier.beside, activations.swapper.host_tier.beside = activations.swapper.host_tier, host_tier
         return KeptStore(swapper, limit)

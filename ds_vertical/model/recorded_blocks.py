@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from ds_vertical.errors import LayerError
 from ds_vertical.model.autograd_segments import Segments
-from ds_vertical.model.block_backward import run_backward
 from ds_vertical.model.block_call import (
     BlockCall,
     BlockGraph,
@@ -35,6 +34,7 @@ from ds_vertical.model.block_call import (
     written_by,
 )
 from ds_vertical.model.forward_coroutine import ForwardPass
+from ds_vertical.model.kept.block_backward import run_backward
 from ds_vertical.model.kept.kept_blocks import Keeping, KeptBlocks
 from ds_vertical.model.layers import Block
 from ds_vertical.model.state.block_state import BlockState

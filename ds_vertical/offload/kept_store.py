@@ -25,7 +25,7 @@ from ds_vertical.schedule.events import Cell, Event, Op
 from ds_vertical.schedule.executor import Handler
 from ds_vertical.types import Tier
 
-REMEDY = (
+KEPT_REMEDY = (
     'write fewer gradient_accumulation_steps, "keep": "products" or "none", "keep_device": "ssd", or, where it is set, a larger'
     ' "vertical_schedule.host_memory_bytes"'
 )
@@ -77,7 +77,7 @@ class KeptStore:
             raise MemoryBudgetError(
                 f"vertical_schedule.activations.keep: {held} bytes of host memory, which is the device's, hold what"
                 f" {len(self._on_device)} forwards have kept for their backwards, {kept} the last one, and the memory budget"
-                f" (see the start) leaves {self.device_limit}; {REMEDY}"
+                f" (see the start) leaves {self.device_limit}; {KEPT_REMEDY}"
             )
 
     def forget(self, cell: Cell) -> None:

@@ -36,10 +36,6 @@ def compare(folder: Path, build: Callable[[], nn.Module], count: int, activation
     assert_identical(plain, run_arm(config_in(folder, count, activations, **options), build, batches, vertical=True))
 
 
-def kinds_of(engine: Any) -> list[Any]:
-    return list(engine._runner.kinds._kinds.values())
-
-
 @pytest.mark.parametrize("policy", ["products", "everything"])
 def test_stocks_bits_with_kept_values_on_ssd(tmp_path: Path, policy: str) -> None:
     compare(tmp_path, MIXER, 2, settings(policy, "ssd"))
@@ -76,7 +72,7 @@ def test_hugging_face_models(tmp_path: Path, build: Callable[[], nn.Module], pol
     assert_identical(plain, run_arm(config_in(tmp_path, 3, activations | {"device": "ssd"}), build, batches, vertical=True))
     with running(config_in(tmp_path, 3, activations), build, vertical=True) as (engine, _):
         engine.train_batch(iter(batches[0]))
-        assert {(kind.policy, kind.is_tried) for kind in kinds_of(engine)} == {(policy, True)}
+        assert {(kind.policy, kind.is_tried) for kind in engine._runner.kinds.found} == {(policy, True)}
 
 
 @pytest.mark.slow

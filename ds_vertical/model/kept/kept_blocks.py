@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from ds_vertical.model.block_backward import Gradients, Leaves, run_backward, same_bits
 from ds_vertical.model.block_call import BlockCall, BlockGraph, requires_grad
+from ds_vertical.model.kept.block_backward import InputGradients, Leaves, run_backward, same_gradients
 from ds_vertical.model.kept.kinds import KeptKinds, Kind
 from ds_vertical.model.kept.recording import Recording
 from ds_vertical.model.kept.replay import Grab, OperationsDiffer, Replay, Results
@@ -97,6 +97,9 @@ class KeptBlocks:
         if keeping.grab is not None and (keeping.grab.differs or not keeping.grab.is_over):
             self._kinds.separate(block, kept.kind, self._blocks[block])
             return
+        if kept.slots is not None and not kept.slots.see_parameters:
+            self._kinds.give_up(kept.kind, self._blocks[block], "its graph holds a parameter other than as a saved tensor")
+            return
         if recording is not None:
             plan, reason = recording.plan(kept.kind.policy, leaves)
             if plan is None:
@@ -115,7 +118,7 @@ class KeptBlocks:
         grads: Sequence[torch.Tensor | None],
         waiting: Mapping[int, torch.Tensor],
         again: Again,
-    ) -> Gradients:
+    ) -> InputGradients:
         """Run a block backward, with what its call has kept where there is something. `again`: its forward, run once more."""
         kept = self.calls.pop(block, None)
         if kept is None or kept.kind.policy == "none" or not self._is_current(block, kept):
@@ -160,10 +163,10 @@ class KeptBlocks:
         grads: Sequence[torch.Tensor | None],
         waiting: Mapping[int, torch.Tensor],
         again: Again,
-    ) -> Gradients:
+    ) -> InputGradients:
         """Run backward both ways, and compare. See [Note: trial] in `kinds`. Returns what the plain way gives."""
         mine: list[torch.Tensor | None] = []
-        found: Gradients = {}
+        found: InputGradients = {}
         order: list[int] = []
         differs = None
         try:
@@ -184,8 +187,8 @@ class KeptBlocks:
         own = dict(zip(order, mine, strict=True))
         other = {id(leaf): grad for leaf, grad in zip(leaves.tensors, theirs, strict=True)}
         keys = list(plain)
-        alike = own.keys() == other.keys() and same_bits([own[key] for key in other], list(other.values()))
-        if differs is None and not (alike and same_bits([found.get(key) for key in keys], list(plain.values()))):
+        alike = own.keys() == other.keys() and same_gradients([own[key] for key in other], list(other.values()))
+        if differs is None and not (alike and same_gradients([found.get(key) for key in keys], list(plain.values()))):
             differs = "the gradients of its first backward differ from those of a whole recompute"
         if differs is not None:
             self._kinds.give_up(kept.kind, self._blocks[block], differs)
@@ -196,7 +199,7 @@ class KeptBlocks:
         """Raises StateMissed where the forward that was recorded has given other outputs than the one of `graph`: compiled
         functions run otherwise while torch shows its operations. The step then starts over, and records nothing there."""
         now = [value.detach() for value in graph.outputs if isinstance(value, torch.Tensor)]
-        if kept.shown and not same_bits(now, kept.shown):
+        if kept.shown and not same_gradients(now, kept.shown):
             self._kinds.give_up(
                 kept.kind, self._blocks[block], "its forward computes other bits while its operations are recorded"
             )

@@ -45,6 +45,11 @@ class KeptKinds:
     _own: set[int] = field(default_factory=set, init=False)  # blocks that are a class of their own
     _said: set[tuple[type, str]] = field(default_factory=set, init=False)
 
+    @property
+    def found(self) -> list[Kind]:
+        """The kinds so far."""
+        return list(self._kinds.values())
+
     def of(self, index: int, block: Block, call: BlockCall, compiled: bool) -> Kind:
         """The kind of a call of a block, by the block's number. `compiled`: the block's forward is."""
         reason = _obstacle(block.module, self.policy, compiled)

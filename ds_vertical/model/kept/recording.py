@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,6 +37,7 @@ _PRODUCTS: Final = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _
 _ATTENTION: Final = "_scaled_dot_product"
 
 Action = Literal["run", "skip", "keep"]
+Keywords = dict[str, object]
 _Value = tuple[int, int]
 
 
@@ -57,7 +59,7 @@ class Operation:
     how they lie in memory. `dropout`: an attention's share of weights that are dropped.
     """
 
-    func: Any
+    func: OpOverload
     form: tuple[Hashable, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
@@ -94,7 +96,7 @@ class Operation:
         return sum(isinstance(result, Layout) for result in self.results)
 
     @property
-    def packet(self) -> Any:
+    def packet(self) -> object:
         """The operation without its overload."""
         return self.func.overloadpacket
 
@@ -113,7 +115,7 @@ class CallPlan:
     keeps: dict[int, tuple[int, ...]]
 
 
-def form_of(args: Sequence[object]) -> tuple[Hashable, ...]:
+def argument_forms(args: Sequence[object]) -> tuple[Hashable, ...]:
     """Arguments, flattened: tensors by how they lie in memory, the others as they are."""
     return tuple(
         (arg.size(), arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) and arg.layout is torch.strided else _hashed(arg)
@@ -156,13 +158,15 @@ class Recording(TorchDispatchMode):
         """The call is over and has given these outputs."""
         self.outputs = [value.detach().clone() for value in outputs if isinstance(value, torch.Tensor)]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:  # override
+    def __torch_dispatch__(  # override
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Keywords | None = None
+    ) -> object:
         """Run the operation and record it."""
         kwargs = kwargs or {}
         if func in UNSEEN:
             return func(*args, **kwargs)
         flat = pytree.tree_leaves((args, kwargs))
-        form = form_of(flat)
+        form = argument_forms(flat)
         tensors = [value for value in flat if isinstance(value, torch.Tensor)]
         known = [self._key(tensor) for tensor in tensors if is_plain(tensor)]
         returned = func(*args, **kwargs)
@@ -233,7 +237,7 @@ class Recording(TorchDispatchMode):
         return flow.plan(keepable), ""
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _written(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> list[torch.Tensor]:
     """The arguments that the operation writes, by its schema."""
     found: list[object] = []
     for index, argument in enumerate(func._schema.arguments):
@@ -243,10 +247,11 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tor
     return [value for value in found if isinstance(value, torch.Tensor)]
 
 
-def _dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+def _dropout(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> float:
     """The argument `dropout_p` of an operation; 0 where it has none, or its default."""
     names = [argument.name for argument in func._schema.arguments]
-    return float({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0))
+    value = {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0)
+    return float(value) if isinstance(value, int | float) else 1.0
 
 
 @dataclass

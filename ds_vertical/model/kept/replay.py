@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_vertical.model.kept.recording import UNSEEN, CallPlan, NewStorage, Operation, Recording, form_of
+from ds_vertical.model.kept.recording import UNSEEN, CallPlan, Keywords, NewStorage, Operation, Recording, argument_forms
 from ds_vertical.model.kept.slots import KeptStorage
 from ds_vertical.model.tensor_refs import is_over
 
@@ -67,7 +67,9 @@ class _Followed(TorchDispatchMode):
         """Whether all operations of the plan have come."""
         return self._index == len(self.plan.operations)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:  # override
+    def __torch_dispatch__(  # override
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Keywords | None = None
+    ) -> object:
         """Run the operation, or what the plan says instead."""
         kwargs = kwargs or {}
         if func in UNSEEN or self.differs:
@@ -78,11 +80,11 @@ class _Followed(TorchDispatchMode):
             return self.left(func, args, kwargs)
         return self.follow(index, func, args, kwargs)
 
-    def left(self, func: Any, args: Any, kwargs: dict[str, Any]) -> object:
+    def left(self, func: OpOverload, args: tuple[object, ...], kwargs: Keywords) -> object:
         """The call has left the plan with this operation."""
         return func(*args, **kwargs)
 
-    def follow(self, index: int, func: Any, args: Any, kwargs: dict[str, Any]) -> object:
+    def follow(self, index: int, func: OpOverload, args: tuple[object, ...], kwargs: Keywords) -> object:
         """The operation is the one at `index` of the plan."""
         raise NotImplementedError
 
@@ -94,11 +96,11 @@ class Grab(_Followed):
         super().__init__(plan)
         self.results = Results()
 
-    def follow(self, index: int, func: Any, args: Any, kwargs: dict[str, Any]) -> object:
+    def follow(self, index: int, func: OpOverload, args: tuple[object, ...], kwargs: Keywords) -> object:
         """Run the operation, and keep its results."""
         returned = func(*args, **kwargs)
         if self.plan.actions[index] == "keep":
-            if form_of(pytree.tree_leaves((args, kwargs))) != self.plan.operations[index].form:
+            if argument_forms(pytree.tree_leaves((args, kwargs))) != self.plan.operations[index].form:
                 self.differs = True
             else:
                 self.results.hold(self.plan, index, pytree.tree_leaves(returned))
@@ -114,17 +116,17 @@ class Replay(_Followed):
         self._results = results
         self._poison = poison
 
-    def left(self, func: Any, args: Any, kwargs: dict[str, Any]) -> object:
+    def left(self, func: OpOverload, args: tuple[object, ...], kwargs: Keywords) -> object:
         """Raises OperationsDiffer: what this operation reads may be missing."""
         raise OperationsDiffer
 
-    def follow(self, index: int, func: Any, args: Any, kwargs: dict[str, Any]) -> object:
+    def follow(self, index: int, func: OpOverload, args: tuple[object, ...], kwargs: Keywords) -> object:
         """Run the operation, or give what stands for its results. Raises OperationsDiffer."""
         action, operation = self.plan.actions[index], self.plan.operations[index]
         if action == "run":
             return func(*args, **kwargs)
         flat = pytree.tree_leaves((args, kwargs))
-        if form_of(flat) != operation.form:
+        if argument_forms(flat) != operation.form:
             self.differs = True
             raise OperationsDiffer
         kept = dict(zip(self.plan.keeps.get(index, ()), self._results.kept.get(index, ()), strict=True))

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ds_vertical.errors import LayerError
-from ds_vertical.model.tensor_refs import is_over, key_of
+from ds_vertical.model.tensor_refs import is_over, key_of, num_holders
 
 _LEAST_COVERED = 0.6  # of a storage, by the views that are kept of it; below that they are kept alone
 _ALIGNED_BYTES = 64  # to which torch's allocators align storages; kernels may choose by a tensor's place in that
@@ -223,6 +223,8 @@ class Slots:
     def __init__(self, params: Sequence[nn.Parameter], inputs: Sequence[object]) -> None:
         self.own: dict[int, KeptStorage] = {}
         self.made: list[SavedSlot] = []
+        self._params = params
+        self._holders = [num_holders(param) for param in params]
         self._bases: dict[int, tuple[Sequence[object], int]] = {}
         for bases in (inputs, params):  # a parameter that is given as an argument is a parameter
             for index, base in enumerate(bases):
@@ -257,6 +259,12 @@ class Slots:
         if view._version != tensor._version:  # over the same memory, and with a count of its own
             return AliasSlot(tensor.detach(), tensor._version)
         return OwnSlot(kept, layout, tensor._version)
+
+    @property
+    def see_parameters(self) -> bool:
+        """Whether no more holds the block's parameters than before its forward. Else something has kept a view of one that is
+        no slot, such as an attribute of an autograd context: it would read another layer's values in the backward."""
+        return [num_holders(param) for param in self._params] == self._holders
 
     def settle(self) -> list[KeptStorage]:
         """The block's forward is over and its outputs are dropped: the storages that only the slots hold."""

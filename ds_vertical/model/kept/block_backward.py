@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 from ds_vertical.model.autograd_segments import take_as_it_comes
 from ds_vertical.model.block_call import BlockGraph, requires_grad
 
-Gradients = dict[int, torch.Tensor]  # of a block's inputs, by the inputs' ids
+InputGradients = dict[int, torch.Tensor]  # of a block's inputs, by the inputs' ids
 
 
 def roots_of(graph: BlockGraph, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor | GradientEdge, torch.Tensor]]:
@@ -24,7 +24,9 @@ def roots_of(graph: BlockGraph, grads: Sequence[torch.Tensor | None]) -> list[tu
     return pairs
 
 
-def run_backward(graph: BlockGraph, grads: Sequence[torch.Tensor | None], waiting: Mapping[int, torch.Tensor]) -> Gradients:
+def run_backward(
+    graph: BlockGraph, grads: Sequence[torch.Tensor | None], waiting: Mapping[int, torch.Tensor]
+) -> InputGradients:
     """Run a block's graph backward; gradients of parameters go to their `.grad`, those of the inputs are returned.
 
     `waiting`: by the inputs' ids, the sums of later blocks, with which this block's sums start.
@@ -86,7 +88,7 @@ class Leaves:
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
 
-def same_bits(mine: Sequence[torch.Tensor | None], theirs: Sequence[torch.Tensor | None]) -> bool:
+def same_gradients(mine: Sequence[torch.Tensor | None], theirs: Sequence[torch.Tensor | None]) -> bool:
     """Whether two lists of gradients are the same: which there are, how they lie in memory, and each bit."""
     return len(mine) == len(theirs) and all(map(_same, mine, theirs))
 

@@ -1,0 +1,232 @@
+"""Blocks that make keeping hard, on a toy whose parameters are NaN, and in other memory, between their uses."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toy import WIDTH, MemoryParams, ToyModel, ToyTraining, plain_step, toy_inputs
+
+from ds_vertical.model.kept.kinds import KeptKinds
+from ds_vertical.model.state.forward_state import ForwardState
+from ds_vertical.model.state.restart import until_known
+from ds_vertical.schedule.passes import TrainingStep, build_training
+from ds_vertical.types import ActivationPolicy, Unit
+
+POLICIES: tuple[ActivationPolicy, ...] = ("free", "products", "everything")
+COUNT = 3
+
+
+class Block(nn.Module):
+    """`down` after dropout is dead work: no gradient reads its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.25)
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.up(hidden))
+
+    def forward(self, hidden: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(self.drop(self.inner(hidden)))
+
+
+class Caching(Block):
+    """A module holds an activation."""
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.last = super().inner(hidden).detach()
+        return self.last + super().inner(hidden)
+
+
+class TransposedInCtx(Block):
+    """A node of Python's holds a view of a parameter where hooks do not see it, as `ctx.w = weight.t()` does."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.w = weight.t()
+            ctx.save_for_backward(x)
+            return x @ ctx.w
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            (x,) = ctx.saved_tensors
+            return grads[0] @ ctx.w.t(), grads[0].t() @ x
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.Product.apply(hidden, self.up.weight))
+
+
+class Opaque(Block):
+    """A kernel that torch does not dispatch writes memory: NumPy's here."""
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            out.detach().numpy()[...] = 2 * x.detach().numpy()
+            ctx.save_for_backward(out)
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return grads[0] * ctx.saved_tensors[0]
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.Kernel.apply(super().inner(hidden))
+
+
+class OpaqueReader(Block):
+    """Such a kernel reads what the recompute leaves out, and its result is nothing that torch has made."""
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(torch.from_numpy(x.detach().numpy() + 1))
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return grads[0] * ctx.saved_tensors[0], grads[0]
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.Kernel.apply(self.up(hidden), hidden.repeat(1, 2))
+
+
+class Counting(Block):
+    """A buffer that each forward writes in place, and that autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2 * WIDTH))
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        return super().inner(hidden) * self.scale
+
+
+class Branching(Block):
+    """Values decide which operations run."""
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = super().inner(hidden)
+        return inner.sin().exp() if hidden.sum().item() > 0 else inner.cos()
+
+
+class Routing(Block):
+    """Values decide the shapes."""
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = super().inner(hidden)
+        rows = (hidden.sum(-1) > 0).nonzero().squeeze(-1)
+        return inner.index_add(0, rows, self.up(hidden[rows]).sin())
+
+
+class Autocast(Block):
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().inner(hidden).float()
+
+
+class Aliased(Block):
+    """Expanded, transposed and sliced tensors, in-place operations behind products, and one small view of a large storage."""
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        large = self.up(hidden)
+        piece = large[:, 1:4].exp()
+        wide = hidden[:, :1].expand(-1, 2 * WIDTH) * large.t().contiguous().t().sigmoid()
+        product = torch.mm(hidden, self.up.weight.t())
+        product += self.up.bias
+        return torch.tanh(product * wide) + piece.sum(-1, keepdim=True).relu_()
+
+
+class Attending(Block):
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key = self.up(hidden).view(1, 1, -1, 2 * WIDTH).split(WIDTH, -1)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+        return mixed.reshape(-1, WIDTH).repeat(1, 2)
+
+
+def made_of(kind: type[Block]) -> ToyModel:
+    torch.manual_seed(0)
+    model = ToyModel(3)
+    model.blocks = nn.ModuleList([kind() for _ in range(3)])
+    return model
+
+
+class Overwritten(MemoryParams):
+    """The memory of a layer's parameters is another layer's once it is released: what reads it reads NaN."""
+
+    def _forget(self, unit: Unit) -> None:
+        for param in self.units[unit]:
+            param.data.fill_(float("nan"))
+        super()._forget(unit)
+
+
+def step(model: ToyModel, policy: ActivationPolicy) -> tuple[tuple[list[float], dict[str, torch.Tensor]], KeptKinds, list[str]]:
+    """Losses and gradients of one step, its kinds of calls, and the lines for the log."""
+    lines: list[str] = []
+    training = ToyTraining(model)
+    params, home = Overwritten(training.layers), training.params.home
+    params.home = home
+    training.params = training.optimizer.params = training.sweeps.params = params
+    training.sweeps.kinds = kinds = KeptKinds(policy, lines.append)
+    training.sweeps.state = state = ForwardState(model, training.layers, lambda: 0)
+    schedule = build_training(TrainingStep(3, COUNT))
+    run = partial(training.step, schedule, [partial(model, each) for each in toy_inputs(COUNT)], seed=0)
+    return until_known(run, state.forget), kinds, lines
+
+
+def compare(kind: type[Block], policy: ActivationPolicy) -> tuple[KeptKinds, list[str]]:
+    """Compare a step's bits with those of plain autograd."""
+    model = made_of(kind)
+    losses, grads = plain_step(model, [partial(model, each) for each in toy_inputs(COUNT)], seed=0)
+    (ours, our_grads), kinds, lines = step(made_of(kind), policy)
+    assert ours == losses
+    assert [name for name in grads if not torch.equal(grads[name], our_grads[name])] == []
+    return kinds, lines
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_have_the_bits_of_plain_autograd(policy: ActivationPolicy) -> None:
+    kinds, lines = compare(Block, policy)
+    assert lines == [] and all(kind.is_tried and kind.policy == policy for kind in kinds.found)
+    for plan in (kind.plan for kind in kinds.found if kind.plan is not None):
+        actions = {operation.packet: action for operation, action in zip(plan.operations, plan.actions, strict=True)}
+        products = [a for o, a in zip(plan.operations, plan.actions, strict=True) if o.is_product]
+        assert products == (["keep", "skip"] if policy == "products" else ["run", "skip"]), actions
+
+
+FALLS_BACK = {  # kind of block -> policies that it gets with none in their place, and why
+    Caching: ((), ""),
+    TransposedInCtx: (("everything",), "its graph holds a parameter other than as a saved tensor"),
+    Opaque: (("free", "products"), "code that torch does not dispatch"),
+    OpaqueReader: (("free", "products"), "the gradients of its first backward differ"),
+    Counting: (("everything",), "what autograd saves in its forward is written in place"),
+    Branching: (("free", "products"), "it does not run the same operations each time"),
+    Routing: (("free", "products"), "the shapes in it depend on the values"),
+    Autocast: ((), ""),
+    Aliased: ((), ""),
+    Attending: ((), ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FALLS_BACK)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_blocks_that_make_keeping_hard(kind: type[Block], policy: ActivationPolicy) -> None:
+    _, lines = compare(kind, policy)
+    policies, why = FALLS_BACK[kind]
+    assert len(lines) == (policy in policies), lines
+    for line in lines:
+        assert line.startswith(
+            f'vertical_schedule.activations.keep: "none" in place of "{policy}" for {kind.__name__} (blocks.'
+        )
+        assert why in line
