@@ -86,18 +86,15 @@ def vertical_traffic(
         raise CostsError(f"kept: got {kept!r}; write a number of layers, 0 or more")
     once = shape.pre_elements + sum(shape.layer_elements[max(0, shape.num_layers - kept) :])
     fetches = 2.0 - once / shape.num_elements - handed_over if shape.num_elements else 0.0
-    tiers = activation_tiers(num_micro_batches, shape.placement[TensorKind.ACTIVATIONS])
-    activations = sum(IN_FILES[tier] for tier in tiers) * shape.activation_bytes
-    layers, alone = shape.num_layers, num_micro_batches == 1
-    passes = (layers - 1, layers - 1) if alone else (3 * layers - 1, 2 * layers)
+    activations, kept_on_ssd = _activations_in_files(shape, num_micro_batches), _kept_in_files(shape, num_micro_batches)
+    layers = shape.num_layers
+    passes = (layers - 1, layers - 1) if num_micro_batches == 1 else (3 * layers - 1, 2 * layers)
     elements = shape.num_elements / shape.num_shards
     stepped = shape.stepped_elements / shape.num_shards
     each = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     gradients = stepped * shape.gradient_bytes * (waiting * shape.in_files(TensorKind.GRADIENTS))
     state = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE)
     steps = 1.0 + redone
-    cells = {} if shape.kept is None else shape.kept.cells(layers, num_micro_batches, one_memory=True)
-    kept_on_ssd = sum(shape.kept.point.num_bytes for tier in cells.values() if IN_FILES[tier]) if shape.kept else 0.0
     return Traffic(
         parameters_read=elements * each * fetches,
         gradients_read=gradients,
@@ -110,6 +107,20 @@ def vertical_traffic(
         kept_read=kept_on_ssd,
         kept_written=kept_on_ssd,
     )
+
+
+def _activations_in_files(shape: ModelShape, num_micro_batches: int) -> float:
+    """Bytes of what passes between two layers of the micro-batches on SSD."""
+    tiers = activation_tiers(num_micro_batches, shape.placement[TensorKind.ACTIVATIONS])
+    return shape.activation_bytes * sum(IN_FILES[tier] for tier in tiers)
+
+
+def _kept_in_files(shape: ModelShape, num_micro_batches: int) -> float:
+    """Bytes of what forwards keep on SSD."""
+    if shape.kept is None:
+        return 0.0
+    cells = shape.kept.cells(shape.num_layers, num_micro_batches, one_memory=False)
+    return shape.kept.point.num_bytes * sum(IN_FILES[tier] for tier in cells.values())
 
 
 def traffic_of(costs: Sequence[Cost], shape: ModelShape) -> Traffic:

@@ -43,7 +43,7 @@ class BlockRecord(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> object:
         made = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(func.overloadpacket)
         flops = 0.0 if count is None else float(count(*args, **(kwargs or {}), out_val=made))
         reads, writes = self._storages((args, kwargs)), self._storages(made)
         if not func._schema.is_mutable:

@@ -32,6 +32,7 @@ from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
 _BAD_INPUT, _NO_PLAN = 2, 1
 _DAY_S = 86400
 _TIMED_SIZES = (1, 2, 4)  # sequences per micro-batch that are timed; larger ones follow from the last two
+_IN_PLACE = 'on_nonfinite "stop": early steps in place, one generation of files on SSD; a norm that is not finite ends the run'
 _EXAMPLE = """example:
   ds-vertical limits --path /ssd
   ds-vertical plan --model my_model/config.json --tokens-per-step 65536 --nvme-path /ssd --out ds_config.json
@@ -320,10 +321,7 @@ def plan_lines(found: JsonObject) -> list[str]:
         f" {found['stock']['step_s']:.2f} s or more ({found['stock']['step_s'] / found['step_s']:.2f} x)",
         "busy: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["busy_s"].items()),
     ]
-    if setting["in_place"]:
-        shown.append(
-            'on_nonfinite "stop": early steps in place, one generation of files on SSD; a norm that is not finite ends the run'
-        )
+    shown += [_IN_PLACE] if setting["in_place"] else []
     shown += [f"instead: {other['differs']}: {other['step_over_chosen'] - 1:+.1%}" for other in found["others"]]
     read = sum(value for key, value in traffic.items() if key.endswith("_read"))
     written = sum(value for key, value in traffic.items() if key.endswith("_written"))

@@ -159,9 +159,8 @@ def _run(
     def entered(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         marks.append(mark(args))
         if _kind(block) not in menus:
-            meter.record, given = BlockRecord(), pytree.tree_leaves((args, kwargs))
-            inputs = {value.untyped_storage()._cdata for value in given if isinstance(value, torch.Tensor)}
-            resting.update(inputs)
+            meter.record = BlockRecord()
+            resting.update(_storages((args, kwargs)))
             meter.record.__enter__()
 
     def left(block: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -182,6 +181,11 @@ def _run(
         for hook in hooks:
             hook.remove()
     return marks, mark(), tuple(menus.values())
+
+
+def _storages(values: object) -> set[int]:
+    """The numbers of the storages of all tensors in arguments."""
+    return {value.untyped_storage()._cdata for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)}
 
 
 _Kind = tuple[str, int]
