@@ -89,8 +89,7 @@ def vertical_traffic(
     activations, kept_on_ssd = _activations_in_files(shape, num_micro_batches), _kept_in_files(shape, num_micro_batches)
     layers = shape.num_layers
     passes = (layers - 1, layers - 1) if num_micro_batches == 1 else (3 * layers - 1, 2 * layers)
-    elements = shape.num_elements / shape.num_shards
-    stepped = shape.stepped_elements / shape.num_shards
+    elements, stepped = shape.num_elements / shape.num_shards, shape.stepped_elements / shape.num_shards
     each = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     gradients = stepped * shape.gradient_bytes * (waiting * shape.in_files(TensorKind.GRADIENTS))
     state = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE)

@@ -188,6 +188,11 @@ class ModelSpec:
         """Of all parameters."""
         return self.pre_elements + sum(self.block_elements)
 
+    @property
+    def flops(self) -> float:
+        """Operations of forward and backward over one sequence; what is computed again is not counted."""
+        return 3 * (self.pre_flops + len(self.block_elements) * self.block_flops + self.head_flops)
+
     def shortened(self, sequence_length: int) -> ModelSpec:
         """The model with shorter sequences, nearly: what passes and what is kept shrink in proportion; seconds do not."""
         part = sequence_length / self.sequence_length

@@ -11,6 +11,7 @@ import pytest
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program, memory_budget
+from ds_vertical.planner.activation_policy import kept_tiers
 from ds_vertical.planner.kept_activations import (
     IN_TRANSIT,
     KeepMenu,
@@ -222,9 +223,17 @@ def test_cells_that_keep_are_spread_over_the_layers_and_the_last_two_stay_off_th
     share = KeptShare(PRODUCTS, host=0.25, ssd=0.5)
     count = Counter(kept.values())
     assert share.resting_bytes(5, 4) == {tier: count[tier] * PRODUCTS.num_bytes for tier in Tier}
+    for tier in Tier:  # as the engine places all of them
+        for one_memory in (False, True):
+            moved = {cell: own for cell, own in _only(tier).cells(5, 4, one_memory).items() if own is not Tier.DEVICE}
+            assert moved == kept_tiers(5, 4, tier, one_memory)
     assert kept_cells(5, 4, {}) == {} and len(kept_cells(5, 4, {Tier.DEVICE: 1.0})) == 16
     assert kept_cells(1, 4, {Tier.DEVICE: 1.0}) == {}
     assert set(share.cells(5, 4, one_memory=True).values()) == {Tier.DEVICE, Tier.SSD}
+
+
+def _only(tier: Tier) -> KeptShare:
+    return KeptShare(PRODUCTS, **{tier.value: 1.0})
 
 
 def test_a_plan_rounds_to_whole_cells_and_never_up() -> None:

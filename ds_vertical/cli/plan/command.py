@@ -228,6 +228,7 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
         "tokens_per_step": tokens,
         "step_s": chosen.estimate_s,
         "tokens_per_s": tokens / chosen.estimate_s,
+        "flops_per_s": tokens / spec.sequence_length * spec.flops / chosen.estimate_s,
         "bound_s": chosen.bound.seconds,
         "resource": chosen.bound.resource,
         "busy_s": chosen.bound.busy_s,
@@ -315,7 +316,8 @@ def plan_lines(found: JsonObject) -> list[str]:
         f" {place['gradients_on_ssd']:.0%}; activations {place['activations_on_host']:.0%} in host memory,"
         f" {place['activations_on_ssd']:.0%} on SSD",
         f"{_kept_text(setting)}: {found['keep_reason']}",
-        f"predicted: {found['step_s']:.2f} s a step, {found['tokens_per_s']:.1f} tokens/s; bound {found['bound_s']:.2f} s by"
+        f"predicted: {found['step_s']:.2f} s a step, {found['tokens_per_s']:.1f} tokens/s,"
+        f" {found['flops_per_s'] / 1e12:.1f} TFLOP/s without the recompute; bound {found['bound_s']:.2f} s by"
         f" {found['resource']} ({found['step_s'] / found['bound_s']:.2f})",
         f"stock ZeRO-Infinity at its best (micro-batches of {found['stock']['micro_batch_size']}):"
         f" {found['stock']['step_s']:.2f} s or more ({found['stock']['step_s'] / found['step_s']:.2f} x)",
