@@ -17,6 +17,7 @@ beside the one that keeps nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -230,7 +231,7 @@ class _Search:
             yield f"fewer tokens a step (--tokens-per-step {tokens})"
         if task.num_ranks > 1 and (ranks := self._fewer_ranks()):
             yield f"fewer ranks (--num-ranks {ranks})"
-        yield self._more_memory(lacking or {Tier.HOST: 0.0})
+        yield self._more_memory(lacking)
 
     def fits(self) -> bool:
         """Whether any setting fits into the memory of all tiers."""
@@ -255,17 +256,18 @@ class _Search:
         return None
 
     def _more_memory(self, lacking: Mapping[Tier, float]) -> str:
-        """As much more as is lacking, and a little for what is rounded up."""
-        more = 1.0
+        """As much more as is lacking, and a little for what is rounded up; of all tiers where none is lacking by itself."""
+        limited = {tier: limit for tier, limit in self.limits.items() if limit is not None}
+        growing, more = lacking or dict.fromkeys(limited, 0.0), 1.0
         while True:
-            limits = {t: limit and limit + more * lacking.get(t, 0.0) + (more - 1) * limit for t, limit in self.limits.items()}
-            if replace(self, limits=limits).fits():
+            grown = {tier: more * num_bytes + (more - 1) * limited[tier] for tier, num_bytes in growing.items()}
+            if replace(self, limits={**self.limits, **{tier: limited[tier] + extra for tier, extra in grown.items()}}).fits():
                 break
             more += _MORE
-        parts = (
-            f"{-(-((limits[tier] or 0) - (self.limits[tier] or 0)) // 10**9):.0f} GB more {_MORE_OF[tier]}" for tier in lacking
-        )
-        return " and ".join(parts)
+            growing = growing if more < 2 else {**dict.fromkeys(limited, 0.0), **growing}
+        ranks = {tier: 1 if tier is Tier.DEVICE else self.task.num_ranks for tier in Tier}  # that share a tier
+        sizes = {tier: math.ceil(ranks[tier] * num_bytes / 1e9) for tier, num_bytes in grown.items()}
+        return " and ".join(f"{size} GB more {_MORE_OF[tier]}" for tier, size in sizes.items())
 
 
 @dataclass(frozen=True)
