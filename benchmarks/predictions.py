@@ -31,10 +31,11 @@ from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
 from ds_vertical.cli.plan.fake_run import read_spec
 from ds_vertical.model.hf import read_fields
 from ds_vertical.planner import memory_budget, search
+from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
-from ds_vertical.planner.search import Candidate, Choice, Task
+from ds_vertical.planner.search import Task
 from ds_vertical.types import Placement, Tier
 
 FOLDER = run.ROOT / "benchmarks" / "predictions"

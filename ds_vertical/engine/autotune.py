@@ -19,11 +19,12 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import memory_budget
+from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
-from ds_vertical.planner.model_shape import Seconds, shaped
-from ds_vertical.planner.search import DELAYS, WINDOWS, Candidate, Choice, tune_timing
-from ds_vertical.types import ModelShape, RunSettings, Tier, TierBytes, per_tier
+from ds_vertical.planner.model_shape import ModelShape, Seconds, shaped
+from ds_vertical.planner.search import DELAYS, WINDOWS, tune_timing
+from ds_vertical.types import RunSettings, Tier, TierBytes, per_tier
 
 _MOST_TOKENS: Final = 2048  # of a sequence, where the model's configuration allows more
 _DTYPES: Final = {2: "bf16", 4: "fp32"}

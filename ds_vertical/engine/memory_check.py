@@ -23,8 +23,9 @@ from ds_vertical.offload.chunking import FP32_BYTES, boundary, chunk_layout, spl
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import BudgetItem, BudgetTerms
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.events import Unit
-from ds_vertical.types import ModelShape, Placement, RunSettings, TensorKind, Tier
+from ds_vertical.types import Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
 _LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
@@ -231,7 +232,7 @@ class Forecast:
         )
         return (
             BudgetItem(Tier.HOST, "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
-            BudgetItem(tier, "fp64 copy for a norm", stock_config.norm_bytes() * largest, "(largest parameter)"),
+            memory_budget.norm_copy(tier, largest, stock_config.norm_bytes()),
             BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
             BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),

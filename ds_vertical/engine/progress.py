@@ -36,10 +36,10 @@ from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.io.contention import OtherWork
 from ds_vertical.model import batch as micro
 from ds_vertical.planner.bound import step_bound
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.run_record import Account, ExecutedStep, RunInfo, Share
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.schedule.trace import Tracer, now, union
-from ds_vertical.types import Machine
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _ON_THE_HOST = ("ssd_read", "ssd_write", "adam")  # work whose seconds the host knows whatever the device does

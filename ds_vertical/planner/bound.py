@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_vertical.planner.costs import Cost, Lane, Needs, Parts, Stage, event_costs
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Op, Schedule
-from ds_vertical.types import Machine, ModelShape
 
 
 @dataclass(frozen=True)

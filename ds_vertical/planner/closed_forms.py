@@ -10,6 +10,7 @@ micro-batch, everything on SSD, bf16 parameters and fp32 Adam:
     parameters written  2P
     redo                12P in + 14P out of the share that was redone
     activations         (3L - 1)A in + 2LA out of each micro-batch on SSD
+    kept                K in + K out of each layer and micro-batch on SSD, K what its forward keeps for its backward
 
 Of a lone micro-batch only the layers' inputs have to wait: (L - 1)A each way.
 
@@ -28,7 +29,9 @@ from dataclasses import dataclass
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.costs import Cost
-from ds_vertical.types import IN_FILES, Machine, ModelShape, Placement, TensorKind, Tier, check_share
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.types import IN_FILES, Placement, TensorKind, Tier, check_share
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,19 @@ class Traffic:
     gradients_written: float = 0.0
     state_written: float = 0.0
     activations_written: float = 0.0
+    kept_read: float = 0.0
+    kept_written: float = 0.0
 
     @property
     def read(self) -> float:
         """Bytes of all streams from SSD."""
-        return self.parameters_read + self.gradients_read + self.state_read + self.activations_read
+        return self.parameters_read + self.gradients_read + self.state_read + self.activations_read + self.kept_read
 
     @property
     def written(self) -> float:
         """Bytes of all streams to SSD."""
-        return self.parameters_written + self.gradients_written + self.state_written + self.activations_written
+        steps = self.parameters_written + self.gradients_written + self.state_written
+        return steps + self.activations_written + self.kept_written
 
 
 def kept_layers(window: int) -> int:
@@ -80,12 +86,10 @@ def vertical_traffic(
         raise CostsError(f"kept: got {kept!r}; write a number of layers, 0 or more")
     once = shape.pre_elements + sum(shape.layer_elements[max(0, shape.num_layers - kept) :])
     fetches = 2.0 - once / shape.num_elements - handed_over if shape.num_elements else 0.0
-    tiers = activation_tiers(num_micro_batches, shape.placement[TensorKind.ACTIVATIONS])
-    activations = sum(IN_FILES[tier] for tier in tiers) * shape.activation_bytes
-    layers, alone = shape.num_layers, num_micro_batches == 1
-    passes = (layers - 1, layers - 1) if alone else (3 * layers - 1, 2 * layers)
-    elements = shape.num_elements / shape.num_shards
-    stepped = shape.stepped_elements / shape.num_shards
+    activations, kept_on_ssd = _activations_in_files(shape, num_micro_batches), _kept_in_files(shape, num_micro_batches)
+    layers = shape.num_layers
+    passes = (layers - 1, layers - 1) if num_micro_batches == 1 else (3 * layers - 1, 2 * layers)
+    elements, stepped = shape.num_elements / shape.num_shards, shape.stepped_elements / shape.num_shards
     each = shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)
     gradients = stepped * shape.gradient_bytes * (waiting * shape.in_files(TensorKind.GRADIENTS))
     state = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE)
@@ -99,7 +103,23 @@ def vertical_traffic(
         gradients_written=gradients,
         state_written=state * steps,
         activations_written=activations * passes[1],
+        kept_read=kept_on_ssd,
+        kept_written=kept_on_ssd,
     )
+
+
+def _activations_in_files(shape: ModelShape, num_micro_batches: int) -> float:
+    """Bytes of what passes between two layers of the micro-batches on SSD."""
+    tiers = activation_tiers(num_micro_batches, shape.placement[TensorKind.ACTIVATIONS])
+    return shape.activation_bytes * sum(IN_FILES[tier] for tier in tiers)
+
+
+def _kept_in_files(shape: ModelShape, num_micro_batches: int) -> float:
+    """Bytes of what forwards keep on SSD."""
+    if shape.kept is None:
+        return 0.0
+    cells = shape.kept.cells(shape.num_layers, num_micro_batches, one_memory=False)
+    return shape.kept.point.num_bytes * sum(IN_FILES[tier] for tier in cells.values())
 
 
 def traffic_of(costs: Sequence[Cost], shape: ModelShape) -> Traffic:
@@ -120,6 +140,8 @@ def traffic_of(costs: Sequence[Cost], shape: ModelShape) -> Traffic:
         gradients_written=moved.get(("ssd_write", "gradients"), 0.0),
         state_written=written * (1 - share),
         activations_written=moved.get(("ssd_write", "activations"), 0.0),
+        kept_read=moved.get(("ssd_read", "kept"), 0.0),
+        kept_written=moved.get(("ssd_write", "kept"), 0.0),
     )
 
 

@@ -20,14 +20,16 @@ from typing import Final, Literal
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_policy import activation_tiers
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.events import Event, Op
-from ds_vertical.types import PRE, SUF, Machine, ModelShape, TensorKind, Tier, Unit, check_share, per_tier
+from ds_vertical.types import PRE, SUF, TensorKind, Tier, Unit, check_share, per_tier
 
 Lane = Literal["compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam"]
-Purpose = Literal["compute", "parameters", "gradients", "state", "activations"]
+Purpose = Literal["compute", "parameters", "gradients", "state", "activations", "kept"]
 Parts = Mapping[tuple[Unit, str], float]
 Needs = Sequence[Sequence[int]]  # per event the events that it waits for
-# Whether activations that rest in a tier are copied off the device, and whether they are written to SSD from there.
+# Whether activations and what forwards keep that rest in a tier are copied off the device, and whether they are written to SSD.
 _ACTIVATION_MOVES: Final = per_tier({Tier.DEVICE: (False, False), Tier.HOST: (True, False), Tier.SSD: (True, True)})
 
 
@@ -142,6 +144,63 @@ class _Lanes:
         return ((Stage("compute", "compute", self.machine.compute_latency_s + seconds),),)
 
 
+class _Moves:
+    """Prices what moves between the tiers between its uses: what passes between two layers, and what forwards keep."""
+
+    def __init__(self, lanes: _Lanes, shape: ModelShape, events: Sequence[Event]) -> None:
+        num_micro_batches = 1 + max((event.micro_batch or 0 for event in events), default=0)
+        kept, one_memory = shape.kept, lanes.machine.one_memory
+        self._lanes = lanes
+        self._activation_bytes = shape.activation_bytes
+        self._kept = None if kept is None else kept.point
+        self._tiers = activation_tiers(num_micro_batches, shape.placement[TensorKind.ACTIVATIONS])
+        cells = {} if kept is None else kept.cells(shape.num_layers, num_micro_batches, one_memory)
+        self._cells: dict[tuple[Unit | None, int | None], Tier] = {**cells}
+
+    def saved_s(self, event: Event) -> float:
+        """Seconds of the recompute that a B leaves out, in a layer of largest size."""
+        return 0.0 if self._kept is None or _cell(event) not in self._cells else self._kept.saved_s
+
+    def save(self, event: Event) -> Cost:
+        """What passes between two layers on its way to the tier of its micro-batch."""
+        return self._out("activations", *self._of(event))
+
+    def load(self, event: Event) -> Cost:
+        """The way back to the device."""
+        return self._back("activations", *self._of(event))
+
+    def keep(self, event: Event) -> Cost:
+        """What a forward has kept on its way to the tier of its cell; nothing where the shape does not say what is kept."""
+        return () if self._kept is None else self._out("kept", self._tier_of(event), self._kept.num_bytes)
+
+    def recall(self, event: Event) -> Cost:
+        """The way back to the device."""
+        return () if self._kept is None else self._back("kept", self._tier_of(event), self._kept.num_bytes)
+
+    def _of(self, event: Event) -> tuple[Tier, float]:
+        assert event.micro_batch is not None
+        return self._tiers[event.micro_batch], self._activation_bytes
+
+    def _tier_of(self, event: Event) -> Tier:
+        if _cell(event) not in self._cells:
+            raise CostsError(f"event {event}: the model keeps nothing of it; give the shape the share that the schedule keeps")
+        return self._cells[_cell(event)]
+
+    def _out(self, purpose: Purpose, tier: Tier, num_bytes: float) -> Cost:
+        copied, written = _ACTIVATION_MOVES[tier]
+        out = self._lanes.copy("copy_out", purpose, num_bytes * copied)
+        return _cost(out + self._lanes.ssd("ssd_write", purpose, num_bytes * written))
+
+    def _back(self, purpose: Purpose, tier: Tier, num_bytes: float) -> Cost:
+        copied, written = _ACTIVATION_MOVES[tier]
+        read = self._lanes.ssd("ssd_read", purpose, num_bytes * written)
+        return _cost(read + self._lanes.copy("copy_in", purpose, num_bytes * copied))
+
+
+def _cell(event: Event) -> tuple[Unit | None, int | None]:
+    return event.layer, event.micro_batch
+
+
 class _Pricer:
     """Prices the events of one schedule, in its order: a delayed STEP decides what the FETCH after it has to read."""
 
@@ -150,8 +209,7 @@ class _Pricer:
         self.shape = shape
         self.sizes = PartSizes(events, shape, parts)
         self.held = {event.layer for event in events if event.op is Op.HOLD}
-        num_micro_batches = 1 + max((event.micro_batch or 0 for event in events), default=0)
-        self.tiers = activation_tiers(num_micro_batches, shape.placement[TensorKind.ACTIVATIONS])
+        self.moves = _Moves(self.lanes, shape, events)
         steps = [event for event in events if event.op is Op.STEP]
         self.split = {early.layer: [e for e in steps if e.layer == early.layer] for early in filter(is_early, steps)}
         ahead = (event for event in events if event.ahead and (event.op is Op.FETCH or self.sizes.elements(event)))
@@ -186,27 +244,12 @@ class _Pricer:
         shape = self.shape
         if event.layer == PRE:
             return self.lanes.compute(shape.pre_backward_s)
-        kept = event.layer == shape.num_layers - 1 and not shape.recompute_last
-        return self.lanes.compute((shape.backward_s + (0.0 if kept else shape.forward_s)) * self._scale(event))
+        last = event.layer == shape.num_layers - 1 and not shape.recompute_last
+        recompute = 0.0 if last else max(0.0, shape.forward_s - self.moves.saved_s(event))
+        return self.lanes.compute((shape.backward_s + recompute) * self._scale(event))
 
     def _scale(self, event: Event) -> float:
         return self.shape.elements(event.layer) / (max(self.shape.layer_elements) or 1)
-
-    def save(self, event: Event) -> Cost:
-        """What passes between two layers on its way to the tier of its micro-batch."""
-        copied, written = self._moves(event)
-        out = self.lanes.copy("copy_out", "activations", self.shape.activation_bytes * copied)
-        return _cost(out + self.lanes.ssd("ssd_write", "activations", self.shape.activation_bytes * written))
-
-    def load(self, event: Event) -> Cost:
-        """The way back to the device."""
-        copied, written = self._moves(event)
-        read = self.lanes.ssd("ssd_read", "activations", self.shape.activation_bytes * written)
-        return _cost(read + self.lanes.copy("copy_in", "activations", self.shape.activation_bytes * copied))
-
-    def _moves(self, event: Event) -> tuple[bool, bool]:
-        assert event.micro_batch is not None
-        return _ACTIVATION_MOVES[self.tiers[event.micro_batch]]
 
     def reduce(self, event: Event) -> Cost:
         """The unit's gradient sums on their way to where they wait."""
@@ -263,14 +306,15 @@ def _nothing(pricer: _Pricer, event: Event) -> Cost:
 
 
 _PRICES: Final[dict[Op, Callable[[_Pricer, Event], Cost]]] = {
-    **dict.fromkeys((Op.RELEASE, Op.DROP, Op.GDROP, Op.NORM, Op.COMMIT), _nothing),
-    **dict.fromkeys((Op.KSAVE, Op.KLOAD, Op.KDROP), _nothing),  # a shape does not say yet how many bytes a layer keeps
+    **dict.fromkeys((Op.RELEASE, Op.DROP, Op.GDROP, Op.KDROP, Op.NORM, Op.COMMIT), _nothing),
     Op.FETCH: _Pricer.fetch,
     Op.F: _Pricer.forward,
     Op.HEAD: _Pricer.head,
     Op.B: _Pricer.backward,
-    **dict.fromkeys((Op.SAVE, Op.GSAVE), _Pricer.save),
-    **dict.fromkeys((Op.LOAD, Op.GLOAD), _Pricer.load),
+    **dict.fromkeys((Op.SAVE, Op.GSAVE), lambda pricer, event: pricer.moves.save(event)),
+    **dict.fromkeys((Op.LOAD, Op.GLOAD), lambda pricer, event: pricer.moves.load(event)),
+    Op.KSAVE: lambda pricer, event: pricer.moves.keep(event),
+    Op.KLOAD: lambda pricer, event: pricer.moves.recall(event),
     Op.REDUCE: _Pricer.reduce,
     Op.HOLD: _Pricer.hold,
     Op.STEP: _Pricer.step,

@@ -6,6 +6,7 @@ For one micro-batch size, one M and one share alpha of delayed steps, per rank a
     variables   a_h, a_s   shares of the micro-batches whose activations rest in host memory, on SSD
                 p_h        share of the parameters that rests in host memory
                 g_s        share of the waiting gradients that waits on SSD
+                y_l,t      share of the C = M (L - 1) cells that keep, by policy l, what rests in tier t: see `kept_activations`
                 T_f, T_b   seconds of the forward and of the backward sweep
     least       T_f + T_b, and a little for every byte that moves
     subject to, for each sweep, T >= the busy seconds of each resource
@@ -18,6 +19,13 @@ For one micro-batch size, one M and one share alpha of delayed steps, per rank a
     SSD read    (1 - alpha) p' + alpha (s + g w) + M A a_s   p' + (1 - alpha) s + 2 M A a_s
     SSD write   alpha (s + p') + M A a_s                 (1 - alpha) (s + p') + g w + M A a_s
 
+Each y adds, with A_l bytes and S_l saved seconds of a cell:
+
+    compute     backward     - C S_l y_l,t
+    copies out  forward      + C A_l y_l,t for host and SSD; in the backward as many copies in
+    SSD write   forward      + C A_l y_l,s; in the backward as much SSD read
+    memory      of tier t    + C A_l y_l,t, and buffers where anything moves; of y_l,s the last layer's part is in host memory
+
 n elements of the rank, p, g, s their bytes as parameters, gradients and state, p' = p (1 - p_h), A the bytes that pass between
 two layers for one micro-batch, times the layers, a = a_h + a_s, w = alpha g_s. Where steps wait for the norm, everything
 waits. Where host and device are one memory there are no copies, and CPU Adam takes its share of the cores that compute. Where
@@ -27,12 +35,15 @@ shares.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, assert_never
 
 from ds_vertical.planner import memory_budget
-from ds_vertical.types import RESTING_PLACES, Machine, ModelShape, Placement, TensorKind, Tier, TierBytes, per_tier
+from ds_vertical.planner.kept_activations import KeepMenu, PolicyPoint, buffer_bytes, num_cells, tier_shares
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.types import RESTING_PLACES, Placement, TensorKind, Tier, TierBytes, per_tier
 
 # The shares that the program chooses; those of the state are tried in turn by `search`.
 _CHOSEN: Final[Mapping[str, tuple[TensorKind, Tier]]] = {
@@ -42,10 +53,12 @@ _CHOSEN: Final[Mapping[str, tuple[TensorKind, Tier]]] = {
     "gradients_on_ssd": (TensorKind.GRADIENTS, Tier.SSD),
 }
 _SHARES: Final[tuple[str, ...]] = tuple(_CHOSEN)
-VARIABLES: Final[tuple[str, ...]] = (*_SHARES, "forward_s", "backward_s")
+_SWEEPS: Final[tuple[str, ...]] = ("forward_s", "backward_s")
 _PREFERENCE: Final = 1e-3  # of the busy seconds of what moves: among equals, the plan that moves least
 _DISTANCES: Final = per_tier({Tier.DEVICE: 0.0, Tier.HOST: 0.5, Tier.SSD: 1.0})  # of that, by the tier moved to
 _SPARE: Final = 0.005  # of a tier: formulas round pieces and micro-batches up, the program does not
+_NEARLY_NONE: Final = 1e-9  # a share that is none
+_LEAST_COST: Final = 1e-3  # of that, for what is kept where it is made, or left out for no bytes: nothing is done for no gain
 Row = dict[str, float]
 
 
@@ -61,11 +74,13 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Solution:
-    """Shares in [0, 1], seconds; `binding`: the constraints that hold with equality and cost time, the dearest first."""
+    """Shares in [0, 1], seconds; `binding`: the constraints that hold with equality and cost time, the dearest first; `kept`:
+    the shares of the cells that follow a policy, and where what they keep rests."""
 
     values: dict[str, float]
     seconds: float
     binding: tuple[str, ...]
+    kept: tuple[tuple[PolicyPoint, Tier, float], ...] = ()
 
     def placement(self, state_on_ssd: float) -> Placement:
         """The shares as a placement."""
@@ -86,7 +101,8 @@ class LpProblem:
     """What is fixed while the program is solved: no settings, but the terms of its rows.
 
     `limits`: bytes per tier on this rank's part of the machine. `early`: the rest beside the delayed share is stepped in the
-    backward; otherwise every gradient waits for the norm, and all steps come in the next forward.
+    backward; otherwise every gradient waits for the norm, and all steps come in the next forward. `menu`: what a layer may keep
+    of its forward; `keep_tiers`: where. `fixed`: shares that are given, by name.
     """
 
     shape: ModelShape
@@ -96,6 +112,28 @@ class LpProblem:
     delay: float
     early: bool
     further: tuple[memory_budget.BudgetItem, ...] = ()
+    menu: KeepMenu | None = None
+    keep_tiers: tuple[Tier, ...] = tuple(Tier)
+    fixed: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> dict[str, tuple[PolicyPoint, Tier]]:
+        """What the variables of kept activations stand for, by their names, such as products_kept_on_host. Where host and
+        device are one memory, the device stands for it; what keeps no bytes is counted there."""
+        points = self.menu.points if self.menu is not None and self.shape.num_layers > 1 else ()
+        tiers = [tier for tier in self.keep_tiers if not (tier is Tier.HOST and self.machine.one_memory)]
+        pairs = ((point, tier) for point in points for tier in (tiers if point.num_bytes else (Tier.DEVICE,)))
+        return {f"{point.name}_kept_on_{tier}": (point, tier) for point, tier in pairs}
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """All names, in order."""
+        return (*_SHARES, *self.kept, *_SWEEPS)
+
+    @property
+    def num_cells(self) -> int:
+        """Those that can keep."""
+        return num_cells(self.shape.num_layers, self.terms.num_micro_batches)
 
     @property
     def forward_share(self) -> float:
@@ -107,50 +145,88 @@ def constraints(case: LpProblem) -> tuple[Constraint, ...]:
     """All rows: time of both sweeps on every resource, memory of every tier, shares that cannot exceed one."""
     rows = [*_sweep_rows(case, "forward_s"), *_sweep_rows(case, "backward_s"), *_memory_rows(case, _SPARE)]
     together: Row = {name: 1.0 for name, (kind, _) in _CHOSEN.items() if kind is TensorKind.ACTIVATIONS}
-    return (*rows, Constraint("activations", together, 1.0))
+    rows.append(Constraint("activations", together, 1.0))
+    if case.kept:
+        rows.append(Constraint("kept activations", dict.fromkeys(case.kept, 1.0), 1.0))
+    return tuple(rows)
 
 
 def solve(case: LpProblem) -> Solution | None:
-    """The best shares, or None where no shares fit into memory (`shortage` says by how much)."""
+    """The best shares, or None where no shares fit into memory (`shortage` says by how much).
+
+    Buffers for what is kept take memory as soon as any of it moves, which no row can say: the program is solved with them, and
+    without anything that moves."""
+    found = [_solved(case)]
+    if any(tier is not Tier.DEVICE and name not in case.fixed for name, (_, tier) in case.kept.items()):
+        found.append(_solved(replace(case, keep_tiers=tuple(tier for tier in case.keep_tiers if tier is Tier.DEVICE))))
+    fitting = [solution for solution in found if solution is not None]
+    return min(fitting, key=lambda solution: solution.seconds, default=None)
+
+
+def _solved(case: LpProblem) -> Solution | None:
     from scipy.optimize import linprog
 
-    rows = constraints(case)
-    cost: dict[str, float] = dict.fromkeys(VARIABLES[4:], 1.0)
-    moved = max(sum(_read_write(case, sweep)[0].get(name, 0.0) for sweep in VARIABLES[4:]) for name in _SHARES) or 1.0
-    for share, (kind, tier) in _CHOSEN.items():
-        if tier is not RESTING_PLACES[kind][0]:
-            cost[share] = _PREFERENCE * moved / case.machine.ssd_read_bytes_per_s * _DISTANCES[tier]
-    matrix = [[row.row.get(name, 0.0) / row.scale for name in VARIABLES] for row in rows]
+    rows, names = constraints(case), case.variables
+    cost = _costs(case)
+    matrix = [[row.row.get(name, 0.0) / row.scale for name in names] for row in rows]
     limits = [row.limit / row.scale for row in rows]
-    most: dict[str, float | None] = {
-        **dict.fromkeys(_SHARES, 1.0),
-        "parameters_in_host": 1.0 if case.shape.in_files(TensorKind.PARAMETERS) else 0.0,
-        "gradients_on_ssd": case.shape.in_files(TensorKind.STATE),
-    }
-    bounds = [(0.0, most.get(name)) for name in VARIABLES]
-    found: Any = linprog([cost.get(name, 0.0) for name in VARIABLES], matrix, limits, bounds=bounds, method="highs")
+    found: Any = linprog([cost.get(name, 0.0) for name in names], matrix, limits, bounds=_bounds(case, names), method="highs")
     if found.status != 0:
         return None
-    values: dict[str, float] = dict(zip(VARIABLES, map(float, found.x), strict=True))
+    values: dict[str, float] = dict(zip(names, map(float, found.x), strict=True))
     prices = sorted(zip((-m for m in found.ineqlin.marginals), rows, strict=True), key=lambda pair: -pair[0])
     binding = tuple(row.what for price, row in prices if price > 1e-9)
-    return Solution(values, values["forward_s"] + values["backward_s"], binding)
+    kept = tuple((point, tier, values[name]) for name, (point, tier) in case.kept.items() if values[name] > _NEARLY_NONE)
+    return Solution(values, sum(values[sweep] for sweep in _SWEEPS), binding, kept)
 
 
-def shortage(case: LpProblem) -> dict[str, float]:
-    """Bytes that each tier lacks at the very least, with whatever shares suit it best; tiers that suffice are left out."""
+def _bounds(case: LpProblem, names: Sequence[str]) -> list[tuple[float, float | None]]:
+    """Least and most of each variable; seconds have no most."""
+    most: dict[str, float | None] = {
+        **dict.fromkeys((*_SHARES, *case.kept), 1.0),
+        "parameters_in_host": 1.0 if case.shape.in_files(TensorKind.PARAMETERS) else 0.0,
+        "gradients_on_ssd": case.shape.in_files(TensorKind.STATE),
+        **case.fixed,
+    }
+    return [(case.fixed.get(name, 0.0), most.get(name)) for name in names]
+
+
+def _costs(case: LpProblem) -> Row:
+    """The objective: seconds, and a little for what moves."""
+    cost: Row = dict.fromkeys(_SWEEPS, 1.0)
+    rows = [_read_write(case, sweep)[0] for sweep in _SWEEPS]
+    moved = max(sum(row.get(name, 0.0) for row in rows) for name in _SHARES) or 1.0
+    each = _PREFERENCE / case.machine.ssd_read_bytes_per_s
+    for share, (kind, tier) in _CHOSEN.items():
+        if tier is not RESTING_PLACES[kind][0]:
+            cost[share] = each * moved * _DISTANCES[tier]
+    for name, (point, tier) in case.kept.items():
+        moved_bytes = case.num_cells * point.num_bytes * _DISTANCES[tier]
+        cost[name] = each * moved_bytes + _PREFERENCE * _LEAST_COST * case.num_cells * point.saved_s
+    return cost
+
+
+def shortage(case: LpProblem) -> dict[Tier, float]:
+    """Bytes that the tiers lack, together as few of each tier's size as can be, with whatever shares suit that best; tiers that
+    suffice are left out."""
     from scipy.optimize import linprog
 
-    found: dict[str, float] = {}
-    activations = [int(kind is TensorKind.ACTIVATIONS) for kind, _ in _CHOSEN.values()]
-    for row in _memory_rows(case):
-        bounds = [(0.0, 1.0)] * len(_SHARES)
-        needed = [row.row.get(name, 0.0) / row.scale for name in _SHARES]
-        best: Any = linprog(needed, [activations], [1.0], bounds=bounds, method="highs")
-        lacking = best.fun * row.scale - row.limit
-        if lacking > 0:
-            found[row.what] = lacking
-    return found
+    rows = list(_memory_rows(replace(case, menu=None), _SPARE))
+    none = [0.0] * len(rows)
+    matrix = [[*(row.row.get(name, 0.0) / row.scale for name in _SHARES), *none] for row in rows]
+    for index, row in enumerate(matrix):
+        row[len(_SHARES) + index] = -1.0
+    matrix.append([*(float(kind is TensorKind.ACTIVATIONS) for kind, _ in _CHOSEN.values()), *none])
+    limits = [*(row.limit / row.scale for row in rows), 1.0]
+    bounds = [*_bounds(case, _SHARES), *([(0.0, None)] * len(rows))]
+    best: Any = linprog([0.0] * len(_SHARES) + [1.0] * len(rows), matrix, limits, bounds=bounds, method="highs")
+    lacking = zip(rows, best.x[len(_SHARES) :], strict=True)
+    return {tier: float(part) * row.scale / (1 - _SPARE) for row, part in lacking if part > 1e-9 for tier in [_tier_of(row)]}
+
+
+def _tier_of(row: Constraint) -> Tier:
+    """The tier that a row of memory is about."""
+    return Tier(row.what.split()[0])
 
 
 # ---- rows
@@ -158,11 +234,11 @@ def shortage(case: LpProblem) -> dict[str, float]:
 
 def _sweep_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
     machine = case.machine
-    compute, adam = _compute_s(case, sweep), _adam_s(case, sweep)
+    compute, adam, saved = _compute_s(case, sweep), _adam_s(case, sweep), _saved_s(case, sweep)
     if machine.one_memory:
-        yield _time("host cores", sweep, {}, compute + adam * machine.least_adam_share)
+        yield _time("host cores", sweep, saved, compute + adam * machine.least_adam_share)
     else:
-        yield _time("compute", sweep, {}, compute)
+        yield _time("compute", sweep, saved, compute)
         yield _time("CPU Adam", sweep, {}, adam)
         yield from _copy_rows(case, sweep)
     read, write = _read_write(case, sweep)
@@ -197,6 +273,15 @@ def _compute_s(case: LpProblem, sweep: str) -> float:
     return count * (layers * (shape.forward_s + shape.backward_s) + shape.head_s + shape.pre_backward_s) + norm
 
 
+def _saved_s(case: LpProblem, sweep: str) -> Row:
+    """What kept activations take from the backward's computation; smaller layers save in proportion."""
+    if sweep == "forward_s":
+        return {}
+    layers = case.shape.layer_elements[:-1]
+    scale = sum(layers) / (max(case.shape.layer_elements) * len(layers)) if case.kept and max(layers) else 0.0
+    return {name: -case.num_cells * scale * point.saved_s for name, (point, _) in case.kept.items()}
+
+
 def _adam_s(case: LpProblem, sweep: str) -> float:
     elements = _share(case, sweep) * case.shape.stepped_elements / case.shape.num_shards
     return case.machine.adam_s(elements, elements * case.shape.written_bytes)
@@ -219,8 +304,20 @@ def _copy_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
         ("copies out", machine.copy_out_bytes_per_s, 0.0 if forward else gradients, 1.0),
     ):
         assert rate is not None  # a machine with copies has rates for them
-        each = times * moved / rate
-        yield _time(what, sweep, {"activations_on_host": each, "activations_on_ssd": each}, fixed / rate)
+        row: Row = dict.fromkeys(("activations_on_host", "activations_on_ssd"), times * moved / rate)
+        if (what == "copies out") is forward:
+            row |= {name: value / rate for name, value in _kept_bytes(case, Tier.HOST, Tier.SSD).items()}
+        yield _time(what, sweep, row, fixed / rate)
+
+
+def _kept_bytes(case: LpProblem, *tiers: Tier) -> Row:
+    """Bytes that all cells would keep in `tiers`, by the variables for it."""
+    found: Row = {}
+    for name, (point, tier) in case.kept.items():
+        shares = tier_shares(case.shape.num_layers, {tier: 1.0})
+        if num_bytes := case.num_cells * point.num_bytes * sum(shares[own] for own in tiers):
+            found[name] = num_bytes
+    return found
 
 
 def _activation_bytes(case: LpProblem) -> float:
@@ -236,7 +333,7 @@ def _read_write(case: LpProblem, sweep: str) -> tuple[Row, Row]:
     state, gradients = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE), stepped * shape.gradient_bytes
     steps, activations, waiting = _share(case, sweep), _activation_bytes(case), case.terms.held_share
     forward = sweep == "forward_s"
-    fetched = parameters * (1 - case.forward_share if forward else 1 - _kept(case))
+    fetched = parameters * (1 - case.forward_share if forward else 1 - _staying(case))
     read = {
         "": fetched + steps * state,
         "parameters_in_host": -fetched,
@@ -249,10 +346,11 @@ def _read_write(case: LpProblem, sweep: str) -> tuple[Row, Row]:
         "activations_on_ssd": activations,
         "gradients_on_ssd": 0.0 if forward else waiting * gradients,
     }
+    (write if forward else read).update(_kept_bytes(case, Tier.SSD))
     return read, write
 
 
-def _kept(case: LpProblem) -> float:
+def _staying(case: LpProblem) -> float:
     """The share of the parameters that stays at the turn: the last layers in the window, and what is outside the layers."""
     shape = case.shape
     count = 1 + (case.terms.window + 1) // 2
@@ -273,7 +371,21 @@ def _memory_rows(case: LpProblem, spare: float = 0.0) -> Iterator[Constraint]:
             continue
         base = tier_bytes(case, nothing, tier)
         row = {name: tier_bytes(case, placement, tier) - base for name, placement in each.items()}
+        row |= _kept_bytes(case, *_counted_in(tier, case.machine.one_memory))
+        base += _kept_buffers(case, tier)
         yield Constraint(f"{tier} memory", row, limit * (1 - spare) - base, max(1.0, abs(limit)))
+
+
+def _counted_in(tier: Tier, one_memory: bool) -> tuple[Tier, ...]:
+    """The tiers whose memory is that of `tier`."""
+    return (Tier.DEVICE, Tier.HOST) if one_memory and tier is Tier.HOST else (tier,)
+
+
+def _kept_buffers(case: LpProblem, tier: Tier) -> float:
+    """Bytes of a tier for the buffers of what is kept, for the largest of what may move."""
+    largest = max((p.num_bytes for p, where in case.kept.values() if where is not Tier.DEVICE), default=0.0)
+    tiers = {where for _, where in case.kept.values()}
+    return sum(buffer_bytes(own, largest, tiers) for own in _counted_in(tier, case.machine.one_memory))
 
 
 def _with_everything(placement: Placement, kind: TensorKind, tier: Tier) -> Placement:
@@ -292,7 +404,8 @@ def tier_bytes(problem: LpProblem, placement: Placement, tier: Tier) -> float:
             gradients = problem.terms.held_share * shape.gradient_bytes * shape.in_files(TensorKind.GRADIENTS)
             files = stepped * (shape.written_bytes * shape.generations + gradients)
             files = (files + frozen * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)) / shape.num_shards
-            return files + _ssd_activations(problem) * shape.in_files(TensorKind.ACTIVATIONS)
+            kept = shape.kept.resting_bytes(shape.num_layers, problem.terms.num_micro_batches) if shape.kept else {}
+            return files + _ssd_activations(problem) * shape.in_files(TensorKind.ACTIVATIONS) + kept.get(Tier.SSD, 0.0)
     assert_never(tier)
 
 

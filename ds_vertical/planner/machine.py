@@ -7,15 +7,152 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
 from ds_vertical.errors import CostsError
-from ds_vertical.types import Machine, Tier, TierBytes, check_number
+from ds_vertical.types import Tier, TierBytes, check_number, refuse
 
+_MOST_LOAD: Final = 0.9  # of the host cores, which transfers can take: a computation beside them goes on
 SHIPPED: Final = Path(__file__).resolve().parent / "machines"
 _CAPACITIES: Final = {tier: f"{tier}_bytes" for tier in Tier}  # the keys of "capacity"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one machine, as one rank sees them.
+
+    `ssd_*_together_bytes_per_s`: with reads and writes under way at the same time; null: as alone. `copy_in`: host to
+    device; `copy_host`: within host memory (null: no time). `one_memory`: host and device are one (the CPU accelerator):
+    there are no copies, and compute, CPU Adam and casts share the host cores. `adam_elements_per_s`: CPU Adam on
+    `adam_cores` cores (null: all), fp32 state in memory; `cast_elements_per_s`: fp32 to the parameters' dtype on as many
+    (null: part of Adam's rate); `checksum_bytes_per_s`: the checksum of what is written, on one core (null: no time).
+    `adam_core_share`: seconds of all host cores that a second of CPU Adam takes from what computes there, as measured
+    (null: as `adam_cores` of them; counted where `one_memory`). `norm_elements_per_s`: the norm that stock takes of each
+    summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte read or written takes from
+    what computes there (null: none; counted where `one_memory`). Latencies are seconds per event.
+    `from_dict` reads the JSON of `ds-vertical limits`.
+    """
+
+    ssd_read_bytes_per_s: float
+    ssd_write_bytes_per_s: float
+    adam_elements_per_s: float
+    host_cores: int
+    one_memory: bool
+    copy_in_bytes_per_s: float | None = None
+    copy_out_bytes_per_s: float | None = None
+    copy_host_bytes_per_s: float | None = None
+    ssd_read_together_bytes_per_s: float | None = None
+    ssd_write_together_bytes_per_s: float | None = None
+    cast_elements_per_s: float | None = None
+    checksum_bytes_per_s: float | None = None
+    norm_elements_per_s: float | None = None
+    adam_cores: int | None = None
+    adam_core_share: float | None = None
+    ssd_core_s_per_byte: float | None = None
+    ssd_latency_s: float = 0.0
+    copy_latency_s: float = 0.0
+    compute_latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            self._check(each.name, getattr(self, each.name), each.default is None)
+        for lane in ("in", "out"):
+            if not self.one_memory and getattr(self, f"copy_{lane}_bytes_per_s") is None:
+                raise refuse("machine", f"copy_{lane}_bytes_per_s", None, "bytes per second, or one_memory: true")
+        for lane in ("read", "write"):
+            alone, together = (getattr(self, f"ssd_{lane}_{way}bytes_per_s") for way in ("", "together_"))
+            if together is not None and together > alone:
+                raise refuse("machine", f"ssd_{lane}_together_bytes_per_s", together, f"at most the rate alone, {alone}")
+        if self.adam_cores is not None and self.adam_cores > self.host_cores:
+            raise refuse("machine", "adam_cores", self.adam_cores, f"at most host_cores, {self.host_cores}, or null")
+
+    @staticmethod
+    def _check(key: str, value: object, optional: bool) -> None:
+        if value is None and optional:
+            return
+        null = " or null" if optional else ""
+        if key == "one_memory":
+            if not isinstance(value, bool):
+                raise refuse("machine", key, value, "true or false")
+        elif key.endswith("_cores"):
+            check_number("machine", key, value, 1, f"a number of cores, 1 or more{null}", whole=True)
+        elif key.endswith("_share"):
+            check_number("machine", key, value, 0.0, f"seconds per second, 0 or more{null}")
+        elif key.endswith("_per_s"):
+            check_number("machine", key, value, 1e-9, f"a rate above 0, per second{null}")
+        else:
+            check_number("machine", key, value, 0.0, "seconds, 0 or more")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """Read the object `{"machine": {FIELD: VALUE, ...}, ...}` or the inner object alone.
+
+        Keys are the fields of this class with the units in their names; those with a default may be left out. Beside
+        "machine", other keys (date, name, command) are allowed and ignored; inside it an unknown key is an error.
+        Raises CostsError naming the key.
+        """
+        inner = values.get("machine", values)
+        if not isinstance(inner, Mapping):
+            raise refuse("limits", "machine", inner, "an object of rates")
+        names = {each.name: each.default is MISSING for each in fields(cls)}
+        unknown = sorted(set(inner) - set(names))
+        missing = [name for name, required in names.items() if required and name not in inner]
+        if unknown:
+            raise CostsError(f"machine.{unknown[0]}: no such key; there are {', '.join(names)}")
+        if missing:
+            raise CostsError(f"machine.{missing[0]}: missing; run `ds-vertical limits` again, or write its value")
+        return cls(**inner)
+
+    def slowed(self, factor: float) -> Self:
+        """This machine, when its host's cores take `factor` times as long for everything."""
+        names = ("adam_elements_per_s", "cast_elements_per_s", "checksum_bytes_per_s", "norm_elements_per_s")
+        rates = {name: rate / factor for name in names if (rate := getattr(self, name)) is not None}
+        load = None if self.ssd_core_s_per_byte is None else self.ssd_core_s_per_byte * factor
+        return replace(self, ssd_core_s_per_byte=load, compute_latency_s=self.compute_latency_s * factor, **rates)
+
+    def shared(self, num_ranks: int) -> Self:
+        """This machine as each of `num_ranks` ranks sees it, which all do the same at the same time: they share one SSD and one
+        host, and each has a device of its own and a link to it."""
+        names = ["adam_elements_per_s", "cast_elements_per_s", "checksum_bytes_per_s", "copy_host_bytes_per_s"]
+        names += [f"ssd_{lane}_{way}bytes_per_s" for lane in ("read", "write") for way in ("", "together_")]
+        names += ["norm_elements_per_s"] if self.one_memory else []
+        return replace(self, **{name: rate / num_ranks for name in names if (rate := getattr(self, name)) is not None})
+
+    def adam_s(self, elements: float, written_bytes: float) -> float:
+        """Seconds of the cores of CPU Adam for a step: the update, the cast, and the checksums of what is written."""
+        update = elements / self.adam_elements_per_s
+        cast = elements / self.cast_elements_per_s if self.cast_elements_per_s else 0.0
+        return update + cast + (written_bytes / self.checksum_bytes_per_s if self.checksum_bytes_per_s else 0.0)
+
+    @property
+    def adam_share(self) -> float:
+        """Seconds of all host cores that a second of CPU Adam takes beside a computation: more than one where both at a time
+        are slower than in turn."""
+        if self.one_memory and self.adam_core_share is not None:
+            return self.adam_core_share
+        return (self.adam_cores or self.host_cores) / self.host_cores
+
+    @property
+    def least_adam_share(self) -> float:
+        """`adam_share` in the best order: where both at a time are slower, in turn."""
+        return min(1.0, self.adam_share)
+
+    def ssd_load(self, bytes_per_s: float) -> float:
+        """The share of the host cores that transfers at this rate take from the computation, where it runs on these."""
+        load = (self.ssd_core_s_per_byte or 0.0) * bytes_per_s / self.host_cores
+        return min(load, _MOST_LOAD) if self.one_memory else 0.0
+
+    @property
+    def read_together(self) -> float:
+        """The SSD's read rate beside writes, against reads alone."""
+        return (self.ssd_read_together_bytes_per_s or self.ssd_read_bytes_per_s) / self.ssd_read_bytes_per_s
+
+    @property
+    def write_together(self) -> float:
+        """The SSD's write rate beside reads, against writes alone."""
+        return (self.ssd_write_together_bytes_per_s or self.ssd_write_bytes_per_s) / self.ssd_write_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -24,7 +161,7 @@ class Profile:
 
     `capacity`: bytes that training may take of each tier of the whole machine, None where that is not known. `flops_per_s`: by
     dtype, as matrix products reach it. `assumed`: what the numbers rest on where nobody measured them. `aio`: the settings that
-    were fastest, None where none were tried.
+    were fastest, None where none were tried. `memory_bytes_per_s`: of the device's memory.
     """
 
     name: str
@@ -34,6 +171,13 @@ class Profile:
     assumed: tuple[str, ...] = ()
     date: str | None = None
     aio: Mapping[str, object] | None = None
+    memory_bytes_per_s: float | None = None
+
+    def flops_per_byte(self, dtype: str) -> float:
+        """Operations of matrix products in the time of a byte that the device reads or writes; 0 where that is not known."""
+        copied = self.machine.copy_host_bytes_per_s if self.machine.one_memory else None
+        rate = self.memory_bytes_per_s or (2 * copied if copied else None)  # a copy reads and writes
+        return self.flops_per_s.get(dtype, 0.0) / rate if rate else 0.0
 
     @classmethod
     def from_dict(cls, name: str, report: Mapping[str, Any]) -> Self:
@@ -51,7 +195,10 @@ class Profile:
             check_number("rates", f"{dtype}_flops_per_s", value, 1.0, "operations per second")
         sizes = {tier: capacity.get(key) for tier, key in _CAPACITIES.items()}
         assumed = tuple(report.get("assumed") or ())
-        return cls(name, Machine.from_dict(report), sizes, speeds, assumed, report.get("date"), report.get("aio"))
+        memory = rates.get("memory_bytes_per_s")
+        if memory is not None:
+            check_number("rates", "memory_bytes_per_s", memory, 1.0, "bytes per second, or null")
+        return cls(name, Machine.from_dict(report), sizes, speeds, assumed, report.get("date"), report.get("aio"), memory)
 
 
 def shipped() -> list[str]:

@@ -5,7 +5,8 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
     host    parameter buffers    b N and `pre`, in the parameters' dtype; b of `layer_buffers`, which is w + 3
             optimizer slots      slots x part x (state + parameter bytes)
             gradients            4P of the share that waits there, 4N of a few layers for what is stepped early or goes to SSD
-            activations          M L A of the share that is kept there; M K_host, and buffers of 6 cells where some go to SSD
+             activations          M L A of the share that is kept there
+             kept for the backward  M K of all layers that rests there, K of a micro-batch; buffers of cells, where some move
             at rest              parameters and state that are not on SSD
     device  parameters           (w + 1) N and `pre`, gathered (none where they are the host's buffers)
             gradient sums        4N of one layer (two while one is copied out) and of `pre`
@@ -28,9 +29,10 @@ from types import MappingProxyType
 from typing import Final
 
 from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import LEAD, MAX_SAVES, MAX_STEPS
-from ds_vertical.types import PRE, ModelShape, TensorKind, Tier, TierBytes, check_number
+from ds_vertical.types import PRE, TensorKind, Tier, TierBytes, check_number
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
@@ -96,6 +98,11 @@ class BudgetItem:
     key: str
 
 
+def norm_copy(tier: Tier, largest_parameter: int, element_bytes: int = 8) -> BudgetItem:
+    """Stock takes the norm of a gradient from a copy, in fp64 as a rule; `largest_parameter`: elements."""
+    return BudgetItem(tier, "fp64 copy for a norm", element_bytes * largest_parameter, "(largest parameter)")
+
+
 def layer_buffers(window: int, num_layers: int) -> int:
     """Host buffers for layers: of those in the window, of the one that computes, of those whose steps are under way."""
     return min(max(window + MAX_STEPS, LEAD) + 1, num_layers)
@@ -129,9 +136,7 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     kept = terms.num_micro_batches * shape.num_layers * shape.activation_bytes
     kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
     yield _item(Tier.HOST, "activations", kept, "gradient_accumulation_steps")
-    yield _item(Tier.HOST, "kept for the backward", terms.num_micro_batches * terms.kept.on_host, _KEEP)
-    ways = (MAX_SAVES + LOOK_AHEAD + 1) if terms.kept.on_ssd else 0
-    yield _item(Tier.HOST, "kept values on their way", ways * terms.kept.cell, _KEEP)
+    yield from _kept(shape, terms, Tier.HOST)
 
 
 def _slot_bytes(shape: ModelShape, terms: BudgetTerms) -> float:
@@ -168,9 +173,22 @@ def _device(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     inputs, passing = count * shape.num_layers + 2, count * min(2, shape.num_layers) + 1  # the last layer is fused
     inputs = inputs * (1 - off) + passing * off
     yield _item(Tier.DEVICE, "activations between layers", inputs * shape.activation_bytes, "gradient_accumulation_steps")
-    kept = terms.num_micro_batches * terms.kept.on_device + (LOOK_AHEAD + 2) * terms.kept.cell
-    yield _item(Tier.DEVICE, "kept for the backward", kept, _KEEP)
     yield _item(Tier.DEVICE, "one layer's backward", backward_bytes(shape, terms), "train_micro_batch_size_per_gpu")
+    yield from _kept(shape, terms, Tier.DEVICE)
+
+
+def _kept(shape: ModelShape, terms: BudgetTerms, tier: Tier) -> Iterator[BudgetItem]:
+    """What forwards keep for their backwards: at rest, and on its way to another tier and back. A run knows it by `terms`, a plan
+    by the `shape`."""
+    run = terms.kept
+    at_rest = {Tier.DEVICE: run.on_device, Tier.HOST: run.on_host, Tier.SSD: run.on_ssd}
+    cells = {Tier.DEVICE: LOOK_AHEAD + 2, Tier.HOST: MAX_SAVES + LOOK_AHEAD + 1 if run.on_ssd else 0, Tier.SSD: 0}
+    resting, moving = terms.num_micro_batches * at_rest[tier], cells[tier] * run.cell
+    if shape.kept is not None:
+        resting += shape.kept.resting_bytes(shape.num_layers, terms.num_micro_batches)[tier]
+        moving += shape.kept.buffer_bytes()[tier]
+    yield _item(tier, "kept for the backward", resting, _KEEP)
+    yield _item(tier, "kept values on their way", moving, _KEEP)
 
 
 def backward_bytes(shape: ModelShape, terms: BudgetTerms) -> int:

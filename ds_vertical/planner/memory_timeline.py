@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.costs import Parts, PartSizes
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.simulate import SimulatedRun, SimulatedSpan
 from ds_vertical.schedule.events import Event, Op
-from ds_vertical.types import IN_FILES, PRE, SUF, Machine, ModelShape, TensorKind, Tier, Unit
+from ds_vertical.types import IN_FILES, PRE, SUF, TensorKind, Tier, Unit
 
-MemoryOwner = Literal["parameters", "activations", "activation gradients", "gradients", "state"]
+MemoryOwner = Literal["parameters", "activations", "activation gradients", "kept", "gradients", "state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,20 @@ def changes(timeline: SimulatedRun, machine: Machine, shape: ModelShape, parts: 
     yield from ledger.state()
     yield from ledger.activations("activations", _input_role)
     yield from ledger.activations("activation gradients", _gradient_role)
+    yield from ledger.kept()
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Something that rests in `tier` between its uses."""
+
+    owner: MemoryOwner
+    tier: Tier
+    num_bytes: float
+
+
+# What events do with what a cell's forward keeps.
+_KEPT_VERBS: Final = {Op.F: "make", Op.KSAVE: "save", Op.KLOAD: "load", Op.B: "use", Op.KDROP: "drop"}
 
 
 class _Ledger:
@@ -156,15 +172,30 @@ class _Ledger:
                 assert event.micro_batch is not None
                 key = (unit, event.micro_batch)
                 if verb == "make" and key in uses:
-                    yield from self._life(owner, self.tiers[key[1]], uses.pop(key))
+                    yield from self._life(_Tensor(owner, self.tiers[key[1]], self.shape.activation_bytes), uses.pop(key))
                 if verb == "make" or key in uses:
                     uses.setdefault(key, []).append((verb, index))
         for (_, micro_batch), life in uses.items():
-            yield from self._life(owner, self.tiers[micro_batch], life)
+            yield from self._life(_Tensor(owner, self.tiers[micro_batch], self.shape.activation_bytes), life)
 
-    def _life(self, owner: MemoryOwner, tier: Tier, life: Sequence[tuple[str, int]]) -> Iterator[MemoryChange]:
+    def kept(self) -> Iterator[MemoryChange]:
+        """What each cell's forward keeps, from its F to its B."""
+        kept = self.shape.kept
+        if kept is None or not kept.point.num_bytes:
+            return
+        cells: dict[object, Tier] = {**kept.cells(self.shape.num_layers, len(self.tiers), self.machine.one_memory)}
+        lives: dict[object, list[tuple[str, int]]] = {}
+        for index, event in enumerate(self.timeline.events):
+            cell = event.layer, event.micro_batch
+            if event.op not in _KEPT_VERBS or cell not in cells:
+                continue
+            lives.setdefault(cell, []).append((_KEPT_VERBS[event.op], index))
+            if event.op is (Op.B if cells[cell] is Tier.DEVICE else Op.KDROP):
+                yield from self._life(_Tensor("kept", cells[cell], kept.point.num_bytes), lives.pop(cell))
+
+    def _life(self, tensor: _Tensor, life: Sequence[tuple[str, int]]) -> Iterator[MemoryChange]:
         """One tensor from the event that makes it to its last use. Saved, it leaves the device between for its tier."""
-        num_bytes, verbs = self.shape.activation_bytes, [verb for verb, _ in life]
+        owner, tier, num_bytes, verbs = tensor.owner, tensor.tier, tensor.num_bytes, [verb for verb, _ in life]
         last = max(self.end_s(index) for verb, index in life if verb != "drop")
         if tier is Tier.DEVICE or "save" not in verbs:
             yield MemoryChange(self.start_s(life[0][1]), Tier.DEVICE, owner, num_bytes)

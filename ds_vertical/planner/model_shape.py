@@ -1,14 +1,161 @@
-"""What a plan has to know of a model before anybody has run it: elements, floating-point operations and bytes per sequence."""
+"""What a plan has to know of a model: elements, operations, bytes and seconds, before anybody has run it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from ds_vertical.errors import CostsError
-from ds_vertical.types import ModelShape, Placement
+from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, concave, mean_menu, thinned
+from ds_vertical.types import PRE, ActivationPolicy, Placement, TensorKind, Unit, check_number, refuse
 
+REPLAY_S: Final = 10e-6  # of the host, for an operation that a recompute with left-out operations runs (assumed)
 DTYPE_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as the schedule sees it: elements per unit, seconds per micro-batch, bytes.
+
+    `forward_s`, `backward_s`: one layer (of largest size), one micro-batch; backward without the recompute, with the sum
+    into the gradient. Smaller layers cost in proportion to their elements. `head_s`: suffix, loss and their backward.
+    `activation_bytes`: what passes from a layer to the next for one micro-batch. `num_shards`: ranks that share each
+    parameter. `state_bytes`: per element, fp32 master and two moments. `generations`: copies of the files of state and
+    parameters on SSD (2 where steps may be discarded). `part_elements`: most elements of a piece that
+    goes through the optimizer pipeline by itself (null: a unit or its part at once). `working_bytes`: what a layer needs on
+    the device while it runs backward for one micro-batch. `files`: bytes of the parameter files of `pre` and of each layer on
+    this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
+    placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). Raises CostsError.
+    """
+
+    pre_elements: int
+    layer_elements: tuple[int, ...]
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+    pre_forward_s: float = 0.0
+    pre_backward_s: float = 0.0
+    head_s: float = 0.0
+    param_bytes: int = 2
+    gradient_bytes: int = 4
+    state_bytes: int = 12
+    num_shards: int = 1
+    generations: int = 1
+    part_elements: int | None = None
+    recompute_last: bool = True
+    working_bytes: int = 0
+    placement: Placement = Placement()
+    files: tuple[int, ...] | None = None
+    gradients: tuple[int, ...] | None = None
+    slot_bytes: int | None = None
+    kept: KeptShare | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layer_elements:
+            raise refuse("model", "layer_elements", self.layer_elements, "the elements of each layer, at least one")
+        for elements in (self.pre_elements, *self.layer_elements):
+            check_number("model", "layer_elements and pre_elements", elements, 0, "whole numbers, 0 or more", whole=True)
+        for key in ("forward_s", "backward_s", "pre_forward_s", "pre_backward_s", "head_s"):
+            check_number("model", key, getattr(self, key), 0.0, "seconds, 0 or more")
+        for key in ("activation_bytes", "gradient_bytes", "state_bytes", "working_bytes"):
+            check_number("model", key, getattr(self, key), 0, "bytes, 0 or more", whole=True)
+        for key in ("param_bytes", "num_shards", "generations"):
+            check_number("model", key, getattr(self, key), 1, "a whole number, 1 or more", whole=True)
+        if self.part_elements is not None:
+            check_number("model", "part_elements", self.part_elements, 1, "elements, 1 or more, or null", whole=True)
+
+    @property
+    def num_layers(self) -> int:
+        """Of the schedule: each of `blocks_per_layer` blocks."""
+        return len(self.layer_elements)
+
+    @property
+    def num_elements(self) -> int:
+        """Of all units, on all ranks."""
+        return self.pre_elements + sum(self.layer_elements)
+
+    @property
+    def unit_files(self) -> tuple[float, ...]:
+        """Bytes of the parameter files of `pre` and of each layer on this rank."""
+        each = self.param_bytes * self.in_files(TensorKind.PARAMETERS) / self.num_shards
+        return tuple(elements * each for elements in self._units) if self.files is None else self.files
+
+    @property
+    def written_bytes(self) -> float:
+        """Bytes written to SSD for each element that is stepped: its state, and the parameter."""
+        return self.state_bytes * self.in_files(TensorKind.STATE) + self.param_bytes * self.in_files(TensorKind.PARAMETERS)
+
+    def in_files(self, kind: TensorKind) -> float:
+        """The share of `kind` that rests in files."""
+        return self.placement.in_files(kind)
+
+    @property
+    def unit_gradients(self) -> tuple[int, ...]:
+        """Elements of `pre` and of each layer that have a gradient, on all ranks."""
+        return self._units if self.gradients is None else self.gradients
+
+    @property
+    def stepped_elements(self) -> int:
+        """Of all units, on all ranks: those of parameters that are trained."""
+        return sum(self.unit_gradients)
+
+    @property
+    def _units(self) -> tuple[int, ...]:
+        return (self.pre_elements, *self.layer_elements)
+
+    def elements(self, unit: Unit | None) -> int:
+        """All elements of `pre` or of a layer. `suf` has none of its own. Raises CostsError for a layer it lacks."""
+        if not isinstance(unit, int):
+            return self.pre_elements if unit == PRE else 0
+        if unit >= self.num_layers:
+            raise CostsError(f"the schedule names layer {unit}; the model has {self.num_layers}")
+        return self.layer_elements[unit]
+
+    def shard(self, unit: Unit | None) -> float:
+        """Elements of a unit that this rank keeps."""
+        return self.elements(unit) / self.num_shards
+
+    def stepped(self, unit: Unit | None) -> float:
+        """Elements of a unit that this rank's optimizer steps."""
+        if self.gradients is None or not self.elements(unit):
+            return self.shard(unit)
+        return self.gradients[1 + unit if isinstance(unit, int) else 0] / self.num_shards
+
+
+@dataclass(frozen=True)
+class CountedPoint:
+    """What a policy saves of the recompute of one block over one sequence, for `num_bytes` that rest: floating-point
+    operations, and bytes that all left-out operations read and make. `num_run`: operations that are still run. `outputs`: see
+    `PolicyPoint`."""
+
+    policy: ActivationPolicy
+    num_bytes: int
+    flops: float
+    moved_bytes: int
+    num_run: int
+    outputs: int | None = None
+
+
+@dataclass(frozen=True)
+class CountedMenu:
+    """What one kind of block offers to keep; `flops` and `moved_bytes` of its whole forward over one sequence."""
+
+    kind: str
+    num_blocks: int
+    flops: float
+    moved_bytes: int
+    points: tuple[CountedPoint, ...]
+
+    def menu(self, sequences: int, forward_s: float, flops_per_byte: float) -> KeepMenu:
+        """Seconds and bytes of a micro-batch of so many sequences, of which the forward takes `forward_s`. A byte that is read
+        or made counts as `flops_per_byte` operations; each operation that is run again costs `REPLAY_S` besides."""
+        whole = (self.flops + flops_per_byte * self.moved_bytes) or 1.0
+        points = []
+        for point in self.points:
+            saved = (point.flops + flops_per_byte * point.moved_bytes) / whole * forward_s - REPLAY_S * point.num_run
+            points.append(PolicyPoint(point.policy, sequences * point.num_bytes, max(0.0, saved), point.outputs))
+        return KeepMenu(self.kind, self.num_blocks, thinned(concave(points)))
 
 
 @dataclass(frozen=True)
@@ -19,9 +166,9 @@ class ModelSpec:
     `block_flops`: floating-point operations of one block's forward over one sequence, `pre_flops` and `head_flops` of what
     stands before and behind the blocks. `passed_bytes`: what passes between two blocks for one sequence; `block_saved_bytes`
     and `head_saved_bytes`: what autograd keeps of one block's and of the suffix's forward. `largest_parameter`: elements.
-
     `trained`: of the elements outside the blocks and of each block, those that are trained (None: all). `block_frozen_flops`
-    and `head_frozen_flops`: of the forward's operations, those with weights that are not trained.
+    and `head_frozen_flops`: of the forward's operations, those with weights that are not trained. `menus`: what each kind of
+    block may keep for its backward.
     """
 
     name: str
@@ -39,6 +186,7 @@ class ModelSpec:
     trained: tuple[int, ...] | None = None
     block_frozen_flops: float = 0.0
     head_frozen_flops: float = 0.0
+    menus: tuple[CountedMenu, ...] = ()
 
     @property
     def num_elements(self) -> int:
@@ -49,6 +197,24 @@ class ModelSpec:
     def trained_elements(self) -> int:
         """Of all parameters that are trained."""
         return self.num_elements if self.trained is None else sum(self.trained)
+
+    @property
+    def flops(self) -> float:
+        """Operations of forward and backward over one sequence; what is computed again is not counted."""
+        return 3 * (self.pre_flops + len(self.block_elements) * self.block_flops + self.head_flops)
+
+    def shortened(self, sequence_length: int) -> ModelSpec:
+        """The model with shorter sequences, nearly: what passes and what is kept shrink in proportion; seconds do not."""
+        part = sequence_length / self.sequence_length
+        names = ("passed_bytes", "block_saved_bytes", "head_saved_bytes")
+        sizes = {name: math.ceil(part * getattr(self, name)) for name in names}
+        return replace(self, sequence_length=sequence_length, **sizes, menus=())
+
+    def menu(self, sequences: int, blocks_per_layer: int, forward_s: float, flops_per_byte: float) -> KeepMenu | None:
+        """What a layer may keep of its forward for a micro-batch: bytes and seconds of the mean layer. `forward_s`: of one
+        block. None where nothing has been counted."""
+        mean = mean_menu([menu.menu(sequences, forward_s, flops_per_byte) for menu in self.menus])
+        return None if mean is None else mean.times(blocks_per_layer)
 
     def layers(self, blocks_per_layer: int) -> tuple[int, ...]:
         """Elements of each layer of so many consecutive blocks; the last may have fewer."""

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ds_vertical.planner.closed_forms import Traffic, kept_layers, vertical_traffic
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.events import DELAYED, Op, Schedule
-from ds_vertical.types import PRE, SHARE_NAMES, ModelShape, Placement, Unit
+from ds_vertical.types import PRE, SHARE_NAMES, Placement, Unit
 
 FILE_NAME = "account.jsonl"
 Share = Literal["delayed", "all"]
@@ -133,13 +134,14 @@ class Account:
         return early * step.schedule.early, (1.0 if step.due == "all" else 1 - early) * due
 
     def table(self, step: ExecutedStep, rates: Mapping[str, float]) -> Traffic | None:
-        """The closed table's bytes for this step; None where it took less than one whole step (the first, for one), or where
-        activations move in an order that the table does not know."""
+        """The closed table's bytes for this step; None where it took less than one whole step (the first, for one), where
+        activations move in an order that the table does not know, or where what forwards keep moves: the facts do not say how
+        many bytes that is."""
         early, due = self.shares(step)
         schedule = step.schedule
         after_norm = not (schedule.early or schedule.delayed)
         taken = 1.0 if after_norm else early + due
-        if taken < 1 - 1e-9 or schedule.order != "vertical" or (schedule.moved and schedule.snake):
+        if taken < 1 - 1e-9 or schedule.order != "vertical" or schedule.kept or (schedule.moved and schedule.snake):
             return None
         kept, redone = kept_layers(schedule.window), max(0.0, taken - 1)
         held = {event.part for event in schedule.events if event.op is Op.HOLD}

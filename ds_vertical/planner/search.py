@@ -6,26 +6,30 @@ best with every window, are then run through the simulator on the very schedule 
 decide, and among plans that differ by less than a hundredth the simplest. Models of many layers are judged by two runs with
 fewer (a layer costs the same however many there are). The optimizer's pieces are taken coarser there than they are: some to a
 layer, which overlap as the real ones do.
+
+[Note: keeping] The program mixes all policies and tiers of what is kept; the JSON has one policy, in one tier. So of each of
+the best cases one candidate for each policy and tier is solved again, with what it keeps given, and the simulator ranks them
+beside the one that keeps nothing.
+
+[Note: in place] Without clipping early steps need no second generation of files where a norm that is not finite ends the run
+(`on_nonfinite: "stop"`). A plan does so where it is asked to, or where the SSD has no room for two generations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
 from ds_vertical.planner import linear_program, memory_budget
-from ds_vertical.planner.activation_policy import activation_tiers
-from ds_vertical.planner.bound import Bound, step_bound
-from ds_vertical.planner.closed_forms import Traffic, traffic_of
-from ds_vertical.planner.costs import Parts, event_costs, split_steps
+from ds_vertical.planner.candidate import POLICIES, Candidate, Choice, difference, simplicity
+from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint, rounded
 from ds_vertical.planner.linear_program import LpProblem, Solution
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
-from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
-from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, Schedule
-from ds_vertical.schedule.passes import TrainingStep, build_training
-from ds_vertical.types import PRE, Machine, ModelShape, Placement, TensorKind, Tier, TierBytes, per_tier
+from ds_vertical.types import Placement, TensorKind, Tier, TierBytes, per_tier
 
 WINDOWS: Final = (1, 2, 3)
 DELAYS: Final = (0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
@@ -33,17 +37,16 @@ _BLOCKS: Final = (1, 2, 4)
 _MICRO_BATCH_SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
 _SIMULATED: Final = 6  # cases that the simulator ranks
 _VARIED: Final = 2  # of them, those that it runs with every window
-_RANKED_LAYERS: Final = 5
-_PIECES: Final = 8  # of a layer in the optimizer's pipeline
-_STEADY_STEPS: Final = 3
+_KEEPING: Final = 3  # ways to keep of each case that the simulator ranks, besides none
+_NEAR: Final = 1.25  # of the best case's seconds: what is ranked
 _RUNNERS_UP: Final = 3
 _EQUAL: Final = 1.01  # plans nearer than this are one as good as the other
-# What gives a plan more room in a tier.
-_REMEDIES: Final = per_tier(
+_MORE: Final = 0.02  # of a tier: steps by which advice on memory grows until what it says fits
+_MORE_OF: Final = per_tier(
     {
-        Tier.DEVICE: "a shorter --sequence-length or a larger device",
-        Tier.HOST: "more host memory, fewer ranks",
-        Tier.SSD: "more room on the SSD (--nvme-path on another one)",
+        Tier.DEVICE: "device memory",
+        Tier.HOST: "host memory (--host-memory says how much there is)",
+        Tier.SSD: "free on the SSD (--nvme-path on another one)",
     }
 )
 _FP32_BYTES: Final = 4
@@ -62,6 +65,9 @@ class Task:
 
     `micro_batch_size`: given instead of chosen. `seconds`: of the pieces for a micro-batch of so many sequences.
     `speculation`: with clipping, expect that the norm asks for none, so that layers are stepped early and nothing is redone.
+    `stop`: end the run at a norm that is not finite (None: where that is what fits). `keep`: plan what forwards keep.
+    `flops_per_byte`: of this device, operations in the time of a byte of its memory. `parts`: the JSON can say which share of
+    the layers and micro-batches keeps.
     """
 
     spec: ModelSpec
@@ -71,6 +77,10 @@ class Task:
     clip: float = 1.0
     micro_batch_size: int | None = None
     speculation: bool = False
+    stop: bool | None = None
+    keep: bool = True
+    flops_per_byte: float = 0.0
+    parts: bool = False
 
     def counts(self) -> Iterator[tuple[int, int]]:
         """(sequences per micro-batch, M) with `tokens` or the least above it."""
@@ -82,161 +92,48 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One way to train: what the search varies, of the sizes, the timing and the tiers. Shares in [0, 1].
-
-    `RunSettings` are what a run has been told, all of them; these are few, and most of what they say is no key of the section
-    (`cli.plan.deepspeed_json` writes it as JSON). `delay`: `optimizer_delay`; `window`: `prefetch_layers`."""
-
-    micro_batch_size: int
-    num_micro_batches: int
-    blocks_per_layer: int
-    window: int
-    delay: float
-    early: bool
-    placement: Placement
-    speculation: bool = False
-
-    @property
-    def moved(self) -> tuple[int, ...]:
-        """The micro-batches whose activations leave the device."""
-        tiers = activation_tiers(self.num_micro_batches, self.placement[TensorKind.ACTIVATIONS])
-        return tuple(m for m, tier in enumerate(tiers) if tier is not Tier.DEVICE)
-
-    def to_json(self) -> dict[str, object]:
-        """As plans write it."""
-        return {**vars(self), "placement": self.placement.named()}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A choice with the case of the linear program that it comes from, and what the program says of it."""
-
-    choice: Choice
-    case: LpProblem
-    program_s: float
-    binding: tuple[str, ...]
-
-    @property
-    def shape(self) -> ModelShape:
-        """The model, resting where the choice says."""
-        return self.case.shape
-
-    @property
-    def machine(self) -> Machine:
-        """One rank's part of the machine."""
-        return self.case.machine
-
-    def schedule(self, num_layers: int) -> Schedule:
-        """A step in the steady state."""
-        choice, placement = self.choice, self.choice.placement
-        # What is issued ahead at the end of a step, of `pre` and the first layers, is no longer due in the next one.
-        due = frozenset(range(LEAD, num_layers)) if choice.window else frozenset((PRE, *range(num_layers)))
-        waits = placement.in_files(TensorKind.GRADIENTS) > 0
-        moves = not self.machine.one_memory or placement.in_files(TensorKind.ACTIVATIONS) > 0
-        return build_training(
-            TrainingStep(
-                num_layers,
-                choice.num_micro_batches,
-                window=choice.window,
-                delayed=choice.early or choice.delay > 0,
-                due=due if choice.delay > 0 else frozenset(),
-                early=choice.early,
-                ahead=choice.window > 0,
-                hold=None if not waits else DELAYED if choice.early else EVERYTHING,
-                moved=choice.moved if moves else (),
-            )
-        )
-
-    def parts(self, shape: ModelShape) -> Parts | None:
-        """Elements of the early and the delayed part of each unit; None where nothing is stepped early."""
-        return split_steps(shape, self.choice.delay) if self.choice.early else None
-
-    def coarse(self, num_layers: int) -> ModelShape:
-        """The model's first layers, each in a few pieces."""
-        elements = self.shape.layer_elements[:num_layers]
-        size = max(memory_budget.PART_ELEMENTS, max(elements) // self.shape.num_shards // _PIECES)
-        return replace(self.shape, layer_elements=elements, part_elements=size)
-
-    def simulated(self, num_layers: int) -> SimulatedRun:
-        """Steps of the model's first layers."""
-        shape, schedule = self.coarse(num_layers), self.schedule(num_layers)
-        settings = SimulationSettings(_STEADY_STEPS, memory_budget.SLOTS)
-        return simulate(schedule, self.machine, shape, settings, parts=self.parts(shape))
-
-    @cached_property
-    def timeline(self) -> SimulatedRun:
-        """Steps of the whole model."""
-        return self.simulated(self.shape.num_layers)
-
-    @property
-    def step_s(self) -> float:
-        """Predicted seconds of a step."""
-        return self.timeline.step_s
-
-    @cached_property
-    def estimate_s(self) -> float:
-        """As `step_s`, from two runs with fewer layers where there are many."""
-        count = self.shape.num_layers
-        if count <= 2 * _RANKED_LAYERS:
-            return self.step_s
-        few, more = (self.simulated(n).step_s for n in (_RANKED_LAYERS, 2 * _RANKED_LAYERS))
-        return few + (more - few) * (count - _RANKED_LAYERS) / _RANKED_LAYERS
-
-    @cached_property
-    def bound(self) -> Bound:
-        """The least time of a step, as `step_bound` has it."""
-        shape = self.coarse(self.shape.num_layers)
-        return step_bound(self.schedule(shape.num_layers), self.machine, shape, parts=self.parts(shape))
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        """Bytes of one step to and from this rank's SSD."""
-        shape = self.coarse(self.shape.num_layers)
-        events = self.schedule(shape.num_layers).events
-        return traffic_of(event_costs(events, self.machine, shape, self.parts(shape)), shape)
-
-    @property
-    def items(self) -> tuple[memory_budget.BudgetItem, ...]:
-        """The memory budget."""
-        return memory_budget.budget(self.shape, self.case.terms, self.case.further)
-
-    @property
-    def ssd_bytes(self) -> float:
-        """Bytes that rest on this rank's SSD."""
-        return linear_program.tier_bytes(self.case, self.shape.placement, Tier.SSD)
-
-
-@dataclass(frozen=True)
 class Plan:
     """The chosen candidate, and the best of the others by what it differs in."""
 
     chosen: Candidate
     runners_up: tuple[Candidate, ...]
 
+    @property
+    def best_otherwise(self) -> Candidate | None:
+        """The best of those that keep by another policy."""
+        others = (c for c in self.runners_up if c.choice.policy != self.chosen.choice.policy)
+        return min(others, key=lambda c: c.estimate_s, default=None)
+
     def differences(self) -> Iterator[tuple[str, float]]:
         """(what another plan does otherwise, its step over the chosen one's)."""
         for other in self.runners_up:
-            yield _difference(self.chosen.choice, other.choice), other.estimate_s / self.chosen.estimate_s
+            yield difference(self.chosen.choice, other.choice), other.estimate_s / self.chosen.estimate_s
 
 
 def choose(
     task: Task, machine: Machine, limits: TierBytes, further: tuple[memory_budget.BudgetItem, ...] = (_LIBRARIES,)
 ) -> Plan:
     """See [Note: choosing]. `limits`: bytes per tier for one rank. Raises PlanError where no setting fits."""
-    cases = list(_Search(task, machine, limits, further).cases())
+    search = _Search(task, machine, limits, (*further, _norm_copy(task, machine)))
+    cases = list(search.cases())
     solved = [
         (case, size, blocks, solution) for case, size, blocks in cases if (solution := linear_program.solve(case)) is not None
     ]
     if not solved:
-        raise PlanError(_shortage(cases))
+        raise PlanError(_shortage(search, cases))
     solved.sort(key=lambda entry: entry[3].seconds)
-    fitting = [c for entry in _spread(solved) if _fits(c := _candidate(*entry, window=WINDOWS[0]))]
+    fitting = [c for entry in _spread(_preferred(solved, task)) for c in _ways_to_keep(entry, task) if _fits(c)]
     if not fitting:
-        raise PlanError(_shortage(cases))
+        raise PlanError(_shortage(search, cases))
     fitting.sort(key=lambda c: c.estimate_s)
     fitting += [wider for c in fitting[:_VARIED] for window in WINDOWS[1:] if _fits(wider := _with_window(c, window))]
     return _decide(sorted(fitting, key=lambda c: c.estimate_s))
+
+
+def _norm_copy(task: Task, machine: Machine) -> memory_budget.BudgetItem:
+    """Stock's norm of a gradient copies it: of the largest parameter at most."""
+    tier = Tier.HOST if machine.one_memory else Tier.DEVICE
+    return memory_budget.norm_copy(tier, task.spec.largest_parameter)
 
 
 def tune_timing(
@@ -272,12 +169,10 @@ class _Search:
     def cases(self) -> Iterator[tuple[LpProblem, int, int]]:
         """(case, sequences per micro-batch, blocks per layer)"""
         task = self.task
-        all_blocks = [b for b in _BLOCKS if b == 1 or 2 * b <= len(task.spec.block_elements)]
-        timings = [timing for on_ssd in (1.0, 0.0) for timing in self._timings(on_ssd)]
         for size, count in task.counts():
-            both = ((_Sizes(size, count, blocks), timing) for blocks in all_blocks for timing in timings)
+            both = ((_Sizes(size, count, blocks), timing) for blocks in self._all_blocks for timing in self._all_timings)
             varied = [each for each in both if self._has_files(*each)]
-            untimed = [self._case(sizes, timing, _NO_SECONDS) for sizes, timing in varied]
+            untimed = [self._case(sizes, timing) for sizes, timing in varied]
             if all(linear_program.shortage(case) for case in untimed):
                 yield from ((case, size, sizes.blocks_per_layer) for case, (sizes, _) in zip(untimed, varied, strict=True))
                 continue  # nothing is timed that would not fit
@@ -291,26 +186,98 @@ class _Search:
             return True
         return max(gradients) / self.task.num_ranks * _FP32_BYTES >= _LEAST_FILE_BYTES
 
+    @property
+    def _all_blocks(self) -> list[int]:
+        return [b for b in _BLOCKS if b == 1 or 2 * b <= len(self.task.spec.block_elements)]
+
+    @property
+    def _all_timings(self) -> list[_Timing]:
+        return [timing for on_ssd in (1.0, 0.0) for timing in self._timings(on_ssd)]
+
     def _timings(self, state_on_ssd: float) -> Iterator[_Timing]:
-        """Only state on SSD has a second generation, without which nothing is stepped before the norm."""
-        if (self.task.clip == 0 or self.task.speculation) and state_on_ssd:
-            yield from (_Timing(state_on_ssd, delay, True) for delay in DELAYS if delay < 1)
+        """Only state on SSD has a second generation, without which nothing is stepped before the norm but in place."""
+        task, delays = self.task, [delay for delay in DELAYS if delay < 1]
+        if (task.clip == 0 or task.speculation) and state_on_ssd and not (task.stop and task.clip == 0):
+            yield from (_Timing(state_on_ssd, delay, True) for delay in delays)
+        if task.clip == 0 and state_on_ssd and (task.stop or (task.stop is None and self._lacks_generations)):
+            yield from (_Timing(state_on_ssd, delay, True, True) for delay in delays)
         yield _Timing(state_on_ssd, 1.0, False)
 
-    def _case(self, sizes: _Sizes, timing: _Timing, seconds: Seconds) -> LpProblem:
-        delay, early = timing.delay, timing.early
+    @cached_property
+    def _lacks_generations(self) -> bool:
+        """Whether the SSD has no room for two generations of files, whatever else is where."""
+        size, count = next(self.task.counts())
+        return Tier.SSD in linear_program.shortage(self._case(_Sizes(size, count, 1), _Timing(1.0, 0.0, True)))
+
+    def _case(self, sizes: _Sizes, timing: _Timing, seconds: Seconds | None = None) -> LpProblem:
+        """`seconds`: of the pieces; None where only memory matters."""
+        delay, early, task = timing.delay, timing.early, self.task
         division = Division(
             sizes.sequences,
             sizes.blocks_per_layer,
             num_shards=self.task.num_ranks,
-            generations=2 if early else 1,
+            generations=2 if early and not timing.in_place else 1,
             part_elements=memory_budget.PART_ELEMENTS,
             placement=Placement.of(state_on_ssd=timing.state_on_ssd),
         )
         held = delay if early and self.task.clip == 0 else 1.0  # what may be redone is kept
         terms = memory_budget.BudgetTerms(sizes.num_micro_batches, 1, held_share=held, one_memory=self.machine.one_memory)
-        shape = shape_of(self.task.spec, seconds, division)
-        return LpProblem(shape, self.machine, terms, self.limits, delay, early, self.further)
+        shape = shape_of(task.spec, seconds or _NO_SECONDS, division)
+        menu = None
+        if seconds is not None and task.keep:
+            menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds.block_forward, task.flops_per_byte)
+        return LpProblem(shape, self.machine, terms, self.limits, delay, early, self.further, menu)
+
+    def remedies(self, lacking: Mapping[Tier, float]) -> Iterator[str]:
+        """What would make some setting fit, each tried: fewer tokens, fewer ranks, more memory where it is `lacking`."""
+        task, spec = self.task, self.task.spec
+        halves = [spec.sequence_length >> n for n in range(1, spec.sequence_length.bit_length())]
+        shorter = (length for length in halves if replace(self, task=replace(task, spec=spec.shortened(length))).fits())
+        if length := next(shorter, None):
+            yield f"a shorter sequence (--sequence-length {length})"
+        counts = [task.tokens >> n for n in range(1, task.tokens.bit_length()) if task.tokens >> n >= spec.sequence_length]
+        fewer = (tokens for tokens in counts if replace(self, task=replace(task, tokens=tokens)).fits())
+        if not length and (tokens := next(fewer, None)):
+            yield f"fewer tokens a step (--tokens-per-step {tokens})"
+        if task.num_ranks > 1 and (ranks := self._fewer_ranks()):
+            yield f"fewer ranks (--num-ranks {ranks})"
+        yield self._more_memory(lacking)
+
+    def fits(self) -> bool:
+        """Whether any setting fits into the memory of all tiers."""
+        timings = [timing for timing in self._all_timings if not timing.delay or not timing.early]  # these hold least
+        for size, count in self.task.counts():
+            for timing in timings:
+                case = self._case(_Sizes(size, count, 1), timing)
+                solution = linear_program.solve(case)
+                if solution is not None and _fits(_candidate(case, size, 1, solution, window=WINDOWS[0])):
+                    return True
+        return False
+
+    def _fewer_ranks(self) -> int | None:
+        """The most ranks, of those that halve them, with which a setting fits: each then has more of the host and the SSD."""
+        ranks = self.task.num_ranks // 2
+        while ranks:
+            more = self.task.num_ranks / ranks
+            limits = {t: limit and limit * (1.0 if t is Tier.DEVICE else more) for t, limit in self.limits.items()}
+            if replace(self, task=replace(self.task, num_ranks=ranks), limits=limits).fits():
+                return ranks
+            ranks //= 2
+        return None
+
+    def _more_memory(self, lacking: Mapping[Tier, float]) -> str:
+        """As much more as is lacking, and a little for what is rounded up; of all tiers where none is lacking by itself."""
+        limited = {tier: limit for tier, limit in self.limits.items() if limit is not None}
+        growing, more = lacking or dict.fromkeys(limited, 0.0), 1.0
+        while True:
+            grown = {tier: more * num_bytes + (more - 1) * limited[tier] for tier, num_bytes in growing.items()}
+            if replace(self, limits={**self.limits, **{tier: limited[tier] + extra for tier, extra in grown.items()}}).fits():
+                break
+            more += _MORE
+            growing = growing if more < 2 else {**dict.fromkeys(limited, 0.0), **growing}
+        ranks = {tier: 1 if tier is Tier.DEVICE else self.task.num_ranks for tier in Tier}  # that share a tier
+        sizes = {tier: math.ceil(ranks[tier] * num_bytes / 1e9) for tier, num_bytes in grown.items()}
+        return " and ".join(f"{size} GB more {_MORE_OF[tier]}" for tier, size in sizes.items())
 
 
 @dataclass(frozen=True)
@@ -324,19 +291,61 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class _Timing:
-    """Where the state is, which share of the steps is delayed, and whether the rest is stepped in the backward."""
+    """Where the state is, which share of the steps is delayed, whether the rest is stepped in the backward, and there in place:
+    see [Note: in place]."""
 
     state_on_ssd: float
     delay: float
     early: bool
+    in_place: bool = False
 
 
-def _spread(solved: Sequence[tuple[LpProblem, int, int, Solution]]) -> list[tuple[LpProblem, int, int, Solution]]:
+_Entry = tuple[LpProblem, int, int, Solution]  # a case, sequences per micro-batch, blocks per layer, what solves it
+
+
+def _preferred(solved: Sequence[_Entry], task: Task) -> list[_Entry]:
+    """Without steps in place where early steps with two generations fit, unless the task asks for them."""
+    if task.stop or not any(case.early and case.shape.generations > 1 for case, *_ in solved):
+        return list(solved)
+    return [entry for entry in solved if not _in_place(entry[0])]
+
+
+def _in_place(case: LpProblem) -> bool:
+    return case.early and case.shape.generations == 1
+
+
+def _ways_to_keep(entry: _Entry, task: Task) -> Iterator[Candidate]:
+    """See [Note: keeping]."""
+    case, size, blocks, _ = entry
+    found: list[Candidate] = []
+    for policy in POLICIES:
+        for tier in _keep_tiers(case, policy):
+            given = replace(case, menu=case.menu and case.menu.only(policy), keep_tiers=(tier,))
+            for fixed in ({name: 1.0 for name in given.kept}, *([{}] if task.parts and given.kept else [])):
+                solution = linear_program.solve(replace(given, fixed=fixed))
+                found += [] if solution is None else [_candidate(given, size, blocks, solution, window=WINDOWS[0])]
+    found.sort(key=lambda candidate: candidate.program_s)
+    keeping = [c for c in found if c.choice.policy != "none" and c.program_s <= _NEAR * found[0].program_s]
+    yield from (c for c in found if c.choice.policy == "none")
+    yield from keeping[:_KEEPING]
+
+
+def _keep_tiers(case: LpProblem, policy: str) -> tuple[Tier, ...]:
+    """Where what a policy keeps may rest; one tier where it keeps no bytes."""
+    point = next((p for p in case.menu.points if p.name == policy), None) if case.menu else None
+    if policy == "none" or (point is not None and not point.num_bytes):
+        return (Tier.DEVICE,)
+    if point is None:
+        return ()
+    return tuple(tier for tier in Tier if not (tier is Tier.HOST and case.machine.one_memory))
+
+
+def _spread(solved: Sequence[_Entry]) -> list[_Entry]:
     """The best cases, and of every micro-batch size and number of blocks the best one, if it is near them."""
-    best: dict[tuple[int, int], tuple[LpProblem, int, int, Solution]] = {}
+    best: dict[tuple[int, int], _Entry] = {}
     for entry in solved:
         best.setdefault((entry[1], entry[2]), entry)
-    near = [entry for entry in best.values() if entry[3].seconds <= 1.25 * solved[0][3].seconds]
+    near = [entry for entry in best.values() if entry[3].seconds <= _NEAR * solved[0][3].seconds]
     chosen = {id(entry): entry for entry in (*near[: _SIMULATED // 2], *solved)}
     return list(chosen.values())[:_SIMULATED]
 
@@ -344,11 +353,25 @@ def _spread(solved: Sequence[tuple[LpProblem, int, int, Solution]]) -> list[tupl
 def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, window: int) -> Candidate:
     count = case.terms.num_micro_batches
     placement = _rounded(solution.placement(case.shape.in_files(TensorKind.STATE)), count)
-    shape, terms = replace(case.shape, placement=placement), replace(case.terms, window=window)
+    kept = _kept_share(solution, case)
+    shape, terms = replace(case.shape, placement=placement, kept=kept), replace(case.terms, window=window)
     guessed = case.early and case.terms.held_share > case.delay
-    choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed)
+    choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed, kept, _in_place(case))
     own = replace(case, shape=shape, terms=terms)
     return Candidate(choice, own, solution.seconds, solution.binding)
+
+
+def _kept_share(solution: Solution, case: LpProblem) -> KeptShare | None:
+    """What the solution keeps, in whole cells; None where that is nothing. Of several policies that of most cells."""
+    shares: dict[PolicyPoint, dict[Tier, float]] = {}
+    for point, tier, share in solution.kept:
+        shares.setdefault(point, {})[tier] = min(1.0, share)
+    if not shares:
+        return None
+    point, own = max(shares.items(), key=lambda entry: sum(entry[1].values()))
+    kept = KeptShare(point, *(own.get(tier, 0.0) for tier in Tier))
+    kept = rounded(kept, case.shape.num_layers, case.terms.num_micro_batches)
+    return kept if kept.total else None
 
 
 def _with_window(candidate: Candidate, window: int) -> Candidate:
@@ -378,46 +401,25 @@ def _fits(candidate: Candidate) -> bool:
 def _decide(fitting: Sequence[Candidate]) -> Plan:
     """`fitting`: the fastest first."""
     near = [c for c in fitting if c.estimate_s <= _EQUAL * fitting[0].estimate_s]
-    chosen = min(near, key=_simplicity)
+    chosen = min(near, key=simplicity)
     others: dict[str, Candidate] = {}
     for candidate in fitting:
-        others.setdefault(_difference(chosen.choice, candidate.choice), candidate)
+        others.setdefault(difference(chosen.choice, candidate.choice), candidate)
     others.pop("", None)  # the chosen one
-    return Plan(chosen, tuple(others.values())[:_RUNNERS_UP])
+    first = tuple(others.values())[:_RUNNERS_UP]
+    keeping = next((c for c in fitting if c.choice.policy != chosen.choice.policy), None)
+    return Plan(chosen, first if keeping is None or keeping in first else (*first, keeping))
 
 
-def _simplicity(candidate: Candidate) -> tuple[float, ...]:
-    """Smaller is simpler: fewer things moved, smaller windows, the usual layers."""
-    choice, placement = candidate.choice, candidate.choice.placement
-    activations = placement[TensorKind.ACTIVATIONS]
-    moves = activations[Tier.SSD], activations[Tier.HOST], placement.share(TensorKind.GRADIENTS, Tier.SSD)
-    return (*(round(share, 2) for share in moves), choice.window, choice.blocks_per_layer, candidate.shape.generations)
+# ---- no plan
 
 
-def _difference(chosen: Choice, other: Choice) -> str:
-    """What `other` does otherwise, in the JSON's words."""
-    names = {
-        "micro_batch_size": "train_micro_batch_size_per_gpu",
-        "num_micro_batches": "gradient_accumulation_steps",
-        "blocks_per_layer": "blocks_per_layer",
-        "window": "prefetch_layers",
-        "delay": "optimizer_delay",
-    }
-    found = [f"{key} {getattr(other, name):g}" for name, key in names.items() if getattr(other, name) != getattr(chosen, name)]
-    ours, theirs = chosen.placement, other.placement
-    if (away := theirs.away(TensorKind.ACTIVATIONS)) != ours.away(TensorKind.ACTIVATIONS):
-        found.append(f"activations off the device {away:.0%}")
-    if (on_ssd := theirs.share(TensorKind.STATE, Tier.SSD)) != ours.share(TensorKind.STATE, Tier.SSD):
-        found.append(f"optimizer state on {'SSD' if on_ssd else 'host'}")
-    return ", ".join(found)
-
-
-def _shortage(cases: Sequence[tuple[LpProblem, int, int]]) -> str:
-    """Which tier is too small at any setting, and by how much at the setting that needs least."""
+def _shortage(search: _Search, cases: Sequence[tuple[LpProblem, int, int]]) -> str:
+    """Which tier is too small at any setting, by how much at the setting that needs least, and what of it would fit."""
     lacking = [(linear_program.shortage(case), case, size) for case, size, _ in cases]
-    least, case, size = min(lacking, key=lambda entry: sum(entry[0].values()))
-    tiers = ", ".join(f"{what}: {-(-num_bytes // 2**20):.0f} MiB short" for what, num_bytes in least.items())
-    advice = " and ".join(remedy for tier, remedy in _REMEDIES.items() if f"{tier} memory" in least)
+    least, _, size = min(lacking, key=lambda entry: sum(entry[0].values()))
+    advice = " or ".join(search.remedies(least))
     if not least:
-        return f"no setting fits all tiers at once with micro-batches of {size}; more room in any tier would help"
+        return f"no setting fits in whole micro-batches of {size}; it takes {advice}"
+    tiers = ", ".join(f"{tier} memory: {-(-num_bytes // 2**20):.0f} MiB short" for tier, num_bytes in least.items())
     return f"no setting fits; the least is short of {tiers} (micro-batches of {size}); it takes {advice}"

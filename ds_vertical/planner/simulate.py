@@ -28,9 +28,11 @@ from typing import Final
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.costs import Cost, Lane, Needs, Parts, Stage, event_costs
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Op, Schedule, error_at
-from ds_vertical.types import Machine, ModelShape, Unit
+from ds_vertical.types import Unit
 
 OPTIMIZER_OPS: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT))
 COMPUTE_OPS: Final = frozenset((Op.F, Op.HEAD, Op.B))

@@ -30,9 +30,9 @@ from ds_vertical.engine.progress import WINDOW, BusyMeter, Goal, Goals, Pace, Re
 from ds_vertical.engine.run_log import facts_of
 from ds_vertical.io import contention
 from ds_vertical.planner.bound import step_bound
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.run_record import ExecutedStep
 from ds_vertical.schedule.trace import RecordingTracer, read_trace, summarize
-from ds_vertical.types import Machine
 
 REPORT: dict[str, Any] = {
     "machine": {

@@ -11,9 +11,12 @@ from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.closed_forms import kept_layers, traffic_of, vertical_traffic
 from ds_vertical.planner.costs import event_costs, split_steps
+from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.events import PRE, Event, Unit, parse_event, parse_events
 from ds_vertical.schedule.passes import TrainingStep, build_training
-from ds_vertical.types import Machine, ModelShape, Placement, TensorKind, Tier
+from ds_vertical.types import Placement, TensorKind, Tier
 
 RATES = {
     "ssd_read_bytes_per_s": 1000.0,
@@ -247,6 +250,22 @@ def test_activations_move_the_bytes_of_the_table(count: int, share: float, windo
     table = vertical_traffic(shape, count, kept=kept_layers(window))
     assert found.activations_written == table.activations_written == tiers.count("ssd") * 400 * (2 if count == 1 else 6)
     assert found.activations_read == table.activations_read == tiers.count("ssd") * 400 * (2 if count == 1 else 8)
+
+
+@pytest.mark.parametrize("shares", [(0.0, 0.0, 1.0), (0.25, 0.25, 0.5), (1.0, 0.0, 0.0)])
+def test_what_forwards_keep_moves_the_bytes_of_the_table_and_spares_the_recompute(shares: tuple[float, ...]) -> None:
+    kept = KeptShare(PolicyPoint("products", 300, 0.25), *shares)
+    shape, cells = replace(SHAPE, kept=kept), kept.cells(3, 4, MACHINE.one_memory)
+    away = tuple(cell for cell, tier in cells.items() if tier is not Tier.DEVICE)
+    schedule = build_training(TrainingStep(3, 4, kept=away))
+    costs, plain = (event_costs(schedule.events, MACHINE, given) for given in (shape, SHAPE))
+    found, table = traffic_of(costs, shape), vertical_traffic(shape, 4, kept=kept_layers(1))
+    assert found.kept_written == found.kept_read == table.kept_written == table.kept_read == 300 * 4 * shares[2]
+    assert found.written == table.written
+    seconds = [sum(s.seconds for cost in own for job in cost for s in job if s.lane == "compute") for own in (plain, costs)]
+    assert seconds[0] - seconds[1] == pytest.approx(0.25 * len(cells)) and len(cells) == 8
+    with pytest.raises(CostsError, match="keeps nothing of it"):
+        event_costs(parse_events("2KSAVE0"), MACHINE, shape)
 
 
 # -------------------------------------------------------------------------------------------------------------- refusals

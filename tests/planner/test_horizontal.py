@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
-from ds_vertical.types import Machine, ModelShape, Placement
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.types import Placement
 
 SHAPE = ModelShape(0, (10**9,) * 4, 1.0, 2.0, 10**6, placement=Placement())
 FAST = Machine(1e30, 1e30, 1e30, 8, False, 1e30, 1e30)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ds_vertical.errors import CostsError, MemoryBudgetError
+from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_budget import (
     SLOTS,
     BudgetItem,
@@ -19,11 +21,12 @@ from ds_vertical.planner.memory_budget import (
     total_bytes,
 )
 from ds_vertical.planner.memory_timeline import changes
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
-from ds_vertical.types import Machine, ModelShape, Placement, Tier
+from ds_vertical.types import Placement, Tier
 
 DEVICE = Machine(1e6, 5e5, 1e5, 2, False, 4e6, 2e6)
 ONE_MEMORY = replace(DEVICE, one_memory=True)
@@ -58,7 +61,8 @@ def test_what_a_forward_keeps_counts_in_its_tier_with_the_buffers_on_its_way() -
     assert added == {
         ("host", "kept for the backward"): 3 * 70,
         ("host", "kept values on their way"): 6 * 30,
-        ("device", "kept for the backward"): 3 * 50 + 4 * 30,
+        ("device", "kept for the backward"): 3 * 50,
+        ("device", "kept values on their way"): 4 * 30,
     }
     with pytest.raises(CostsError, match="kept.cell: got -1; write bytes, 0 or more"):
         KeptBytes(cell=-1)
@@ -330,6 +334,27 @@ def test_only_held_parts_go_to_ssd() -> None:
     found = peaks(simulate(schedule, DEVICE, shape, SimulationSettings(steps=2)), DEVICE, shape)
     assert found["ssd"].owners["gradients"] == 4100 * 4 / 2
     assert found["host"].owners["gradients"] <= (3 * 1000 + 100) * 4
+
+
+@pytest.mark.parametrize("machine", [DEVICE, ONE_MEMORY], ids=["device", "one memory"])
+@pytest.mark.parametrize("shares", [(1.0, 0.0, 0.0), (0.25, 0.25, 0.5), (0.0, 0.0, 1.0)])
+def test_what_forwards_keep_rests_as_the_formula_says_and_is_given_up(machine: Machine, shares: tuple[float, ...]) -> None:
+    kept = KeptShare(PolicyPoint("products", 10**6, 0.5), *shares)
+    fast = replace(machine, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
+    fast = replace(fast, copy_in_bytes_per_s=1e9, copy_out_bytes_per_s=1e9)
+    shape, cells = replace(SHAPE, kept=kept), kept.cells(4, 4, machine.one_memory)
+    away = tuple(cell for cell, tier in cells.items() if tier is not Tier.DEVICE)
+    timeline = simulate(build_training(TrainingStep(4, 4, kept=away)), fast, shape)
+    found, items = peaks(timeline, fast, shape), budget(shape, BudgetTerms(4, one_memory=machine.one_memory))
+    assert found["ssd"].owners.get("kept", 0.0) == shares[2] * 8 * 10**6
+    assert kept.resting_bytes(4, 4)[Tier.SSD] == pytest.approx(shares[2] * 8 * 10**6)
+    for tier in (Tier.HOST, Tier.DEVICE):
+        assert found[tier].num_bytes <= total_bytes(items, tier)
+    left: dict[str, float] = {}
+    for change in changes(timeline, fast, shape):
+        if change.owner == "kept":
+            left[change.tier] = left.get(change.tier, 0.0) + change.num_bytes
+    assert set(left.values()) == {0.0}
 
 
 def runs() -> Iterator[tuple[Schedule, list[tuple[int, ...]] | None]]:

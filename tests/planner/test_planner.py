@@ -10,9 +10,11 @@ import pytest
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program, search
+from ds_vertical.planner.candidate import Candidate, Choice
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of
-from ds_vertical.planner.search import Candidate, Choice, PlanError, Task, choose
-from ds_vertical.types import Machine, Placement, TensorKind, Tier, TierBytes
+from ds_vertical.planner.search import PlanError, Task, choose
+from ds_vertical.types import Placement, TensorKind, Tier, TierBytes
 
 MODEL = ModelSpec(
     "eight", 512, "bf16", 20_000_000, (50_000_000,) * 8, 10_000_000, 5.2e10, 0.0, 1e10, 4_194_304, 90_000_000, 60_000_000

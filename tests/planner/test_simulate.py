@@ -12,12 +12,14 @@ import pytest
 from ds_vertical.errors import CostsError, ScheduleError
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.costs import event_costs
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_timeline import changes
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.simulate import SimulatedRun, SimulatedSpan, SimulationSettings, simulate
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import PRE, Event, Op, Schedule, coming_steps, parse_event, parse_events
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
-from ds_vertical.types import Machine, ModelShape, Placement, TensorKind
+from ds_vertical.types import Placement, TensorKind
 
 MACHINE = Machine(
     ssd_read_bytes_per_s=1000.0,

@@ -28,11 +28,11 @@ from ds_vertical.engine.metrics import ARMS
 from ds_vertical.errors import ConfigError
 from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.costs import event_costs
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.run_record import DTYPES, Account, ExecutedStep, read_account
 from ds_vertical.planner.simulate import SimulationSettings, simulate
 from ds_vertical.schedule.events import PRE, Event, Op, parse_event
 from ds_vertical.schedule.trace import StepTrace, cost_share, optimizer_overlap, read_trace, record_s, summarize
-from ds_vertical.types import Machine
 
 _STEADY_STEPS = 3
 _STEADY = 0.15  # by which seconds of a layer may differ ahead of a run and after it

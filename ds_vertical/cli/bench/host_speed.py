@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from statistics import harmonic_mean, mean
 
 from ds_vertical.cli.common import JsonObject
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.run_record import ExecutedStep
-from ds_vertical.types import Machine
 
 Report = JsonObject  # of `ds-vertical limits`
 _KEY = "gauge_s"  # as records spell it

@@ -30,7 +30,7 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.io import host as hostmemory
 from ds_vertical.io.atomic_file import check_out, write_out
 from ds_vertical.model.hf import build_config, named_shape, read_fields
-from ds_vertical.types import Machine
+from ds_vertical.planner.machine import Machine
 
 if TYPE_CHECKING:
     import torch

@@ -22,15 +22,17 @@ from ds_vertical.io.atomic_file import check_out, write_out
 from ds_vertical.model.hf import named_shape, read_fields, shape_names
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
+from ds_vertical.planner.candidate import Candidate
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
-from ds_vertical.planner.search import Candidate, Plan, PlanError, Task, choose
+from ds_vertical.planner.search import Plan, PlanError, Task, choose
 from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
 
 _BAD_INPUT, _NO_PLAN = 2, 1
 _DAY_S = 86400
 _TIMED_SIZES = (1, 2, 4)  # sequences per micro-batch that are timed; larger ones follow from the last two
+_IN_PLACE = 'on_nonfinite "stop": early steps in place, one generation of files on SSD; a norm that is not finite ends the run'
 _EXAMPLE = """example:
   ds-vertical limits --path /ssd
   ds-vertical plan --model my_model/config.json --tokens-per-step 65536 --nvme-path /ssd --out ds_config.json
@@ -73,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--clip", type=float, default=1.0, help="gradient_clipping, 0 for none (default 1.0)")
     speculation = "with clipping: plan for steps in the backward, redone where the norm asks for clipping"
     parser.add_argument("--speculation", action="store_true", help=speculation)
+    stop = "stop: without clipping, early steps in place, with one generation of files (default: where two do not fit)"
+    parser.add_argument("--on-nonfinite", choices=("skip", "stop"), help=stop)
     parser.add_argument("--num-ranks", type=int, default=1, help="GPUs of the machine (default 1)")
     names = ", ".join(profile.shipped())
     parser.add_argument("--machine", help=f"file of `ds-vertical limits --out`, or {names} (default: this one's limits)")
@@ -98,6 +102,8 @@ def plan(options: argparse.Namespace) -> JsonObject:
         options.clip,
         options.micro_batch_size,
         options.speculation,
+        None if options.on_nonfinite is None else options.on_nonfinite == "stop",
+        flops_per_byte=machine.flops_per_byte(spec.dtype),
     )
     if not any(task.counts()):
         fitting = -(-options.tokens_per_step // (spec.sequence_length * options.num_ranks))
@@ -237,17 +243,51 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
         "tokens_per_step": tokens,
         "step_s": chosen.estimate_s,
         "tokens_per_s": tokens / chosen.estimate_s,
+        "flops_per_s": tokens / spec.sequence_length * spec.flops / chosen.estimate_s,
         "bound_s": chosen.bound.seconds,
         "resource": chosen.bound.resource,
         "busy_s": chosen.bound.busy_s,
         "stock": _stock(task, machine, _limits(machine, options)),
         "others": [{"differs": what, "step_over_chosen": ratio} for what, ratio in found.differences()],
+        "keep_reason": _keep_reason(found),
+        "menu": _menu(chosen),
         "memory": [asdict(item) for item in chosen.items],
         "ssd_bytes": chosen.ssd_bytes,
         "traffic": asdict(chosen.traffic),
         "written_bytes_per_day": ranks * chosen.traffic.written * _DAY_S / chosen.estimate_s,
         "drive_writes_per_day": _drive_writes(chosen, machine, ranks),
     }
+
+
+def _menu(chosen: Candidate) -> list[JsonObject]:
+    """What a layer could keep for one micro-batch, of the chosen sizes."""
+    menu = chosen.case.menu
+    return [] if menu is None else [{"name": p.name, "bytes": p.num_bytes, "saved_s": p.saved_s} for p in menu.points]
+
+
+def _keep_reason(found: Plan) -> str:
+    """Why the plan keeps what it keeps."""
+    chosen = found.chosen
+    policy, resource = chosen.choice.policy, chosen.bound.resource.replace("_", " ")
+    other = found.best_otherwise
+    if other is None:
+        return "no other policy fits, or was counted"
+    ratio = other.estimate_s / chosen.estimate_s - 1
+    if policy == "none":
+        return f'"{other.choice.policy}" would change the step by {ratio:+.1%}, since {resource} decides it'
+    seconds = chosen.choice.kept.point.saved_s if chosen.choice.kept else 0.0
+    where = f"saves {1e3 * seconds:.3g} ms of each layer's recompute for each micro-batch"
+    return f'{where}; with "{other.choice.policy}" the step takes {ratio:+.1%}'
+
+
+def _kept_text(setting: JsonObject) -> str:
+    kept = setting["kept"]
+    if not kept:
+        return 'backward: activations.keep "none", all but the last layer is computed again'
+    if not kept["cell_bytes"]:
+        return f'backward: activations.keep "{kept["policy"]}", without what no gradient needs'
+    where = ", ".join(f"{kept[tier]:.0%} on {tier}" for tier in Tier if kept[tier])
+    return f'backward: activations.keep "{kept["policy"]}", {kept["cell_bytes"] / 1e6:.1f} MB a layer and micro-batch, {where}'
 
 
 def _stock(task: Task, machine: Profile, limits: TierBytes) -> JsonObject:
@@ -291,12 +331,15 @@ def plan_lines(found: JsonObject) -> list[str]:
         f"resting: parameters {place['parameters_on_ssd']:.0%} on SSD, state {place['state_on_ssd']:.0%}, waiting gradients"
         f" {place['gradients_on_ssd']:.0%}; activations {place['activations_on_host']:.0%} in host memory,"
         f" {place['activations_on_ssd']:.0%} on SSD",
-        f"predicted: {found['step_s']:.2f} s a step, {found['tokens_per_s']:.1f} tokens/s; bound {found['bound_s']:.2f} s by"
+        f"{_kept_text(setting)}: {found['keep_reason']}",
+        f"predicted: {found['step_s']:.2f} s a step, {found['tokens_per_s']:.1f} tokens/s,"
+        f" {found['flops_per_s'] / 1e12:.1f} TFLOP/s without the recompute; bound {found['bound_s']:.2f} s by"
         f" {found['resource']} ({found['step_s'] / found['bound_s']:.2f})",
         f"stock ZeRO-Infinity at its best (micro-batches of {found['stock']['micro_batch_size']}):"
         f" {found['stock']['step_s']:.2f} s or more ({found['stock']['step_s'] / found['step_s']:.2f} x)",
         "busy: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["busy_s"].items()),
     ]
+    shown += [_IN_PLACE] if setting["in_place"] else []
     shown += [f"instead: {other['differs']}: {other['step_over_chosen'] - 1:+.1%}" for other in found["others"]]
     read = sum(value for key, value in traffic.items() if key.endswith("_read"))
     written = sum(value for key, value in traffic.items() if key.endswith("_written"))

@@ -9,8 +9,8 @@ from typing import Final
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
+from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.model_shape import ModelSpec
-from ds_vertical.planner.search import Candidate, Choice
 from ds_vertical.types import OFFLOAD_DEVICES, TensorKind, Tier
 
 _LARGE: Final = 50_000_000  # elements of a parameter, from which on stock's pool has few buffers
@@ -61,7 +61,8 @@ def section(choice: Choice) -> JsonObject:
         "optimizer_delay": choice.delay,
         "optimizer_speculation": None if choice.speculation else False,
         "gradient_host_share": round(placement.share(TensorKind.GRADIENTS, Tier.HOST), 6),
-        "activations": _activations(choice),
+        "activations": _activations(choice) | _keep(choice),
+        **({"on_nonfinite": "stop"} if choice.in_place else {}),
     }
 
 
@@ -71,6 +72,13 @@ def _activations(choice: Choice) -> JsonObject:
     if ssd:
         return {"device": Tier.SSD.value, "share": ssd} | ({"host_share": host} if host else {})
     return {"device": Tier.HOST.value, "share": host} if host else {"device": Tier.DEVICE.value}
+
+
+def _keep(choice: Choice) -> JsonObject:
+    kept = choice.kept
+    if kept is None or not kept.point.num_bytes:
+        return {"keep": choice.policy}
+    return {"keep": choice.policy, "keep_device": next(tier for tier in Tier if kept.share(tier)).value}
 
 
 def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObject:

@@ -6,6 +6,7 @@ values of tensors, which they do not do with fake ones.)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,13 +16,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import FunctionCtx
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_vertical.cli.common import JsonObject
+from ds_vertical.cli.plan.block_ops import BlockRecord
 from ds_vertical.errors import ConfigError, LayerError
 from ds_vertical.model.hf import build_model, refused
 from ds_vertical.model.layers import LayerMap, map_layers
-from ds_vertical.planner.model_shape import ModelSpec
+from ds_vertical.planner.model_shape import CountedMenu, ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -47,6 +50,7 @@ class _Meter:
     kept: dict[int, int] = field(default_factory=dict)  # by storage
     weights: frozenset[int] = frozenset()
     alive: list[torch.Tensor] = field(default_factory=list)  # a storage's number is free again once it is gone
+    record: BlockRecord | None = None  # of the block that runs, where it is the first of its kind
 
     def attention(
         self,
@@ -60,8 +64,12 @@ class _Meter:
         """Stands in for torch's; counts two products of the length squared, halved where the mask is causal."""
         causal = kwargs.get("is_causal", len(args) > 1 and args[1])
         products = 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        self.attention_flops += products / 2 if causal else products
-        return cast(torch.Tensor, _Attention.apply(query, key, value))
+        flops = products / 2 if causal else products
+        self.attention_flops += flops
+        found = cast(torch.Tensor, _Attention.apply(query, key, value))
+        if self.record is not None:
+            self.record.note_attention(flops, (query, key, value), found)
+        return found
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts the bytes of a tensor that a backward will want, each storage once. Returns the tensor."""
@@ -70,6 +78,8 @@ class _Meter:
         if number not in self.weights and number not in self.kept:
             self.kept[number] = storage.nbytes()
             self.alive.append(tensor)
+        if self.record is not None:
+            self.record.note_saved(tensor)
         return tensor
 
 
@@ -159,7 +169,7 @@ def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -
         raise ConfigError(f"--model {name}: {error}") from error
     blocks = [block.module for block in layers.blocks]
     try:
-        marks, end = _run(model, blocks, sequence_length)
+        marks, end, menus = _run(model, blocks, sequence_length)
     except Exception as error:  # whatever a model raises that wants more than tokens and labels
         raise refused(name, "it does not run on tokens and labels alone", error) from error
     middle = [(entered, left) for entered, left in zip(marks[::2], marks[1::2], strict=True)]
@@ -178,6 +188,7 @@ def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -
         passed_bytes=max(mark.passed_bytes for mark in marks),
         block_saved_bytes=max(kept),
         head_saved_bytes=end.kept_bytes - marks[-1].kept_bytes,
+        menus=menus,
         **_frozen(model, layers, sequence_length, end.flops - marks[-1].flops, sum(flops) / len(flops)),
     )
 
@@ -213,24 +224,38 @@ def _model(name: str, fields: JsonObject, dtype: str) -> PreTrainedModel:
     return build_model(name, fields, adjust, dtype=_DTYPES[dtype], attn_implementation="sdpa").train()
 
 
-def _run(model: PreTrainedModel, blocks: list[nn.Module], sequence_length: int) -> tuple[list[_Mark], _Mark]:
-    """One sequence through the model: a mark where each block is entered and left, and one at the end."""
+def _run(
+    model: PreTrainedModel, blocks: list[nn.Module], sequence_length: int
+) -> tuple[list[_Mark], _Mark, tuple[CountedMenu, ...]]:
+    """One sequence through the model: a mark where each block is entered and left, one at the end, what each kind may keep."""
     meter = _Meter(weights=frozenset(param.untyped_storage()._cdata for param in model.parameters()))
     counter = FlopCounterMode(display=False)
     marks: list[_Mark] = []
+    kinds = Counter(map(_kind, blocks))
+    menus: dict[_Kind, CountedMenu] = {}
 
     def mark(value: object = None) -> _Mark:
         tensor = value[0] if isinstance(value, tuple) and value else value
         passed = tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
         return _Mark(counter.get_total_flops() + meter.attention_flops, sum(meter.kept.values()), passed)
 
-    def entered(_: nn.Module, args: tuple[object, ...]) -> None:
+    def entered(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         marks.append(mark(args))
+        if _kind(block) not in menus:
+            meter.record = BlockRecord()
+            resting.update(_storages((args, kwargs)))
+            meter.record.__enter__()
 
-    def left(_: nn.Module, args: tuple[object, ...], output: object) -> None:
+    def left(block: nn.Module, args: tuple[object, ...], output: object) -> None:
+        if meter.record is not None:
+            meter.record.__exit__(None, None, None)
+            kind, meter.record, record = _kind(block), None, meter.record
+            menus[kind] = record.menu(kind[0], kinds[kind], meter.weights | resting)
         marks.append(mark(output))
 
-    hooks = [hook for b in blocks for hook in (b.register_forward_pre_hook(entered), b.register_forward_hook(left))]
+    resting: set[int] = set()
+    hooks = [b.register_forward_pre_hook(entered, with_kwargs=True) for b in blocks]
+    hooks += [b.register_forward_hook(left) for b in blocks]
     ids = torch.zeros(1, sequence_length, dtype=torch.long)
     try:
         with _attention_by(meter), torch.autograd.graph.saved_tensors_hooks(meter.note, lambda tensor: tensor), counter:
@@ -238,7 +263,20 @@ def _run(model: PreTrainedModel, blocks: list[nn.Module], sequence_length: int) 
     finally:
         for hook in hooks:
             hook.remove()
-    return marks, mark()
+    return marks, mark(), tuple(menus.values())
+
+
+def _storages(values: object) -> set[int]:
+    """The numbers of the storages of all tensors in arguments."""
+    return {value.untyped_storage()._cdata for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)}
+
+
+_Kind = tuple[str, int]
+
+
+def _kind(block: nn.Module) -> _Kind:
+    """Blocks of one class and size are of one kind."""
+    return type(block).__name__, sum(param.numel() for param in block.parameters())
 
 
 @contextmanager

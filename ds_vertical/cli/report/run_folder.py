@@ -16,9 +16,9 @@ from ds_vertical.cli.common import JsonObject
 from ds_vertical.cli.report.timeline import Timeline
 from ds_vertical.engine.metrics import ARMS, ENGINES, StepRecord, read_records
 from ds_vertical.errors import ConfigError
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.run_record import Account, read_account
 from ds_vertical.schedule.trace import read_trace
-from ds_vertical.types import Machine
 
 AB, LIMITS = "ab.json", "limits.json"
 TO_TRACE = 'add --trace to `ds-vertical ab`, or write "trace": "FOLDER" into the JSON\'s vertical_schedule'

@@ -15,14 +15,16 @@ from typing import Final, Literal
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.planner.costs import Parts
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_timeline import changes
+from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.run_record import Account, ExecutedStep
 from ds_vertical.planner.simulate import SimulatedRun as Simulated
 from ds_vertical.planner.simulate import SimulatedSpan as Stage
 from ds_vertical.planner.simulate import SimulationSettings, simulate
 from ds_vertical.schedule.events import PRE, Event, Op, parse_event
 from ds_vertical.schedule.trace import Count, Span, StepTrace, Wait, union
-from ds_vertical.types import Machine, ModelShape, Tier
+from ds_vertical.types import Tier
 
 MAIN: Final = "MainThread"
 OPTIMIZER: Final = "ds_vertical optimizer"

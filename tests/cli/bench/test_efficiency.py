@@ -22,11 +22,11 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.closed_forms import traffic_of
 from ds_vertical.planner.costs import event_costs
+from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.run_record import FILE_NAME, Account, AccountWriter, ExecutedStep, read_account
 from ds_vertical.schedule.events import PRE
 from ds_vertical.schedule.passes import TrainingStep, build_training
 from ds_vertical.schedule.trace import RecordingTracer, now
-from ds_vertical.types import Machine
 
 FIRST = build_training(TrainingStep(3, 2, delayed=True, early=True))
 STEADY = build_training(TrainingStep(3, 2, delayed=True, early=True, due=frozenset(UNITS)))

@@ -11,7 +11,7 @@ from places import ROOT
 
 from ds_vertical.cli.bench import block_timer, fio, limits
 from ds_vertical.engine import machine_cache
-from ds_vertical.types import Machine
+from ds_vertical.planner.machine import Machine
 
 MODEL = ROOT / "configs" / "models" / "gpt_13m.json"
 

@@ -26,9 +26,8 @@ from ds_vertical.engine import machine_cache
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.model import hf
 from ds_vertical.planner import machine as profile
+from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
-from ds_vertical.planner.search import Candidate, Choice
-from ds_vertical.types import Placement
 
 SHAPES = ROOT / "configs" / "models"
 
@@ -61,6 +60,16 @@ def test_the_spec_has_the_models_own_sizes(name: str) -> None:
     attention = 2 * 64 * 64 * hidden * 2 / 2
     assert spec.block_flops == pytest.approx(2 * 64 * spec.block_elements[0] + attention, rel=0.02)
     assert spec.head_flops == pytest.approx(2 * 64 * hidden * model.config.vocab_size, rel=0.02)
+    (menu,) = spec.menus
+    points = {point.policy: point for point in menu.points if point.outputs is None}
+    down = 2 * 64 * hidden * model.config.intermediate_size  # no gradient reads what the MLP's last product makes
+    assert menu.num_blocks == len(spec.block_elements) and menu.flops == pytest.approx(spec.block_flops)
+    assert points["free"].num_bytes == 0 and points["free"].flops == pytest.approx(down)
+    assert points["products"].flops == points["everything"].flops == menu.flops
+    assert points["everything"].num_bytes < spec.block_saved_bytes  # which has the block's input, too
+    heads = {"gpt_13m": 3 + 1 + 4, "llama_3_8b": 1.5 + 1 + 7}[name]  # q, k, v; attention's product; up (and gate), in widths
+    attention = 1
+    assert points["products"].num_bytes == (heads + attention) * 64 * hidden * 2
 
 
 def test_what_autograd_keeps_of_a_block_is_what_it_keeps_in_a_real_one() -> None:
@@ -197,7 +206,7 @@ def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.C
         losses = [float(engine.train_batch(iter([batch] * 4))) for _ in range(3)]
         assert losses[2] < losses[0]
         fields = found["setting"]
-        choice = Choice(**{**fields, "placement": Placement.of(**fields["placement"])})
+        choice = Choice.from_json(fields)
         nothing: Any = None
         machine = profile.read_profile(str(tmp_path / "machine.json")).machine
         simulated = Candidate(choice, LpProblem(nothing, machine, nothing, nothing, nothing, nothing), 0.0, ())

@@ -1,0 +1,232 @@
+"""One way to train a model on a machine: what the search varies, and what the simulator says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, Self
+
+from ds_vertical.planner import linear_program, memory_budget
+from ds_vertical.planner.activation_policy import activation_tiers
+from ds_vertical.planner.bound import Bound, step_bound
+from ds_vertical.planner.closed_forms import Traffic, traffic_of
+from ds_vertical.planner.costs import Parts, event_costs, split_steps
+from ds_vertical.planner.kept_activations import NOTHING, KeptShare, PolicyPoint
+from ds_vertical.planner.linear_program import LpProblem
+from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
+from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, Cell, Schedule
+from ds_vertical.schedule.passes import TrainingStep, build_training
+from ds_vertical.types import PRE, ActivationPolicy, Placement, TensorKind, Tier
+
+_RANKED_LAYERS: Final = 5
+_PIECES: Final = 8  # of a layer in the optimizer's pipeline
+_STEADY_STEPS: Final = 3
+POLICIES: Final[tuple[ActivationPolicy, ...]] = ("none", "free", "products", "everything")  # the simplest first
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to train: what the search varies, of the sizes, the timing and the tiers. Shares in [0, 1].
+
+    `RunSettings` are what a run has been told, all of them; these are few, and most of what they say is no key of the section
+    (`cli.plan.deepspeed_json` writes it as JSON). `delay`: `optimizer_delay`; `window`: `prefetch_layers`;
+    `in_place`: early steps are never discarded, which is `on_nonfinite: "stop"`."""
+
+    micro_batch_size: int
+    num_micro_batches: int
+    blocks_per_layer: int
+    window: int
+    delay: float
+    early: bool
+    placement: Placement
+    speculation: bool = False
+    kept: KeptShare | None = None
+    in_place: bool = False
+
+    @property
+    def policy(self) -> ActivationPolicy:
+        """What a layer's forward keeps for its backward."""
+        return "none" if self.kept is None else self.kept.point.policy
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """The micro-batches whose activations leave the device."""
+        tiers = activation_tiers(self.num_micro_batches, self.placement[TensorKind.ACTIVATIONS])
+        return tuple(m for m, tier in enumerate(tiers) if tier is not Tier.DEVICE)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """From what `to_json` has written."""
+        kept = fields.get("kept")
+        if kept is not None:
+            point = PolicyPoint(kept["policy"], kept["cell_bytes"], kept["cell_saved_s"])
+            kept = KeptShare(point, *(kept[tier.value] for tier in Tier))
+        return cls(**{**fields, "placement": Placement.of(**fields["placement"]), "kept": kept})
+
+    def to_json(self) -> dict[str, object]:
+        """As plans write it."""
+        kept = self.kept and {
+            "policy": self.kept.point.policy,
+            "cell_bytes": self.kept.point.num_bytes,
+            "cell_saved_s": self.kept.point.saved_s,
+            **{tier.value: self.kept.share(tier) for tier in Tier},
+        }
+        return {**vars(self), "placement": self.placement.named(), "kept": kept}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice with the case of the linear program that it comes from, and what the program says of it."""
+
+    choice: Choice
+    case: LpProblem
+    program_s: float
+    binding: tuple[str, ...]
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model, resting where the choice says."""
+        return self.case.shape
+
+    @property
+    def machine(self) -> Machine:
+        """One rank's part of the machine."""
+        return self.case.machine
+
+    def _kept_away(self, num_layers: int) -> tuple[Cell, ...]:
+        """The layers and micro-batches of which what the forward keeps leaves the device."""
+        kept = self.choice.kept
+        if kept is None or not kept.point.num_bytes:
+            return ()
+        cells = kept.cells(num_layers, self.choice.num_micro_batches, self.machine.one_memory)
+        return tuple(cell for cell, tier in cells.items() if tier is not Tier.DEVICE)
+
+    def schedule(self, num_layers: int) -> Schedule:
+        """A step in the steady state."""
+        choice, placement = self.choice, self.choice.placement
+        # What is issued ahead at the end of a step, of `pre` and the first layers, is no longer due in the next one.
+        due = frozenset(range(LEAD, num_layers)) if choice.window else frozenset((PRE, *range(num_layers)))
+        waits = placement.in_files(TensorKind.GRADIENTS) > 0
+        moves = not self.machine.one_memory or placement.in_files(TensorKind.ACTIVATIONS) > 0
+        return build_training(
+            TrainingStep(
+                num_layers,
+                choice.num_micro_batches,
+                window=choice.window,
+                delayed=choice.early or choice.delay > 0,
+                due=due if choice.delay > 0 else frozenset(),
+                early=choice.early,
+                ahead=choice.window > 0,
+                hold=None if not waits else DELAYED if choice.early else EVERYTHING,
+                moved=choice.moved if moves else (),
+                kept=self._kept_away(num_layers),
+            )
+        )
+
+    def parts(self, shape: ModelShape) -> Parts | None:
+        """Elements of the early and the delayed part of each unit; None where nothing is stepped early."""
+        return split_steps(shape, self.choice.delay) if self.choice.early else None
+
+    def coarse(self, num_layers: int) -> ModelShape:
+        """The model's first layers, each in a few pieces."""
+        elements = self.shape.layer_elements[:num_layers]
+        size = max(memory_budget.PART_ELEMENTS, max(elements) // self.shape.num_shards // _PIECES)
+        return replace(self.shape, layer_elements=elements, part_elements=size)
+
+    def simulated(self, num_layers: int) -> SimulatedRun:
+        """Steps of the model's first layers."""
+        shape, schedule = self.coarse(num_layers), self.schedule(num_layers)
+        settings = SimulationSettings(_STEADY_STEPS, memory_budget.SLOTS)
+        return simulate(schedule, self.machine, shape, settings, parts=self.parts(shape))
+
+    @cached_property
+    def timeline(self) -> SimulatedRun:
+        """Steps of the whole model."""
+        return self.simulated(self.shape.num_layers)
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.timeline.step_s
+
+    @cached_property
+    def estimate_s(self) -> float:
+        """As `step_s`, from two runs with fewer layers where there are many."""
+        count = self.shape.num_layers
+        if count <= 2 * _RANKED_LAYERS:
+            return self.step_s
+        few, more = (self.simulated(n).step_s for n in (_RANKED_LAYERS, 2 * _RANKED_LAYERS))
+        return few + (more - few) * (count - _RANKED_LAYERS) / _RANKED_LAYERS
+
+    @cached_property
+    def bound(self) -> Bound:
+        """The least time of a step, as `step_bound` has it."""
+        shape = self.coarse(self.shape.num_layers)
+        return step_bound(self.schedule(shape.num_layers), self.machine, shape, parts=self.parts(shape))
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes of one step to and from this rank's SSD."""
+        shape = self.coarse(self.shape.num_layers)
+        events = self.schedule(shape.num_layers).events
+        return traffic_of(event_costs(events, self.machine, shape, self.parts(shape)), shape)
+
+    @property
+    def items(self) -> tuple[memory_budget.BudgetItem, ...]:
+        """The memory budget."""
+        return memory_budget.budget(self.shape, self.case.terms, self.case.further)
+
+    @property
+    def ssd_bytes(self) -> float:
+        """Bytes that rest on this rank's SSD."""
+        return linear_program.tier_bytes(self.case, self.shape.placement, Tier.SSD)
+
+
+def simplicity(candidate: Candidate) -> tuple[float, ...]:
+    """Smaller is simpler: fewer things moved, smaller windows, the usual layers."""
+    choice, placement = candidate.choice, candidate.choice.placement
+    activations = placement[TensorKind.ACTIVATIONS]
+    moves = activations[Tier.SSD], activations[Tier.HOST], placement.share(TensorKind.GRADIENTS, Tier.SSD)
+    kept = choice.kept or KeptShare(NOTHING)
+    keeping = choice.in_place, POLICIES.index(choice.policy), kept.ssd, kept.host
+    return (
+        *keeping,
+        *(round(share, 2) for share in moves),
+        choice.window,
+        choice.blocks_per_layer,
+        candidate.shape.generations,
+    )
+
+
+def difference(chosen: Choice, other: Choice) -> str:
+    """What `other` does otherwise, in the JSON's words."""
+    names = {
+        "micro_batch_size": "train_micro_batch_size_per_gpu",
+        "num_micro_batches": "gradient_accumulation_steps",
+        "blocks_per_layer": "blocks_per_layer",
+        "window": "prefetch_layers",
+        "delay": "optimizer_delay",
+    }
+    found = [f"{key} {getattr(other, name):g}" for name, key in names.items() if getattr(other, name) != getattr(chosen, name)]
+    ours, theirs = chosen.placement, other.placement
+    if (away := theirs.away(TensorKind.ACTIVATIONS)) != ours.away(TensorKind.ACTIVATIONS):
+        found.append(f"activations off the device {away:.0%}")
+    if (on_ssd := theirs.share(TensorKind.STATE, Tier.SSD)) != ours.share(TensorKind.STATE, Tier.SSD):
+        found.append(f"optimizer state on {'SSD' if on_ssd else 'host'}")
+    if other.in_place != chosen.in_place:
+        found.append(f'on_nonfinite "{"stop" if other.in_place else "skip"}"')
+    if _keeping(other) != _keeping(chosen):
+        found.append(_keeping(other))
+    return ", ".join(found)
+
+
+def _keeping(choice: Choice) -> str:
+    """What is kept, in the JSON's words."""
+    kept = choice.kept
+    if kept is None or not kept.point.num_bytes:
+        return f'activations.keep "{choice.policy}"'
+    shares = [f"{kept.share(tier):.0%} on {tier}" for tier in Tier if kept.share(tier)]
+    return f'activations.keep "{choice.policy}" ({", ".join(shares)})'
