@@ -178,8 +178,8 @@ def _device(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
 
 
 def _kept(shape: ModelShape, terms: BudgetTerms, tier: Tier) -> Iterator[BudgetItem]:
-    """What forwards keep for their backwards: at rest, and on its way to another tier and back. A run knows it by `terms`, a plan
-    by the `shape`."""
+    """What forwards keep for their backwards: at rest, and on its way to another tier and back. A run knows it by `terms`, a
+    plan by the `shape`."""
     run = terms.kept
     at_rest = {Tier.DEVICE: run.on_device, Tier.HOST: run.on_host, Tier.SSD: run.on_ssd}
     cells = {Tier.DEVICE: LOOK_AHEAD + 2, Tier.HOST: MAX_SAVES + LOOK_AHEAD + 1 if run.on_ssd else 0, Tier.SSD: 0}
