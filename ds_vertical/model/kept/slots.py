@@ -264,7 +264,8 @@ class Slots:
     def see_parameters(self) -> bool:
         """Whether no more holds the block's parameters than before its forward. Else something has kept a view of one that is
         no slot, such as an attribute of an autograd context: it would read another layer's values in the backward."""
-        return [num_holders(param) for param in self._params] == self._holders
+        now = [num_holders(param) for param in self._params]
+        return all(count <= before for count, before in zip(now, self._holders, strict=True))
 
     def settle(self) -> list[KeptStorage]:
         """The block's forward is over and its outputs are dropped: the storages that only the slots hold."""
