@@ -96,11 +96,6 @@ def is_alone(tensor: torch.Tensor) -> bool:
     return is_over(tensor.untyped_storage(), 1)
 
 
-def num_holders(tensor: torch.Tensor) -> int:
-    """How many tensors and other objects hold the memory of a tensor, the tensor included."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def is_over(storage: torch.UntypedStorage, num_tensors: int) -> bool:
     """Whether no more tensors than these lie over the storage. Each of them counts once, and so does `storage` itself."""
     return torch._C._storage_Use_Count(storage._cdata) <= 1 + num_tensors  # pyright: ignore[reportAttributeAccessIssue]

@@ -97,7 +97,7 @@ class KeptBlocks:
         if keeping.grab is not None and (keeping.grab.differs or not keeping.grab.is_over):
             self._kinds.separate(block, kept.kind, self._blocks[block])
             return
-        if kept.slots is not None and not kept.slots.see_parameters:
+        if kept.slots is not None and not kept.slots.sees_all(kept.outputs):
             self._kinds.give_up(kept.kind, self._blocks[block], "its graph holds a parameter other than as a saved tensor")
             return
         if recording is not None:

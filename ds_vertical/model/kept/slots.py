@@ -16,14 +16,17 @@ torch does not compare a saved tensor's count of in-place writes where hooks hav
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils import _pytree as pytree
 
 from ds_vertical.errors import LayerError
-from ds_vertical.model.tensor_refs import is_over, key_of, num_holders
+from ds_vertical.model.tensor_refs import is_over, key_of
 
 _LEAST_COVERED = 0.6  # of a storage, by the views that are kept of it; below that they are kept alone
 _ALIGNED_BYTES = 64  # to which torch's allocators align storages; kernels may choose by a tensor's place in that
@@ -82,7 +85,10 @@ def _refuse_written(layout: Layout) -> NoReturn:
 
 @dataclass(frozen=True, eq=False)
 class BaseSlot:
-    """A view of a parameter or of an input: of the tensor at `index` of `bases`, wherever its memory is when it is asked."""
+    """A view of a parameter or of an input: of the tensor at `index` of `bases`, wherever its memory is when it is asked.
+
+    `layout`: its offset counts from the base's first element, since the base may come back at another place of a buffer.
+    """
 
     bases: Sequence[object]
     index: int
@@ -104,7 +110,8 @@ class BaseSlot:
         """The tensor that was saved. Raises LayerError where it was written in place since."""
         if not self.is_current:
             _refuse_written(self.layout)
-        return self.layout.over(self._base.data.untyped_storage())
+        base = self._base.data
+        return replace(self.layout, offset=self.layout.offset + int(base.storage_offset())).over(base.untyped_storage())
 
 
 @dataclass(eq=False)
@@ -214,6 +221,18 @@ class AliasSlot:
 SavedSlot = BaseSlot | OwnSlot | AliasSlot
 
 
+def nodes_behind(outputs: Sequence[object]) -> set[Node]:
+    """The nodes of the graph behind its ends."""
+    stack: list[Node] = [edge.node for edge in outputs if isinstance(edge, GradientEdge)]
+    seen = set(stack)
+    while stack:
+        for following, _ in stack.pop().next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return seen
+
+
 class Slots:
     """Makes the slots of one block call. `params`: the block's, and `inputs`: what it was given; both keep their order.
 
@@ -223,13 +242,13 @@ class Slots:
     def __init__(self, params: Sequence[nn.Parameter], inputs: Sequence[object]) -> None:
         self.own: dict[int, KeptStorage] = {}
         self.made: list[SavedSlot] = []
-        self._params = params
-        self._holders = [num_holders(param) for param in params]
-        self._bases: dict[int, tuple[Sequence[object], int]] = {}
-        for bases in (inputs, params):  # a parameter that is given as an argument is a parameter
+        self.lost = False  # a view over a parameter's memory that is no part of one of the block's
+        self._param_keys = {key_of(param.untyped_storage()) for param in params}
+        self._bases: dict[int, list[tuple[Sequence[object], int]]] = {}  # a buffer may hold several parameters
+        for bases in (params, inputs):  # a parameter that is given as an argument is a parameter
             for index, base in enumerate(bases):
                 if isinstance(base, torch.Tensor) and is_plain(base):
-                    self._bases[key_of(base.untyped_storage())] = bases, index
+                    self._bases.setdefault(key_of(base.untyped_storage()), []).append((bases, index))
 
     def pack(self, tensor: torch.Tensor) -> SavedSlot:
         """The slot of a tensor that autograd is about to save."""
@@ -245,11 +264,9 @@ class Slots:
         if not is_plain(tensor):
             return AliasSlot(tensor.detach(), tensor._version)
         storage, layout = tensor.untyped_storage(), Layout.of(tensor)
-        if (place := self._bases.get(key_of(storage))) is not None:
-            bases, index = place
-            base = bases[index]
-            assert isinstance(base, torch.Tensor)
-            return BaseSlot(bases, index, layout, base._version)
+        if (slot := self._base_slot(key_of(storage), layout)) is not None:
+            return slot
+        self.lost |= key_of(storage) in self._param_keys
         kept = self.own.get(key_of(storage))
         if kept is None:
             kept = self.own[key_of(storage)] = KeptStorage(storage)
@@ -260,11 +277,24 @@ class Slots:
             return AliasSlot(tensor.detach(), tensor._version)
         return OwnSlot(kept, layout, tensor._version)
 
-    @property
-    def see_parameters(self) -> bool:
-        """Whether no more holds the block's parameters than before its forward. Else something has kept a view of one that is
-        no slot, such as an attribute of an autograd context: it would read another layer's values in the backward."""
-        return [num_holders(param) for param in self._params] == self._holders
+    def _base_slot(self, key: int, layout: Layout) -> BaseSlot | None:
+        """The slot of a view that lies within a parameter or an input; None where there is none."""
+        for bases, index in self._bases.get(key, ()):
+            base = bases[index]
+            assert isinstance(base, torch.Tensor)
+            own = Layout.of(base)
+            is_within = own.offset <= layout.offset and layout.offset + layout.extent <= own.offset + own.extent
+            if own.dtype == layout.dtype and is_within:
+                return BaseSlot(bases, index, replace(layout, offset=layout.offset - own.offset), base._version)
+        return None
+
+    def sees_all(self, outputs: Sequence[object]) -> bool:
+        """Whether no parameter's memory is kept other than by a slot, as far as Python shows: an attribute of an autograd
+        context that is a view of one would be another layer's values in the backward. `outputs`: ends of the block's graph."""
+        nodes = (node for node in nodes_behind(outputs) if isinstance(node, FunctionCtx))
+        held = (value for node in nodes for value in pytree.tree_leaves(dict(vars(node))))
+        tensors = (value for value in held if isinstance(value, torch.Tensor) and value.layout is torch.strided)
+        return not self.lost and not any(key_of(each.untyped_storage()) in self._param_keys for each in tensors)
 
     def settle(self) -> list[KeptStorage]:
         """The block's forward is over and its outputs are dropped: the storages that only the slots hold."""
