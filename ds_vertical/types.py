@@ -218,6 +218,7 @@ class RunSettings:
     gradient_host_share: float
     keep_gradients: bool
     host_memory_bytes: int | None
+    nvme_paths: tuple[str, ...] | None
     activations: ActivationSettings
     seed_micro_batches: bool
     seed: int | None

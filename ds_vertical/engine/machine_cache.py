@@ -7,13 +7,19 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ds_vertical.compat.ops.cache import cache_root
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.atomic_file import replace_file, try_place
+
+# Of an SSD's report: what several SSDs have more of.
+_SHARED_OUT: Final = (
+    *("ssd_read_bytes_per_s", "ssd_write_bytes_per_s", "ssd_read_together_bytes_per_s", "ssd_write_together_bytes_per_s"),
+    "ssd_bytes",
+)
 
 
 def report_path(folder: str | os.PathLike[str]) -> Path:
@@ -62,12 +68,59 @@ def cached_report(folder: str | os.PathLike[str] | None) -> dict[str, Any] | Non
     return report if isinstance(report, dict) else None
 
 
-def training_report(folder: str | os.PathLike[str] | None) -> dict[str, Any] | None:
-    """As `cached_report`; the file that DS_VERTICAL_LIMITS names in its place, none at all where that is empty. Raises
-    ConfigError for a file that cannot be read."""
+def joint_report(reports: Sequence[dict[str, Any]], shares: Sequence[float]) -> dict[str, Any]:
+    """The report of a machine whose SSDs have one each, when files are spread over them in these shares: the first one, with
+    the rates at which all SSDs together are read and written, and the room that there is on them. An SSD is done with its share
+    of a transfer after (share x bytes) / rate seconds, so the slowest decides: where shares go by rates, the sum."""
+    joint: dict[str, Any] = {**reports[0]}
+    for part in ("machine", "rates", "capacity"):
+        tables = [report.get(part) or {} for report in reports]
+        joint[part] = {**tables[0]}
+        for key in _SHARED_OUT:
+            found = [table.get(key) for table in tables]
+            if key in joint[part] and None not in found:
+                joint[part][key] = min(value / share for value, share in zip(found, shares, strict=True) if value is not None)
+    return joint
+
+
+def reports_of(folders: Sequence[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+    """The kept reports for the disks of several folders; none at all where one of them has none, or DS_VERTICAL_LIMITS is
+    set."""
+    if os.environ.get("DS_VERTICAL_LIMITS") is not None:
+        return []
+    found = [cached_report(folder) for folder in folders]
+    reports = [report for report in found if report is not None]
+    return reports if len(reports) == len(folders) else []
+
+
+def shares_of(folders: Sequence[str | os.PathLike[str]]) -> tuple[float, ...]:
+    """The share of a file's bytes that goes to each of several SSDs: by their measured rates of reads, where `ds-vertical
+    limits` has kept those of all; else the same for each."""
+    rates = [read_rate(report) for report in reports_of(folders)]
+    known = [rate for rate in rates if rate]
+    if len(known) < len(folders):
+        return tuple(1 / len(folders) for _ in folders)
+    return tuple(rate / sum(known) for rate in known)
+
+
+def read_rate(report: dict[str, Any]) -> float | None:
+    """Bytes per second of the reads of a report's SSD; None where it does not say."""
+    found = (report.get("machine") or {}).get("ssd_read_bytes_per_s")
+    return float(found) if isinstance(found, int | float) and found > 0 else None
+
+
+def training_report(
+    folder: str | os.PathLike[str] | None, beside: Sequence[str | os.PathLike[str]] = ()
+) -> dict[str, Any] | None:
+    """As `cached_report`, with several SSDs (`beside`: folders on the others) as `joint_report`; the file that
+    DS_VERTICAL_LIMITS names in its place, none at all where that is empty. Raises ConfigError for a file that cannot be
+    read."""
     named = os.environ.get("DS_VERTICAL_LIMITS")
     if named is None:
-        return cached_report(folder)
+        if folder is None or not beside:
+            return cached_report(folder)
+        reports = reports_of([folder, *beside])
+        return joint_report(reports, shares_of([folder, *beside])) if reports else None
     try:
         return json.loads(Path(named).read_text()) if named else None
     except (OSError, ValueError) as error:

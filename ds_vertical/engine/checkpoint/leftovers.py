@@ -35,7 +35,7 @@ _OF_A_TAG: Final = re.compile(
 )
 _SCRATCH: Final = re.compile(r"scratch\d+")  # of a portable save
 _PLACED: Final = re.compile(r"latest|zero_to_fp32\.py")  # on their way among the tags, in a folder of their own
-_OF_A_RANK: Final = re.compile(r"chunk\d+\.\w+\.\d+\.bin|weight\d+\.bin|memory\.bin|loose\.pt")
+_OF_A_RANK: Final = re.compile(r"chunk\d+\.\w+\.\d+(\.ssd\d+)?\.bin|weight\d+(\.ssd\d+)?\.bin|memory\.bin|loose\.pt")
 _MOST_MARK_BYTES: Final = 1 << 14
 _MOST_MANIFEST_BYTES: Final = 1 << 31
 

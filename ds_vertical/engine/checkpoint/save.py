@@ -31,6 +31,7 @@ from ds_vertical.io import files
 from ds_vertical.io.checksums import LARGEST_READ, Piece, checksum
 from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.regular_file import open_regular
+from ds_vertical.io.runs import stripes
 from ds_vertical.io.runs.run_dir import fail, owned
 from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.state_files import KINDS
@@ -142,6 +143,7 @@ class RankSave:
         self._folder = folder
         self._names = {id(param): name for name, param in engine.module.named_parameters()}
         self._sources: dict[Path, str] = {}  # files of the run -> names in the checkpoint
+        self._wholes: dict[Path, Path] = {}  # files of the run -> the one of which they are, where it lies on several SSDs
         self._wanted: dict[Path, list[tuple[int, int]]] = {}  # [start, end) of each
         self._places: dict[int, dict[str, list[FileRange]]] = {}  # by id(param), by kind
         self._memory: list[torch.Tensor] = []  # shares that rest in host memory or on the device, as they lie in MEMORY
@@ -178,11 +180,11 @@ class RankSave:
             if paths not in known:
                 known.append(paths)
             for kind, extent in zip(KINDS, chunks[index].extents(part, paths), strict=True):
-                name = f"chunk{index}.{kind}.{known.index(paths)}.bin"
-                self._want(extent.path, name, extent.offset, extent.offset + extent.num_bytes)
+                name = f"chunk{index}.{kind}.{known.index(paths)}"
+                self._want(extent.path, name, extent.offset, extent.num_bytes)
                 for param, _, in_part, count in chunks[index].overlaps(part):
-                    found = FileRange(name, (part.start + in_part) * FP32_BYTES, count * FP32_BYTES)
-                    self._place(param, kind, found)
+                    start = (part.start + in_part) * FP32_BYTES
+                    self._place_file(param, kind, (extent.path, name, start, count * FP32_BYTES))
         for chunk in chunks:
             if chunk.resident is not None:
                 for kind, flat in zip(KINDS, chunk.resident(), strict=True):
@@ -198,13 +200,23 @@ class RankSave:
             if shard is None:
                 self._remember(param, "weight", zero_params.shard(param))
             else:
-                name = f"weight{number}.bin"
-                self._want(Path(shard.path), name, 0, shard.num_bytes)
-                self._place(param, "weight", FileRange(name, 0, shard.numel * param.element_size()))
+                name, path = f"weight{number}", Path(shard.path)
+                self._want(path, name, 0, shard.num_bytes)
+                self._place_file(param, "weight", (path, name, 0, shard.numel * param.element_size()))
 
-    def _want(self, path: Path, name: str, start: int, end: int) -> None:
-        self._sources.setdefault(path, name)
-        self._wanted.setdefault(path, []).append((start, end))
+    def _want(self, path: Path, name: str, start: int, num_bytes: int) -> None:
+        """These bytes of a file belong to the checkpoint."""
+        for span in stripes.spans(path, start, num_bytes):
+            each = Path(span.path)
+            self._sources.setdefault(each, _name_of(name, path, span))
+            self._wholes[each] = path
+            self._wanted.setdefault(each, []).append((span.offset, span.offset + span.num_bytes))
+
+    def _place_file(self, param: ZeroParam, kind: str, found: tuple[Path, str, int, int]) -> None:
+        """A parameter's tensor has bytes of a file: its path, its name in the checkpoint, the first byte, how many."""
+        path, name, start, num_bytes = found
+        for span in stripes.spans(path, start, num_bytes):
+            self._place(param, kind, FileRange(_name_of(name, path, span), span.offset, span.num_bytes))
 
     def _place(self, param: ZeroParam, kind: str, found: FileRange) -> None:
         ranges = self._places.setdefault(id(param), {}).setdefault(kind, [])
@@ -246,7 +258,7 @@ class RankSave:
             target = self._folder / name
             _check_whole(path, max(end for _, end in self._wanted[path]))
             if _link(path, target):
-                shared.add(path)
+                shared.add(self._wholes[path])
             else:
                 _copy(path, target, self._wanted[path])
             sync_file(target)
@@ -289,6 +301,11 @@ class RankSave:
         settings = run_state.settings_of(self._engine)
         tied = run_state.tied_names(self._engine)
         return RankManifest(ranks.rank(), ranks.world_size(), saved, self._tensors, settings, numbers, tied)
+
+
+def _name_of(name: str, path: Path, span: stripes.Span) -> str:
+    """The name in the checkpoint of a file of the run: of one that lies on several SSDs, the SSD's number is in it."""
+    return f"{name}.bin" if span.path == os.fspath(path) else f"{name}.ssd{span.lane}.bin"
 
 
 def _check_loadable(what: str, content: object) -> None:
