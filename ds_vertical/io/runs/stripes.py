@@ -109,14 +109,20 @@ def spread(path: AnyPath, num_bytes: int, whole: bool = False) -> None:
     if run is None or name in _files or Path(name).exists():
         return
     count = len(run.folders)
-    period = num_bytes if whole else min(num_bytes, count * SEGMENT_BYTES)
-    if period < count * _GRAIN:
+    period = num_bytes if whole else _period(num_bytes, count * SEGMENT_BYTES)
+    if min(num_bytes, period) < count * _GRAIN:
         return
     first = len(_files) % count  # another SSD first in each file: what is no whole number of periods evens out
     lanes = tuple((first + index) % count for index in range(count))
     below = Path(name).relative_to(run.folders[0])
     paths = tuple(os.fspath(run.folders[lane] / f"{below}.ssd{lane}") for lane in lanes)
     _files[name] = Stripes(paths, lanes, _ends(period, [run.shares[lane] for lane in lanes]))
+
+
+def _period(num_bytes: int, most: int) -> int:
+    """As many equal periods as a file needs for none to be longer than `most`."""
+    turns = -(-num_bytes // most)
+    return -(-num_bytes // (turns * _GRAIN)) * _GRAIN
 
 
 def _ends(period: int, shares: Sequence[float]) -> tuple[int, ...]:
