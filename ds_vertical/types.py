@@ -202,8 +202,7 @@ class RunSettings:
     """The settings of a run: the section `vertical_schedule` with every null replaced by its rule, or by what was chosen.
 
     `reasons` says for each key where its value comes from. `layers` stays None where the model is to be searched, `seed` where
-    the caller has not given torch's yet. Each field is the key of that name: see `config.section`.
-    """
+    the caller has not given torch's yet. Each field is the key of that name: see `config.section`."""
 
     enabled: bool
     order: Order

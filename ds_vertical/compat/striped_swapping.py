@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.io import files
@@ -49,7 +50,7 @@ class StripedHandle:
         used = buffer if _is_aligned(buffer) else _aligned_like(buffer)
         if used is not buffer:
             used[: buffer.nbytes].copy_(buffer.view(torch.uint8))
-        stripes.spread(path, offset + used.nbytes, whole=True)
+        stripes.spread_file(path, offset + used.nbytes, whole=True)
         if not all(each.exists() for each in stripes.files_of(path)):
             files.preallocate({Path(path): offset + used.nbytes})
         self._flying.append((self._queue.write(used.data_ptr(), used.nbytes, path, offset), used, buffer))
@@ -77,8 +78,9 @@ def _aligned_like(buffer: torch.Tensor) -> torch.Tensor:
     return whole.narrow(0, -whole.data_ptr() % ALIGNMENT_BYTES, num_bytes)
 
 
-def stripe_optimizer(swapper: Any) -> None:
+def stripe_optimizer(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """Let the optimizer's swapper move files through a StripedHandle where its folder is in a run with several SSDs."""
+    swapper: Any = optimizer.optimizer_swapper  # None where no state is on SSD
     if swapper is not None and stripes.run_of(swapper.swap_folder) is not None:
         swapper.aio_handle = StripedHandle(swapper.aio_handle, new_disk_queue(swapper.aio_config))
 
@@ -90,7 +92,7 @@ def stripe_parameters() -> None:
         return
 
     @functools.wraps(stock)
-    def configure(self: Any, ds_config: Any) -> None:
+    def configure(self: AsyncPartitionedParameterSwapper, ds_config: object) -> None:
         stock(self, ds_config)
         if stripes.run_of(self.swap_folder) is not None:
             queue = new_disk_queue(self.aio_config)

@@ -143,7 +143,7 @@ class Assembly:
             return None
         path = folder / "activations" / f"rank{ranks.rank()}.bin" if on_ssd and folder is not None else None
         if path is not None:
-            stripes.spread(path, sys.maxsize)  # it grows
+            stripes.spread_file(path, sys.maxsize)  # it grows
         memory = HostMemory(pinned_memory.lock_host_bytes, pinned_memory.unlock_host_bytes)
         most_loads = (LOOK_AHEAD + 1) * (2 if max(map(len, layers.layers)) == 1 else 3)  # inputs, blocks' inputs, gradients
         return ActivationStore(TensorSwapper(path, self._new_queue, memory, self._device, most_loads, host_limit))

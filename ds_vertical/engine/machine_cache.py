@@ -15,6 +15,8 @@ from ds_vertical.compat.ops.cache import cache_root
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.atomic_file import replace_file, try_place
 
+MeasuredReport = dict[str, Any]  # a file of `ds-vertical limits`
+
 # Of an SSD's report: what several SSDs have more of.
 _SHARED_OUT: Final = (
     *("ssd_read_bytes_per_s", "ssd_write_bytes_per_s", "ssd_read_together_bytes_per_s", "ssd_write_together_bytes_per_s"),
@@ -32,7 +34,7 @@ def report_path(folder: str | os.PathLike[str]) -> Path:
     return cache_root().parent / "limits" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
 
 
-def keep_report(report: dict[str, Any], folder: str | os.PathLike[str]) -> Path:
+def keep_report(report: MeasuredReport, folder: str | os.PathLike[str]) -> Path:
     """Put a report in place of the last one, whole or not at all. Raises ConfigError."""
     path = report_path(folder)
     with _naming(path):
@@ -58,7 +60,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
 
 
-def cached_report(folder: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+def cached_report(folder: str | os.PathLike[str] | None) -> MeasuredReport | None:
     """The report of this machine for the disk of `folder` (None: of the working directory); None where there is none that
     can be read."""
     try:
@@ -68,11 +70,11 @@ def cached_report(folder: str | os.PathLike[str] | None) -> dict[str, Any] | Non
     return report if isinstance(report, dict) else None
 
 
-def joint_report(reports: Sequence[dict[str, Any]], shares: Sequence[float]) -> dict[str, Any]:
+def joint_report(reports: Sequence[MeasuredReport], shares: Sequence[float]) -> MeasuredReport:
     """The report of a machine whose SSDs have one each, when files are spread over them in these shares: the first one, with
     the rates at which all SSDs together are read and written, and the room that there is on them. An SSD is done with its share
     of a transfer after (share x bytes) / rate seconds, so the slowest decides: where shares go by rates, the sum."""
-    joint: dict[str, Any] = {**reports[0]}
+    joint: MeasuredReport = {**reports[0]}
     for part in ("machine", "rates", "capacity"):
         tables = [report.get(part) or {} for report in reports]
         joint[part] = {**tables[0]}
@@ -83,7 +85,7 @@ def joint_report(reports: Sequence[dict[str, Any]], shares: Sequence[float]) -> 
     return joint
 
 
-def reports_of(folders: Sequence[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+def reports_of(folders: Sequence[str | os.PathLike[str]]) -> list[MeasuredReport]:
     """The kept reports for the disks of several folders; none at all where one of them has none, or DS_VERTICAL_LIMITS is
     set."""
     if os.environ.get("DS_VERTICAL_LIMITS") is not None:
@@ -103,7 +105,7 @@ def shares_of(folders: Sequence[str | os.PathLike[str]]) -> tuple[float, ...]:
     return tuple(rate / sum(known) for rate in known)
 
 
-def read_rate(report: dict[str, Any]) -> float | None:
+def read_rate(report: MeasuredReport) -> float | None:
     """Bytes per second of the reads of a report's SSD; None where it does not say."""
     found = (report.get("machine") or {}).get("ssd_read_bytes_per_s")
     return float(found) if isinstance(found, int | float) and found > 0 else None
@@ -111,7 +113,7 @@ def read_rate(report: dict[str, Any]) -> float | None:
 
 def training_report(
     folder: str | os.PathLike[str] | None, beside: Sequence[str | os.PathLike[str]] = ()
-) -> dict[str, Any] | None:
+) -> MeasuredReport | None:
     """As `cached_report`, with several SSDs (`beside`: folders on the others) as `joint_report`; the file that
     DS_VERTICAL_LIMITS names in its place, none at all where that is empty. Raises ConfigError for a file that cannot be
     read."""

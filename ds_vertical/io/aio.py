@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 from ds_vertical.interrupts import waiting
 from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.runs import stripes
-from ds_vertical.io.runs.stripes import Span
+from ds_vertical.io.runs.stripes import Stripe
 
 ALIGNMENT_BYTES = 512
 
@@ -110,7 +110,7 @@ def _reason(result: Completion, address: int, num_bytes: int, start: int) -> str
 class Transfer:
     """An operation in flight. `num_bytes`: its length; `is_read`: its direction."""
 
-    def __init__(self, queue: DiskQueue, is_read: bool, address: int, span: Span) -> None:
+    def __init__(self, queue: DiskQueue, is_read: bool, address: int, span: Stripe) -> None:
         """Issue the operation: `span` of a file, from or to the memory `span.start` behind `address`."""
         self.path, self.offset, self.num_bytes, start, self._lane = span
         self.is_read = is_read
@@ -172,7 +172,7 @@ class Transfer:
 class StripedTransfer(Transfer):
     """Operations in flight on several SSDs that move one range of a file that lies on them."""
 
-    def __init__(self, queue: DiskQueue, is_read: bool, address: int, whole: Span, parts: Sequence[Span]) -> None:
+    def __init__(self, queue: DiskQueue, is_read: bool, address: int, whole: Stripe, parts: Sequence[Stripe]) -> None:
         self.path, self.offset, self.num_bytes, *_ = whole
         self.is_read = is_read
         self._operations: list[Transfer] = []
@@ -265,14 +265,14 @@ class DiskQueue:
 
     def read(self, address: int, num_bytes: int, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
         """Start reading bytes [offset, offset + num_bytes) of `path` to `address`. Returns at once."""
-        return self._issue(True, address, Span(os.fspath(path), offset, num_bytes))
+        return self._issue(True, address, Stripe(os.fspath(path), offset, num_bytes))
 
     def write(self, address: int, num_bytes: int, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
         """Start writing `num_bytes` at `address` to `path` from byte `offset`; makes the file. Returns at once."""
-        return self._issue(False, address, Span(os.fspath(path), offset, num_bytes))
+        return self._issue(False, address, Stripe(os.fspath(path), offset, num_bytes))
 
-    def _issue(self, is_read: bool, address: int, whole: Span) -> Transfer:
-        parts = stripes.spans(whole.path, whole.offset, whole.num_bytes)
+    def _issue(self, is_read: bool, address: int, whole: Stripe) -> Transfer:
+        parts = stripes.stripes_of(whole.path, whole.offset, whole.num_bytes)
         if len(parts) == 1:
             return Transfer(self, is_read, address, parts[0])
         return StripedTransfer(self, is_read, address, whole, parts)

@@ -77,7 +77,7 @@ class Checksums:
     def note(self, path: str | os.PathLike[str], offset: int, data: Data) -> None:
         """`data`, a contiguous buffer of bytes, is being written to a file from `offset` on. Other threads run meanwhile."""
         view = memoryview(data).cast("B")  # type: ignore[arg-type] - arrays are buffers
-        for span in stripes.spans(path, offset, len(view)):
+        for span in stripes.stripes_of(path, offset, len(view)):
             part = view[span.start : span.start + span.num_bytes]
             self._note(span.path, Piece(span.offset, span.num_bytes, checksum(part)))
 
@@ -87,7 +87,7 @@ class Checksums:
         if not self.verify:
             return
         view = memoryview(data).cast("B")  # type: ignore[arg-type] - arrays are buffers
-        for span in stripes.spans(path, offset, len(view)):
+        for span in stripes.stripes_of(path, offset, len(view)):
             self._check(span.path, span.offset, view[span.start : span.start + span.num_bytes])
 
     def _check(self, name: str, offset: int, view: memoryview) -> None:

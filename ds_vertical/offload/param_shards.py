@@ -159,7 +159,7 @@ class ShardFiles:
         StorageError, with nothing changed, where there is no room for those that take their place."""
         files.remove_files(self._unused)
         for path in self._unused:
-            stripes.forget(path)
+            stripes.forget_file(path)
         self._unused.clear()
         self._num_moves += 1
         found = [shard for shard in self.shards() if shard.aside is None and Path(shard.path) in shared]

@@ -182,7 +182,7 @@ class Generations:
         io_files.remove_files(path for paths in unused for path in paths)
         for path in (path for paths in unused for path in paths):
             self._checksums.forget(path)
-            stripes.forget(path)
+            stripes.forget_file(path)
         self._moved &= used
 
     # ---- inside

@@ -282,7 +282,7 @@ def _flat_state(optimizer: Any, index: int, kind: str) -> torch.Tensor:
     file = Path(optimizer.optimizer_swapper.swap_folder) / f"{prefix}{master.ds_id}.tensor.swp"
     numel = optimizer.fp16_partitioned_groups_flat_numel[index]
     found = bytearray()
-    for span in stripes.spans(file, 0, 4 * numel):
+    for span in stripes.stripes_of(file, 0, 4 * numel):
         with open(span.path, "rb") as part:
             part.seek(span.offset)
             found += part.read(span.num_bytes)

@@ -381,7 +381,7 @@ class _Writer:
     def write(self, offset: int, data: torch.Tensor) -> None:
         view = _bytes_of(data)
         self._checksums.note(self._path, offset, view)
-        for span in stripes.spans(self._path, offset, len(view)):
+        for span in stripes.stripes_of(self._path, offset, len(view)):
             part, place = view[span.start : span.start + span.num_bytes], span.offset
             with files.naming(span.path, "write"):
                 while part:
@@ -400,11 +400,11 @@ class _Writer:
 
 def _fill(path: Path, position: int, view: memoryview) -> None:
     """Fill `view` with a file's bytes from `position` on. Raises CheckpointError where it ends too early, StorageError."""
-    for span in stripes.spans(path, position, len(view)):
+    for span in stripes.stripes_of(path, position, len(view)):
         _fill_from(span, view[span.start : span.start + span.num_bytes])
 
 
-def _fill_from(span: stripes.Span, view: memoryview) -> None:
+def _fill_from(span: stripes.Stripe, view: memoryview) -> None:
     position = span.offset
     with files.naming(span.path, "read"), os.fdopen(open_regular(span.path), "rb", buffering=0) as file:
         while view:

@@ -206,7 +206,7 @@ class RankSave:
 
     def _want(self, path: Path, name: str, start: int, num_bytes: int) -> None:
         """These bytes of a file belong to the checkpoint."""
-        for span in stripes.spans(path, start, num_bytes):
+        for span in stripes.stripes_of(path, start, num_bytes):
             each = Path(span.path)
             self._sources.setdefault(each, _name_of(name, path, span))
             self._wholes[each] = path
@@ -215,7 +215,7 @@ class RankSave:
     def _place_file(self, param: ZeroParam, kind: str, found: tuple[Path, str, int, int]) -> None:
         """A parameter's tensor has bytes of a file: its path, its name in the checkpoint, the first byte, how many."""
         path, name, start, num_bytes = found
-        for span in stripes.spans(path, start, num_bytes):
+        for span in stripes.stripes_of(path, start, num_bytes):
             self._place(param, kind, FileRange(_name_of(name, path, span), span.offset, span.num_bytes))
 
     def _place(self, param: ZeroParam, kind: str, found: FileRange) -> None:
@@ -303,7 +303,7 @@ class RankSave:
         return RankManifest(ranks.rank(), ranks.world_size(), saved, self._tensors, settings, numbers, tied)
 
 
-def _name_of(name: str, path: Path, span: stripes.Span) -> str:
+def _name_of(name: str, path: Path, span: stripes.Stripe) -> str:
     """The name in the checkpoint of a file of the run: of one that lies on several SSDs, the SSD's number is in it."""
     return f"{name}.bin" if span.path == os.fspath(path) else f"{name}.ssd{span.lane}.bin"
 

@@ -155,7 +155,7 @@ def _read(path: Path, offset: int, target: torch.Tensor) -> None:
     """Fill a tensor (contiguous, in host memory) with a file's bytes from `offset` on. Raises OSError."""
     array: Any = target.view(torch.uint8).numpy()
     whole = memoryview(array)
-    for span in stripes.spans(path, offset, len(whole)):
+    for span in stripes.stripes_of(path, offset, len(whole)):
         view, place = whole[span.start : span.start + span.num_bytes], span.offset
         with os.fdopen(open_regular(span.path), "rb", buffering=0) as file:
             while view:

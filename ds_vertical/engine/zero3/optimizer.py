@@ -80,7 +80,7 @@ class VerticalStage3(ChunkedStage3):
         self.gradients_on_ssd = sum(part.numel for part in beyond) / (numel or 1)  # of those that wait
         file = GradientFile(zero_optimizer.gradient_file(self) if beyond else Path(), beyond, new_queue, self.checksums)
         for path, num_bytes in file.sizes.items():
-            stripes.spread(path, num_bytes)
+            stripes.spread_file(path, num_bytes)
         disk_check.require(file.sizes)
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, accelerator.device_name() != "cpu")
         sizes = bytes_read(chunks, file.extents)
@@ -124,7 +124,7 @@ class VerticalStage3(ChunkedStage3):
             "pipeline": False,
         }
         super()._configure_tensor_swapping(offload_optimizer_config.model_copy(update=plain), aio_config)
-        striped_swapping.stripe_optimizer(self.optimizer_swapper)
+        striped_swapping.stripe_optimizer(self)
         self._allocate_files()
 
     def _allocate_files(self) -> None:
@@ -136,9 +136,9 @@ class VerticalStage3(ChunkedStage3):
         shards = {zero_params.second_generation(f.path): f.num_bytes for f in map(zero_params.swap_file, stepped)}
         one, both = (zero_optimizer.optimizer_files(self, generations) for generations in (1, 2))
         for path, num_bytes in both.items():
-            stripes.spread(path, num_bytes)
+            stripes.spread_file(path, num_bytes)
         for path, num_bytes in shards.items():
-            stripes.spread(path, num_bytes, whole=True)
+            stripes.spread_file(path, num_bytes, whole=True)
         disk_check.make_files(self.timing, one, both | shards)
 
     def _setup_for_real_optimizer(self) -> None:  # override

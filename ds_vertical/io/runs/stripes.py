@@ -6,8 +6,8 @@ file on each SSD, `NAME.ssd0`, `NAME.ssd1`, ..., at the same place below its fol
 next, and so on up to the period's end, where it begins anew. The widths are in proportion to the SSDs' rates, so that a
 transfer of a period or more takes all of them for the same time. Parameters, which are read whole, have one period.
 
-Whoever opens a file asks `spans`, `files_of` or `sizes_of` first; who forgets that finds no file. Imports neither torch nor
-deepspeed.
+Whoever opens a file asks `stripes_of`, `files_of` or `sizes_of` first; who forgets that finds no file. Imports neither torch
+nor deepspeed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GRAIN: Final = 4096  # every SSD's bytes begin at a multiple of it
 AnyPath = str | os.PathLike[str]
 
 
-class Span(NamedTuple):
+class Stripe(NamedTuple):
     """Neighbouring bytes of one file: `num_bytes` from `offset` on in `path`, which is on the SSD of number `lane`. `start`:
     how far they are behind the first byte that was asked for."""
 
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stripes:
+class FileStripes:
     """Where one file's bytes are. `paths`: its files in the order in which a period goes through them, each on the SSD of the
     number in `lanes`; `ends`: of each one's bytes in a period."""
 
@@ -46,7 +46,7 @@ class Stripes:
     lanes: tuple[int, ...]
     ends: tuple[int, ...]
 
-    def spans(self, offset: int, num_bytes: int) -> Iterator[Span]:
+    def pieces(self, offset: int, num_bytes: int) -> Iterator[Stripe]:
         """Bytes [offset, offset + num_bytes), in order."""
         position, end, period = offset, offset + num_bytes, self.ends[-1]
         while position < end:
@@ -55,7 +55,7 @@ class Stripes:
             first = self.ends[index - 1] if index else 0
             count = min(self.ends[index] - inside, end - position)
             place = turn * (self.ends[index] - first) + inside - first
-            yield Span(self.paths[index], place, count, position - offset, self.lanes[index])
+            yield Stripe(self.paths[index], place, count, position - offset, self.lanes[index])
             position += count
 
     def sizes(self, num_bytes: int) -> list[int]:
@@ -74,7 +74,7 @@ class StripedRun:
 
 
 _runs: dict[Path, StripedRun] = {}  # by the first folder
-_files: dict[str, Stripes] = {}  # by the name that everybody uses
+_files: dict[str, FileStripes] = {}  # by the name that everybody uses
 
 
 def open_run(folders: Sequence[Path], shares: Sequence[float]) -> None:
@@ -101,7 +101,7 @@ def most_lanes() -> int:
     return max((len(run.folders) for run in _runs.values()), default=1)
 
 
-def spread(path: AnyPath, num_bytes: int, whole: bool = False) -> None:
+def spread_file(path: AnyPath, num_bytes: int, whole: bool = False) -> None:
     """Let a file, which is yet to be made, lie on all SSDs of its run. Nothing happens for one that is there already, one that
     is too small, and in a run with one SSD. `whole`: it will be read whole each time, so one period is the best.
     """
@@ -116,7 +116,7 @@ def spread(path: AnyPath, num_bytes: int, whole: bool = False) -> None:
     lanes = tuple((first + index) % count for index in range(count))
     below = Path(name).relative_to(run.folders[0])
     paths = tuple(os.fspath(run.folders[lane] / f"{below}.ssd{lane}") for lane in lanes)
-    _files[name] = Stripes(paths, lanes, _ends(period, [run.shares[lane] for lane in lanes]))
+    _files[name] = FileStripes(paths, lanes, _ends(period, [run.shares[lane] for lane in lanes]))
 
 
 def _period(num_bytes: int, most: int) -> int:
@@ -144,19 +144,19 @@ def spread_as(path: AnyPath, other: AnyPath) -> None:
     if found is not None and run is not None:
         below = Path(path).relative_to(run.folders[0])
         paths = tuple(os.fspath(run.folders[lane] / f"{below}.ssd{lane}") for lane in found.lanes)
-        _files[os.fspath(path)] = Stripes(paths, found.lanes, found.ends)
+        _files[os.fspath(path)] = FileStripes(paths, found.lanes, found.ends)
 
 
-def forget(path: AnyPath) -> None:
+def forget_file(path: AnyPath) -> None:
     """The file is gone."""
     _files.pop(os.fspath(path), None)
 
 
-def spans(path: AnyPath, offset: int, num_bytes: int) -> list[Span]:
+def stripes_of(path: AnyPath, offset: int, num_bytes: int) -> list[Stripe]:
     """Where bytes [offset, offset + num_bytes) of a file are, in order; of a file that is not spread, the same in one piece."""
     name = os.fspath(path)
     found = _files.get(name)
-    return [Span(name, offset, num_bytes)] if found is None or not num_bytes else list(found.spans(offset, num_bytes))
+    return [Stripe(name, offset, num_bytes)] if found is None or not num_bytes else list(found.pieces(offset, num_bytes))
 
 
 def files_of(path: AnyPath) -> list[Path]:
