@@ -1,7 +1,8 @@
 """Saving a run with state on SSD: `save` writes a folder that `load.load` continues from, bit for bit.
 
 Files of state and of parameters are linked into the folder where it is on their file system (`state_files`, [Note: frozen
-files]), and copied where it is not. What rests in host memory is written out.
+files]); with several SSDs those of the others on their own (`parts`, [Note: parts]). Otherwise they are copied. What rests in
+host memory is written out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from ds_vertical.compat import zero_optimizer, zero_params
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.checkpoint import manifest, run_state
+from ds_vertical.engine.checkpoint import manifest, parts, run_state
 from ds_vertical.engine.checkpoint.manifest import FileRange, RankManifest, SavedFile, TensorEntry
 from ds_vertical.engine.checkpoint.manifest_schema import SIGNPOST
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag, sync_file, sync_folder, write_synced
@@ -48,7 +49,6 @@ POINTS = (
     "switched",
     "latest written",
 )
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES)
 
 
 def reach(point: str) -> None:
@@ -164,6 +164,9 @@ class RankSave:
             saved |= self._write_files()
             data = self._manifest(saved).to_json()
             write_synced(self._folder / manifest.NAME, data)
+            for place in parts.places_of(self._folder):
+                for folder in (place, place.parent, place.parent.parent):
+                    sync_folder(folder)
             sync_folder(self._folder)
         except OSError as error:
             raise fail(error.filename or self._folder, "save", error, remedy(error.errno)) from error
@@ -257,7 +260,7 @@ class RankSave:
         for path, name in self._sources.items():
             target = self._folder / name
             _check_whole(path, max(end for _, end in self._wanted[path]))
-            if _link(path, target):
+            if _link(path, target) or parts.link_part(path, target):
                 shared.add(self._wholes[path])
             else:
                 _copy(path, target, self._wanted[path])
@@ -283,7 +286,8 @@ class RankSave:
     def _check_room(self) -> None:
         """Raise StorageError where what must be copied or written out has no room."""
         device = self._folder.stat().st_dev
-        copied = [path for path in self._sources if path.stat().st_dev != device]
+        away = [path for path in self._sources if path.stat().st_dev != device]
+        copied = [path for path in away if not parts.can_link(path, self._folder)]
         needed = self._memory_bytes + sum(end - start for path in copied for start, end in self._wanted[path])
         available = files.free_bytes(self._folder)
         if needed > available:
@@ -375,7 +379,7 @@ def _link(path: Path, target: Path) -> bool:
     try:
         os.link(path, target)
     except OSError as error:
-        if error.errno in _NO_LINKS:
+        if error.errno in parts.NO_LINKS:
             return False
         raise
     return True

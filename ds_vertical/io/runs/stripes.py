@@ -96,6 +96,11 @@ def run_of(path: AnyPath) -> StripedRun | None:
     return next((_runs[parent] for parent in (where, *where.parents) if parent in _runs), None) if _runs else None
 
 
+def run_with(folder: Path) -> StripedRun | None:
+    """The striped run of which this is a folder, be it the first or another one."""
+    return next((run for run in _runs.values() if folder in run.folders), None)
+
+
 def most_lanes() -> int:
     """SSDs of the run that has most of them."""
     return max((len(run.folders) for run in _runs.values()), default=1)
