@@ -98,11 +98,15 @@ def reports_of(folders: Sequence[str | os.PathLike[str]]) -> list[MeasuredReport
 def shares_of(folders: Sequence[str | os.PathLike[str]]) -> tuple[float, ...]:
     """The share of a file's bytes that goes to each of several SSDs: by their measured rates of reads, where `ds-vertical
     limits` has kept those of all; else the same for each."""
-    rates = [read_rate(report) for report in reports_of(folders)]
+    reports = reports_of(folders)
+    return shares_by_rates(reports) if reports else tuple(1 / len(folders) for _ in folders)
+
+
+def shares_by_rates(reports: Sequence[MeasuredReport]) -> tuple[float, ...]:
+    """The shares of SSDs with these reports: in proportion to their rates of reads; equal where one does not say."""
+    rates = [read_rate(report) for report in reports]
     known = [rate for rate in rates if rate]
-    if len(known) < len(folders):
-        return tuple(1 / len(folders) for _ in folders)
-    return tuple(rate / sum(known) for rate in known)
+    return tuple(rate / sum(known) if len(known) == len(rates) else 1 / len(rates) for rate in [rate or 0.0 for rate in rates])
 
 
 def read_rate(report: MeasuredReport) -> float | None:

@@ -64,6 +64,7 @@ def test_two_slow_disks_are_read_at_the_sum_of_their_rates(tmp_path: Path) -> No
 @contextlib.contextmanager
 def two_disks(folder: Path) -> Iterator[Path]:
     """A folder with ssd0 and ssd1, file systems of their own."""
+    folder.mkdir()
     with loop_disk(folder / "ssd0", DISK_BYTES), loop_disk(folder / "ssd1", DISK_BYTES):
         yield folder
 
