@@ -104,18 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = Counter(entry.word for entry in entries)
     if options.json:
         runs = [_described(entry) for entry in entries]
-        print(
-            json.dumps(
-                {
-                    "counts": counts,
-                    "freed_bytes": freed,
-                    "not_found": missing,
-                    "runs": runs,
-                    "parts": list(map(_parts_entry, listed)),
-                },
-                indent=2,
-            )
-        )
+        told = {"counts": counts, "freed_bytes": freed, "not_found": missing, "runs": runs}
+        print(json.dumps(told | {"parts": [_parts_entry(each) for each in listed]}, indent=2))
     else:
         print("\n".join(_summary(entries, counts, freed, missing, options.remove is not None)))
     refused = [entry for entry in entries if entry.result == "failed" or (entry.result == "kept" and options.remove)]
