@@ -19,7 +19,7 @@ from resuming import assert_whole, config_in, loaded, model_of, train
 
 from ds_vertical.cli.bench import disk_limit
 from ds_vertical.engine.checkpoint import parts
-from ds_vertical.errors import ConfigError
+from ds_vertical.errors import ConfigError, StorageError
 from ds_vertical.io import files
 
 MB = 1_000_000
@@ -117,3 +117,14 @@ def test_a_checkpoint_links_on_each_disk_and_is_copied_where_it_cannot(tmp_path:
         shutil.rmtree(saved / "mine")
         (orphan,) = parts.find_parts(disks / "ssd1")
         assert not orphan.is_used and orphan.checkpoint == saved / "mine"
+
+
+@pytest.mark.slow
+def test_one_disk_without_room_for_its_share_is_refused_by_name_before_a_file_is_made(tmp_path: Path) -> None:
+    disks = tmp_path / "disks"
+    disks.mkdir()
+    with loop_disk(disks / "ssd0", DISK_BYTES), loop_disk(disks / "ssd1", 24 << 20):
+        with pytest.raises(StorageError, match=rf"^{disks}/ssd1/\S+: this rank needs \d+ more bytes .* has \d+ free; free \d+"):
+            with running(on_both(disks), model_of, vertical=True):
+                pass
+        assert not [path for path in disks.rglob("*.ssd?") if "optimizer" in path.parts]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from harness import assert_identical, base_config, contents, differing, run_arm, running, small_buffers
 from models import MixerModel, token_batches
+from places import SUPPORT
+from processes import start_ranks
 from resuming import CLIP, config_in, loaded, model_of, train
 
 from ds_vertical.engine import machine_cache
@@ -122,3 +126,14 @@ def test_a_run_resumes_on_other_ssds_with_the_same_bits(tmp_path: Path, clip: fl
     with loaded(config, saved, tag="global_step3") as (engine, model):
         masters = {name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
     assert all(torch.equal(masters[name], exported[name]) for name in masters)
+
+
+@slow
+def test_two_ranks_have_the_same_bits_on_one_folder_and_on_two(tmp_path: Path) -> None:
+    """Trained, saved, and resumed on the other number of folders; each rank's files lie in both."""
+    start_ranks([sys.executable, str(SUPPORT / "ssd_rank_worker.py"), str(tmp_path)], tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["on 1"] == found["on 2"] == found["resumed from 1"] == found["resumed from 2"]
+        assert found["files on 1"] == [0, 0] and found["files on 2"][0] == found["files on 2"][1] > 6
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".ssd0", ".ssd1") and "saved" not in str(path)]
