@@ -463,14 +463,14 @@ def test_the_folders_of_a_killed_run_on_all_ssds_are_listed_and_removed(
 def test_parts_of_a_deleted_checkpoint_are_listed_and_removed_by_their_name_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    home, kept = (tmp_path / parts.FOLDER / name for name in ("step5.0badcafe", "step6.0badf00d"))
+    home, kept = (tmp_path / parts.PARTS_FOLDER / name for name in ("step5.0badcafe", "step6.0badf00d"))
     for each in (home, kept):
         tag = tmp_path / "saved" / each.name.partition(".")[0]
         for folder in (each / "rank0", tag / "rank0"):
             folder.mkdir(parents=True)
         (each / "rank0" / "weight3.ssd1.bin").write_bytes(bytes(4096))
         (tag / "rank0" / "weight3.ssd1.bin").symlink_to(each / "rank0" / "weight3.ssd1.bin")
-        (each / parts.MARK).write_text(json.dumps({"written_by": "ds_vertical", "checkpoint": str(tag)}))
+        (each / parts.PARTS_MARK).write_text(json.dumps({"written_by": "ds_vertical", "checkpoint": str(tag)}))
     assert [part["in_use"] for part in said(capsys, "--path", tmp_path)[1]["parts"]] == [True, True]
     shutil.rmtree(tmp_path / "saved" / "step5")
     status, report = said(capsys, "--path", tmp_path, "--remove")

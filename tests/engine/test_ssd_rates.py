@@ -84,7 +84,7 @@ def test_a_checkpoint_links_on_each_disk_and_is_copied_where_it_cannot(tmp_path:
         losses = train(engine, range(5))
         expected = contents(engine, model)
     with two_disks(tmp_path / "disks") as disks:
-        saved, beside = disks / "ssd0" / "saved", disks / "ssd1" / parts.FOLDER
+        saved, beside = disks / "ssd0" / "saved", disks / "ssd1" / parts.PARTS_FOLDER
         with running(on_both(disks), model_of, vertical=True) as (engine, model):
             found = train(engine, range(2))
             free = files.free_bytes(disks / "ssd0") + files.free_bytes(disks / "ssd1")

@@ -25,8 +25,8 @@ from ds_vertical.io import remove_tree
 from ds_vertical.io.regular_file import parse_json, read_regular
 from ds_vertical.io.runs import run_dir, stripes
 
-FOLDER: Final = "ds_vertical_checkpoints"
-MARK: Final = "ds_vertical.parts"
+PARTS_FOLDER: Final = "ds_vertical_checkpoints"
+PARTS_MARK: Final = "ds_vertical.parts"
 LINKED: Final = re.compile(r"(chunk\d+\.\w+\.\d+|weight\d+)\.ssd\d+\.bin")
 NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES)
 _RANK: Final = re.compile(r"rank\d+")
@@ -49,7 +49,7 @@ def link_part(path: Path, target: Path) -> bool:
     if owner is None or not can_link(path, target.parent):
         return False
     tag_folder = target.parent.parent
-    home = owner.path.parent / FOLDER / tag_folder.name.removeprefix(".")
+    home = owner.path.parent / PARTS_FOLDER / tag_folder.name.removeprefix(".")
     place = home / target.parent.name
     _make_home(home, tag_folder)
     place.mkdir(mode=0o700, exist_ok=True)
@@ -70,7 +70,7 @@ def _make_home(home: Path, tag_folder: Path) -> None:
     tag = tag_folder.name.removeprefix(".").rpartition(".")[0]
     told = {"written_by": _WRITTEN_BY, "checkpoint": str(tag_folder.absolute().parent / tag)}
     with contextlib.suppress(FileExistsError):  # another rank's
-        fd = os.open(home / MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(home / PARTS_MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.write(json.dumps(told).encode())
             file.flush()
@@ -107,11 +107,11 @@ def _is_same(one: Path | None, other: Path) -> bool:
 
 def checkpoint_of(home: Path) -> Path | None:
     """The folder of the checkpoint whose parts a folder holds, as its mark says; None where it is no such folder."""
-    if home.parent.name != FOLDER:
+    if home.parent.name != PARTS_FOLDER:
         return None
     try:
         with remove_tree.opened(home) as fd:
-            found = parse_json(read_regular(MARK, _MOST_MARK_BYTES, os.O_NOFOLLOW, fd))
+            found = parse_json(read_regular(PARTS_MARK, _MOST_MARK_BYTES, os.O_NOFOLLOW, fd))
     except (OSError, ValueError):
         return None
     if not isinstance(found, dict) or found.get("written_by") != _WRITTEN_BY:
@@ -132,7 +132,7 @@ class FoundParts:
 
 def find_parts(nvme_path: Path) -> Iterator[FoundParts]:
     """All parts of checkpoints on one SSD. Raises OSError."""
-    folder = nvme_path / FOLDER
+    folder = nvme_path / PARTS_FOLDER
     for home in sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():
         checkpoint = checkpoint_of(home)
         if checkpoint is not None:
@@ -161,7 +161,7 @@ def remove_parts(home: Path) -> None:
                     if LINKED.fullmatch(each):
                         os.unlink(each, dir_fd=rank)
                 remove_tree.remove_named(rank, name, fd)
-        os.unlink(MARK, dir_fd=fd)
+        os.unlink(PARTS_MARK, dir_fd=fd)
         remove_tree.remove_named(fd, home.name, above)
     with contextlib.suppress(OSError):  # others' parts are in it
         home.parent.rmdir()
