@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if folder.is_dir():
                 check_keeping(folder)
         report, each = measure(options, keeps)
-        report["ssd_limit"] = json.loads(options.limited) if options.limited else None
+        for one in (report, *each):
+            one["ssd_limit"] = json.loads(options.limited) if options.limited else None
         text = json.dumps(report, indent=2, allow_nan=False)
         if options.out:
             write_out(options.out, text + "\n")
