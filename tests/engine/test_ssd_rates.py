@@ -123,7 +123,7 @@ def test_a_checkpoint_links_on_each_disk_and_is_copied_where_it_cannot(tmp_path:
 def test_one_disk_without_room_for_its_share_is_refused_by_name_before_a_file_is_made(tmp_path: Path) -> None:
     disks = tmp_path / "disks"
     disks.mkdir()
-    with loop_disk(disks / "ssd0", DISK_BYTES), loop_disk(disks / "ssd1", 24 << 20):
+    with loop_disk(disks / "ssd0", DISK_BYTES), loop_disk(disks / "ssd1", 10 << 20):
         with pytest.raises(StorageError, match=rf"^{disks}/ssd1/\S+: this rank needs \d+ more bytes .* has \d+ free; free \d+"):
             with running(on_both(disks), model_of, vertical=True):
                 pass
