@@ -52,9 +52,10 @@ def test_two_slow_disks_are_read_at_the_sum_of_their_rates(tmp_path: Path) -> No
             subprocess.run(group.wrap(command), check=True)
             rates[count] = json.loads(out.read_text())
     print(json.dumps(rates))
-    for count, found in rates.items():
-        for kind in ("steps", "layers"):
-            assert abs(found[kind] / (count * READ_BPS) - 1) < 0.1, (count, kind, found)
+    for kind in ("steps", "layers"):
+        for count, found in rates.items():  # a limit may let through somewhat more than its rate, after a pause
+            assert 0.9 < found[kind] / (count * READ_BPS) < 1.15, (count, kind, found)
+        assert abs(rates[2][kind] / rates[1][kind] / 2 - 1) < 0.1, (kind, rates)
 
 
 # ---- checkpoints: hard links stay within one file system
