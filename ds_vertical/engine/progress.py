@@ -130,7 +130,7 @@ class Progress:
             return None
         try:
             run = None if self._folder is None else stripes.run_of(self._folder)
-            report = training_report(self._folder, () if run is None else run.folders[1:])
+            report = training_report(self._folder) if run is None else training_report(self._folder, run.folders[1:])
             return None if report is None else Goals(self._engine, report, tokens)
         except (ConfigError, CostsError) as error:
             accelerator.log(f"ds_vertical: no bound beside the steps: {error}")
