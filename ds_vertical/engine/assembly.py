@@ -161,6 +161,8 @@ class Assembly:
         if not kept_tiers(self.layers.num_layers, 1, tier, one_memory):
             return KeptStore(None, limit)
         path = folder / "kept" / f"rank{ranks.rank()}.bin" if tier is Tier.SSD and folder is not None else None
+        if path is not None:
+            stripes.spread_file(path, sys.maxsize)  # it grows
         swapper = TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, LOOK_AHEAD + 1, host_limit)
         host_tier = swapper.host_tier
         host_tier.what = "vertical_schedule.activations.keep: {held} bytes of host memory hold what is kept for the backward"
