@@ -81,4 +81,4 @@ def test_a_file_that_takes_anothers_place_lies_as_it_does_and_a_closed_run_is_fo
     pairs = zip(stripes.stripes_of(first, 0, 9 * MIB), stripes.stripes_of(second, 0, 9 * MIB), strict=True)
     assert all(one._replace(path=other.path) == other for one, other in pairs)
     stripes.close_run(run[0])
-    assert stripes.files_of(first) == [first] and stripes.most_lanes() == 1
+    assert stripes.files_of(first) == [first] and stripes.run_of(first) is None
