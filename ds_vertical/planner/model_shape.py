@@ -183,10 +183,10 @@ class ModelSpec:
     passed_bytes: int
     block_saved_bytes: int
     head_saved_bytes: int
+    menus: tuple[CountedMenu, ...] = ()
     trained: tuple[int, ...] | None = None
     block_frozen_flops: float = 0.0
     head_frozen_flops: float = 0.0
-    menus: tuple[CountedMenu, ...] = ()
 
     @property
     def num_elements(self) -> int:

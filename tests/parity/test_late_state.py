@@ -30,6 +30,7 @@ from stateful import NUM_LAYERS, Base, Block, CountUp, M, Model, batches, config
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from ds_vertical import interrupts
 from ds_vertical.errors import LayerError
 
 USERS = types.ModuleType("users_module")  # a module of the user's own, as `import users_module` gives it
@@ -1160,7 +1161,7 @@ def test_what_cannot_be_followed_is_refused_by_name(tmp_path: Path, case: type[B
     with running(config_in(tmp_path, section={"self_check": self_check}), case, vertical=True) as (engine, _):
         with pytest.raises(LayerError, match=named):
             engine.train_batch(iter(batches(1)[0]))
-        assert engine.global_steps == 0
+        assert engine.global_steps == 0 and interrupts.num_open() == 0
 
 
 class LargeLentBlock(Block):
@@ -1187,7 +1188,7 @@ def test_a_large_tensor_that_is_given_other_memory_late_is_refused_by_name(tmp_p
             LayerError, match=r"blocks\.\d\.large \(65544 elements\) is .*given other memory, for the first time"
         ):
             engine.train_batch(iter(batches(1)[0]))
-        assert engine.global_steps == 1
+        assert engine.global_steps == 1 and interrupts.num_open() == 0
 
 
 def test_state_that_the_next_micro_batch_finds_is_refused_under_snake(tmp_path: Path) -> None:

@@ -336,7 +336,7 @@ class StepState:
 
     def _undo(self) -> None:
         if self._learned.handled:
-            self.tracked.find(None)
+            self.tracked.find(None, refuse=False)  # that of which there is no copy has been refused, or stays as it is
         for track in self._tracks:
             track.installed = None
             track.install(track.base)
