@@ -358,7 +358,8 @@ from pathlib import Path
 from ds_vertical.cli.doctor.check import Target
 from ds_vertical.cli.doctor.hardware import host_memory
 cases = [(int(limit), Target(Path(file) if file else None)) for limit, file in zip(sys.argv[1::2], sys.argv[2::2])]
-list(host_memory(cases[0][1]))  # whatever it imports, while all may be read
+for _, case in cases:
+    list(host_memory(case))  # whatever it imports, and each JSON, while all may be read
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (cases[0][0], cases[0][0]))
 if os.geteuid() == 0:
     os.setgid(65534), os.setuid(65534)  # root may lock what it likes
