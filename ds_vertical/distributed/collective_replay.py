@@ -4,11 +4,16 @@ Gathers, reductions and votes come in the order of the schedule's events, the sa
 together whether the pass counts: a step at its NORM, an evaluation at its end, either where a vote has all leave it. A rank
 that fails before goes through the schedule once more, takes part in those that it has not begun, with values that nobody will
 use, and raises its error where the others raise that there was one. That takes no longer than the rest of the pass.
+
+Behind its NORM a step has no collective, yet a rank may fail there: its disk refuses what the optimizer's step writes. So the
+ranks ask each other once more at the end of the pass. Else the others would return from a step that this rank raised from.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Protocol
 
 from ds_vertical.io.ticket import Ticket
@@ -56,26 +61,37 @@ class _ReachedEndError(Exception):
 
 
 class CollectiveReplay:
-    """Of one pass. `decided`: the ranks have decided, or are about to. `only_gathers`: nothing is reduced or voted on."""
+    """Of one pass. `only_gathers`: nothing is reduced or voted on."""
 
     def __init__(self, others: Others, only_gathers: bool = False) -> None:
         self._others = others
         self._only_gathers = only_gathers
         self._before = self._counts()
-        self.decided = False
+        self._decided = False  # no gather, reduction or vote is left, or the ranks are about to decide
+        self._over = False  # the ranks leave the pass together, or all raise
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Within the block all ranks raise, or none does. What one rank does behind it, `conclude` asks about."""
+        self._decided = self._over = True
+        yield
+        self._over = False
 
     def conclude(self) -> None:
-        """The end of a pass that nothing else decides, or where all leave it: raises on all ranks if one has failed."""
-        self.decided = True
+        """The end of a pass, or where all leave it: raises on all ranks if one has failed. Called again it does nothing."""
+        if self._over:
+            return
+        self._decided = self._over = True
         self._others.agree(None)
 
     def accompany(self, schedule: Schedule, overlap: bool, error: Exception) -> None:
-        """Go with the others to where the pass is decided, after `error`. Raises nothing: what fails on the way is noted."""
-        if self.decided:
+        """After `error`, go with the others to where they next ask each other. Raises nothing: what fails on the way is noted."""
+        if self._over:
             return
         try:
-            self._go(schedule, overlap)
-            self.decided = True
+            if not self._decided:
+                self._go(schedule, overlap)
+            self._decided = self._over = True
             self._others.agree(error)
         except Exception as further:
             if further is not error:

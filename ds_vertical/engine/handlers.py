@@ -192,12 +192,9 @@ class ScheduleRunner:
         """One forward-only pass. Returns what each body returned."""
         with preserved(), self._stubs() as stubs, self._state_of(bodies, training=False) as modules:
             micro_batches = self._micro_batches(bodies, ForwardPass(self.layers, stubs, False, modules, schedule.calls))
-            replay = self._replay()
-            parts = PassParts(schedule, micro_batches, self.params, self.leave, replay)
+            parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay())
             evaluation = _Evaluation(parts)
             self._run(parts, evaluation.handlers())
-            if replay is not None:
-                replay.conclude()
         if len(bodies) == 1 and bodies[0].seed is None:
             micro_batches[0].leave_random_numbers()  # the caller's go on where this forward has left them, as in stock
         return evaluation.results
@@ -259,6 +256,8 @@ class ScheduleRunner:
         )
         try:
             executor.run(parts.schedule)
+            if parts.replay is not None:
+                parts.replay.conclude()
             self._live = ()
         except BaseException as error:
             try:
@@ -439,9 +438,8 @@ class _Training(_WithBackward):
 
     def norm(self, _: Event) -> None:
         self.gradients.free()
-        if self.replay is not None:
-            self.replay.decided = True
-        self.optimizer.open_step()
+        with contextlib.nullcontext() if self.replay is None else self.replay.deciding():
+            self.optimizer.open_step()
 
     def step(self, event: Event) -> Ticket | None:
         optimizer = self.optimizer

@@ -23,7 +23,8 @@ class Fault(Exception):
 
 class Ranks:
     """Writes down what a rank does together with others, whether by its own part of the pass or for their sake. `fails_at`:
-    which of the arrivals of parameters, or of the reductions, fails ahead of the collective, or behind it ("hold")."""
+    which of the arrivals of parameters, or of the reductions, fails ahead of the collective, or behind it ("hold"); or which of
+    the optimizer's steps behind the norm ("step")."""
 
     def __init__(self, training: ToyTraining, fails_at: tuple[str, int] = ("", 0)) -> None:
         self.done: list[str] = []
@@ -34,6 +35,7 @@ class Ranks:
         params: Any = training.params
         optimizer: Any = training.optimizer
         fetch, reduce_unit, open_step = params.fetch, optimizer.reduce_unit, optimizer.open_step
+        step_unit = optimizer.step_unit
 
         def arriving(unit: Any) -> Any:
             ticket = fetch(unit)
@@ -64,8 +66,19 @@ class Ranks:
             self.agreed.append(None)
             open_step()
 
+        def stepping(unit: Any) -> Any:
+            self.fail_if_due("step")
+            self.done.append(f"step {unit}")
+            return step_unit(unit)
+
         params.fetch, optimizer.reduce_unit, optimizer.open_step = arriving, reducing, deciding
+        optimizer.step_unit = stepping
         training.sweeps.others, training.sweeps.leave = self, voting
+
+    @property
+    def together(self) -> list[str]:
+        """What of it the ranks do together: all but their own steps."""
+        return [each for each in self.done if not each.startswith("step")]
 
     def fail_if_due(self, what: str) -> None:
         if what == self.fails_at[0]:
@@ -98,7 +111,7 @@ def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 
     else:
         with pytest.raises(Fault) as raised:
             training.step(schedule, bodies, 1)
-        assert ranks.agreed == [raised.value]
+        assert ranks.agreed == ([None, raised.value] if fails_at[0] == "step" else [raised.value])
         assert not any("may not know" in note for note in raised.value.__notes__)
         assert training.params.fetched == []
     return ranks
@@ -109,12 +122,12 @@ def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 
 def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: str) -> None:
     schedule = build_training(TrainingStep(NUM_LAYERS, 2, order=order))
     expected = trained(schedule, overlap)
-    assert expected.agreed == [None]
-    for what, word in {"gather": "gather", "reduce": "reduce", "hold": "reduce", "release": "vote"}.items():
+    assert expected.agreed == [None, None], "at the norm, and at the end"
+    for what, word in {"gather": "gather", "reduce": "reduce", "hold": "reduce", "release": "vote", "step": "step"}.items():
         number = sum(each.startswith(word) for each in expected.done)
         assert number > NUM_LAYERS
         for at in range(number):
-            assert trained(schedule, overlap, (what, at)).done == expected.done
+            assert trained(schedule, overlap, (what, at)).together == expected.together
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -328,9 +328,11 @@ def suffer(folder: Path, rank: int, expected: dict[str, torch.Tensor]) -> dict[s
     return {"told": told, "differing": harness.differing(expected, found)}
 
 
-def tear(folder: Path, rank: int) -> list[tuple[str, str, float]]:
-    """Rank 1 cannot write what it steps in place: what this rank is told by the next steps and by a save."""
-    made, steps = config(folder, "fp32", clip=0.0, delay=1.0), batches(rank, 2)
+def tear(folder: Path, rank: int, delay: float) -> list[tuple[str, str, float]]:
+    """Rank 1 cannot write what it steps in place: what this rank is told by the next steps and by a save. With a `delay` of 0
+    it learns of that behind the norm, where the ranks have no collective any more; with 1 mostly in the next forward."""
+    made, steps = config(folder, "fp32", clip=0.5 if delay == 0.0 else 0.0, delay=delay), batches(rank, 2)
+    made["vertical_schedule"]["optimizer_speculation"] = False
     with harness.running(made, OddModel, vertical=True) as (engine, _):
         engine.train_batch(iter(steps[0]))
         engine.flush()
@@ -412,7 +414,7 @@ def main() -> int:
     results["resumed"] = resume(Path(job["folder"]), rank)
     whole = results["fp32 delay 0.3"]
     results["suffered"] = suffer(Path(job["folder"]), rank, whole["weights"] | whole["state"])
-    results["torn"] = tear(Path(job["folder"]), rank)
+    results["torn"] = [tear(Path(job["folder"]), rank, delay) for delay in (1.0, 0.0)]
     torch.save(results, Path(job["out"]) / f"rank{rank}.pt")
     return 0
 

@@ -179,6 +179,7 @@ class VerticalStage3(ChunkedStage3):
             self.calls.leaves(FLUSHED)
             with contextlib.ExitStack() as finally_:
                 finally_.callback(self.gather_persistent, settled=True)  # all ranks are in it, whatever has failed on this one
+                self.live.check_whole()
                 with self.live.schedule_running():
                     for unit in backlog.due:
                         if ticket := driver.step_ahead(unit):  # the next forward waits for it where an interrupt ends this wait
