@@ -85,7 +85,7 @@ class CollectiveReplay:
         self._others.agree(None)
 
     def accompany(self, schedule: Schedule, overlap: bool, error: Exception) -> None:
-        """After `error`, go with the others to where they next ask each other. Raises nothing: what fails on the way is noted."""
+        """After `error` go with the others to where they next ask each other. Raises nothing: what fails there is noted."""
         if self._over:
             return
         try:

@@ -68,8 +68,8 @@ class LiveState:
 
     @contextlib.contextmanager
     def schedule_running(self) -> Iterator[None]:
-        """Within the block the schedule fetches parameters, and knows what is due: no flush. The caller has called `check_whole`
-        where all ranks raise what it raises; what fails after that fails the schedule, and so the others learn of it."""
+        """Within the block the schedule fetches parameters, and knows what is due: no flush. The caller has called
+        `check_whole` where all ranks raise what it raises. What fails later fails the schedule: so the others learn of it."""
         with self.inside():
             try:
                 yield
