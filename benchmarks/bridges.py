@@ -168,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if min(options.rounds, options.turns, options.warm_up, options.evaluations) < 1:
         parser.error("--rounds, --turns, --warm-up and --evaluations: write 1 or more")
     content = measure(options)
-    name = f"{options.figure}_{options.model}_m{options.micro_batches}_s{options.tokens}_{report.instructions()}"
+    dtype = "bf16" if content["configs"]["vertical"].get("bf16", {}).get("enabled") else "fp32"
+    name = f"{options.figure}_{options.model}_m{options.micro_batches}_s{options.tokens}_{dtype}_{report.instructions()}"
     target = options.benchmarks / "bridges" / f"{name}_{content['date'][:10]}.json"
     portable.write(target, content, run.ROOT / "runs" / "bridges", "bridges")
     run.write_table(options.benchmarks / "ab")
