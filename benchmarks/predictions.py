@@ -169,7 +169,7 @@ def train(row: Row, name: str, found: Candidate, spec: ModelSpec, steps: int, ou
     """Seconds of each step but the first, of a run of `row`'s model and disk as `found` would have it. Raises
     CalledProcessError."""
     clip = 1.0 if row.delay is None else 0.0
-    training = TrainingOptions(clip, "/tmp/ds_vertical", locked=False, learning_rate=LEARNING_RATE)
+    training = TrainingOptions(clip, ("/tmp/ds_vertical",), locked=False, learning_rate=LEARNING_RATE)
     config = write_config(found, spec, training)
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)

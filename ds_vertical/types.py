@@ -200,8 +200,7 @@ class RunSettings:
     """The settings of a run: the section `vertical_schedule` with every null replaced by its rule, or by what was chosen.
 
     `reasons` says for each key where its value comes from. `layers` stays None where the model is to be searched, `seed` where
-    the caller has not given torch's yet. Each field is the key of that name: see `config.section`.
-    """
+    the caller has not given torch's yet. Each field is the key of that name: see `config.section`."""
 
     enabled: bool
     order: Order
@@ -216,6 +215,7 @@ class RunSettings:
     gradient_host_share: float
     keep_gradients: bool
     host_memory_bytes: int | None
+    nvme_paths: tuple[str, ...] | None
     activations: ActivationSettings
     seed_micro_batches: bool
     seed: int | None

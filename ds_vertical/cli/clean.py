@@ -14,6 +14,7 @@ from typing import Final
 from ds_vertical import errors
 from ds_vertical.cli.common import gib
 from ds_vertical.cli.doctor.check import Target
+from ds_vertical.engine.checkpoint.parts import FoundParts, find_parts, remove_parts
 from ds_vertical.io.files import disk_bytes
 from ds_vertical.io.runs import run_lock
 from ds_vertical.io.runs.run_dirs import FoundRun, examine, find_runs, remove_run
@@ -26,7 +27,9 @@ _EPILOG: Final = """examples:
 
 A run's folder is live while one of its owners is, and stale once all are known to be gone. It is unknown where that cannot
 be told here: its owners are, or were, on another host. An unknown one is removed only by its name, a live one never. A folder
-in which no lock says that a run made it under its name is never removed, whatever it is called.
+in which no lock says that a run made it under its name is never removed, whatever it is called. A run on several SSDs has a
+folder on each; those on SSDs that were not named are listed, too. Parts of a checkpoint lie on another SSD than its folder: an
+orphan's checkpoint is not where it was; it is removed only by its name.
 
 Exit status: 0; 1 where something that was to be removed could not be; 2 for bad usage."""
 
@@ -51,6 +54,30 @@ class ListedRun:
         return self.result or self.run.state
 
 
+@dataclass(frozen=True)
+class ListedParts:
+    """Parts of a checkpoint (`engine.checkpoint.parts`) as listed; `result` and `error` as in ListedRun."""
+
+    found: FoundParts
+    num_bytes: int
+    result: str = ""
+    error: str = ""
+
+    @classmethod
+    def of(cls, found: FoundParts, names: Sequence[str]) -> ListedParts:
+        """After their removal, where they are among `names` and no checkpoint needs them."""
+        num_bytes = disk_bytes(found.home)
+        if found.home.name not in names:
+            return cls(found, num_bytes)
+        if found.is_used:
+            return cls(found, num_bytes, "kept")
+        try:
+            remove_parts(found.home)
+        except OSError as error:
+            return cls(found, num_bytes, "failed", f"{error.strerror or error}")
+        return cls(found, num_bytes, "removed")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Lists, and removes where asked, a line each as it comes, or one JSON object. Returns 1 where a removal failed, else 0."""
     parser = _parser()
@@ -64,16 +91,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             entries.append(entry)
             if not options.json:
                 print("\n".join(_lines(entry)), flush=True)
-    missing = [name for name in options.remove or [] if name not in {entry.name for entry in entries}]
+    for entry in _on_other_ssds(entries, options.remove):
+        entries.append(entry)
+        if not options.json:
+            print("\n".join([f"{entry.run.folder.parent}:", *_lines(entry)]), flush=True)
+    listed = [ListedParts.of(found, options.remove or []) for root in roots if root.is_dir() for found in find_parts(root)]
+    if listed and not options.json:
+        print("\n".join(line for each in listed for line in _parts_lines(each)))
+    names = {entry.name for entry in entries} | {each.found.home.name for each in listed}
+    missing = [name for name in options.remove or [] if name not in names]
     freed = sum(entry.num_bytes for entry in entries if entry.result == "removed")
     counts = Counter(entry.word for entry in entries)
     if options.json:
         runs = [_described(entry) for entry in entries]
-        print(json.dumps({"counts": counts, "freed_bytes": freed, "not_found": missing, "runs": runs}, indent=2))
+        told = {"counts": counts, "freed_bytes": freed, "not_found": missing, "runs": runs}
+        print(json.dumps(told | {"parts": [_parts_entry(each) for each in listed]}, indent=2))
     else:
         print("\n".join(_summary(entries, counts, freed, missing, options.remove is not None)))
     refused = [entry for entry in entries if entry.result == "failed" or (entry.result == "kept" and options.remove)]
-    return _NOT_REMOVED if refused or missing else 0
+    refused_parts = [each for each in listed if each.result in ("failed", "kept")]
+    return _NOT_REMOVED if refused or refused_parts or missing else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,11 +158,24 @@ def _walk(root: Path, names: Sequence[str] | None, parser: argparse.ArgumentPars
     except OSError as error:
         parser.error(f"{root}: {error.strerror}; name a folder that can be read")
     for run in found:
-        entry = ListedRun(run, disk_bytes(run.folder))
-        named = run.folder.name in (names or ())
-        if named or (names == [] and run.state == "stale"):
-            _remove(entry, named)
-        yield entry
+        yield _treated(run, names)
+
+
+def _treated(run: FoundRun, names: Sequence[str] | None) -> ListedRun:
+    entry = ListedRun(run, disk_bytes(run.folder))
+    named = run.folder.name in (names or ())
+    if named or (names == [] and run.state == "stale"):
+        _remove(entry, named)
+    return entry
+
+
+def _on_other_ssds(entries: Sequence[ListedRun], names: Sequence[str] | None) -> Iterator[ListedRun]:
+    """Of runs on several SSDs that are listed, the folders on SSDs that were not named."""
+    seen = {entry.run.folder for entry in entries}
+    for folder in dict.fromkeys(folder for entry in entries for folder in entry.run.beside if folder not in seen):
+        run = examine(folder)
+        if run is not None:
+            yield _treated(run, names)
 
 
 def _remove(entry: ListedRun, named: bool) -> None:
@@ -164,6 +214,26 @@ def _lines(entry: ListedRun) -> Iterator[str]:
         yield from (f"{'':22}-> {line}" for line in entry.error.splitlines())
     elif entry.word == "unknown" and not entry.run.fault:
         yield f"{'':22}-> ds-vertical clean --path {folder.parent} --remove {folder.name}  # once you know that it is over"
+
+
+def _parts_lines(listed: ListedParts) -> Iterator[str]:
+    found = listed.found
+    word = listed.result or ("in use" if found.is_used else "orphan")
+    whose = f"parts of the checkpoint {found.checkpoint}" + ("" if found.is_used else ", which is not there or has others")
+    yield f"  {word:8}{gib(listed.num_bytes):>10}  {found.home.name}  {whose}"
+    if listed.error:
+        yield f"{'':22}-> {listed.error}"
+    elif listed.result == "kept":
+        yield f"{'':22}-> not removed: delete the checkpoint first"
+    elif not found.is_used and not listed.result:
+        path = found.home.parent.parent
+        yield f"{'':22}-> ds-vertical clean --path {path} --remove {found.home.name}  # once you know that it was deleted"
+
+
+def _parts_entry(listed: ListedParts) -> dict[str, object]:
+    found = listed.found
+    told = {"name": found.home.name, "folder": str(found.home), "checkpoint": str(found.checkpoint), "in_use": found.is_used}
+    return told | {"bytes": listed.num_bytes, "result": listed.result or None, "error": listed.error or None}
 
 
 def _summary(entries: list[ListedRun], counts: Counter[str], freed: int, missing: list[str], asked: bool) -> Iterator[str]:

@@ -142,6 +142,7 @@ def check(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
         )
     faults += _gradient_faults(config, section)
     faults += _activation_faults(config, section)
+    faults += _path_faults(config, section)
     if faults:
         raise ConfigError("\n".join(faults))
     return _warnings(config, section)
@@ -178,6 +179,43 @@ def _activation_faults(config: Mapping[str, object], section: VerticalConfig) ->
         for key in ("device", "keep_device")
         if getattr(section.activations, key) is Tier.SSD
     ]
+
+
+def _path_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
+    """Several SSDs: the first one is where DeepSpeed itself puts its files, and no two are the same folder."""
+    paths, where = section.nvme_paths, f"{SECTION}.nvme_paths"
+    if paths is None:
+        return []
+    names = [f"{_ZERO}.{name}" for name in ("offload_param", "offload_optimizer")]
+    on_ssd = [name for name in names if value_at(config, f"{name}.device") == OFFLOAD_DEVICES[Tier.SSD]]
+    faults = []
+    if not on_ssd:
+        faults.append(
+            f'{where}: got {show(list(paths))}, and neither {names[0]} nor {names[1]} has device "nvme"; remove it, or give'
+            f' one of them "device": "nvme" and "nvme_path": {show(paths[0])}'
+        )
+    for name in on_ssd:
+        first = value_at(config, f"{name}.nvme_path")
+        if isinstance(first, str | os.PathLike) and os.path.realpath(first) != os.path.realpath(paths[0]):
+            first = os.fspath(first)
+            faults.append(
+                f"{where}[0]: got {show(paths[0])} with {name}.nvme_path {show(first)}; the first entry is DeepSpeed's"
+                f' nvme_path; write "nvme_paths": [{show(first)}, ...]'
+            )
+    seen: dict[str, str] = {}
+    for number, path in enumerate(paths):
+        real = os.path.realpath(path)
+        if real in seen:
+            faults.append(
+                f"{where}[{number}]: got {show(path)}, the same folder as {show(seen[real])}; write one folder for each SSD"
+            )
+        seen.setdefault(real, path)
+    if on_ssd and len(paths) > 1 and _true(value_at(config, "aio.use_gds")):
+        faults.append(
+            f"aio.use_gds: got true with {len(paths)} {where}; a file that lies on several SSDs is read through host memory;"
+            " write false, or one path"
+        )
+    return faults
 
 
 def _object_faults(config: Mapping[str, object]) -> list[str]:

@@ -35,6 +35,8 @@ def _bytes_to_text(value: object) -> object:
 
 
 DottedPath = Annotated[StrictStr, StringConstraints(pattern=r"^[^\s.]+(\.[^\s.]+)*$")]
+NvmePath = Annotated[StrictStr, StringConstraints(pattern=r"\S")]
+NvmePaths = Annotated[tuple[NvmePath, ...], BeforeValidator(_list_to_tuple), Field(min_length=1)]
 LayerPaths = Annotated[tuple[DottedPath, ...], BeforeValidator(_list_to_tuple), Field(min_length=1)]
 
 
@@ -103,6 +105,8 @@ class VerticalConfig(BaseModel):
     parameter) until the next step sums new ones."""
     host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     """Host memory for all ranks of a host; null: what is available. Checked before anything is allocated."""
+    nvme_paths: NvmePaths | None = None
+    """Folders on several SSDs, nvme_path the first; null: nvme_path alone. Each file is spread over all of them."""
     activations: Activations = Activations()
     """Where layer inputs and gradients between layers rest; what is kept."""
     seed_micro_batches: bool = True
@@ -137,6 +141,7 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "on_nonfinite": ('"skip" or "stop"', '"skip"'),
     "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
+    "nvme_paths": ("null or a list of folders, one on each SSD, the first as in nvme_path", '["/ssd0", "/ssd1"] or null'),
     "activations": ('an object with "device", "share", "host_share", "keep", "keep_device"', '{"device": "ssd"}'),
     "activations.device": (", ".join(f'"{tier}"' for tier in Tier) + " or null", '"ssd"'),
     "activations.share": ("a number from 0 to 1", "0.5"),

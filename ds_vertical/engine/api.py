@@ -6,6 +6,7 @@ What cannot be trained is refused here, before anything is allocated: the JSON, 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, stock_config, zero_params
+from ds_vertical.compat import accelerator, stock_config, striped_swapping, zero_params
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.config.cross_check import check, refuse_unfilled
 from ds_vertical.config.file import DeepSpeedJson, read_config
 from ds_vertical.config.resolve import explain, resolve
-from ds_vertical.config.section import load_section
+from ds_vertical.config.section import SECTION, load_section
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.assembly import HostBudget
@@ -37,7 +38,7 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.io import preflight
 from ds_vertical.io.files import check_length, make_run_private
 from ds_vertical.io.host import keep_cores_for_this_thread
-from ds_vertical.io.runs import run_dir
+from ds_vertical.io.runs import run_dir, stripes
 from ds_vertical.model.compiled_blocks import refuse_compiled_around
 from ds_vertical.model.layers import check_trainable, map_layers
 from ds_vertical.planner.memory_budget import backward_bytes
@@ -62,8 +63,26 @@ def run_folder(config: Mapping[str, object]) -> Path | None:
 
 
 def nvme_paths(config: Mapping[str, object]) -> list[str]:
-    """Those in use."""
-    return [section["nvme_path"] for section in offload_sections(config)]
+    """Those in use, those of several SSDs included."""
+    return [section["nvme_path"] for section in offload_sections(config)] + several_paths(config)[1:]
+
+
+def several_paths(config: Mapping[str, object]) -> list[str]:
+    """The section's paths on several SSDs; empty where it has none, or trains the stock arm."""
+    section = load_section(config)
+    return list(section.nvme_paths or ()) if section is not None and section.enabled else []
+
+
+def _claim(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with folders of this run in the place of its paths. Files in them lie on all SSDs from then on."""
+    run_id, several = ranks.common_run_id(run_dir.new_run_id()), several_paths(config)
+    prepared = run_dir.claim_config(config, run_id, ranks.rank(), several)
+    if several:
+        folders = [Path(os.path.realpath(path)) / run_id for path in several]
+        prepared[SECTION]["nvme_paths"] = list(map(str, folders))
+        stripes.open_run(folders, machine_cache.shares_of(several))
+        striped_swapping.stripe_parameters()
+    return prepared
 
 
 def unclaimed_paths(config: Mapping[str, object]) -> list[str]:
@@ -157,11 +176,11 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
             disk_check.check_before_the_model(raw)
         if section.enabled and accelerator.is_one_memory():
             keep_cores_for_this_thread()  # ahead of the first collective
-    for path in unclaimed_paths(raw):
-        check_length(path)
     if unclaimed_paths(raw):
+        for path in nvme_paths(raw):
+            check_length(path)
         leave_on_sigterm()
-        return run_dir.claim_config(raw, ranks.common_run_id(run_dir.new_run_id()), ranks.rank())
+        return _claim(raw)
     return raw
 
 
@@ -242,7 +261,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
     resolved = choose_gradient_tier(section, resolved, forecast_of, room)
-    report = machine_cache.training_report(run_folder(config))
+    report = machine_cache.training_report(run_folder(config), several_paths(config)[1:])
     resolved = choose_timing(section, resolved, forecast_of(resolved), model, report, room)
     forecast = forecast_of(resolved)
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)

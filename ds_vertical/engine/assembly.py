@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import host
 from ds_vertical.io.aio import DiskQueue
+from ds_vertical.io.runs import stripes
 from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
@@ -143,6 +145,8 @@ class Assembly:
         if not on_ssd and (not shares[Tier.HOST] or accelerator.is_one_memory()):
             return None
         path = folder / "activations" / f"rank{ranks.rank()}.bin" if on_ssd and folder is not None else None
+        if path is not None:
+            stripes.spread_file(path, sys.maxsize)  # it grows
         most_loads = (LOOK_AHEAD + 1) * (2 if max(map(len, layers.layers)) == 1 else 3)  # inputs, blocks' inputs, gradients
         return ActivationStore(TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, most_loads, host_limit))
 
@@ -157,6 +161,8 @@ class Assembly:
         if not kept_tiers(self.layers.num_layers, 1, tier, one_memory):
             return KeptStore(None, limit)
         path = folder / "kept" / f"rank{ranks.rank()}.bin" if tier is Tier.SSD and folder is not None else None
+        if path is not None:
+            stripes.spread_file(path, sys.maxsize)  # it grows
         swapper = TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, LOOK_AHEAD + 1, host_limit)
         host_tier = swapper.host_tier
         host_tier.what = "vertical_schedule.activations.keep: {held} bytes of host memory hold what is kept for the backward"

@@ -10,7 +10,7 @@ import math
 import os
 import resource
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,15 +18,18 @@ from typing import Any, Final
 from ds_vertical.compat import accelerator, pinned_memory, stock_config
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks
+from ds_vertical.engine import machine_cache
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io import files, host
+from ds_vertical.io.runs import stripes
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.types import RunSettings, Tier
 
 _SPARE: Final = 64  # open files of everybody else in this process: sockets of the process group, a monitor, data
 _STOCK_FILES: Final = 8  # that DeepSpeed's optimizer swapper has open at a time
 _STOCK_HANDLES: Final = 2  # of asynchronous I/O, which it makes after this check
+_STRIPED_QUEUES: Final = 2  # of ours, through which DeepSpeed's swappers move files that lie on several SSDs
 _READ_PER_PART: Final = 4  # master, moments, gradient
 _AIO: Final = Path("/proc/sys/fs")
 
@@ -73,12 +76,13 @@ class DiskNeed:
 def check_disk(forecast: Forecast, config: dict[str, Any], resolved: RunSettings) -> list[str]:
     """Lines for the log. Raises StorageError, on every rank, with the numbers of all that does not fit on this one, or on
     another one."""
-    disk = _disk(forecast, config)
-    faults, lines = [], []
-    if disk is not None:
+    disks = _disks(forecast, config)
+    faults, lines = [], _one_file_system(resolved.nvme_paths or ())
+    for disk in disks:
+        where = "" if len(disks) == 1 else f"{disk.folder}: "
         faults += _disk_faults(disk, forecast, resolved)
-        lines.append(f"disk of this rank, beside its parameters: {disk.parts}; free: {_mib(disk.free)}")
-        lines.append(_frozen(disk))
+        lines.append(f"{where}disk of this rank, beside its parameters: {disk.parts}; free: {_mib(disk.free)}")
+        lines.append(where + _frozen(disk))
     if forecast.files.num_files:
         faults += [*_descriptor_faults(forecast, config, resolved), *_event_faults(forecast, config, resolved)]
     others = [found for found in ranks.all_gathered(faults) if found]
@@ -102,23 +106,52 @@ def check_before_the_model(config: dict[str, Any]) -> None:
 # ---- disk
 
 
-def _disk(forecast: Forecast, config: dict[str, Any]) -> DiskNeed | None:
-    """None where no state of the optimizer goes there. Collective."""
+def _disks(forecast: Forecast, config: dict[str, Any]) -> list[DiskNeed]:
+    """What goes to each file system; nothing where no state of the optimizer is to be on SSD. Collective."""
     wanted = forecast.files
-    zero = config["zero_optimization"]
-    folder = Path((zero.get("offload_optimizer") or {}).get("nvme_path") or "/")
-    place = (socket.gethostname(), _device(folder)) if wanted.state else None
-    sharing = ranks.all_gathered(place).count(place)
-    if place is None:
-        return None
-    params = (zero.get("offload_param") or {}).get("nvme_path")
-    beside = wanted.parameters if params and _device(Path(params)) == _device(folder) else 0
-    free = files.free_bytes(folder) // sharing
+    shares = _shares(config)
+    places = [(socket.gethostname(), device) for device in shares] if wanted.state else []
+    every = ranks.all_gathered(places)
+    if not places:
+        return []
+    params = (config["zero_optimization"].get("offload_param") or {}).get("nvme_path")
+    beside = wanted.parameters if params and _device(Path(params)) in shares else 0
+    sharing = [sum(place in others for others in every) for place in places]
+    free = [files.free_bytes(folder) // count for (folder, _), count in zip(shares.values(), sharing, strict=True)]
     second = wanted.state + beside
-    takes_second = forecast.timing.generations == 2 and (forecast.timing.demanded or wanted.state + second <= free)
+    fits = all((wanted.state + second) * share <= room for (_, share), room in zip(shares.values(), free, strict=True))
+    takes_second = forecast.timing.generations == 2 and (forecast.timing.demanded or fits)
     held = wanted.gradients if takes_second or forecast.timing.generations == 1 else wanted.all_gradients
     frozen = wanted.state * (2 if takes_second else 1) + beside
-    return DiskNeed(folder, sharing, free, wanted.state, second if takes_second else 0, held, frozen)
+    sizes = (wanted.state, second if takes_second else 0, held, frozen)
+    return [
+        DiskNeed(folder, count, room, *(math.ceil(size * share) for size in sizes))
+        for (folder, share), count, room in zip(shares.values(), sharing, free, strict=True)
+    ]
+
+
+def _shares(config: dict[str, Any]) -> dict[int, tuple[Path, float]]:
+    """By file system, a folder on it and its share of the run's bytes."""
+    paths = (config.get(SECTION) or {}).get("nvme_paths")
+    if not paths:
+        folder = Path((config["zero_optimization"].get("offload_optimizer") or {}).get("nvme_path") or "/")
+        return {_device(folder): (folder, 1.0)}
+    found: dict[int, tuple[Path, float]] = {}
+    for path, share in zip(paths, machine_cache.shares_of(paths), strict=True):
+        folder, others = found.get(_device(Path(path)), (Path(path), 0.0))
+        found[_device(Path(path))] = folder, others + share
+    return found
+
+
+def _one_file_system(paths: Sequence[str]) -> list[str]:
+    """A warning for each path on the same file system as one before it."""
+    first: dict[int, str] = {}
+    doubles = [(first[device], path) for path in paths if first.setdefault(device := _device(Path(path)), path) != path]
+    return [
+        f"warning: {SECTION}.nvme_paths: {one} and {path} lie on one file system, which is read no faster for it; write one"
+        " folder for each SSD"
+        for one, path in doubles
+    ]
 
 
 def _disk_faults(disk: DiskNeed, forecast: Forecast, resolved: RunSettings) -> Iterator[str]:
@@ -174,7 +207,8 @@ def _depth(config: Mapping[str, object]) -> int:
 def _descriptor_faults(forecast: Forecast, config: dict[str, Any], resolved: RunSettings) -> Iterator[str]:
     """Raises the soft limit as far as this run needs it and the hard one lets it."""
     count = ((config["zero_optimization"].get("offload_param") or {}).get("buffer_count")) or _STOCK_FILES
-    ours = sum(min(_depth(config), most) + 1 for most in _queues(forecast, resolved))
+    ssds = len(resolved.nvme_paths or [""])
+    ours = ssds * sum(min(_depth(config), most) + 1 for most in _queues(forecast, resolved))
     needed = int(len(os.listdir("/proc/self/fd")) + ours + count + _STOCK_FILES + _SPARE)  # noqa: PTH208  # names, no paths
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
@@ -192,7 +226,9 @@ def _event_faults(forecast: Forecast, config: dict[str, Any], resolved: RunSetti
     except OSError:
         return  # a container that hides them
     here = ranks.ranks_on_this_host()
-    needed = here * _depth(config) * (len(_queues(forecast, resolved)) + _STOCK_HANDLES)
+    ssds = len(resolved.nvme_paths or [""])
+    striped = _STRIPED_QUEUES * ssds if ssds > 1 else 0
+    needed = here * _depth(config) * (len(_queues(forecast, resolved)) * ssds + _STOCK_HANDLES + striped)
     if needed > most - taken:
         yield (
             f"asynchronous I/O: the {here} ranks of this host need {needed} events, {most - taken} of the kernel's {most} are"
@@ -229,7 +265,7 @@ def preallocate_on_all_ranks(wanted: Mapping[Path, int]) -> StorageError | None:
 
     Returns None, or why not: this rank's own error, or that another rank has one.
     """
-    there = {path for path in wanted if path.exists()}
+    there = {path for path in wanted if any(each.exists() for each in stripes.files_of(path))}
     problem = None
     try:
         files.preallocate(wanted)

@@ -7,13 +7,21 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ds_vertical.compat.ops.cache import cache_root
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.atomic_file import replace_file, try_place
+
+MeasuredReport = dict[str, Any]  # a file of `ds-vertical limits`
+
+# Of an SSD's report: what several SSDs have more of.
+_SHARED_OUT: Final = (
+    *("ssd_read_bytes_per_s", "ssd_write_bytes_per_s", "ssd_read_together_bytes_per_s", "ssd_write_together_bytes_per_s"),
+    "ssd_bytes",
+)
 
 
 def report_path(folder: str | os.PathLike[str]) -> Path:
@@ -26,7 +34,7 @@ def report_path(folder: str | os.PathLike[str]) -> Path:
     return cache_root().parent / "limits" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
 
 
-def keep_report(report: dict[str, Any], folder: str | os.PathLike[str]) -> Path:
+def keep_report(report: MeasuredReport, folder: str | os.PathLike[str]) -> Path:
     """Put a report in place of the last one, whole or not at all. Raises ConfigError."""
     path = report_path(folder)
     with _naming(path):
@@ -52,7 +60,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
 
 
-def cached_report(folder: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+def cached_report(folder: str | os.PathLike[str] | None) -> MeasuredReport | None:
     """The report of this machine for the disk of `folder` (None: of the working directory); None where there is none that
     can be read."""
     try:
@@ -62,12 +70,63 @@ def cached_report(folder: str | os.PathLike[str] | None) -> dict[str, Any] | Non
     return report if isinstance(report, dict) else None
 
 
-def training_report(folder: str | os.PathLike[str] | None) -> dict[str, Any] | None:
-    """As `cached_report`; the file that DS_VERTICAL_LIMITS names in its place, none at all where that is empty. Raises
-    ConfigError for a file that cannot be read."""
+def joint_report(reports: Sequence[MeasuredReport], shares: Sequence[float]) -> MeasuredReport:
+    """The report of a machine whose SSDs have one each, when files are spread over them in these shares: the first one, with
+    the rates at which all SSDs together are read and written, and the room that there is on them. An SSD is done with its share
+    of a transfer after (share x bytes) / rate seconds, so the slowest decides: where shares go by rates, the sum."""
+    joint: MeasuredReport = {**reports[0]}
+    for part in ("machine", "rates", "capacity"):
+        tables = [report.get(part) or {} for report in reports]
+        joint[part] = {**tables[0]}
+        for key in _SHARED_OUT:
+            found = [table.get(key) for table in tables]
+            if key in joint[part] and None not in found:
+                joint[part][key] = min(value / share for value, share in zip(found, shares, strict=True) if value is not None)
+    return joint
+
+
+def reports_of(folders: Sequence[str | os.PathLike[str]]) -> list[MeasuredReport]:
+    """The kept reports for the disks of several folders; none at all where one of them has none, or DS_VERTICAL_LIMITS is
+    set."""
+    if os.environ.get("DS_VERTICAL_LIMITS") is not None:
+        return []
+    found = [cached_report(folder) for folder in folders]
+    reports = [report for report in found if report is not None]
+    return reports if len(reports) == len(folders) else []
+
+
+def shares_of(folders: Sequence[str | os.PathLike[str]]) -> tuple[float, ...]:
+    """The share of a file's bytes that goes to each of several SSDs: by their measured rates of reads, where `ds-vertical
+    limits` has kept those of all; else the same for each."""
+    reports = reports_of(folders)
+    return shares_by_rates(reports) if reports else tuple(1 / len(folders) for _ in folders)
+
+
+def shares_by_rates(reports: Sequence[MeasuredReport]) -> tuple[float, ...]:
+    """The shares of SSDs with these reports: in proportion to their rates of reads; equal where one does not say."""
+    rates = [read_rate(report) for report in reports]
+    known = [rate for rate in rates if rate]
+    return tuple(rate / sum(known) if len(known) == len(rates) else 1 / len(rates) for rate in [rate or 0.0 for rate in rates])
+
+
+def read_rate(report: MeasuredReport) -> float | None:
+    """Bytes per second of the reads of a report's SSD; None where it does not say."""
+    found = (report.get("machine") or {}).get("ssd_read_bytes_per_s")
+    return float(found) if isinstance(found, int | float) and found > 0 else None
+
+
+def training_report(
+    folder: str | os.PathLike[str] | None, beside: Sequence[str | os.PathLike[str]] = ()
+) -> MeasuredReport | None:
+    """As `cached_report`, with several SSDs (`beside`: folders on the others) as `joint_report`; the file that
+    DS_VERTICAL_LIMITS names in its place, none at all where that is empty. Raises ConfigError for a file that cannot be
+    read."""
     named = os.environ.get("DS_VERTICAL_LIMITS")
     if named is None:
-        return cached_report(folder)
+        if folder is None or not beside:
+            return cached_report(folder)
+        reports = reports_of([folder, *beside])
+        return joint_report(reports, shares_of([folder, *beside])) if reports else None
     try:
         return json.loads(Path(named).read_text()) if named else None
     except (OSError, ValueError) as error:

@@ -34,6 +34,7 @@ from ds_vertical.engine.machine_cache import training_report
 from ds_vertical.engine.run_log import Follower, facts_of
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.io.contention import OtherWork
+from ds_vertical.io.runs import stripes
 from ds_vertical.model import batch as micro
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.machine import Machine
@@ -128,7 +129,8 @@ class Progress:
         if not hasattr(self._engine, "ran"):
             return None
         try:
-            report = training_report(self._folder)
+            run = None if self._folder is None else stripes.run_of(self._folder)
+            report = training_report(self._folder) if run is None else training_report(self._folder, run.folders[1:])
             return None if report is None else Goals(self._engine, report, tokens)
         except (ConfigError, CostsError) as error:
             accelerator.log(f"ds_vertical: no bound beside the steps: {error}")

@@ -8,6 +8,10 @@ queue's thread (ext4): preallocate.
 
 [Note: one call] The native queue tells of each completion once. So it is asked by a call of C that puts the answer away itself:
 an interrupt comes between two bytecodes, and would lose what the one has returned and the other not stored.
+
+[Note: lanes of a queue] With several SSDs a queue has a native one for each: in one alone, what waits for a slow SSD would keep
+back what is behind it and for another. A transfer of a file that lies on several of them (`stripes`) is one operation for each
+of its spans, complete when all are.
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ds_vertical.interrupts import waiting
 from ds_vertical.io.disk_errors import remedy
+from ds_vertical.io.runs import stripes
+from ds_vertical.io.runs.stripes import Stripe
 
 ALIGNMENT_BYTES = 512
 
@@ -104,18 +110,23 @@ def _reason(result: Completion, address: int, num_bytes: int, start: int) -> str
 class Transfer:
     """An operation in flight. `num_bytes`: its length; `is_read`: its direction."""
 
-    def __init__(self, queue: DiskQueue, is_read: bool, address: int, num_bytes: int, path: str, offset: int) -> None:
-        self.path = path
+    def __init__(self, queue: DiskQueue, is_read: bool, address: int, span: Stripe) -> None:
+        """Issue the operation: `span` of a file, from or to the memory `span.start` behind `address`."""
+        self.path, self.offset, self.num_bytes, start, self._lane = span
         self.is_read = is_read
-        self.num_bytes = num_bytes
-        self.offset = offset
-        self._address = address
+        self._address = address + start
         self._queue = queue
         self._lock = threading.Lock()
         self._answers: list[tuple[int, int, int, str, int, int]] = []
         self._completion: Completion | None = None
-        issue = queue.native.read if is_read else queue.native.write
-        self._id = issue(address, num_bytes, os.fsencode(path), offset)
+        native = queue.lane(self._lane)
+        issue = native.read if is_read else native.write
+        self._id = issue(self._address, self.num_bytes, os.fsencode(self.path), self.offset)
+
+    @property
+    def operations(self) -> Sequence[Transfer]:
+        """The transfers of single files that it consists of: itself."""
+        return (self,)
 
     @property
     def done(self) -> bool:
@@ -123,7 +134,9 @@ class Transfer:
         with self._lock:
             if self._completion is None:
                 if not self._answers:
-                    self._answers.extend(filter(None, map(self._queue.native.poll, (self._id,))))  # see [Note: one call]
+                    self._answers.extend(
+                        filter(None, map(self._queue.lane(self._lane).poll, (self._id,)))
+                    )  # see [Note: one call]
                 self._take()
             return self._completion is not None
 
@@ -133,7 +146,7 @@ class Transfer:
         with self._lock:
             if self._completion is None:
                 if not self._answers:
-                    self._answers.extend(map(self._queue.native.wait, (self._id,)))  # see [Note: one call]
+                    self._answers.extend(map(self._queue.lane(self._lane).wait, (self._id,)))  # see [Note: one call]
                 self._take()
             completion = self._completion
         assert completion is not None
@@ -156,6 +169,41 @@ class Transfer:
                 self._queue.observer.span(resource, os.path.basename(self.path), *span, done.num_transferred)  # noqa: PTH119 - fast
 
 
+class StripedTransfer(Transfer):
+    """Operations in flight on several SSDs that move one range of a file that lies on them."""
+
+    def __init__(self, queue: DiskQueue, is_read: bool, address: int, whole: Stripe, parts: Sequence[Stripe]) -> None:
+        self.path, self.offset, self.num_bytes, *_ = whole
+        self.is_read = is_read
+        self._operations: list[Transfer] = []
+        for part in parts:
+            self._operations.append(Transfer(queue, is_read, address, part))
+
+    @property
+    def operations(self) -> Sequence[Transfer]:
+        """The transfers of single files that it consists of."""
+        return self._operations
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is in flight any more; raises nothing."""
+        return all([operation.done for operation in self._operations])
+
+    def wait(self) -> Completion:
+        """Complete all operations. Raises the first DiskError once they are."""
+        found: list[Completion] = []
+        error: DiskError | None = None
+        for operation in self._operations:
+            try:
+                found.append(operation.wait())
+            except DiskError as failure:
+                error = error or failure
+        if error is not None:
+            raise error
+        start, end = min(each.start_ns for each in found), max(each.end_ns for each in found)
+        return Completion(start, end, 0, found[0].call, self.offset, sum(each.num_transferred for each in found))
+
+
 class Observer(Protocol):
     """Is told of every operation that the caller of a queue has seen complete."""
 
@@ -169,13 +217,15 @@ class DiskQueue:
     """One queue per direction and purpose, since operations of one queue share its depth.
 
     `num_read_bytes`, `num_written_bytes`: bytes transferred by the operations that were seen to complete. `observer` is told
-    of each as work of "ssd_read" or "ssd_write".
+    of each as work of "ssd_read" or "ssd_write". `others`: native queues for the SSDs behind the first: see [Note: lanes of a
+    queue].
     """
 
     observer: Observer | None = None
 
-    def __init__(self, native: NativeQueue) -> None:
+    def __init__(self, native: NativeQueue, *others: NativeQueue) -> None:
         self._native: NativeQueue | None = native
+        self._others = others
         self._lock = threading.Lock()
         self.num_read_bytes = 0
         self.num_written_bytes = 0
@@ -189,6 +239,11 @@ class DiskQueue:
             raise ValueError("the queue was closed")
         return self._native
 
+    def lane(self, number: int) -> NativeQueue:
+        """The native queue for the SSD of this number; the first one where there is none for it. Raises as `native`."""
+        first = self.native
+        return self._others[number - 1] if 0 < number <= len(self._others) else first
+
     @property
     def write_error(self) -> DiskError | None:
         """The first write that was seen to fail, and not forgotten."""
@@ -198,21 +253,29 @@ class DiskQueue:
         """Complete writes that nobody needs any more, and forget what came of them."""
         for write in writes:
             complete(write)
-            self.failed_writes.pop(write, None)
+            for operation in write.operations:
+                self.failed_writes.pop(operation, None)
 
     @waiting
     def settle(self) -> None:
         """Return when nothing is in flight, of what an interrupt has made somebody forget either."""
         if self._native is not None:
-            self._native.wait_all()
+            for native in (self._native, *self._others):
+                native.wait_all()
 
     def read(self, address: int, num_bytes: int, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
         """Start reading bytes [offset, offset + num_bytes) of `path` to `address`. Returns at once."""
-        return Transfer(self, True, address, num_bytes, os.fspath(path), offset)
+        return self._issue(True, address, Stripe(os.fspath(path), offset, num_bytes))
 
     def write(self, address: int, num_bytes: int, path: str | os.PathLike[str], offset: int = 0) -> Transfer:
         """Start writing `num_bytes` at `address` to `path` from byte `offset`; makes the file. Returns at once."""
-        return Transfer(self, False, address, num_bytes, os.fspath(path), offset)
+        return self._issue(False, address, Stripe(os.fspath(path), offset, num_bytes))
+
+    def _issue(self, is_read: bool, address: int, whole: Stripe) -> Transfer:
+        parts = stripes.stripes_of(whole.path, whole.offset, whole.num_bytes)
+        if len(parts) == 1:
+            return Transfer(self, is_read, address, parts[0])
+        return StripedTransfer(self, is_read, address, whole, parts)
 
     def count(self, is_read: bool, num_bytes: int) -> None:
         """Add the bytes of an operation that was seen to complete; from any thread."""
@@ -225,8 +288,9 @@ class DiskQueue:
     def close(self) -> None:
         """Complete what is in flight; nothing can be issued afterwards, nor waited for. Twice is harmless."""
         if self._native is not None:
-            self._native.wait_all()
-            self._native = None
+            for native in (self._native, *self._others):
+                native.wait_all()
+            self._native, self._others = None, ()
 
 
 def complete(transfer: Transfer) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import xxhash
 
 from ds_vertical.io.regular_file import open_regular
+from ds_vertical.io.runs import stripes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -76,14 +77,21 @@ class Checksums:
     def note(self, path: str | os.PathLike[str], offset: int, data: Data) -> None:
         """`data`, a contiguous buffer of bytes, is being written to a file from `offset` on. Other threads run meanwhile."""
         view = memoryview(data).cast("B")  # type: ignore[arg-type] - arrays are buffers
-        self._note(os.fspath(path), Piece(offset, len(view), checksum(view)))
+        for span in stripes.stripes_of(path, offset, len(view)):
+            part = view[span.start : span.start + span.num_bytes]
+            self._note(span.path, Piece(span.offset, span.num_bytes, checksum(part)))
 
     def check(self, path: str | os.PathLike[str], offset: int, data: Data) -> None:
         """`data`, a contiguous buffer of bytes, has been read from a file from `offset` on; see [Note: verify]. Other threads
         run meanwhile. Without `verify` nothing happens. Raises ChecksumError."""
         if not self.verify:
             return
-        name, view = os.fspath(path), memoryview(data).cast("B")  # type: ignore[arg-type] - arrays are buffers
+        view = memoryview(data).cast("B")  # type: ignore[arg-type] - arrays are buffers
+        for span in stripes.stripes_of(path, offset, len(view)):
+            self._check(span.path, span.offset, view[span.start : span.start + span.num_bytes])
+
+    def _check(self, name: str, offset: int, view: memoryview) -> None:
+        """Of a single file."""
         known, unknown = self._within(name, offset, offset + len(view))
         for piece in known:
             found = checksum(view[piece.offset - offset : piece.end - offset])
@@ -100,13 +108,15 @@ class Checksums:
     def move(self, path: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
         """The file has another name now."""
         with self._lock:
-            if (pieces := self._files.pop(os.fspath(path), None)) is not None:
-                self._files[os.fspath(new)] = pieces
+            for old, name in zip(stripes.files_of(path), stripes.files_of(new), strict=True):
+                if (pieces := self._files.pop(os.fspath(old), None)) is not None:
+                    self._files[os.fspath(name)] = pieces
 
     def forget(self, path: str | os.PathLike[str]) -> None:
         """The file was written by somebody else, or is gone."""
         with self._lock:
-            self._files.pop(os.fspath(path), None)
+            for each in stripes.files_of(path):
+                self._files.pop(os.fspath(each), None)
 
     def clear(self) -> None:
         """Forget all files: state was written past the checksums."""
@@ -114,7 +124,8 @@ class Checksums:
             self._files.clear()
 
     def pieces(self, path: str | os.PathLike[str], start: int, end: int) -> list[Piece]:
-        """Pieces that make up bytes [start, end) of a file; read from it, and kept, where nobody noted them. Raises OSError."""
+        """Pieces that make up bytes [start, end) of a file, one of a striped file's; read from it, and kept, where nobody
+        noted them. Raises OSError."""
         found = self._tiles(os.fspath(path), start, end)
         if found is None:
             found = list(read_pieces(Path(path), start, end))

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from ds_vertical.errors import StorageError
 from ds_vertical.io import remove_tree
 from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.regular_file import open_regular
+from ds_vertical.io.runs import stripes
 from ds_vertical.io.runs.run_dir import MOST_SHOWN, claimed_at, fail
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ def check_length(nvme_path: str | os.PathLike[str]) -> None:
 def check_files(expected: Mapping[Path, int]) -> None:
     """Raise StorageError unless every file exists with exactly the expected size in bytes, all of them written."""
     faults, mounts = [], read_mounts()
-    for path, size_bytes in expected.items():
+    for path, size_bytes in _on_each_ssd(expected).items():
         try:
             actual = path.stat()
         except OSError as error:
@@ -66,6 +68,11 @@ def check_files(expected: Mapping[Path, int]) -> None:
             "wrong parameters. Short: zero.Init's write did not complete (disk full?). Missing: removed, or written under "
             "another path. Free space and start again with a new run.\n" + "\n".join(faults[:MOST_SHOWN] + more)
         )
+
+
+def _on_each_ssd(sizes: Mapping[Path, int]) -> dict[Path, int]:
+    """The single files that these files consist of, with their sizes."""
+    return {each: size for path, total in sizes.items() for each, size in stripes.sizes_of(path, total).items()}
 
 
 def _first_hole(path: Path, size_bytes: int, mounts: str) -> int:
@@ -94,7 +101,7 @@ def preallocate(files: Mapping[Path, int]) -> None:
     checked per file system before anything is written. Raises StorageError, having undone what this call did, where
     space is short, an operation fails, or a file is larger than asked.
     """
-    sizes = {Path(path): size_bytes for path, size_bytes in files.items()}
+    sizes = _on_each_ssd(files)
     try:
         _check_sizes(sizes)
         _check_space(sizes)
@@ -112,6 +119,14 @@ def set_aside(pairs: Mapping[Path, Path], vacated: Collection[Path] = ()) -> Non
 
     Raises StorageError, with every file as it was: no room for the new files, or a name that cannot be given.
     """
+    for path, aside in pairs.items():
+        stripes.spread_as(aside, path)
+    several = [zip(stripes.files_of(path), stripes.files_of(aside), strict=True) for path, aside in pairs.items()]
+    _set_aside(dict(chain(*several)), {each for path in vacated for each in stripes.files_of(path)})
+
+
+def _set_aside(pairs: Mapping[Path, Path], vacated: Collection[Path]) -> None:
+    """As `set_aside`, of single files."""
     fresh = {path: path.with_name(f"{path.name}.fresh") for path in pairs if path not in vacated}
     try:
         sizes = {new: path.stat().st_size for path, new in fresh.items()}
@@ -176,7 +191,7 @@ def _inside(folder: Path) -> Iterator[int]:
 
 def remove_files(paths: Iterable[Path]) -> None:
     """Delete files that are there. Raises StorageError for one that cannot be."""
-    for path in paths:
+    for path in chain.from_iterable(map(stripes.files_of, paths)):
         try:
             _unlink(path)
         except FileNotFoundError:

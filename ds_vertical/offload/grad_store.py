@@ -376,7 +376,7 @@ class GradientFile:
     def complete(self) -> None:
         """Return when nothing is in flight, whatever came of it."""
         if self.writer is not None:
-            self.writer.native.wait_all()
+            self.writer.settle()
 
     def close(self) -> None:
         """Complete the writes in flight and give the queue back."""

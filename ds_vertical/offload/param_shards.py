@@ -18,6 +18,7 @@ from ds_vertical.io import files
 from ds_vertical.io.aio import DiskQueue, Transfer
 from ds_vertical.io.buffers import BufferPool, HostBuffer
 from ds_vertical.io.checksums import Checksums
+from ds_vertical.io.runs import stripes
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.schedule.events import Unit
 
@@ -157,6 +158,8 @@ class ShardFiles:
         """Files of `shared` that hold current values are read only from now on. No write may be in flight. Raises
         StorageError, with nothing changed, where there is no room for those that take their place."""
         files.remove_files(self._unused)
+        for path in self._unused:
+            stripes.forget_file(path)
         self._unused.clear()
         self._num_moves += 1
         found = [shard for shard in self.shards() if shard.aside is None and Path(shard.path) in shared]

@@ -24,6 +24,7 @@ from torch import nn
 from ds_vertical.io import files as io_files
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.extents import Extent
+from ds_vertical.io.runs import stripes
 from ds_vertical.offload.chunking import FP32_BYTES, Cut, Part, boundary, split_chunk
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -181,6 +182,7 @@ class Generations:
         io_files.remove_files(path for paths in unused for path in paths)
         for path in (path for paths in unused for path in paths):
             self._checksums.forget(path)
+            stripes.forget_file(path)
         self._moved &= used
 
     # ---- inside

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from run_owners import Job, jobs, write_lock
 
 from ds_vertical.cli import clean
+from ds_vertical.engine.checkpoint import parts
 from ds_vertical.io.files import disk_bytes, make_run_private
 from ds_vertical.io.runs import run_dir, run_dirs, run_lock
 from ds_vertical.io.runs.run_dirs import FoundRun
@@ -419,3 +421,62 @@ def test_folders_that_others_make_below_a_runs_become_private(tmp_path: Path) ->
     make_run_private(tmp_path / "run")
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("run/inner", "run/inner/leaf", "beside")]
     assert modes == [0o700, 0o700, 0o755]
+
+
+# ---- several SSDs
+
+TWO_SSDS = """
+import sys, time
+from ds_vertical.io.runs.run_dir import claim_config
+a, b = sys.argv[1:]
+zero = {"offload_param": {"device": "nvme", "nvme_path": a}}
+claim_config({"zero_optimization": zero}, "20260131-235959-node7-1f2e3d4c", 0, [a, b])
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_folders_of_a_killed_run_on_all_ssds_are_listed_and_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the path of one SSD; and the other's by its own path, where somebody has deleted the first."""
+    first, second = tmp_path / "ssd0", tmp_path / "ssd1"
+    for deletes in (False, True):
+        process = subprocess.Popen([sys.executable, "-c", TWO_SSDS, first, second], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        clean.main(["--path", str(first), "--remove", "--json"])
+        runs = json.loads(capsys.readouterr().out)["runs"]
+        assert [(run["folder"], run["state"], run["result"]) for run in runs] == [
+            (str(folder / WITHOUT_LOCK), "live", None) for folder in (first, second)
+        ]
+        process.kill()
+        process.wait()
+        for folder in (first, second):
+            (folder / WITHOUT_LOCK / "state.swp").write_bytes(bytes(1 << 20))
+        if deletes:
+            shutil.rmtree(first / WITHOUT_LOCK)
+        status, report = said(capsys, "--path", second if deletes else first, "--remove")
+        assert status == 0 and report["counts"] == {"removed": 1 if deletes else 2}
+        assert not list(first.iterdir()) and not list(second.iterdir())
+
+
+def test_parts_of_a_deleted_checkpoint_are_listed_and_removed_by_their_name_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, kept = (tmp_path / parts.PARTS_FOLDER / name for name in ("step5.0badcafe", "step6.0badf00d"))
+    for each in (home, kept):
+        tag = tmp_path / "saved" / each.name.partition(".")[0]
+        for folder in (each / "rank0", tag / "rank0"):
+            folder.mkdir(parents=True)
+        (each / "rank0" / "weight3.ssd1.bin").write_bytes(bytes(4096))
+        (tag / "rank0" / "weight3.ssd1.bin").symlink_to(each / "rank0" / "weight3.ssd1.bin")
+        (each / parts.PARTS_MARK).write_text(json.dumps({"written_by": "ds_vertical", "checkpoint": str(tag)}))
+    assert [part["in_use"] for part in said(capsys, "--path", tmp_path)[1]["parts"]] == [True, True]
+    shutil.rmtree(tmp_path / "saved" / "step5")
+    status, report = said(capsys, "--path", tmp_path, "--remove")
+    assert status == 0 and [part["in_use"] for part in report["parts"]] == [False, True] and home.is_dir()
+    assert clean.main(["--path", str(tmp_path)]) == 0
+    assert re.search(r"orphan .* step5\.0badcafe .*\n +-> ds-vertical clean --path .* --remove step5", capsys.readouterr().out)
+    status, report = said(capsys, "--path", tmp_path, "--remove", home.name, kept.name)
+    assert status == 1 and [part["result"] for part in report["parts"]] == ["removed", "kept"]
+    assert not home.exists() and (kept / "rank0" / "weight3.ssd1.bin").exists()

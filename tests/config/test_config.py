@@ -192,6 +192,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "gradient_host_share": None,
         "keep_gradients": False,
         "host_memory_bytes": None,
+        "nvme_paths": None,
         "activations": {"device": None, "share": 1.0, "host_share": 0.0, "keep": None, "keep_device": None},
         "seed_micro_batches": True,
         "seed": None,
@@ -697,3 +698,49 @@ def test_config_and_storage_import_neither_torch_nor_deepspeed() -> None:
     code = "import sys, ds_vertical.config.cross_check, ds_vertical.io.files; print({'torch', 'deepspeed'} & set(sys.modules))"
     root = ROOT
     assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True, timeout=200).strip() == "set()"
+
+
+# ---- several SSDs
+
+PATHS = f"{SECTION}.nvme_paths"
+
+
+@pytest.mark.parametrize(
+    ("paths", "config", "told"),
+    [
+        (
+            ["/other", "/ssd1"],
+            BASE,
+            rf'^{PATHS}\[0\]: got "/other" with zero_optimization.offload_param.nvme_path "/ssd"; .*"nvme_paths": \["/ssd",',
+        ),
+        (
+            ["/ssd", "/ssd/../ssd/"],
+            BASE,
+            rf'{PATHS}\[1\]: got "/ssd/../ssd/", the same folder as "/ssd"; write one folder for each',
+        ),
+        (["/ssd", "/ssd1"], changed("aio", {"use_gds": True}), r"^aio.use_gds: got true with 2 .*; write false, or one path"),
+        (
+            ["/ssd", "/ssd1"],
+            changed("zero_optimization.offload_param", None)
+            | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+            rf'^{PATHS}: got \["/ssd", "/ssd1"\], and neither .* has device "nvme"; remove it, or give',
+        ),
+    ],
+    ids=["another first", "twice", "gds", "nothing on SSD"],
+)
+def test_paths_on_several_ssds_are_refused_by_name(paths: list[str], config: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check(config, VerticalConfig(nvme_paths=tuple(paths)))
+
+
+@pytest.mark.parametrize("value", ["/ssd", [], ["/ssd", 7], ["/ssd", " "]])
+def test_paths_that_are_no_list_of_folders_are_refused(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^{PATHS}(\[1\])?: got .*; need null or a list of folders, .*write e.g. \[\"/ssd0\""
+    ):
+        load_section({SECTION: {"nvme_paths": value}})
+
+
+def test_paths_whose_first_is_nvme_path_pass_and_the_stock_arm_takes_any() -> None:
+    assert check(BASE, VerticalConfig(nvme_paths=("/ssd/", "/ssd1"))) == check(BASE, VerticalConfig())
+    assert check(BASE, VerticalConfig(enabled=False, nvme_paths=("/other",))) == []

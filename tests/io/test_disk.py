@@ -19,6 +19,7 @@ from faults import small_disk, small_files
 
 from ds_vertical.compat.ops import load
 from ds_vertical.io.aio import DiskError, DiskQueue, Transfer
+from ds_vertical.io.runs import stripes
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK = 64 * KIB
@@ -260,3 +261,36 @@ def test_more_depth_than_the_kernel_has_is_an_os_error() -> None:
     limit = int(Path("/proc/sys/fs/aio-max-nr").read_text())
     with pytest.raises(OSError):
         load.checked_aio().Queue(4096, limit + 1)
+
+
+def test_a_file_on_two_ssds_is_read_and_written_whole_and_a_failure_of_one_is_told(tmp_path: Path) -> None:
+    """Through a native queue for each."""
+    folders, path = [tmp_path / "ssd0", tmp_path / "ssd1"], tmp_path / "ssd0" / "file"
+    for folder in folders:
+        folder.mkdir()
+    stripes.open_run(folders, (0.5, 0.5))
+    made = DiskQueue(*(load.checked_aio().Queue(BLOCK, DEPTH, False) for _ in folders))
+    try:
+        stripes.spread_file(path, 9 * MIB)
+        memory = noise(9 * MIB)
+        write(made, memory, path).wait()
+        sizes = stripes.sizes_of(path, 9 * MIB)
+        assert {each: each.stat().st_size for each in sizes} == sizes and not path.exists()
+        assert whole(made, path, 9 * MIB) == memory.map[:]
+        assert (made.num_written_bytes, made.num_read_bytes) == (9 * MIB, 9 * MIB)
+        second = folders[1] / "file.ssd1"
+        os.truncate(second, MIB)
+        error = failure(read(made, Memory(9 * MIB), path))
+        assert error.errno == errno.ENODATA and error.filename == str(second)
+        second.unlink()
+        second.mkdir()
+        transfer = write(made, memory, path)
+        failure(transfer)
+        assert transfer.done and made.write_error is not None and made.write_error.filename == str(second)
+        made.give_up([transfer])
+        assert made.write_error is None
+    finally:
+        made.close()
+        stripes.close_run(folders[0])
+    with pytest.raises(ValueError, match="the queue was closed"):
+        made.lane(1)

@@ -259,10 +259,10 @@ def _machine_now(plan: AbPlan, group: disk_limit.LimitedGroup | None, run: Run) 
     """The machine's rates for a run's model and settings; those that were given, where they were."""
     if plan.machine is not None:
         return plan.machine
-    folder = Path(next(iter(ssd_folders(plan.arms.vertical)), plan.out))
+    folders = [Path(path) for path in ssd_folders(plan.arms.vertical)] or [plan.out]
     try:
         ran = efficiency.accounts([run], plan.out)
-        return efficiency.measure_machine(ran[0].account, plan.out, folder, group) if ran else _NO_ACCOUNT
+        return efficiency.measure_machine(ran[0].account, plan.out, folders, group) if ran else _NO_ACCOUNT
     except (OSError, ValueError) as error:  # the comparison of the arms stands without
         return str(error)
 

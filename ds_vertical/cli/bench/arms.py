@@ -82,14 +82,22 @@ def build_arms(
         _refuse_unlike(arms[1], arms[0], str(config), str(stock_config))
     section = load_section(arms[1])
     assert section is not None
-    return Arms(stock=arms[0], vertical=arms[1], warnings=tuple(check(arms[1], section)))
+    warnings = check(arms[1], section)
+    if len(section.nvme_paths or ()) > 1:
+        warnings.append(
+            f"{SECTION}.nvme_paths: the stock arm has no such key, and keeps everything in {ssd_folders(stock)[0]}; for one SSD"
+            f" in both arms write --set {SECTION}.nvme_paths=null"
+        )
+    return Arms(stock=arms[0], vertical=arms[1], warnings=tuple(warnings))
 
 
 def ssd_folders(config: JsonObject) -> list[str]:
-    """Where a configuration keeps parameters and optimizer state on SSD; empty where it keeps neither there."""
+    """Where a configuration keeps parameters and optimizer state on SSD, on each of several SSDs; empty where it keeps neither
+    there."""
     sections = [config[_ZERO].get(name) or {} for name in ("offload_param", "offload_optimizer")]
     found = [section.get("nvme_path") for section in sections if section.get("device") == OFFLOAD_DEVICES[Tier.SSD]]
-    return sorted({str(path) for path in found if path})
+    several = (config.get(SECTION) or {}).get("nvme_paths") or () if any(found) else ()
+    return list(dict.fromkeys(os.fspath(path) for path in (*several, *sorted(filter(None, found)))))
 
 
 def _read_assigned(source: str | os.PathLike[str], assignments: Sequence[str]) -> JsonObject:

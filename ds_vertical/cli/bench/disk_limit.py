@@ -19,7 +19,7 @@ from ds_vertical.cli.common import parse_bytes
 from ds_vertical.errors import ConfigError
 
 OPTION = "--ssd-limit"
-HELP = "limit the disk to so many bytes per second, e.g. 300M,500M; needs a cgroup that may be written (root, as a rule)"
+HELP = "limit each disk to so many bytes per second, e.g. 300M,500M; needs a cgroup that may be written (root, as a rule)"
 _REMOVAL_S = 10.0  # for how long a group's ended processes may keep it busy
 # The shell moves itself, then becomes the command: nothing of the command runs outside the group, or unlimited.
 _ENTER = 'echo $$ > "$0" && exec "$@"'

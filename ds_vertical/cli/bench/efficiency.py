@@ -64,10 +64,10 @@ def accounts(runs: Sequence[Run], out: Path) -> list[Ran]:
 # ---- the machine
 
 
-def measure_machine(account: Account, out: Path, folder: Path, group: LimitedGroup | None) -> JsonObject:
+def measure_machine(account: Account, out: Path, folders: Sequence[Path], group: LimitedGroup | None) -> JsonObject:
     """The report of `ds-vertical limits` for this run's model and settings, in a process in the run's group.
 
-    `folder` lies on the disk to measure, which the run has used. Raises ConfigError with what the process said if it failed.
+    `folders` lie on the disks to measure, which the run has used. Raises ConfigError with what the process said if it failed.
     """
     facts, target = account.facts, out / "limits.json"
     command = [
@@ -75,7 +75,7 @@ def measure_machine(account: Account, out: Path, folder: Path, group: LimitedGro
         "-m",
         "ds_vertical.cli.bench.limits",
         "--path",
-        str(folder),
+        *map(str, folders),
         "--config",
         str(out / "vertical.json"),
     ]

@@ -25,7 +25,7 @@ from ds_vertical.cli.bench.machine_info import accelerator, describe_machine, ve
 from ds_vertical.cli.bench.ssd_bench import median_s, transfer_s, tune_aio
 from ds_vertical.cli.common import JsonObject, first_line
 from ds_vertical.config.file import read_config
-from ds_vertical.engine.machine_cache import check_keeping, keep_report
+from ds_vertical.engine.machine_cache import check_keeping, joint_report, keep_report, shares_by_rates, shares_of
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import host as hostmemory
 from ds_vertical.io.atomic_file import check_out, write_out
@@ -57,14 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.ssd_limit is not None and not options.limited:
             return _run_limited(options, arguments)
         keeps = not (options.limited or options.no_keep)  # a limited disk is not this machine
-        if keeps and options.path.is_dir():
-            check_keeping(options.path)
-        report = measure(options)
-        report["ssd_limit"] = json.loads(options.limited) if options.limited else None
+        for folder in options.path if keeps else ():
+            if folder.is_dir():
+                check_keeping(folder)
+        report, each = measure(options, keeps)
+        for one in (report, *each):
+            one["ssd_limit"] = json.loads(options.limited) if options.limited else None
         text = json.dumps(report, indent=2, allow_nan=False)
         if options.out:
             write_out(options.out, text + "\n")
-        kept = keep_report(report, options.path) if keeps else None
+        kept = [keep_report(one, folder) for one, folder in zip(each, options.path, strict=True)] if keeps else []
     except (ConfigError, OSError) as error:
         print(f"ds-vertical limits: {error}", file=sys.stderr)
         return _BAD_INPUT
@@ -72,18 +74,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _lines(report: JsonObject, kept: Path | None, out: Path | None) -> list[str]:
+def _lines(report: JsonObject, kept: Sequence[Path], out: Path | None) -> list[str]:
     """For the terminal."""
     lines = [rates_table(report["rates"]), fio_line(report["rates"])]
     lines += [f"fastest aio: {json.dumps(report['aio'])}"] if report["aio"] else []
-    lines += [f"kept for plans and training: {kept}"] if kept else []
+    lines += [f"{ssd['path']}: {ssd['share']:.1%} of each file" for ssd in report["ssds"] or ()]
+    lines += [f"kept for plans and training: {path}" for path in kept]
     return lines + ([f"written: {out}"] if out else [])
 
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="ds-vertical limits", description=__doc__, epilog=_EXAMPLE, formatter_class=form)
-    parser.add_argument("--path", type=Path, default=Path(), help="folder on the disk to measure (default: here)")
+    paths = "folder on the disk to measure (default: here); several: those of nvme_paths, one on each SSD"
+    parser.add_argument("--path", type=Path, nargs="+", default=[Path()], help=paths)
     parser.add_argument("--config", type=Path, help="DeepSpeed JSON whose aio section is used (default: DeepSpeed's)")
     parser.add_argument("--model", type=Path, help="Hugging Face config, or a shape's name: whose layer is timed")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the layer (default bf16)")
@@ -103,13 +107,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_limited(options: argparse.Namespace, arguments: list[str]) -> int:
-    with disk_limit.limited(disk_limit.parse_limit(options.ssd_limit), [options.path]) as group:
+    with disk_limit.limited(disk_limit.parse_limit(options.ssd_limit), options.path) as group:
         command = [sys.executable, "-m", "ds_vertical.cli.bench.limits", *arguments, "--limited", json.dumps(group.to_json())]
         return subprocess.run(group.wrap(command)).returncode
 
 
-def measure(options: argparse.Namespace) -> JsonObject:
-    """The report. Raises ConfigError for options that make no sense, and for a folder that cannot be written."""
+def measure(options: argparse.Namespace, keeps: bool = False) -> tuple[JsonObject, list[JsonObject]]:
+    """The report, and one for each SSD. `keeps`: those of the SSDs will decide how much of a file goes to each. Raises
+    ConfigError for options that make no sense, and for a folder that cannot be written."""
     _check(options)
     if options.model:
         options.model = named_shape(str(options.model))
@@ -120,18 +125,37 @@ def measure(options: argparse.Namespace) -> JsonObject:
         torch.set_num_threads(options.threads)
     num_bytes = options.size_mb << 20
     config = read_config(options.config) if options.config else {}
-    tuned, tried = tune_aio(options.path, num_bytes, options.rounds) if options.tune_aio else (None, None)
+    tuned, tried = tune_aio(options.path[0], num_bytes, options.rounds) if options.tune_aio else (None, None)
     config = config if tuned is None else config | {"aio": tuned}
-    rates = _rates(options, num_bytes, config)
+    each: list[JsonObject] = []
+    others = _rates(options, config)
+    for folder in options.path:
+        rates = ssd_rates(folder, num_bytes, options.rounds, config, not options.no_fio) | others
+        found = _report(options, rates, folder) | {"aio": tuned, "aio_rates": tried}
+        each.append(found)
+    return _joint(each, options.path, keeps), each
+
+
+def _joint(each: list[JsonObject], folders: Sequence[Path], keeps: bool) -> JsonObject:
+    """The report of all SSDs together, as files are spread over them in training; the only one's with one."""
+    if len(each) == 1:
+        return each[0]
+    shares = shares_by_rates(each) if keeps else shares_of(folders)
+    joint = joint_report(each, shares)
+    ssds = zip(folders, shares, each, strict=True)
+    told = [{"path": str(f.absolute()), "share": share, "rates": report["rates"]} for f, share, report in ssds]
+    return joint | {"ssds": told, "ours_over_fio": None}
+
+
+def _report(options: argparse.Namespace, rates: dict[str, float], folder: Path) -> JsonObject:
     settings = {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(options).items()}
     return {
         "machine": _as_machine(rates),
         "rates": rates,
-        "capacity": capacity(options.path),
-        "aio": tuned,
-        "aio_rates": tried,
+        "capacity": capacity(folder),
+        "ssds": None,
         "ours_over_fio": fio_ratios(rates) or None,
-        "settings": settings,
+        "settings": settings | {"path": str(folder.absolute())},
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "facts": describe_machine(),
         "versions": versions(),
@@ -146,19 +170,19 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: write 1 or more")
     if options.tokens % options.sequences:
         raise ConfigError(f"--tokens {options.tokens}: write a multiple of --sequences, {options.sequences}")
-    if not options.path.is_dir():
-        raise ConfigError(f"--path {options.path}: no such folder; name one on the disk to measure")
-    try:
-        tempfile.TemporaryDirectory(dir=options.path).cleanup()
-    except OSError as error:
-        why = f"cannot be written ({error.strerror})"
-        raise ConfigError(f"--path {options.path}: {why}; name a folder on the disk to measure") from error
+    for folder in options.path:
+        if not folder.is_dir():
+            raise ConfigError(f"--path {folder}: no such folder; name one on the disk to measure")
+        try:
+            tempfile.TemporaryDirectory(dir=folder).cleanup()
+        except OSError as error:
+            why = f"cannot be written ({error.strerror})"
+            raise ConfigError(f"--path {folder}: {why}; name a folder on the disk to measure") from error
 
 
-def _rates(options: argparse.Namespace, num_bytes: int, config: JsonObject) -> dict[str, float]:
-    """Every rate that the options ask for, measured one after the other."""
-    rates = ssd_rates(options.path, num_bytes, options.rounds, config, not options.no_fio)
-    rates |= copy_rates(num_bytes, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
+def _rates(options: argparse.Namespace, config: JsonObject) -> dict[str, float]:
+    """Every rate that the options ask for but those of the SSDs, measured one after the other."""
+    rates = copy_rates(options.size_mb << 20, options.rounds) | adam_rate(options.rounds) | norm_rate(options.rounds)
     rates |= product_rates(options.rounds)
     if accelerator() == "cpu":
         from ds_vertical.cli.bench.host_bench import event_s

@@ -92,7 +92,9 @@ class Target:
 
     @property
     def nvme_paths(self) -> tuple[Path, ...]:
-        """The folders on the SSD: `nvme_path`, else the JSON's, each once."""
+        """The folders on the SSDs: `nvme_path`, else the JSON's, each once."""
+        from ds_vertical.config.section import SECTION
+
         if self.nvme_path is not None:
             return (self.nvme_path,)
         zero = "zero_optimization"
@@ -101,4 +103,6 @@ class Target:
             for name in _OFFLOADS
             if self.at(f"{zero}.{name}.device") == OFFLOAD_DEVICES[Tier.SSD]
         ]
+        several = self.at(f"{SECTION}.nvme_paths")
+        found += several if isinstance(several, list | tuple) and any(found) else []
         return tuple(dict.fromkeys(Path(path) for path in found if isinstance(path, str | os.PathLike) and str(path).strip()))

@@ -38,6 +38,7 @@ CHECKS: Final = (
     Check("traps", "ds_vertical.cli.doctor.stock_traps.find_traps"),
     Check("ssd", "ds_vertical.cli.doctor.ssd_path.existence"),
     Check("file system", "ds_vertical.cli.doctor.ssd_path.file_system"),
+    Check("several SSDs", "ds_vertical.cli.doctor.ssd_path.separate_disks"),
     Check("free space", "ds_vertical.cli.doctor.ssd_path.space"),
     Check("other runs", "ds_vertical.cli.doctor.ssd_path.runs"),
     Check("device", "ds_vertical.cli.doctor.hardware.device"),

@@ -116,6 +116,22 @@ def file_system(case: Target) -> Iterator[CheckResult]:
             yield ok(f"{path}: {mount.kind} on {mount.source}, mounted at {mount.point}")
 
 
+def separate_disks(case: Target) -> Iterator[CheckResult]:
+    """Finds paths of one run that lie on one disk: it is read no faster for them."""
+    seen: dict[str, Path] = {}
+    for path, there in _folders(case):
+        try:
+            disk = str(disk_limit.disk_of(there))
+        except ConfigError:
+            disk = f"the file system mounted at {mount_of(there, read_mounts()).point}"
+        if disk in seen:
+            one = '"nvme_paths" with one folder for each SSD'
+            yield warning(f"{path}: on the same disk as {seen[disk]}, {disk}: it is read no faster for two folders", one)
+        elif seen:
+            yield ok(f"{path}: on another disk than {next(iter(seen.values()))}: {disk}")
+        seen.setdefault(disk, path)
+
+
 def _rotates(folder: Path) -> bool:
     """Whether the kernel calls the disk rotating. A virtual machine's (vda, xvda) is called so whatever it is."""
     try:

@@ -16,7 +16,7 @@ from ds_vertical.cli.common import JsonObject, parse_bytes
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
-from ds_vertical.engine.machine_cache import cached_report
+from ds_vertical.engine.machine_cache import cached_report, joint_report, shares_by_rates
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.io.atomic_file import check_out, write_out
 from ds_vertical.model.hf import named_shape, read_fields, shape_names
@@ -80,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-ranks", type=int, default=1, help="GPUs of the machine (default 1)")
     names = ", ".join(profile.shipped())
     parser.add_argument("--machine", help=f"file of `ds-vertical limits --out`, or {names} (default: this one's limits)")
-    parser.add_argument("--nvme-path", default="/tmp/ds_vertical", help="folder on the SSD (default /tmp/ds_vertical)")
+    paths = "folder on the SSD (default /tmp/ds_vertical); several: one on each SSD"
+    parser.add_argument("--nvme-path", nargs="+", default=["/tmp/ds_vertical"], help=paths)
     host = "use so much in all, e.g. 64G; the JSON then says so too (default: what the machine has)"
     parser.add_argument("--host-memory", metavar="BYTES", help=host)
     parser.add_argument("--out", type=Path, help="DeepSpeed JSON to write")
@@ -112,7 +113,7 @@ def plan(options: argparse.Namespace) -> JsonObject:
         raise ConfigError(f"--micro-batch-size {options.micro_batch_size}: {has}; {advice}")
     found = choose(task, machine.machine, _limits(machine, options))
     locked = not machine.machine.one_memory
-    training = TrainingOptions(options.clip, options.nvme_path, locked, machine.aio or AIO)
+    training = TrainingOptions(options.clip, tuple(options.nvme_path), locked, machine.aio or AIO)
     config = write_config(found.chosen, spec, training)
     if options.host_memory is not None:
         config[SECTION]["host_memory_bytes"] = _host_bytes(options)
@@ -146,13 +147,15 @@ def _host_bytes(options: argparse.Namespace) -> int | None:
 def _profile(options: argparse.Namespace) -> Profile:
     if options.machine:
         return profile.read_profile(options.machine)
-    report = cached_report(options.nvme_path)
-    if report is None:
+    paths = options.nvme_path
+    found = [cached_report(path) for path in paths]
+    reports = [report for report in found if report is not None]
+    if len(reports) < len(paths):
         raise ConfigError(
             "this machine has not been measured yet: run `ds-vertical limits --path FOLDER_ON_THE_SSD` once, or name a"
             f" machine with --machine ({', '.join(profile.shipped())}, or a file)"
         )
-    return Profile.from_dict("this machine", report)
+    return Profile.from_dict("this machine", joint_report(reports, shares_by_rates(reports)))
 
 
 def _spec(options: argparse.Namespace) -> tuple[ModelSpec, JsonObject]:

@@ -19,11 +19,11 @@ _MODEL: Final = 1_000_000_000  # elements of a model, from which on chunks are l
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What the JSON says and the planner does not choose. `clip`: the norm to clip to, 0 for none; `nvme_path`: a folder on the
-    SSD; `locked`: page-locked memory, for a device with memory of its own."""
+    """What the JSON says and the planner does not choose. `clip`: the norm to clip to, 0 for none; `nvme_paths`: a folder
+    on each SSD; `locked`: page-locked memory, for a device with memory of its own."""
 
     clip: float
-    nvme_path: str
+    nvme_paths: tuple[str, ...]
     locked: bool
     aio: Mapping[str, object] = field(default_factory=lambda: AIO)
     learning_rate: float = 1e-4
@@ -35,6 +35,9 @@ def write_config(candidate: Candidate, spec: ModelSpec, training: TrainingOption
     precision = {"bf16": {"enabled": spec.dtype == "bf16"}}
     if spec.dtype == "fp16":
         precision |= {"fp16": {"enabled": True}}
+    zero = _zero(choice, spec, training)
+    spread = len(training.nvme_paths) > 1 and "nvme_path" in zero["offload_param"] | zero["offload_optimizer"]
+    paths = {"nvme_paths": list(training.nvme_paths)} if spread else {}
     return {
         "train_micro_batch_size_per_gpu": choice.micro_batch_size,
         "gradient_accumulation_steps": choice.num_micro_batches,
@@ -46,9 +49,9 @@ def write_config(candidate: Candidate, spec: ModelSpec, training: TrainingOption
             "type": "AdamW",
             "params": {"lr": training.learning_rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
         },
-        "zero_optimization": _zero(choice, spec, training),
+        "zero_optimization": zero,
         "aio": dict(training.aio),
-        SECTION: section(choice),
+        SECTION: section(choice) | paths,
     }
 
 
@@ -89,7 +92,7 @@ def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObj
     parameters: JsonObject = {"device": OFFLOAD_DEVICES[parameters_tier], "pin_memory": locked}
     if not everything:
         parameters |= {
-            "nvme_path": training.nvme_path,
+            "nvme_path": training.nvme_paths[0],
             "buffer_count": 8 if largest >= _LARGE else 32,
             "buffer_size": largest,
             "max_in_cpu": int(in_host * elements),
@@ -97,7 +100,7 @@ def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObj
     state_tier = Tier.SSD if choice.placement.share(TensorKind.STATE, Tier.SSD) else Tier.HOST
     state: JsonObject = {"device": OFFLOAD_DEVICES[state_tier], "pin_memory": locked}
     if state_tier is Tier.SSD:
-        state |= {"nvme_path": training.nvme_path, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False}
+        state |= {"nvme_path": training.nvme_paths[0], "buffer_count": 4, "pipeline_read": False, "pipeline_write": False}
     return {
         "stage": 3,
         "overlap_comm": True,

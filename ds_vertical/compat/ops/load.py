@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_vertical.compat.ops import cache
 from ds_vertical.io.aio import DiskQueue, NativeQueue, Observer
+from ds_vertical.io.runs import stripes
 
 if TYPE_CHECKING:
     import torch
@@ -229,10 +230,11 @@ def new_disk_queue(aio: Mapping[str, Any], observer: Observer | None = None) -> 
     """A queue with the JSON's `aio` settings, whose operations `observer` hears of.
 
     One thread keeps as many blocks in flight as DeepSpeed's `intra_op_parallelism` threads would; `overlap_events` is
-    always on.
+    always on. With several SSDs each has as many blocks in flight.
     """
     depth = aio["queue_depth"] * aio["intra_op_parallelism"]
-    queue = DiskQueue(checked_aio().Queue(aio["block_size"], depth, aio["single_submit"]))
+    natives = [checked_aio().Queue(aio["block_size"], depth, aio["single_submit"]) for _ in range(stripes.most_lanes())]
+    queue = DiskQueue(*natives)
     queue.observer = observer
     return queue
 

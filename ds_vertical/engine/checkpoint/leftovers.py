@@ -16,10 +16,11 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from ds_vertical.engine.checkpoint import parts
 from ds_vertical.engine.checkpoint.manifest_schema import NAME, SIGNPOST
 from ds_vertical.io import remove_tree
 from ds_vertical.io.regular_file import is_plain_name, parse_json, read_regular
@@ -35,7 +36,7 @@ _OF_A_TAG: Final = re.compile(
 )
 _SCRATCH: Final = re.compile(r"scratch\d+")  # of a portable save
 _PLACED: Final = re.compile(r"latest|zero_to_fp32\.py")  # on their way among the tags, in a folder of their own
-_OF_A_RANK: Final = re.compile(r"chunk\d+\.\w+\.\d+\.bin|weight\d+\.bin|memory\.bin|loose\.pt")
+_OF_A_RANK: Final = re.compile(r"chunk\d+\.\w+\.\d+(\.ssd\d+)?\.bin|weight\d+(\.ssd\d+)?\.bin|memory\.bin|loose\.pt")
 _MOST_MARK_BYTES: Final = 1 << 14
 _MOST_MANIFEST_BYTES: Final = 1 << 31
 
@@ -107,6 +108,7 @@ def remove_leftover(path: Path, tag: str, token: str) -> None:
             if not is_marked(fd, tag, token) or os.fstat(fd).st_uid != os.geteuid():
                 logger.warning("%s: nothing in it says that this save made it: left; if you know it, delete it by hand", path)
                 return
+            homes = parts.homes_of(path, path.with_name(tag))
             _empty(fd, path.name.endswith(".new"))
             left = sorted(set(os.listdir(fd)) - {MARK})
             if left:
@@ -114,10 +116,19 @@ def remove_leftover(path: Path, tag: str, token: str) -> None:
                 return
             unmark(fd)
             remove_tree.remove_named(fd, path.name, root)
+        _remove_all_parts(homes)
     except FileNotFoundError:
         return
     except OSError as error:
         logger.warning("%s: delete: %s; delete it by hand", path, error.strerror)
+
+
+def _remove_all_parts(homes: Iterable[Path]) -> None:
+    for home in homes:
+        try:
+            parts.remove_parts(home)
+        except OSError as error:
+            logger.warning("%s: delete: %s; delete it by hand", home, error.strerror)
 
 
 def _empty(fd: int, places: bool) -> None:
@@ -164,6 +175,12 @@ def _listed(rank: int) -> set[str] | None:
     return {name for name in files if is_plain_name(name)} if isinstance(files, Mapping) else None
 
 
+def _is_saved(name: str, rank: int) -> bool:
+    """Whether a save may have made what is in a rank's folder under this name: a file, or a link to a part."""
+    mode = os.stat(name, dir_fd=rank, follow_symlinks=False).st_mode
+    return stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and parts.LINKED.fullmatch(name) is not None)
+
+
 def others_files(path: Path) -> Iterator[str]:
     """What is in a tag's folder, or in a rank's of it, and belongs to no checkpoint, by its path there. Raises OSError."""
     with remove_tree.opened(path) as fd:
@@ -176,7 +193,7 @@ def others_files(path: Path) -> Iterator[str]:
                 with remove_tree.opened(name, fd) as rank:
                     ours = _ours(rank) if remove_tree.mount(rank) == remove_tree.mount(fd) else set()
                     for each in sorted(os.listdir(rank)):
-                        if each not in ours or not stat.S_ISREG(os.stat(each, dir_fd=rank, follow_symlinks=False).st_mode):
+                        if each not in ours or not _is_saved(each, rank):
                             yield f"{name}/{each}"
             except OSError as error:
                 if error.errno not in (errno.ENOTDIR, errno.ELOOP):

@@ -6,6 +6,7 @@ them. All of a rank's files are verified before the first byte of the live state
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import files
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.regular_file import is_plain_name, open_regular
+from ds_vertical.io.runs import stripes
 from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.consistency import HALF_LOADED
 from ds_vertical.offload.state_files import KINDS, Chunk
@@ -365,38 +367,50 @@ class _Writer:
     def __init__(self, path: Path, checksums: Checksums) -> None:
         self._path = path
         self._checksums = checksums
-        self._fd = -1
+        self._fds: dict[str, int] = {}  # by the files that it consists of
 
     def __enter__(self) -> _Writer:
-        with files.naming(self._path, "open"):
-            self._fd = open_regular(self._path, os.O_WRONLY | os.O_NOFOLLOW)
+        with contextlib.ExitStack() as undo:
+            for each in stripes.files_of(self._path):
+                with files.naming(each, "open"):
+                    self._fds[str(each)] = fd = open_regular(each, os.O_WRONLY | os.O_NOFOLLOW)
+                undo.callback(os.close, fd)
+            undo.pop_all()
         return self
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         view = _bytes_of(data)
         self._checksums.note(self._path, offset, view)
-        with files.naming(self._path, "write"):
-            while view:
-                count = os.pwrite(self._fd, view, offset)
-                view, offset = view[count:], offset + count
+        for span in stripes.stripes_of(self._path, offset, len(view)):
+            part, place = view[span.start : span.start + span.num_bytes], span.offset
+            with files.naming(span.path, "write"):
+                while part:
+                    count = os.pwrite(self._fds[span.path], part, place)
+                    part, place = part[count:], place + count
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                with files.naming(self._path, "sync"):
-                    os.fsync(self._fd)
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(self._fd)
+        with contextlib.ExitStack() as cleanup:
+            for fd in self._fds.values():
+                cleanup.callback(os.close, fd)
+            for path, fd in self._fds.items() if kind is None else ():
+                with files.naming(path, "sync"):
+                    os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _fill(path: Path, position: int, view: memoryview) -> None:
     """Fill `view` with a file's bytes from `position` on. Raises CheckpointError where it ends too early, StorageError."""
-    with files.naming(path, "read"), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+    for span in stripes.stripes_of(path, position, len(view)):
+        _fill_from(span, view[span.start : span.start + span.num_bytes])
+
+
+def _fill_from(span: stripes.Stripe, view: memoryview) -> None:
+    position = span.offset
+    with files.naming(span.path, "read"), os.fdopen(open_regular(span.path), "rb", buffering=0) as file:
         while view:
             count = os.preadv(file.fileno(), [view], position)
             if not count:
-                raise CheckpointError(f"{path}: ends at byte {position}")
+                raise CheckpointError(f"{span.path}: ends at byte {position}")
             view, position = view[count:], position + count
 
 

@@ -1,7 +1,8 @@
 """Saving a run with state on SSD: `save` writes a folder that `load.load` continues from, bit for bit.
 
 Files of state and of parameters are linked into the folder where it is on their file system (`state_files`, [Note: frozen
-files]), and copied where it is not. What rests in host memory is written out.
+files]); with several SSDs those of the others on their own (`parts`, [Note: parts]). Otherwise they are copied. What rests in
+host memory is written out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from ds_vertical.compat import zero_optimizer, zero_params
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.checkpoint import manifest, run_state
+from ds_vertical.engine.checkpoint import manifest, parts, run_state
 from ds_vertical.engine.checkpoint.manifest import FileRange, RankManifest, SavedFile, TensorEntry
 from ds_vertical.engine.checkpoint.manifest_schema import SIGNPOST
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag, sync_file, sync_folder, write_synced
@@ -31,6 +32,7 @@ from ds_vertical.io import files
 from ds_vertical.io.checksums import LARGEST_READ, Piece, checksum
 from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.regular_file import open_regular
+from ds_vertical.io.runs import stripes
 from ds_vertical.io.runs.run_dir import fail, owned
 from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.state_files import KINDS
@@ -47,7 +49,6 @@ POINTS = (
     "switched",
     "latest written",
 )
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES)
 
 
 def reach(point: str) -> None:
@@ -142,6 +143,7 @@ class RankSave:
         self._folder = folder
         self._names = {id(param): name for name, param in engine.module.named_parameters()}
         self._sources: dict[Path, str] = {}  # files of the run -> names in the checkpoint
+        self._wholes: dict[Path, Path] = {}  # files of the run -> the one of which they are, where it lies on several SSDs
         self._wanted: dict[Path, list[tuple[int, int]]] = {}  # [start, end) of each
         self._places: dict[int, dict[str, list[FileRange]]] = {}  # by id(param), by kind
         self._memory: list[torch.Tensor] = []  # shares that rest in host memory or on the device, as they lie in MEMORY
@@ -162,6 +164,9 @@ class RankSave:
             saved |= self._write_files()
             data = self._manifest(saved).to_json()
             write_synced(self._folder / manifest.NAME, data)
+            for place in parts.places_of(self._folder):
+                for folder in (place, place.parent, place.parent.parent):
+                    sync_folder(folder)
             sync_folder(self._folder)
         except OSError as error:
             raise fail(error.filename or self._folder, "save", error, remedy(error.errno)) from error
@@ -178,11 +183,11 @@ class RankSave:
             if paths not in known:
                 known.append(paths)
             for kind, extent in zip(KINDS, chunks[index].extents(part, paths), strict=True):
-                name = f"chunk{index}.{kind}.{known.index(paths)}.bin"
-                self._want(extent.path, name, extent.offset, extent.offset + extent.num_bytes)
+                name = f"chunk{index}.{kind}.{known.index(paths)}"
+                self._want(extent.path, name, extent.offset, extent.num_bytes)
                 for param, _, in_part, count in chunks[index].overlaps(part):
-                    found = FileRange(name, (part.start + in_part) * FP32_BYTES, count * FP32_BYTES)
-                    self._place(param, kind, found)
+                    start = (part.start + in_part) * FP32_BYTES
+                    self._place_file(param, kind, (extent.path, name, start, count * FP32_BYTES))
         for chunk in chunks:
             if chunk.resident is not None:
                 for kind, flat in zip(KINDS, chunk.resident(), strict=True):
@@ -198,13 +203,23 @@ class RankSave:
             if shard is None:
                 self._remember(param, "weight", zero_params.shard(param))
             else:
-                name = f"weight{number}.bin"
-                self._want(Path(shard.path), name, 0, shard.num_bytes)
-                self._place(param, "weight", FileRange(name, 0, shard.numel * param.element_size()))
+                name, path = f"weight{number}", Path(shard.path)
+                self._want(path, name, 0, shard.num_bytes)
+                self._place_file(param, "weight", (path, name, 0, shard.numel * param.element_size()))
 
-    def _want(self, path: Path, name: str, start: int, end: int) -> None:
-        self._sources.setdefault(path, name)
-        self._wanted.setdefault(path, []).append((start, end))
+    def _want(self, path: Path, name: str, start: int, num_bytes: int) -> None:
+        """These bytes of a file belong to the checkpoint."""
+        for span in stripes.stripes_of(path, start, num_bytes):
+            each = Path(span.path)
+            self._sources.setdefault(each, _name_of(name, path, span))
+            self._wholes[each] = path
+            self._wanted.setdefault(each, []).append((span.offset, span.offset + span.num_bytes))
+
+    def _place_file(self, param: ZeroParam, kind: str, found: tuple[Path, str, int, int]) -> None:
+        """A parameter's tensor has bytes of a file: its path, its name in the checkpoint, the first byte, how many."""
+        path, name, start, num_bytes = found
+        for span in stripes.stripes_of(path, start, num_bytes):
+            self._place(param, kind, FileRange(_name_of(name, path, span), span.offset, span.num_bytes))
 
     def _place(self, param: ZeroParam, kind: str, found: FileRange) -> None:
         ranges = self._places.setdefault(id(param), {}).setdefault(kind, [])
@@ -245,8 +260,8 @@ class RankSave:
         for path, name in self._sources.items():
             target = self._folder / name
             _check_whole(path, max(end for _, end in self._wanted[path]))
-            if _link(path, target):
-                shared.add(path)
+            if _link(path, target) or parts.link_part(path, target):
+                shared.add(self._wholes[path])
             else:
                 _copy(path, target, self._wanted[path])
             sync_file(target)
@@ -271,7 +286,8 @@ class RankSave:
     def _check_room(self) -> None:
         """Raise StorageError where what must be copied or written out has no room."""
         device = self._folder.stat().st_dev
-        copied = [path for path in self._sources if path.stat().st_dev != device]
+        away = [path for path in self._sources if path.stat().st_dev != device]
+        copied = [path for path in away if not parts.can_link(path, self._folder)]
         needed = self._memory_bytes + sum(end - start for path in copied for start, end in self._wanted[path])
         available = files.free_bytes(self._folder)
         if needed > available:
@@ -289,6 +305,11 @@ class RankSave:
         settings = run_state.settings_of(self._engine)
         tied = run_state.tied_names(self._engine)
         return RankManifest(ranks.rank(), ranks.world_size(), saved, self._tensors, settings, numbers, tied)
+
+
+def _name_of(name: str, path: Path, span: stripes.Stripe) -> str:
+    """The name in the checkpoint of a file of the run: of one that lies on several SSDs, the SSD's number is in it."""
+    return f"{name}.bin" if span.path == os.fspath(path) else f"{name}.ssd{span.lane}.bin"
 
 
 def _check_loadable(what: str, content: object) -> None:
@@ -358,7 +379,7 @@ def _link(path: Path, target: Path) -> bool:
     try:
         os.link(path, target)
     except OSError as error:
-        if error.errno in _NO_LINKS:
+        if error.errno in parts.NO_LINKS:
             return False
         raise
     return True

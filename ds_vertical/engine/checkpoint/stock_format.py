@@ -29,6 +29,7 @@ from ds_vertical.engine.checkpoint.tag_dir import check_tag, sync_file
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import StorageError
 from ds_vertical.io.regular_file import open_regular
+from ds_vertical.io.runs import stripes
 from ds_vertical.io.runs.run_dir import fail
 from ds_vertical.offload.chunking import FP32_BYTES
 from ds_vertical.offload.param_shards import Shard
@@ -153,10 +154,12 @@ def _share(shard: Shard, scratch: Scratch) -> torch.Tensor:
 def _read(path: Path, offset: int, target: torch.Tensor) -> None:
     """Fill a tensor (contiguous, in host memory) with a file's bytes from `offset` on. Raises OSError."""
     array: Any = target.view(torch.uint8).numpy()
-    view = memoryview(array)
-    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        while view:
-            count = os.preadv(file.fileno(), [view], offset)
-            if not count:
-                raise OSError(errno.EIO, f"the file ends at byte {offset}", str(path))
-            view, offset = view[count:], offset + count
+    whole = memoryview(array)
+    for span in stripes.stripes_of(path, offset, len(whole)):
+        view, place = whole[span.start : span.start + span.num_bytes], span.offset
+        with os.fdopen(open_regular(span.path), "rb", buffering=0) as file:
+            while view:
+                count = os.preadv(file.fileno(), [view], place)
+                if not count:
+                    raise OSError(errno.EIO, f"the file ends at byte {place}", span.path)
+                view, place = view[count:], place + count

@@ -114,6 +114,8 @@ def _in_folder_of(model: nn.Module, config: DeepSpeedJson) -> DeepSpeedJson:
         own = Path(os.path.realpath(section["nvme_path"])) / folders[0].name
         if run_dir.owned(own) is not None:
             section["nvme_path"] = str(own)
+    if folders and (several := api.several_paths(config)):
+        config[SECTION]["nvme_paths"] = [str(Path(os.path.realpath(path)) / folders[0].name) for path in several]
     return config
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, pinned_memory, zero_optimizer, zero_params
+from ds_vertical.compat import accelerator, pinned_memory, striped_swapping, zero_optimizer, zero_params
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_optimizer import DeepSpeedCPUAdam
 from ds_vertical.engine import disk_check
@@ -26,6 +26,7 @@ from ds_vertical.engine.zero3.step_driver import StepDriver, StepPhase
 from ds_vertical.io import files
 from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.checksums import Checksums
+from ds_vertical.io.runs import stripes
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.offload.chunking import Part
 from ds_vertical.offload.consistency import StateGuard
@@ -78,6 +79,8 @@ class VerticalStage3(ChunkedStage3):
         numel = sum(part.numel for parts in waiting.values() for part in parts)
         self.gradients_on_ssd = sum(part.numel for part in beyond) / (numel or 1)  # of those that wait
         file = GradientFile(zero_optimizer.gradient_file(self) if beyond else Path(), beyond, new_queue, self.checksums)
+        for path, num_bytes in file.sizes.items():
+            stripes.spread_file(path, num_bytes)
         disk_check.require(file.sizes)
         self.gradients = HeldGradients(chunks, file, self._vertical.keep_gradients, accelerator.device_name() != "cpu")
         sizes = bytes_read(chunks, file.extents)
@@ -121,6 +124,7 @@ class VerticalStage3(ChunkedStage3):
             "pipeline": False,
         }
         super()._configure_tensor_swapping(offload_optimizer_config.model_copy(update=plain), aio_config)
+        striped_swapping.stripe_optimizer(self)
         self._allocate_files()
 
     def _allocate_files(self) -> None:
@@ -131,6 +135,10 @@ class VerticalStage3(ChunkedStage3):
         stepped = [param for chunk in self.fp16_groups for param in chunk if zero_params.is_on_ssd(param)]
         shards = {zero_params.second_generation(f.path): f.num_bytes for f in map(zero_params.swap_file, stepped)}
         one, both = (zero_optimizer.optimizer_files(self, generations) for generations in (1, 2))
+        for path, num_bytes in both.items():
+            stripes.spread_file(path, num_bytes)
+        for path, num_bytes in shards.items():
+            stripes.spread_file(path, num_bytes, whole=True)
         disk_check.make_files(self.timing, one, both | shards)
 
     def _setup_for_real_optimizer(self) -> None:  # override

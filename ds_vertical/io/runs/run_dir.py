@@ -18,13 +18,13 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_vertical.errors import StorageError
 from ds_vertical.io import remove_tree as trees
-from ds_vertical.io.runs import run_lock
+from ds_vertical.io.runs import run_lock, stripes
 from ds_vertical.io.runs.run_lock import Owner
 from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
@@ -68,12 +68,12 @@ class RunFolder:
     A forked child holds nothing: neither its exit nor its `release` touches the parent's folder.
     """
 
-    def __init__(self, guard: Guard, rank: int) -> None:
+    def __init__(self, guard: Guard, rank: int, beside: Sequence[str] = ()) -> None:
         self.path = guard.path
         self.rank = rank
         self._fd = os.open(".", trees.FOLDER, dir_fd=guard.fd)  # opened anew: the guard's own goes with its flock
         try:
-            self._lock_fd = _take_lock(guard, rank)
+            self._lock_fd = _take_lock(guard, rank, beside)
         except StorageError:
             os.close(self._fd)
             raise
@@ -85,8 +85,9 @@ class RunFolder:
         return self.path / run_lock.lock_name(self.rank)
 
     @classmethod
-    def claim(cls, nvme_path: str | os.PathLike[str], run_id: str, rank: int) -> RunFolder:
-        """Create `nvme_path/<run id>` (mode 0700) where needed and take this rank's lock in it.
+    def claim(cls, nvme_path: str | os.PathLike[str], run_id: str, rank: int, beside: Sequence[str] = ()) -> RunFolder:
+        """Create `nvme_path/<run id>` (mode 0700) where needed and take this rank's lock in it. `beside`: the run's folders on
+        its other SSDs, for whoever finds this one.
 
         A lock left by a dead process is taken over. Raises StorageError where a live process holds it, where the folder is
         somebody else's, where `nvme_path` is itself a run's folder, and where the folder cannot be made.
@@ -105,7 +106,7 @@ class RunFolder:
         with guarded(path, create=True) as guard:
             try:
                 _refuse_others_folder(guard)
-                folder = cls(guard, rank)
+                folder = cls(guard, rank, beside)
             except StorageError:
                 with contextlib.suppress(OSError):  # not empty: a run's folder, with its owner's files
                     trees.remove_named(guard.fd, path.name, guard.root)
@@ -121,6 +122,7 @@ class RunFolder:
         if self._pid != os.getpid() or _claimed.get(self.path) is not self:
             return
         del _claimed[self.path]
+        stripes.close_run(self.path)
         try:
             with guarded(self.path, create=False) as guard:
                 self._give_up(guard)
@@ -265,14 +267,14 @@ def _open_folder(path: Path, root: int, create: bool) -> int:
     return fd
 
 
-def _take_lock(guard: Guard, rank: int) -> int:
+def _take_lock(guard: Guard, rank: int, beside: Sequence[str] = ()) -> int:
     """Create this rank's lock file, or take over a dead process's; returns the descriptor that holds the flock."""
     with contextlib.ExitStack() as undo:
         try:
             fd = _open_lock(guard, rank, undo)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, 0)
-            os.pwrite(fd, Owner.me(rank, guard.path.name).to_json(), 0)
+            os.pwrite(fd, Owner.me(rank, guard.path.name, beside).to_json(), 0)
         except OSError as error:
             remedy = "use a new run id, and an nvme_path whose file system has locks (flock) and free space"
             raise fail(guard.path / run_lock.lock_name(rank), "take the rank's lock", error, remedy) from error
@@ -349,17 +351,21 @@ atexit.register(release_all)
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def claim_config(config: dict[str, Any], run_id: str, rank: int) -> dict[str, Any]:
+def claim_config(config: dict[str, Any], run_id: str, rank: int, several: Sequence[str] = ()) -> dict[str, Any]:
     """A deep copy of the DeepSpeed configuration with every nvme_path in use replaced by a claimed run folder.
 
     Paths that this process has claimed already are kept, so a prepared configuration comes back as it is. The same
-    nvme_path twice is one folder. Raises StorageError, with nothing newly claimed left behind.
+    nvme_path twice is one folder. `several`: paths on several SSDs, the nvme_path first, in each of which the run gets a
+    folder. Raises StorageError, with nothing newly claimed left behind.
     """
     prepared = copy.deepcopy(config)
     zero = prepared.get("zero_optimization")
     sections = [zero.get(name) for name in _SECTIONS] if isinstance(zero, dict) else []
     fresh: dict[Path, RunFolder] = {}
+    roots = [Path(os.path.realpath(path)) for path in several]
     try:
+        for root in roots:
+            fresh[root] = RunFolder.claim(root, run_id, rank, [str(each / run_id) for each in roots if each != root])
         for section in sections:
             if (
                 not isinstance(section, dict)

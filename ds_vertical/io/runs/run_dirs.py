@@ -43,6 +43,11 @@ class FoundRun:
         return self.live + self.elsewhere + self.gone
 
     @property
+    def beside(self) -> tuple[Path, ...]:
+        """The run's folders on its other SSDs, as its locks say."""
+        return tuple(dict.fromkeys(Path(each) for owner in self.owners if owner is not None for each in owner.beside))
+
+    @property
     def state(self) -> Literal["live", "stale", "unknown"]:
         """A run is stale once every owner is known to be gone."""
         if self.live:

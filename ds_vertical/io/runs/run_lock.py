@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -30,7 +30,7 @@ Standing = Literal["live", "elsewhere", "gone"]
 @dataclass(frozen=True)
 class Owner:
     """Who holds a lock file. `start_ticks` (clock ticks since boot) tells a process from a later one of its pid. `run`: the
-    run's id; empty in locks of earlier versions, which did not write it."""
+    run's id; empty in locks of earlier versions, which did not write it. `beside`: the run's folders on its other SSDs."""
 
     pid: int
     host: str
@@ -38,12 +38,13 @@ class Owner:
     start_ticks: int
     since: str
     run: str = ""
+    beside: tuple[str, ...] = ()
 
     @classmethod
-    def me(cls, rank: int, run: str) -> Owner:
+    def me(cls, rank: int, run: str, beside: Sequence[str] = ()) -> Owner:
         """This process, as the owner of a rank's lock in the folder of `run`."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        return cls(os.getpid(), socket.gethostname(), rank, start_ticks(os.getpid()) or 0, since, run)
+        return cls(os.getpid(), socket.gethostname(), rank, start_ticks(os.getpid()) or 0, since, run, tuple(beside))
 
     @classmethod
     def of(cls, data: bytes) -> Owner | None:
@@ -52,6 +53,9 @@ class Owner:
             entry = parse_json(data)
         except ValueError:
             return None
+        beside = entry.pop("beside", []) if isinstance(entry, dict) else []
+        if not isinstance(beside, list) or not all(isinstance(each, str) for each in beside):
+            return None
         kinds: Mapping[str, type] = {"pid": int, "host": str, "rank": int, "start_ticks": int, "since": str}
         if isinstance(entry, dict) and "run" in entry:
             kinds = {**kinds, "run": str, "written_by": str}
@@ -59,11 +63,14 @@ class Owner:
             return None
         if entry.pop("written_by", _WRITTEN_BY["written_by"]) != _WRITTEN_BY["written_by"]:
             return None
-        return cls(**entry)
+        return cls(**entry, beside=tuple(beside))
 
     def to_json(self) -> bytes:
         """The bytes of a lock file of this owner's: a line of JSON."""
-        return json.dumps(_WRITTEN_BY | asdict(self)).encode() + b"\n"
+        entry = asdict(self)
+        if not self.beside:
+            del entry["beside"]
+        return json.dumps(_WRITTEN_BY | entry).encode() + b"\n"
 
     def __str__(self) -> str:
         return f"pid {self.pid} on host {self.host} (rank {self.rank}), since {self.since}"
@@ -173,5 +180,5 @@ def is_of_run(locks: list[Lock], run: str) -> bool:
 
 
 def plain_entry(owner: Owner) -> dict[str, object]:
-    """The owner as JSON objects for users have it: without the run, whose folder is named beside it."""
-    return {key: value for key, value in asdict(owner).items() if key != "run"}
+    """The owner as JSON objects for users have it: without the run, whose folders are named beside it."""
+    return {key: value for key, value in asdict(owner).items() if key not in ("run", "beside")}

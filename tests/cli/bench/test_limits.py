@@ -151,3 +151,25 @@ def test_a_micro_batch_of_several_sequences_and_threads(tmp_path: Path) -> None:
 def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
     assert limits.main(options) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_several_paths_are_measured_one_by_one_and_told_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
+    paths = [tmp_path / "ssd0", tmp_path / "ssd1"]
+    for path in paths:
+        path.mkdir()
+    options = ["--path", *map(str, paths), "--size-mb", "4", "--rounds", "1", "--no-fio"]
+    assert limits.main([*options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    reads = [ssd["rates"]["ssd_read_bytes_per_s"] for ssd in report["ssds"]]
+    assert report["machine"]["ssd_read_bytes_per_s"] == pytest.approx(sum(reads)) == report["rates"]["ssd_read_bytes_per_s"]
+    assert [ssd["share"] for ssd in report["ssds"]] == pytest.approx([read / sum(reads) for read in reads])
+    assert [ssd["path"] for ssd in report["ssds"]] == list(map(str, paths))
+    Machine.from_dict(report)
+    kept = machine_cache.cached_report(paths[1])  # both are on one file system, so the second one's is kept
+    assert kept is not None and kept["rates"]["ssd_read_bytes_per_s"] == reads[1] and kept["ssds"] is None
+    assert limits.main([*options, "--no-keep"]) == 0
+    assert f"{paths[0]}: 50.0% of each file" in capsys.readouterr().out

@@ -128,7 +128,7 @@ def test_a_machine_that_works_has_no_errors_and_every_check_has_run(
     assert done.returncode == 0 and errors == [] and report["counts"]["error"] == 0, (errors, done.stderr)
     assert all(set(finding) == {"severity", "found", "remedy", "check"} for finding in report["findings"])
     assert all(bool(finding["remedy"]) is (finding["severity"] != "ok") for finding in report["findings"])
-    silent_where_well = {"environment", "keys", "auto", "traps", "ssd", "optimizer", "precision"}
+    silent_where_well = {"environment", "keys", "auto", "traps", "ssd", "several SSDs", "optimizer", "precision"}
     ran = {finding["check"] for finding in report["findings"]}
     assert {check.name for check in doctor.CHECKS} - silent_where_well <= ran
     found = "\n".join(finding["found"] for finding in report["findings"] if finding["severity"] == "ok")
@@ -628,3 +628,19 @@ def test_huge_pages_that_the_kernel_does_not_grant_are_a_warning(
     assert found.severity == level and (mode or "absent") in found.found
     usual = f"echo madvise > {file}  # as root"
     assert found.remedy == ("" if level == "ok" else usual if mode else "a kernel with transparent huge pages")
+
+
+def test_paths_of_several_ssds_are_all_examined_and_two_on_one_disk_are_told(tmp_path: Path) -> None:
+    for name in ("ssd0", "ssd1"):
+        (tmp_path / name).mkdir()
+    paths = [str(tmp_path / "ssd0"), str(tmp_path / "ssd1"), "/dev/shm"]
+    zero = {"offload_param": {"device": "nvme", "nvme_path": paths[0]}}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"zero_optimization": zero, "vertical_schedule": {"nvme_paths": paths}}))
+    case = Target(config)
+    assert case.nvme_paths == tuple(map(Path, paths))
+    same, other = ssd_path.separate_disks(case)
+    assert (same.severity, other.severity) == ("warning", "ok")
+    assert f"{paths[1]}: on the same disk as {paths[0]}" in same.found and f"{paths[2]}: on another disk than" in other.found
+    assert len(list(ssd_path.space(case))) == 3
+    assert list(ssd_path.separate_disks(Target(nvme_path=tmp_path))) == []

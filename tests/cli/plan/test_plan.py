@@ -184,6 +184,28 @@ def test_a_plan_for_8b_on_a_desktop_writes_a_json_that_deepspeed_and_the_section
     assert section.prefetch_layers is not None and section.optimizer_delay is not None
 
 
+@pytest.mark.slow
+def test_a_plan_for_several_ssds_has_their_rates_together_and_writes_their_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same rates as one SSD that is twice as fast."""
+    rates = json.loads((ROOT / "ds_vertical" / "planner" / "machines" / "rtx4090_desktop.json").read_text())
+    fast = json.loads(json.dumps(rates))
+    for key in [key for key in fast["machine"] if key.startswith("ssd_") and key.endswith("bytes_per_s")]:
+        fast["machine"][key] *= 2
+    fast["capacity"]["ssd_bytes"] *= 2
+    kept = {"/ssd0": rates, "/ssd1": rates, "/fast": fast}
+    monkeypatch.setattr("ds_vertical.cli.plan.command.cached_report", lambda folder: kept.get(str(folder)))
+    options = ("--model", "llama_3_8b", "--tokens-per-step", "65536")
+    two, one = planned(capsys, *options, "--nvme-path", "/ssd0", "/ssd1"), planned(capsys, *options, "--nvme-path", "/fast")
+    assert two["config"]["vertical_schedule"].pop("nvme_paths") == ["/ssd0", "/ssd1"]
+    assert "nvme_paths" not in one["config"]["vertical_schedule"]
+    paths = json.dumps(two["config"]).replace("/ssd0", "/fast")
+    assert json.loads(paths) == one["config"]
+    status, _, err = run(capsys, *options, "--nvme-path", "/ssd0", "/not_measured")
+    assert status == 2 and "has not been measured" in err
+
+
 def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With so little memory that state rests on SSD. What runs is event for event the schedule that the plan simulated."""
     rates = {key: value for key, value in asdict(profile.read_profile("a100_server").machine).items()}

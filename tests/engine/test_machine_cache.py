@@ -1,0 +1,37 @@
+"""What `ds-vertical limits` has kept of several SSDs: their shares of a file, and their rates together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_vertical.engine import machine_cache
+
+
+def report(read: float | None, write: float, room: int) -> dict[str, Any]:
+    rates = {"ssd_read_bytes_per_s": read, "ssd_write_bytes_per_s": write, "adam_elements_per_s": 5.0}
+    return {"machine": rates, "rates": {**rates}, "capacity": {"ssd_bytes": room, "host_bytes": 7}}
+
+
+def test_several_ssds_have_the_sum_of_their_reads_and_the_slowest_share_decides_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = {"/ssd0": report(3e9, 3e9, 100), "/ssd1": report(1e9, 0.5e9, 90)}
+    monkeypatch.delenv("DS_VERTICAL_LIMITS", raising=False)
+    monkeypatch.setattr(machine_cache, "cached_report", lambda folder: kept.get(str(folder)))
+    assert machine_cache.shares_of(["/ssd0", "/ssd1"]) == (0.75, 0.25)
+    joint = machine_cache.training_report("/ssd0", ["/ssd1"])
+    assert joint is not None and joint["machine"] == joint["rates"]
+    assert joint["machine"] == {"ssd_read_bytes_per_s": 4e9, "ssd_write_bytes_per_s": 2e9, "adam_elements_per_s": 5.0}
+    assert joint["capacity"] == {"ssd_bytes": 100 / 0.75, "host_bytes": 7}
+    assert kept["/ssd0"]["machine"]["ssd_read_bytes_per_s"] == 3e9
+    # one that is not measured, or that does not say
+    assert machine_cache.training_report("/ssd0", ["/ssd2"]) is None
+    assert machine_cache.shares_of(["/ssd0", "/ssd2"]) == (0.5, 0.5)
+    assert machine_cache.shares_by_rates([kept["/ssd0"], report(None, 1e9, 1)]) == (0.5, 0.5)
+    # whoever names other rates, or none, has equal shares
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", "")
+    assert machine_cache.shares_of(["/ssd0", "/ssd1"]) == (0.5, 0.5)
+    assert machine_cache.training_report(Path("/ssd0"), ["/ssd1"]) is None

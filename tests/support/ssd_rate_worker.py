@@ -1,0 +1,52 @@
+"""Trains on several SSDs and writes down how fast they were read: `python ssd_rate_worker.py OUT.json PATH [PATH ...]`.
+
+Run it in a group whose reads of each disk are limited, or it measures the machine's memory. A limit lets what was saved in idle
+time through at once, so the first reads do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+# run as a script, so this folder is first on the path
+from harness import base_config, running, small_buffers
+from models import MixerModel, token_batches
+
+from ds_vertical.schedule.trace import now, read_trace, union
+
+NUM_STEPS, NUM_LAYERS, WIDTH = 7, 4, 2048
+NUM_FETCHES = 24
+UNCOUNTED = 2  # steps, and rounds of all layers
+
+
+def main(out: Path, paths: list[str]) -> None:
+    """One JSON object: bytes per second while anything was read in a step, and of layers' parameters, one after the other."""
+    trace = out.parent / "trace"
+    section = {"nvme_paths": paths, "optimizer_delay": 1.0, "trace": str(trace)}
+    config = base_config(paths[0], num_micro_batches=1, dtype="fp32", clip=0.0, section=section)
+    build = partial(MixerModel, NUM_LAYERS, WIDTH)
+    with running(small_buffers(config, 9_000_000), build, vertical=True) as (engine, _):
+        for batch in token_batches(NUM_STEPS, 1):
+            engine.train_batch(iter(batch))
+        engine.flush()
+        start, num_bytes = now(), 0
+        for number in range(UNCOUNTED * NUM_LAYERS + NUM_FETCHES):
+            if number == UNCOUNTED * NUM_LAYERS:
+                start, num_bytes = now(), 0
+            ticket = engine.param_store.fetch(number % NUM_LAYERS)
+            ticket.wait()
+            num_bytes += ticket.num_bytes
+            engine.param_store.release(number % NUM_LAYERS)
+        fetched = num_bytes / (now() - start)
+        sizes = [sum(path.stat().st_size for path in Path(each).rglob("*.ssd*")) for each in paths]
+    steps = read_trace(trace / "rank0.jsonl")[UNCOUNTED:]
+    reads = [span for step in steps for span in step.spans if span.resource == "ssd_read"]
+    rate = sum(span.bytes for span in reads) / union((span.start, span.end) for span in reads)
+    out.write_text(json.dumps({"steps": rate, "layers": fetched, "bytes_on_each": sizes}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
