@@ -55,7 +55,15 @@ def config_text(folder: Path) -> str:
     return json.dumps(base_config(folder, num_micro_batches=2))
 
 
-@pytest.mark.parametrize("call", ["prepare", pytest.param("initialize", marks=pytest.mark.slow)])
+def test_optimised_python_writes_no_files() -> None:
+    """What both calls ask first; without torch, whose modules python -O would compile anew."""
+    done = python("-O", "-c", "from ds_vertical.io.preflight import check_process as check; check([]); check(['/ssd'])")
+    assert done.returncode == 1 and "nvme_path: got '/ssd' under python -O" in done.stderr, done.stderr
+    assert "run python without -O" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["prepare", "initialize"])
 def test_optimised_python_is_refused(tmp_path: Path, call: str) -> None:
     """DeepSpeed submits its transfers within assert statements: without them zero.Init writes nothing."""
     done = python("-O", "-c", PREPARE, config_text(tmp_path / "ssd"), call)

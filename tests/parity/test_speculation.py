@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Run, assert_identical, base_config, run_arm
+from harness import Run, assert_identical, base_config, run_arm, small_buffers
 from models import tiny_neox, token_batches
 
 from ds_vertical.offload.speculation import StepTiming
@@ -15,7 +15,7 @@ from ds_vertical.offload.speculation import StepTiming
 BUILD = partial(tiny_neox, num_layers=3)
 
 
-def arm(folder: Path, clip: float, vertical: bool, **section: Any) -> tuple[Run, list[tuple[bool, bool]]]:
+def arm(folder: Path, clip: float, vertical: bool, dtype: str = "fp32", **section: Any) -> tuple[Run, list[tuple[bool, bool]]]:
     """A run of three steps, and for each whether it was tried early and whether that came true."""
     seen: list[tuple[bool, bool]] = []
     note = StepTiming.note
@@ -26,7 +26,7 @@ def arm(folder: Path, clip: float, vertical: bool, **section: Any) -> tuple[Run,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepTiming, "note", noted)
-        config = base_config(folder, clip=clip, section=section)
+        config = small_buffers(base_config(folder, dtype=dtype, clip=clip, section=section), 1_100_000)
         return run_arm(config, BUILD, token_batches(3, 3, rows=1, shortest=4), vertical=vertical), seen
 
 
@@ -34,22 +34,23 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("delay", "clip"),
+    ("dtype", "delay", "clip"),
     [
-        pytest.param(0.0, None, id="0.0-both"),
-        pytest.param(0.4, None, id="0.4-both", marks=SLOW),
-        pytest.param(0.0, 1.0, id="0.0-all-miss", marks=SLOW),
-        pytest.param(0.4, 1.0, id="0.4-all-miss", marks=SLOW),
-        pytest.param(0.0, 1e3, id="0.0-all-hit", marks=SLOW),
-        pytest.param(0.4, 1e3, id="0.4-all-hit", marks=SLOW),
+        pytest.param("fp32", 0.0, None, id="0.0-both"),
+        pytest.param("bf16", 0.0, None, id="0.0-both-bf16", marks=SLOW),
+        pytest.param("bf16", 0.4, None, id="0.4-both", marks=SLOW),
+        pytest.param("bf16", 0.0, 1.0, id="0.0-all-miss", marks=SLOW),
+        pytest.param("bf16", 0.4, 1.0, id="0.4-all-miss", marks=SLOW),
+        pytest.param("bf16", 0.0, 1e3, id="0.0-all-hit", marks=SLOW),
+        pytest.param("bf16", 0.4, 1e3, id="0.4-all-hit", marks=SLOW),
     ],
 )
-def test_bits_are_stocks_whether_or_not_it_comes_true(tmp_path: Path, clip: float | None, delay: float) -> None:
+def test_bits_are_stocks_whether_or_not_it_comes_true(tmp_path: Path, clip: float | None, delay: float, dtype: str) -> None:
     if clip is None:
-        norms = sorted(arm(tmp_path, 1e3, vertical=False)[0].norms)
+        norms = sorted(arm(tmp_path, 1e3, vertical=False, dtype=dtype)[0].norms)
         clip = (norms[0] + norms[1]) / 2
-    stock, _ = arm(tmp_path, clip, vertical=False)
-    vertical, seen = arm(tmp_path, clip, vertical=True, optimizer_speculation=True, optimizer_delay=delay)
+    stock, _ = arm(tmp_path, clip, vertical=False, dtype=dtype)
+    vertical, seen = arm(tmp_path, clip, vertical=True, dtype=dtype, optimizer_speculation=True, optimizer_delay=delay)
     assert_identical(stock, vertical)
     assert seen == [(True, norm < clip) for norm in stock.norms]
     if clip not in (1.0, 1e3):
@@ -58,7 +59,8 @@ def test_bits_are_stocks_whether_or_not_it_comes_true(tmp_path: Path, clip: floa
 
 @pytest.mark.parametrize("every", [2, None])
 def test_the_hit_rate_is_printed_with_the_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int | None) -> None:
-    config = base_config(tmp_path, clip=1e3, section={"optimizer_speculation": True}, steps_per_print=2)
+    config = base_config(tmp_path, dtype="fp32", clip=1e3, section={"optimizer_speculation": True}, steps_per_print=2)
+    small_buffers(config, 1_100_000)
     if every is None:
         del config["steps_per_print"]  # DeepSpeed's default, with which it prints no steps
     run_arm(config, BUILD, token_batches(3, 3, rows=1, shortest=4), vertical=True)

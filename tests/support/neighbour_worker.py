@@ -40,7 +40,7 @@ def main() -> None:
     start_process_group()
     torch.manual_seed(0)
     model = MixerModel(8, 512)
-    config = base_config(folder, params="none", optimizer="nvme", num_micro_batches=NUM_MICRO_BATCHES)
+    config = base_config(folder, params="none", optimizer="nvme", num_micro_batches=NUM_MICRO_BATCHES, dtype="fp32")
     engine = ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     batch = token_batches(1, NUM_MICRO_BATCHES, shortest=TOKENS)[0]
 
