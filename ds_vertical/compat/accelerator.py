@@ -13,7 +13,17 @@ from deepspeed.accelerator import get_accelerator as _get_accelerator
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_name", "dist", "get_accelerator", "init_distributed", "is_one_memory", "log", "unlink_shared_workspace"]
+__all__ = [
+    "device_name",
+    "device_room",
+    "dist",
+    "get_accelerator",
+    "init_distributed",
+    "is_one_memory",
+    "log",
+    "synchronize",
+    "unlink_shared_workspace",
+]
 
 
 class Accelerator(Protocol):
@@ -51,6 +61,22 @@ class Accelerator(Protocol):
         """Use another device from now on, on this thread."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given."""
+        ...
+
+    def available_memory(self) -> int:
+        """Bytes of the device's memory that are free, or held by this process without a use."""
+        ...
+
+    def memory_allocated(self) -> int:
+        """Bytes of the device's memory that tensors of this process take."""
+        ...
+
+    def max_memory_allocated(self) -> int:
+        """The most that `memory_allocated` has been."""
+        ...
+
     def current_stream(self) -> torch.cuda.Stream:
         """The stream on which the device works for this thread."""
         ...
@@ -86,6 +112,21 @@ def is_one_memory() -> bool:
 def device_name() -> str:
     """The accelerator's current device, as torch names it."""
     return str(get_accelerator().current_device_name())
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that it was given; it computes at once where it is the host."""
+    if not is_one_memory():
+        get_accelerator().synchronize()
+
+
+def device_room() -> int | None:
+    """Bytes of the device's own memory that nobody has used so far, at the time when this process used most; None where the
+    device computes in host memory."""
+    if is_one_memory():
+        return None
+    found = get_accelerator()
+    return max(0, found.available_memory() + found.memory_allocated() - found.max_memory_allocated())
 
 
 def log(line: str) -> None:
