@@ -171,8 +171,8 @@ def _complete_shares(kind: TensorKind, given: Mapping[Tier, float]) -> dict[Tier
 @dataclass(frozen=True)
 class ActivationSettings:
     """The tier of layer inputs and gradients between layers. `share`, `host_share`: of the micro-batches. `keep`: what else of
-    a layer's forward is kept for its backward (None: nothing so far), in the tier `keep_device` (None: the device). `keep_share`: of
-    the cells, those that keep there; `keep_host_share`: further ones, which keep in host memory."""
+    a layer's forward is kept for its backward (None: nothing so far), in the tier `keep_device` (None: the device).
+    `keep_share`: of the cells, those that keep there; `keep_host_share`: further ones, which keep in host memory."""
 
     device: Tier | None
     share: float

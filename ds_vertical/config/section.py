@@ -50,8 +50,8 @@ class Activations(BaseModel):
     host_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """With "ssd": a further share of the micro-batches that goes to host memory."""
     keep: ActivationPolicy | None = None
-    """What else of a layer's forward is kept for its backward, which computes the rest again. Null: chosen behind the first step,
-    with `keep_device` and both shares; none where nothing is gained, or what decides it is not known."""
+    """What else of a layer's forward is kept for its backward, which computes the rest again. Null: chosen behind the first
+    step, with `keep_device` and both shares; none where nothing is gained, or what decides it is not known."""
     keep_device: Annotated[Tier, Field(strict=False), BeforeValidator(_bytes_to_text)] | None = None
     """The tier where that rests until the backward. Null: "device"."""
     keep_share: Annotated[float, Field(ge=0, le=1)] = 1.0

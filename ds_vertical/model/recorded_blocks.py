@@ -50,8 +50,8 @@ class RecordedBlocks:
     `calls`: the record by the block's number, from the block's forward to its backward; in a further call of the model the
     numbers go on where those of the call before end. `keep_graph`: set ahead of a layer's
     forward, so that its backward takes the graph made there instead of a recompute. `segments` belongs to the same micro-batch:
-    where the glue begins, and the gradients that wait for it. `kept`: what else of the calls is kept; None: nothing. `index`: the
-    micro-batch's number.
+    where the glue begins, and the gradients that wait for it. `kept`: what else of the calls is kept; None: nothing. `index`:
+    the micro-batch's number.
     """
 
     def __init__(self, shared: ForwardPass, segments: Segments, index: int = 0) -> None:

@@ -253,7 +253,9 @@ class Seconds:
     @property
     def pieces(self) -> dict[str, float]:
         """The seconds by their names."""
-        return {name: getattr(self, name) for name in ("block_forward", "block_backward", "pre_forward", "pre_backward", "head")}
+        return {
+            name: getattr(self, name) for name in ("block_forward", "block_backward", "pre_forward", "pre_backward", "head")
+        }
 
     def times(self, factor: float) -> Seconds:
         """All of them so much longer."""

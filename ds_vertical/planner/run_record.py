@@ -105,8 +105,8 @@ class KeptRecord:
     num_bytes: tuple[tuple[Tier, int], ...] = ()
 
     def share(self, layer_s: float, saved_s: float | None) -> KeptShare | None:
-        """As the planner has it, with the bytes of the mean cell. `layer_s`: seconds of a layer's forward, `saved_s`: those that
-        the policy saves of it, None where they are not known. None where bytes should rest and none did."""
+        """As the planner has it, with the bytes of the mean cell. `layer_s`: seconds of a layer's forward, `saved_s`: those
+        that the policy saves of it, None where they are not known. None where bytes should rest and none did."""
         count, total = (sum(number for _, number in each) for each in (self.cells, self.num_bytes))
         if self.policy in HOLDING and not (count and total):
             return None

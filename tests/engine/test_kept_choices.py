@@ -1,4 +1,4 @@
-"""What `activations.keep: null` means: planned where the machine has been measured, else by a rule; none where nothing is gained."""
+"""What `activations.keep: null` means: planned where the machine was measured, else by a rule; none where nothing is gained."""
 
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ def test_a_chosen_policy_gives_up_cells_for_which_there_is_no_room(
 ) -> None:
     """Longer sequences than those of the first step, or a full disk: what would fail where the JSON asks for it is left out."""
     batches = token_batches(3, 2, rows=1, shortest=8)
-    plain = run_arm(config(tmp_path, count=2), MIXER, batches, vertical=False)
-    with running(config(tmp_path, count=2, host_memory_bytes=None), MIXER, vertical=True) as (engine, model):
+    plain = run_arm(config(tmp_path, "nvme", count=2), MIXER, batches, vertical=False)
+    with running(config(tmp_path, "nvme", count=2), MIXER, vertical=True) as (engine, _):
         losses = [engine.train_batch(iter(batches[0])).item()]
         keeping = engine._keeping
         tier = Tier.DEVICE if limit == "device" else Tier.SSD

@@ -1,4 +1,4 @@
-"""What the steps of one engine keep of forwards for their backwards: as the JSON asks, or as it is chosen behind the first step."""
+"""What an engine's steps keep of forwards for their backwards: as the JSON asks, or as it is chosen behind the first step."""
 
 from __future__ import annotations
 

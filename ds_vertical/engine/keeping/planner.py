@@ -1,7 +1,7 @@
 """Chooses what forwards keep, where `activations.keep` is null: behind the first step, which has measured the model's blocks.
 
-With the machine's rates known the planner's linear program and simulator choose policy, tier and shares. Without them nothing is
-known of the SSD: where parameters or optimizer state are on one nothing is kept, otherwise everything for which the memory
+With the machine's rates known the planner's linear program and simulator choose policy, tier and shares. Without them nothing
+is known of the SSD: where parameters or optimizer state are on one nothing is kept, otherwise everything for which the memory
 budget leaves room on the device. Nothing is kept where nothing is gained, and where anything that the choice needs is unknown.
 """
 

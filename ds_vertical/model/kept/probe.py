@@ -132,9 +132,7 @@ class Probe:
         """Whether no block of this class has been measured."""
         return type(block.module) not in self.found
 
-    def backward(
-        self, block: Block, compiled: bool, inputs: Sequence[object], again: Again, run: Backward
-    ) -> InputGradients:
+    def backward(self, block: Block, compiled: bool, inputs: Sequence[object], again: Again, run: Backward) -> InputGradients:
         """Measure a block's call, then recompute it and `run` it backward. `inputs`: what the call was given."""
         call = _Call(block, inputs, again, self.synchronize)
         reasons: list[str] = []
@@ -164,8 +162,8 @@ class Probe:
             for policy, plan in list(plans.items()):
                 try:
                     replayed[policy].append(call.timed(Replay(plan, results if plan.keeps else Results(), poison=False)))
-                except OperationsDiffer:
-                    reasons.append(f'"{policy}": it does not run the same operations each time')
+                except _UNKNOWN as error:
+                    reasons.append(f'"{policy}": {str(error) or "it does not run the same operations each time"}')
                     del plans[policy]
         least = min(whole)
         points = [KeptPoint(p, values if p == "products" else 0, max(0.0, least - min(replayed[p]))) for p in plans]
