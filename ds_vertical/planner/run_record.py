@@ -124,7 +124,8 @@ class KeptRecord:
     def to_json(self) -> dict[str, object]:
         """As an account has it."""
         tables = zip(_TABLES, (self.shares, self.cells, self.num_bytes), strict=True)
-        return {"policy": self.policy} | {name: {tier.value: number for tier, number in table} for name, table in tables}
+        written: dict[str, object] = {name: {tier.value: number for tier, number in table} for name, table in tables}
+        return {"policy": self.policy} | written
 
     def describe(self) -> str:
         """One phrase: the policy, and the cells and MB in each tier."""

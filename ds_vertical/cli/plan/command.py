@@ -224,7 +224,9 @@ def time_pieces(spec: ModelSpec, fields: JsonObject, size: int) -> Seconds:
             raise ConfigError(f"{what} ({str(error).splitlines()[0]}); {advice}") from error
     forward, backward = rates["layer_forward_s"], max(0.0, rates["layer_backward_s"])
     names: tuple[ActivationPolicy, ...] = ("free", "products", "everything")
-    saved = {name: rates[f"{name}_saved_s"] / forward for name in names if f"{name}_saved_s" in rates}
+    saved: dict[ActivationPolicy, float] = {
+        name: rates[f"{name}_saved_s"] / forward for name in names if f"{name}_saved_s" in rates
+    }
     outside = rates["pre_forward_s"], rates["pre_backward_s"], rates["head_s"]
     return Seconds(forward, backward, *outside, saved_shares={timer.kind: saved})
 

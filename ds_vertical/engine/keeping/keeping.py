@@ -70,8 +70,9 @@ class Keeping:
         if settings is None or settings.keep in (None, "none"):
             return None
         held = {} if store is None else store.resting
-        cells, num_bytes = ({tier: each[part] for tier, each in held.items()} for part in (0, 1))
-        return KeptRecord(settings.keep, *(tuple(each.items()) for each in (settings.kept_shares, cells, num_bytes)))
+        cells = tuple((tier, count) for tier, (count, _) in held.items())
+        num_bytes = tuple((tier, size) for tier, (_, size) in held.items())
+        return KeptRecord(settings.keep, tuple(settings.kept_shares.items()), cells, num_bytes)
 
     @property
     def is_asked(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
@@ -117,8 +117,8 @@ def agreed(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     """Of all ranks: the mean of seconds and bytes, the least room, and of the policies those that each of them has."""
     count = len(steps)
     names = steps[0].seconds.pieces
-    seconds = Seconds(*(sum(each.seconds.pieces[name] for each in steps) / count for name in names))
-    policies = [policy for policy in _POLICIES if all(policy in each.menu for each in steps)]
+    seconds = replace(steps[0].seconds, **{name: sum(s.seconds.pieces[name] for s in steps) / count for name in names})
+    policies: list[ActivationPolicy] = [policy for policy in _POLICIES if all(policy in each.menu for each in steps)]
     menu = {p: (max(s.menu[p][0] for s in steps), sum(s.menu[p][1] for s in steps) / count) for p in policies}
     room = {tier: _least([each.room[tier] for each in steps]) for tier in Tier}
     reasons = dict.fromkeys(reason for each in steps for reason in each.reasons)
