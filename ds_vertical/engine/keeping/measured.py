@@ -119,6 +119,7 @@ def agreed(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     names = steps[0].seconds.pieces
     seconds = replace(steps[0].seconds, **{name: sum(s.seconds.pieces[name] for s in steps) / count for name in names})
     policies: list[ActivationPolicy] = [policy for policy in _POLICIES if all(policy in each.menu for each in steps)]
+    menu: dict[ActivationPolicy, tuple[float, float]]
     menu = {p: (max(s.menu[p][0] for s in steps), sum(s.menu[p][1] for s in steps) / count) for p in policies}
     room = {tier: _least([each.room[tier] for each in steps]) for tier in Tier}
     reasons = dict.fromkeys(reason for each in steps for reason in each.reasons)
