@@ -61,22 +61,6 @@ class Accelerator(Protocol):
         """Use another device from now on, on this thread."""
         ...
 
-    def synchronize(self) -> None:
-        """Wait until the device has done all that it was given."""
-        ...
-
-    def available_memory(self) -> int:
-        """Bytes of the device's memory that are free, or held by this process without a use."""
-        ...
-
-    def memory_allocated(self) -> int:
-        """Bytes of the device's memory that tensors of this process take."""
-        ...
-
-    def max_memory_allocated(self) -> int:
-        """The most that `memory_allocated` has been."""
-        ...
-
     def current_stream(self) -> torch.cuda.Stream:
         """The stream on which the device works for this thread."""
         ...
@@ -95,6 +79,26 @@ class Accelerator(Protocol):
 
     def set_rng_state(self, new_state: torch.Tensor) -> None:
         """Put back a state that `get_rng_state` returned."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """What this package calls of DeepSpeed's accelerator where that has memory of its own."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given."""
+        ...
+
+    def available_memory(self) -> int:
+        """Bytes of the device's memory that are free, or held by this process without a use."""
+        ...
+
+    def memory_allocated(self) -> int:
+        """Bytes of the device's memory that tensors of this process take."""
+        ...
+
+    def max_memory_allocated(self) -> int:
+        """The most that `memory_allocated` has been."""
         ...
 
 
@@ -117,7 +121,7 @@ def device_name() -> str:
 def synchronize() -> None:
     """Wait until the device has done all that it was given; it computes at once where it is the host."""
     if not is_one_memory():
-        get_accelerator().synchronize()
+        _device_memory().synchronize()
 
 
 def device_room() -> int | None:
@@ -125,8 +129,13 @@ def device_room() -> int | None:
     device computes in host memory."""
     if is_one_memory():
         return None
-    found = get_accelerator()
+    found = _device_memory()
     return max(0, found.available_memory() + found.memory_allocated() - found.max_memory_allocated())
+
+
+def _device_memory() -> DeviceMemory:
+    found: Any = _get_accelerator()
+    return found
 
 
 def log(line: str) -> None:

@@ -245,9 +245,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     resolved = choose_gradient_tier(section, resolved, forecast_of, room)
     report = machine_cache.training_report(run_folder(config))
     resolved = choose_timing(section, resolved, forecast_of(resolved), model, report, room)
-    forecast, planner = forecast_of(resolved), None
-    if section.activations.keep is None:
-        resolved, planner = open_choice(KeepPlanner(forecast, resolved, report, *room))
+    resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved), resolved, report, *room))
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     needs += disk_check.check_disk(forecast, config, resolved)
     prepared = prepare(config)

@@ -16,7 +16,7 @@ from ds_vertical.compat import engine as compat_engine
 from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.handlers import LossScale, ScheduleRunner
-from ds_vertical.engine.keeping.keeping import Keeping, describe_keeping
+from ds_vertical.engine.keeping.keeping import RunKeeping, describe_keeping
 from ds_vertical.engine.keeping.planner import KeepPlanner
 from ds_vertical.engine.signals import Stopping
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
@@ -66,7 +66,7 @@ class StepParts:
     params: ParamStore
     gradients: GradientStore
     activations: ActivationStore | None
-    keeping: Keeping
+    keeping: RunKeeping
     state: ForwardState
     runner: ScheduleRunner
     folder: Path | None
@@ -150,14 +150,14 @@ class Assembly:
 
     def open_keeping(
         self, planner: KeepPlanner | None, folder: Path | None, host_limit: int, activations: ActivationStore | None
-    ) -> Keeping:
+    ) -> RunKeeping:
         """What the steps keep of forwards. `planner`: chooses that, where the JSON leaves it open. The others: see
         `open_activations`; what the store of activations has in host memory counts against the limit, too."""
 
         def open_store(settings: ActivationSettings, gives_up: bool) -> KeptStore | None:
             return self._open_kept(settings, gives_up, (folder, host_limit), activations)
 
-        return Keeping(self.vertical, self.layers, planner, open_store, (folder, host_limit))
+        return RunKeeping(self.vertical, self.layers, planner, open_store, (folder, host_limit))
 
     def _open_kept(
         self,

@@ -36,7 +36,7 @@ class _Measuring:
     tracer: Tracer | None
 
 
-class Keeping:
+class RunKeeping:
     """What the steps keep. `settings`: in force; `store`: where kept bytes rest, None where none do.
 
     `planner`: chooses where the JSON leaves it open; None: there is nothing to choose. `open_store`: makes the store for some

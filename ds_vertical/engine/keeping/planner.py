@@ -164,8 +164,10 @@ class KeepPlanner:
 
 
 def open_choice(planner: KeepPlanner) -> tuple[RunSettings, KeepPlanner | None]:
-    """The settings with which a run starts where `activations.keep` is null, their reason among them; and the planner, where
-    the choice is still to be made. Collective."""
+    """The settings with which a run starts, and the planner where `activations.keep` is null and the choice is still to be made.
+    Where it is null the settings say why. Collective."""
+    if planner.resolved.activations.keep is not None:
+        return planner.resolved, None
     settled, resolved = planner.settled(), planner.resolved
     told = _LATER if settled is None else f"none: {settled}"
     own = resolved.reasons.get("activations", "default")

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from ds_vertical.errors import LayerError
 from ds_vertical.model.block_call import BlockGraph, leaf_of, requires_grad
 from ds_vertical.model.kept.block_backward import InputGradients
+from ds_vertical.model.kept.kept_blocks import Again, Mode
 from ds_vertical.model.kept.kinds import obstacle
 from ds_vertical.model.kept.recording import CallPlan, Recording
 from ds_vertical.model.kept.replay import OperationsDiffer, Replay, Results
@@ -28,8 +29,6 @@ from ds_vertical.model.kept.slots import Slots, unpack
 from ds_vertical.model.layers import Block
 from ds_vertical.types import ActivationPolicy
 
-Mode = contextlib.AbstractContextManager[object]
-Again = Callable[[Mode], contextlib.AbstractContextManager[BlockGraph]]
 Backward = Callable[[BlockGraph], InputGradients]
 _ROUNDS: Final = 3  # of each way, one after the other; the least counts
 _UNKNOWN: Final = (LayerError, RuntimeError, TypeError, ValueError, NotImplementedError, OperationsDiffer)  # of a way to keep
