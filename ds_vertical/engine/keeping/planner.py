@@ -164,7 +164,7 @@ class KeepPlanner:
 
 
 def open_choice(planner: KeepPlanner) -> tuple[RunSettings, KeepPlanner | None]:
-    """The settings with which a run starts, and the planner where `activations.keep` is null and the choice is still open.
+    """The settings with which a run starts, and its planner where `activations.keep` is null and still to choose.
     Where it is null the settings say why. Collective."""
     if planner.resolved.activations.keep is not None:
         return planner.resolved, None
