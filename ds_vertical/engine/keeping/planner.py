@@ -164,8 +164,8 @@ class KeepPlanner:
 
 
 def open_choice(planner: KeepPlanner) -> tuple[RunSettings, KeepPlanner | None]:
-    """The settings with which a run starts, and the planner where `activations.keep` is null and its choice is still open. Where
-    it is null the settings say why. Collective."""
+    """The settings with which a run starts, and its planner where `activations.keep` is null and still to choose.
+    Where it is null the settings say why. Collective."""
     if planner.resolved.activations.keep is not None:
         return planner.resolved, None
     settled, resolved = planner.settled(), planner.resolved
