@@ -118,8 +118,8 @@ def refuse_unknown(row: Row, keys: Sequence[str]) -> None:
     unknown = [key for key in keys if key not in Activations.model_fields]
     if unknown:
         raise ConfigError(
-            f"{row.name}: left out: {SECTION}.activations.{unknown[0]} is no key of this build, and what the row keeps cannot be"
-            " written without it; measure a checkout that has the key"
+            f"{row.name}: left out: {SECTION}.activations.{unknown[0]} is no key of this build, and what the row keeps cannot"
+            " be written without it; measure a checkout that has the key"
         )
 
 

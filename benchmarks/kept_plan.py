@@ -23,7 +23,12 @@ from ds_vertical.types import HOLDING, ActivationPolicy, Tier
 WINDOW: Final = 1  # prefetch_layers of all arms
 DELAY: Final = 0.25  # their optimizer_delay: the rest is stepped in the backward
 _EQUAL: Final = 1.01
-_MOVES_NOTHING: Final = dict.fromkeys(("parameters_in_host", "activations_on_host", "activations_on_ssd", "gradients_on_ssd"), 0.0)
+_MOVES_NOTHING: Final = {
+    "parameters_in_host": 0.0,
+    "activations_on_host": 0.0,
+    "activations_on_ssd": 0.0,
+    "gradients_on_ssd": 0.0,
+}
 _LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, "(measured)")
 
 

@@ -275,12 +275,17 @@ def _kept_cells(content: Mapping[str, Any]) -> Iterator[list[str]]:
             _keeps(content["configs"][arm]["vertical_schedule"]["activations"]),
             _number(seconds),
             _number(content["median_ratio"][arm], 3),
-            _NONE if asked is None else f"{asked['least']:.2f} to {asked['most']:.2f}" if asked["least"] else f"{asked['most']:.2f}",
+            _NONE if asked is None else _range(asked),
             _number(content["predicted_ratio"][arm], 3),
             _number(content["predicted_over_measured"][arm]),
             "equal" if content["losses_equal"] else "DIFFERENT",
             made,
         ]
+
+
+def _range(asked: Mapping[str, Any]) -> str:
+    """What a ratio is required to be."""
+    return f"{asked['least']:.2f} to {asked['most']:.2f}" if asked["least"] else f"{asked['most']:.2f}"
 
 
 def _keeps(activations: Mapping[str, Any]) -> str:

@@ -104,7 +104,7 @@ def stock_run(name: str) -> Run:
 @pytest.mark.parametrize("policy", KEEPS)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_family_is_bit_identical_to_stock_with_every_policy(tmp_path: Path, name: str, policy: str) -> None:
-    """Micro-batches of other lengths are other kinds of calls, each of which is tried in the first step and kept in the next."""
+    """Micro-batches of other lengths are other kinds of calls, each tried in the first step and kept in the others."""
     found: list[tuple[str, bool]] = []
 
     def note(engine: Any, step: int) -> None:
