@@ -82,7 +82,7 @@ class Row:
 
     def seconds(self, rounds: int, turns: int, warm_up: int) -> float:
         """An estimate of the whole row."""
-        num_arms = 2 + len(self.others) + sum(0 < share for share in self.shares)
+        num_arms = 2 + len(self.others) + sum(share > 0 for share in self.shares)
         return PLAN_S + rounds * num_arms * (run.SETUP_S + (warm_up + turns) * self.step_s)
 
 

@@ -149,8 +149,8 @@ class Aliased(Block):
 
 
 class Joined(Block):
-    """The part of a storage that is saved is contiguous, and lies behind one that grows with the micro-batch: of the first, which
-    is tried, it is two thirds, of the others less."""
+    """The part of a storage that is saved is contiguous, and lies behind one that grows with the micro-batch: of the storage of
+    the first, which is tried, it is two thirds, of the others' less."""
 
     def inner(self, hidden: torch.Tensor) -> torch.Tensor:
         joined = torch.cat([hidden.repeat(1, 2), self.up(hidden[:2].repeat(2, 1))])
