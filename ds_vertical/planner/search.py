@@ -351,9 +351,10 @@ def _solved_ways(case: LpProblem) -> Iterator[tuple[LpProblem, Solution]]:
         for tiers in _keep_tiers(case, policy):
             given = replace(case, menu=case.menu and case.menu.only(policy), keep_tiers=tiers)
             best = linear_program.solve(given)
-            if len(given.kept) == 1 and best is not None and best.kept and best.kept[0][2] < 1:
+            if len(given.kept) == 1 and best is not None and (not best.kept or best.kept[0][2] < 1):
                 whole = linear_program.solve(replace(given, fixed={**case.fixed, **dict.fromkeys(given.kept, 1.0)}))
-                best = best if whole is None or whole.seconds > _AS_GOOD * best.seconds else whole
+                is_good = whole is not None and whole.seconds <= _AS_GOOD * best.seconds
+                best = whole if is_good or not best.kept else best  # where none is best, the loss of all is what to tell
             if best is not None:
                 yield given, best
 
