@@ -160,8 +160,8 @@ def test_a_plan_for_the_ssd_trains_with_stocks_bits(
     """The choice itself, of which the test cannot be sure, is in the log; a plan for memory that is not there goes to SSD."""
     (tmp_path / "limits.json").write_text(json.dumps(report()))
     monkeypatch.setenv("DS_VERTICAL_LIMITS", str(tmp_path / "limits.json"))
-    build = partial(MixerModel, 6, 1024, dropout=0.1)
-    batches = token_batches(3, 3, rows=2, shortest=200)
+    build = partial(MixerModel, 4, 512 if dtype == "fp32" else 1024, dropout=0.1)
+    batches = token_batches(3, 3, rows=1, shortest=16)
     options = {"num_micro_batches": 3, "dtype": dtype, "section": {"seed": 11, "blocks_per_layer": blocks}}
     plain = run_arm(base_config(tmp_path, **options), build, batches, vertical=False)
     assert_identical(plain, run_arm(base_config(tmp_path, **options), build, batches, vertical=True))
