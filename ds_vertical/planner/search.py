@@ -171,7 +171,9 @@ def tune_keeping(case: LpProblem, choice: Choice) -> tuple[Candidate, Candidate]
         made = Candidate(replace(choice, kept=kept), replace(given, shape=shape), solution.seconds, solution.binding)
         found += [made] if kept is not None and _fits(made) else []
     found.sort(key=lambda candidate: candidate.program_s)
-    best = min(found[:_KEEPING], key=lambda candidate: candidate.estimate_s, default=own)
+    ranked = found[:_KEEPING]
+    least = min((candidate.estimate_s for candidate in ranked), default=0.0)
+    best = min((c for c in ranked if c.estimate_s <= _EQUAL * least), key=simplicity, default=own)
     return (best if best.estimate_s * _EQUAL < own.estimate_s else own), own
 
 

@@ -86,7 +86,8 @@ def _mean_points(own: Sequence[tuple[BlockTimes, int]]) -> dict[ActivationPolicy
     """Bytes and seconds of the mean block; a class that lacks a policy keeps nothing by it."""
     menus = [KeepMenu(str(n), count, concave(_policy_points(block))) for n, (block, count) in enumerate(own)]
     mean = mean_menu(menus)
-    return {} if mean is None else {point.policy: (point.num_bytes, point.saved_s) for point in mean.points}
+    found: dict[ActivationPolicy, tuple[float, float]] = {p.policy: (0.0, 0.0) for each, _ in own for p in each.points}
+    return found if mean is None else found | {point.policy: (point.num_bytes, point.saved_s) for point in mean.points}
 
 
 def _policy_points(block: BlockTimes) -> Iterator[PolicyPoint]:

@@ -75,6 +75,8 @@ class KeepPlanner:
         return found
 
     def _chosen(self, step: MeasuredStep, ranks_here: int) -> KeepChoice:
+        if step.menu and not step.points:
+            return self._nothing("no policy saves time in these blocks")
         if not step.points:
             why = "; ".join(step.reasons) or "no block's backward has run that could be measured"
             return self._nothing(f"no block can keep anything: {why}")
