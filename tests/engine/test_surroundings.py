@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import base_config, run_both, running
+from harness import base_config, run_both, running, small_buffers
 from models import MixerModel, token_batches
 from places import SUPPORT
 
@@ -97,7 +97,9 @@ def test_a_umask_that_takes_the_owners_rights_is_refused(tmp_path: Path) -> None
 
 def test_under_the_umask_0_a_run_is_its_owners_alone_and_has_stocks_bits(tmp_path: Path) -> None:
     steps = token_batches(2, 2)
-    config, usual = (base_config(tmp_path / name, num_micro_batches=2, dtype="fp32") for name in ("ssd", "usual"))
+    config, usual = (
+        small_buffers(base_config(tmp_path / name, num_micro_batches=2, dtype="fp32")) for name in ("ssd", "usual")
+    )
     runs = run_both(usual, MixerModel, steps)
     before = os.umask(0)
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pipeline_rig
 import pytest
-from harness import base_config, running
+from harness import base_config, running, small_buffers
 from models import MixerModel, token_batches
 from pipeline_rig import BLOCK, LIMIT_S, Rig, assert_dead, blocks, values, within_limit, zeros
 
@@ -172,7 +172,7 @@ def test_the_engine_reads_the_state_of_each_step_before_it_issues_it(
     tmp_path: Path, clip: float, delay: float, untold: list[Any]
 ) -> None:
     """Untold are the first step behind the norm, and the first of the next schedule."""
-    config = base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=clip)
+    config = small_buffers(base_config(tmp_path, num_micro_batches=2, dtype="fp32", clip=clip))
     config["vertical_schedule"] |= {"optimizer_delay": delay, "optimizer_speculation": False}
     with running(config, partial(MixerModel, 4, 512), vertical=True) as (engine, _):
         driver, pipeline = engine.optimizer.driver, engine.optimizer.pipeline

@@ -18,7 +18,7 @@ from transformers import (
 (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
 set_seed(args.seed)
 
-tokens = torch.randint(0, 128, (44, 32), generator=torch.Generator().manual_seed(0))
+tokens = torch.randint(0, 128, (44, 8), generator=torch.Generator().manual_seed(0))
 data = Dataset.from_dict({"input_ids": tokens.tolist(), "labels": tokens.tolist()})
 
 config = LlamaConfig(

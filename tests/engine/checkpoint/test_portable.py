@@ -30,6 +30,7 @@ from harness import (
     dispose,
     largest_relative,
     running,
+    small_buffers,
 )
 from models import MixerModel, token_batches
 from places import SUPPORT
@@ -195,7 +196,7 @@ def gathered(model: nn.Module) -> list[str]:
 
 
 def test_a_due_step_that_cannot_be_taken_fails_the_save_and_tears_the_state(tmp_path: Path) -> None:
-    made = base_config(tmp_path / "ssd", num_micro_batches=2, dtype="fp32", clip=0.5)
+    made = small_buffers(base_config(tmp_path / "ssd", num_micro_batches=2, dtype="fp32", clip=0.5))
     made["vertical_schedule"] |= {"optimizer_delay": 1.0}
     with running(made, partial(MixerModel, 4, 512), vertical=True) as (engine, _):
         engine.train_batch(iter(token_batches(1, 2)[0]))

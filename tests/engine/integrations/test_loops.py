@@ -51,7 +51,7 @@ class Dropping(MixerModel):
 def make_config(folder: Path, section: dict[str, Any] | None = None) -> dict[str, Any]:
     """The self-check learns ahead of the first step that `Noting` writes an attribute."""
     checked = {"self_check": True} | (section or {})
-    return harness.small_buffers(harness.base_config(folder, num_micro_batches=M, section=checked))
+    return harness.small_buffers(harness.base_config(folder, num_micro_batches=M, dtype="fp32", section=checked))
 
 
 def rows(num_steps: int = 2, seed: int = 3) -> list[dict[str, torch.Tensor]]:

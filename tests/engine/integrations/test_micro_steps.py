@@ -45,7 +45,9 @@ def test_a_window_has_the_bits_of_train_batch(tmp_path: Path, step: Callable[...
     steps = token_batches(3, NUM, rows=1)
     seen = []
     for by_window in (False, True):
-        config = small_buffers(base_config(tmp_path / str(by_window), num_micro_batches=NUM, section={"self_check": by_window}))
+        config = small_buffers(
+            base_config(tmp_path / str(by_window), num_micro_batches=NUM, dtype="fp32", section={"self_check": by_window})
+        )
         with running(config, build, vertical=True) as (engine, model):
             losses = []
             for batches in steps:
@@ -122,7 +124,9 @@ def test_what_cannot_be_followed_is_named_and_has_not_been(tmp_path: Path) -> No
     batches = token_batches(1, NUM, rows=1)[0]
     weights = []
     for name, wrong in (("clean", []), ("wrong", WRONG)):
-        engine, model = build_engine(small_buffers(base_config(tmp_path / name, num_micro_batches=NUM)), build, vertical=True)
+        engine, model = build_engine(
+            small_buffers(base_config(tmp_path / name, num_micro_batches=NUM, dtype="fp32")), build, vertical=True
+        )
         try:
             for step, error, message in wrong:
                 with pytest.raises(error, match=message):
@@ -150,7 +154,7 @@ def test_the_user_s_code_stands_alone_behind_its_model_call(tmp_path: Path) -> N
         engine.backward(loss)
         engine.step()
 
-    config = small_buffers(base_config(tmp_path, num_micro_batches=NUM))
+    config = small_buffers(base_config(tmp_path, num_micro_batches=NUM, dtype="fp32"))
     with running(config, build, vertical=True) as (engine, _):
         runs = [partial(step, engine, batch, index) for index, batch in enumerate(batches)]
         engine.train_window(runs, batches, current.append)
@@ -188,7 +192,9 @@ def test_what_micro_steps_count_counts_once(tmp_path: Path) -> None:
             micro_step(engine, batch, index)
             total.count += 1
 
-        config = small_buffers(base_config(tmp_path / str(checked), num_micro_batches=NUM, section={"self_check": checked}))
+        config = small_buffers(
+            base_config(tmp_path / str(checked), num_micro_batches=NUM, dtype="fp32", section={"self_check": checked})
+        )
         with running(config, build if checked else noting_neox, vertical=True) as (engine, _):
             runs = [partial(counting, engine, batch, index) for index, batch in enumerate(batches)]
             engine.train_window(runs, batches, counted=total)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from greenlet import getcurrent
-from harness import base_config, differing, read_weights, running
+from harness import base_config, differing, read_weights, running, small_buffers
 from models import tiny_gpt2, token_batches
 from stateful import NUM_LAYERS, WIDTH, Base, Block, CountUp, CountUpBlock, batches, config_in
 from stateful_models import (
@@ -67,15 +67,15 @@ def test_it_agrees_and_leaves_everything_as_it_was(
 
 
 def test_it_agrees_with_a_hugging_face_model_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = base_config(tmp_path, dtype="bf16", section={"self_check": True})
-    with running(config, lambda: tiny_gpt2(3, 512, dropout=0.1), vertical=True) as (engine, _):
+    config = small_buffers(base_config(tmp_path, dtype="bf16", section={"self_check": True}))
+    with running(config, lambda: tiny_gpt2(3, 256, dropout=0.1), vertical=True) as (engine, _):
         engine.train_batch(iter(token_batches(1, 3)[0]))
     assert "they agree" in capsys.readouterr().out
 
 
 def test_it_agrees_where_gradients_in_bf16_are_summed_in_fp32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = base_config(tmp_path, dtype="bf16", section={"self_check": True})
-    with running(config, lambda: tiny_gpt2(3, 512, tied=True), vertical=True) as (
+    config = small_buffers(base_config(tmp_path, dtype="bf16", section={"self_check": True}))
+    with running(config, lambda: tiny_gpt2(3, 256, tied=True), vertical=True) as (
         engine,
         _,
     ):  # head and embedding share their weight
