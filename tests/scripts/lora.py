@@ -20,7 +20,7 @@ from transformers import (
 (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
 set_seed(args.seed)
 
-tokens = torch.randint(0, 128, (40, 32), generator=torch.Generator().manual_seed(0))
+tokens = torch.randint(0, 128, (22, 8), generator=torch.Generator().manual_seed(0))
 data = Dataset.from_dict({"input_ids": tokens.tolist(), "labels": tokens.tolist()})
 
 config = LlamaConfig(

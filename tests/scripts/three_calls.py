@@ -31,7 +31,7 @@ with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
     model = AutoModelForCausalLM.from_config(config)
 engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
 
-tokens = torch.randint(0, 128, (24, 33))
+tokens = torch.randint(0, 128, (24, 9))
 loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=2)
 for epoch in range(2):
     for inputs, targets in loader:

@@ -18,7 +18,7 @@ from transformers import (
 (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
 set_seed(args.seed)
 
-tokens = torch.randint(0, 128, (44, 8), generator=torch.Generator().manual_seed(0))
+tokens = torch.randint(0, 128, (22, 8), generator=torch.Generator().manual_seed(0))
 data = Dataset.from_dict({"input_ids": tokens.tolist(), "labels": tokens.tolist()})
 
 config = LlamaConfig(
@@ -35,8 +35,8 @@ model = AutoModelForCausalLM.from_config(config)
 trainer = Trainer(
     model=model,
     args=args,
-    train_dataset=data.select(range(40)),
-    eval_dataset=data.select(range(40, 44)),
+    train_dataset=data.select(range(18)),
+    eval_dataset=data.select(range(18, 22)),
     data_collator=default_data_collator,
 )
 trainer.train()

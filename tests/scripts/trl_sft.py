@@ -24,7 +24,7 @@ words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(125))]
 vocabulary = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
 vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-data = Dataset.from_dict({"text": [" ".join(f"w{(7 * row + 3 * i) % 125}" for i in range(10 + row % 20)) for row in range(32)]})
+data = Dataset.from_dict({"text": [" ".join(f"w{(7 * row + 3 * i) % 125}" for i in range(4 + row % 6)) for row in range(22)]})
 
 config = LlamaConfig(
     vocab_size=128,

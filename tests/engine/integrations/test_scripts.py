@@ -59,7 +59,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        pytest.param("trainer", ["--eval_strategy", "steps", "--eval_steps", "5"], id="trainer"),
+        pytest.param("trainer", ["--eval_strategy", "steps", "--eval_steps", "2"], id="trainer"),
         pytest.param("trl_sft", [], id="trl_sft", marks=pytest.mark.slow),
         pytest.param("trl_sft", ["--lora", "true"], id="trl_sft with LoRA", marks=pytest.mark.slow),
         pytest.param("lora", [], id="lora", marks=pytest.mark.slow),
