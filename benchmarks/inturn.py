@@ -18,7 +18,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from ds_vertical.cli.bench.disk_limit import LimitedGroup
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_LINES = 25
@@ -31,10 +34,18 @@ class TurnError(RuntimeError):
 
 class Stepper:
     """One training process on one rank, a script that takes steps as `main` below does. Its folder, for log and state, is to be
-    the process's own; the script gets `--config`, the JSON with its state in that folder, and `--answers`, a descriptor."""
+    the process's own; the script gets `--config`, the JSON with its state in that folder, and `--answers`, a descriptor.
+    `group`: under whose disk limit it runs (None: the full disk)."""
 
     def __init__(
-        self, name: str, checkout: Path, config: Mapping[str, Any], folder: Path, script: Sequence[str], words: Sequence[str]
+        self,
+        name: str,
+        checkout: Path,
+        config: Mapping[str, Any],
+        folder: Path,
+        script: Sequence[str],
+        words: Sequence[str],
+        group: LimitedGroup | None = None,
     ) -> None:
         self.name = name
         folder.mkdir(parents=True)
@@ -44,9 +55,10 @@ class Stepper:
         (folder / "config.json").write_text(json.dumps(placed(config, str(nvme))))
         reading, writing = os.pipe()
         given = ["--config", str(folder / "config.json"), "--answers", str(writing)]
+        command = [sys.executable, *script, *given, *words]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *script, *given, *words],
+                command if group is None else group.wrap(command),
                 cwd=checkout,
                 env=os.environ | _RANK | {"MASTER_PORT": str(_free_port()), "PYTHONPATH": str(checkout)},
                 stdin=subprocess.PIPE,

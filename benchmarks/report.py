@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ _NONE = "-"
 _HEAD = """# Benchmarks
 
 Which runs have been recorded, and what did each one measure? `python benchmarks/run.py --table`
-makes this page from the files in `ab/`, `gains/`, `saves/`, `busy/` and `bridges/`. Each file holds
-the machine, the date, the command or settings, both JSONs and every step.
+makes this page from the files in `ab/`, `gains/`, `saves/`, `busy/`, `bridges/` and `kept/`. Each
+file holds the machine, the date, the command or settings, all JSONs and every step.
 [docs/results.md](../docs/results.md) explains the figures,
 [docs/benchmarking.md](../docs/benchmarking.md) how to make new ones.
 
@@ -39,6 +39,12 @@ model. Gradients are summed in pairs since 2026-11-23 01:30, checksums count in 
 since 03:00, and CPU Adam takes its measured share of the cores since 04:25.
 
 [stock_best.md](stock_best.md) says how the best stock settings were found.
+
+`python benchmarks/kept.py --rounds 1 --turns 3` measures what it gains that forwards keep what
+backwards read (`activations.keep`), in about 20 minutes; `--list` names its rows, `--only ROW`
+measures some of them. The arms of a row are processes of one checkout. Each takes a step in turn,
+while the others are stopped. The arm "plan" has what the planner chooses under the row's disk
+limit, from limits that are measured first. Limits of the disk need a cgroup, as a rule root.
 """
 
 
@@ -89,9 +95,10 @@ def markdown(
     saves: Sequence[Mapping[str, Any]] = (),
     busy: Sequence[Mapping[str, Any]] = (),
     bridges: Sequence[Mapping[str, Any]] = (),
+    kept: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The whole of benchmarks/README.md; `gains` as `gains.measure` gives them, `saves`, `busy` and `bridges` as `main` of
-    `saves`, `busy` and `bridges` writes them."""
+    """The whole of benchmarks/README.md; `gains` as `gains.measure` gives them, `saves`, `busy`, `bridges` and `kept` as `main`
+    of `saves`, `busy`, `bridges` and `kept` writes them."""
     tables = [result for result in found if result.content.get("kind") != "straight"]
     columns = ("M", "tokens", "dtype", "clip", "disk", "stock arm", "stock s", "vertical s", "ratio")
     columns += ("bound s", "step/bound", "sim s", "read", "written", "outside", "peak/formula", "peak/stock", "date, processor")
@@ -99,7 +106,7 @@ def markdown(
     straight = [_straight(result) for result in found if result.content.get("kind") == "straight"]
     commands = [f"- `{result.file}`{_commit(result)}: `{' '.join(result.content['command'])}`" for result in found]
     parts = [_HEAD, "\n".join(lines), *straight, *map(_gains, gains), *map(saves_table, saves), *map(busy_table, busy)]
-    parts += map(bridges_table, bridges)
+    parts += [*map(bridges_table, bridges), *([kept_table(kept)] if kept else [])]
     parts.append("## Commands\n\n" + "\n".join(commands))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
@@ -237,6 +244,58 @@ def bridges_table(content: Mapping[str, Any]) -> str:
         ratio = content["median_ratio"].get(name)
         lines.append(_row((name, _number(value if seconds else value / 1e6), _number(ratio, 3))))
     return title + "\n\n" + "\n".join(lines)
+
+
+def kept_table(contents: Sequence[Mapping[str, Any]]) -> str:
+    """All rows of what forwards keep for their backwards."""
+    title = (
+        "## What forwards keep\n\nSeconds of a step by what a layer's forward keeps for its backward (`activations.keep`), and"
+        " over those of the arm that keeps nothing, all of one checkout (`kept.py`): clipping 0, medians of the turns; a ratio"
+        " is the median of those within the turns. Predicted: the simulation at the rates measured first."
+    )
+    columns = ("M", "tokens", "disk", "host GB", "arm", "keeps", "step s", "over none", "required", "predicted ratio")
+    columns += ("predicted / measured s", "losses", "date, processor, commit")
+    lines = [_row(columns), _row(["---"] * len(columns))]
+    return title + "\n\n" + "\n".join([*lines, *(_row(cells) for content in contents for cells in _kept_cells(content))])
+
+
+def _kept_cells(content: Mapping[str, Any]) -> Iterator[list[str]]:
+    """A row for each arm."""
+    host, machine = content["host_memory_bytes"], content["machine"]
+    required = {each["what"]: each for each in content["required"]}
+    made = f"{content['date'][:10]}, {machine['num_cores']} cores {machine['cpu']}, {content['checkout']['commit']}"
+    for arm, seconds in content["median_s"].items():
+        asked = required.get(f"{arm} over none")
+        yield [
+            str(content["micro_batches"]),
+            str(content["tokens"]),
+            _disk(content["ssd_limit"]),
+            _NONE if host is None else f"{host / 1e9:g}",
+            arm,
+            _keeps(content["configs"][arm]["vertical_schedule"]["activations"]),
+            _number(seconds),
+            _number(content["median_ratio"][arm], 3),
+            _NONE if asked is None else _range(asked),
+            _number(content["predicted_ratio"][arm], 3),
+            _number(content["predicted_over_measured"][arm]),
+            "equal" if content["losses_equal"] else "DIFFERENT",
+            made,
+        ]
+
+
+def _range(asked: Mapping[str, Any]) -> str:
+    """What a ratio is required to be."""
+    return f"{asked['least']:.2f} to {asked['most']:.2f}" if asked["least"] else f"{asked['most']:.2f}"
+
+
+def _keeps(activations: Mapping[str, Any]) -> str:
+    """What an arm keeps, and where."""
+    policy, tier = activations.get("keep") or "none", activations.get("keep_device")
+    if tier is None:
+        return policy
+    near = activations.get("keep_host_share", 0.0)
+    host = f", {near:.0%} on host" if near else ""
+    return f"{policy}, {activations.get('keep_share', 1.0):.0%} on {tier}{host}"
 
 
 def _median(values: Sequence[float]) -> float:

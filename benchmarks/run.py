@@ -144,9 +144,9 @@ def run_straight(row: Row, out: Path, steps: int, repeat: int) -> dict[str, Any]
 
 
 def write_table(folder: Path) -> None:
-    """benchmarks/README.md from the results in `folder`, and the gains, costs of checkpoints, steps beside other work and in
-    loops that stay as they are."""
-    kinds = ("gains", "saves", "busy", "bridges")
+    """benchmarks/README.md from the results in `folder`, and the gains, costs of checkpoints, steps beside other work, in loops
+    that stay as they are, and with what forwards keep."""
+    kinds = ("gains", "saves", "busy", "bridges", "kept")
     further = ([json.loads(path.read_text()) for path in sorted((folder.parent / kind).glob("*.json"))] for kind in kinds)
     (folder.parent / "README.md").write_text(report.markdown(report.results(folder), *further))
 

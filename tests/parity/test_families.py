@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -77,6 +78,45 @@ TWINS |= {"gpt_neox", "qwen3_next"}  # test_parity trains the first
 def test_family_is_bit_identical_to_stock(tmp_path: Path, family: Family) -> None:
     batches = family.batches(NUM_STEPS, NUM_MICRO_BATCHES)
     assert_identical(*run_pair(tmp_path, family.builder(), batches, stock_on_host=bool(family.stock_on_host)))
+
+
+# ---- what forwards keep for their backwards
+
+# Families of which some block keeps nothing under a policy, and why.
+FALLS_BACK: dict[tuple[str, str], str] = {}
+KEEPS = {
+    "free": {"keep": "free"},
+    "products": {"keep": "products", "keep_device": "ssd"},
+    "everything": {"keep": "everything", "keep_device": "ssd"},
+}
+
+
+@lru_cache(maxsize=1)
+def stock_run(name: str) -> Run:
+    """Stock's run of a family, which the tests of its policies share."""
+    family = BY_NAME[name]
+    with TemporaryDirectory(prefix="ds_vertical_families.") as folder:
+        config = config_in(Path(folder), "cpu" if family.stock_on_host else "nvme")
+        return run_arm(config, family.builder(), family.batches(NUM_STEPS, NUM_MICRO_BATCHES), vertical=False)
+
+
+@SLOW
+@pytest.mark.parametrize("policy", KEEPS)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_family_is_bit_identical_to_stock_with_every_policy(tmp_path: Path, name: str, policy: str) -> None:
+    """Micro-batches of other lengths are other kinds of calls, each tried in the first step and kept in the others."""
+    found: list[tuple[str, bool]] = []
+
+    def note(engine: Any, step: int) -> None:
+        assert_layers_on_ssd(engine, step)
+        found[:] = [(kind.policy, kind.is_tried) for kind in engine._runner.kinds.found]
+
+    family, config = BY_NAME[name], config_in(tmp_path, section={"activations": KEEPS[policy]})
+    batches = family.batches(NUM_STEPS, NUM_MICRO_BATCHES)
+    vertical = run_arm(config, family.builder(), batches, vertical=True, between=note)
+    assert_identical(stock_run(name), vertical)
+    falls_back = not found or set(found) != {(policy, True)}
+    assert falls_back == ((name, policy) in FALLS_BACK), found
 
 
 @pytest.mark.parametrize("build", [sequential, handwritten])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TwoMemories, assert_identical, base_config, run_arm, running
+from harness import TwoMemories, assert_identical, base_config, contents, counters, differing, run_arm, running
 from models import MixerModel, tiny_gpt2, tiny_neox, token_batches
 from torch import nn
 
@@ -87,6 +87,26 @@ def test_the_same_bits_in_every_order(tmp_path: Path, policy: str, section: dict
     tier = "ssd"
     assert_identical(plain, run_arm(config_in(tmp_path, 3, settings(policy, tier), **section), MIXER, batches, vertical=True))
     assert torch.isfinite(torch.tensor(plain.losses)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["none", *POLICIES])
+@pytest.mark.parametrize("first", ["none", *POLICIES])
+def test_a_resume_with_another_policy_has_the_same_bits(tmp_path: Path, first: str, then: str) -> None:
+    batches = token_batches(4, 2, rows=1, shortest=5)
+    train = lambda engine, steps: [engine.train_batch(iter(batches[step])).item() for step in steps]  # noqa: E731
+    saving, resuming = (config_in(tmp_path / "ssd", 2, settings(policy, "ssd")) for policy in (first, then))
+    with running(saving, MIXER, vertical=True) as (engine, model):
+        train(engine, range(2))
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        losses, expected, numbers = train(engine, range(2, 4)), contents(engine, model), counters(engine)
+    with running(resuming, MIXER, vertical=True) as (engine, model):
+        torch.manual_seed(999)  # whatever the new process has drawn
+        path, _ = engine.load_checkpoint(str(tmp_path / "saved"))
+        assert path is not None and train(engine, range(2, 4)) == losses
+        assert differing(expected, contents(engine, model)) == [] and counters(engine) == numbers
+        kinds = engine._runner.kinds
+        assert {kind.policy for kind in kinds.found} == {then} if then != "none" else kinds is None
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import pytest
 from places import ROOT
 
 from ds_vertical.cli.bench import ab, machine_info
+from ds_vertical.errors import ConfigError
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -24,6 +25,7 @@ import chart  # noqa: E402
 import commits  # noqa: E402
 import gains  # noqa: E402
 import inturn  # noqa: E402
+import kept  # noqa: E402
 import portable  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
@@ -288,6 +290,75 @@ def test_loops_that_stay_as_they_are_step_in_turn(figure: str, tmp_path: Path) -
     assert not [*(tmp_path / "ssd").iterdir()], "files were left on the SSD"
 
 
+KEPT_ARMS = {"none": (10.0, 10.0), "plan": (8.2, 8.0), "share 1": (8.0, 8.5)}  # measured, predicted seconds
+
+
+def kept_row(change: dict[str, Any], losses: dict[str, float]) -> tuple[kept.Row, dict[str, Any]]:
+    """A row's summary: the machine is twice as slow in the second turn, which no ratio sees."""
+    row = replace(kept.ROWS[2], **change)
+    steps = {arm: {"loss": losses.get(arm, 5.0).hex(), "step_s": seconds} for arm, (seconds, _) in KEPT_ARMS.items()}
+    turns = [
+        turn_of([*steps], **{arm: step | {"step_s": speed * step["step_s"]} for arm, step in steps.items()})
+        for speed in (1, 2, 1.5)
+    ]
+    warm_up = {arm: [{"loss": (6.0).hex(), "step_s": 20.0}] for arm in steps}
+    rounds = [{"warm_up": warm_up, "turns": turns[:2]}, {"warm_up": warm_up, "turns": turns[2:]}]
+    planned = {"keep": "everything", "keep_device": "ssd", "keep_share": 0.75}
+    return row, kept.summary(row, rounds, {arm: each for arm, (_, each) in KEPT_ARMS.items()}, planned)
+
+
+def test_what_is_kept_is_held_against_none_within_the_turns_and_against_what_is_required() -> None:
+    row, found = kept_row({}, {})
+    assert found["median_s"]["none"] == 15.0 and found["losses_equal"]
+    assert found["median_ratio"] == pytest.approx({"none": 1.0, "plan": 0.82, "share 1": 0.8})
+    assert found["predicted_ratio"] == pytest.approx({"none": 1.0, "plan": 0.8, "share 1": 0.85})
+    required = {each["what"]: (each["value"], each["met"]) for each in found["required"]}
+    assert required["plan over none"] == (pytest.approx(0.82), True)
+    assert required["plan over the best share"] == (pytest.approx(1.025), True)
+    assert required["predicted over measured, none"] == (pytest.approx(2 / 3), False)
+    assert not kept_row({}, {"plan": 5.5})[1]["losses_equal"]
+    control = {each["what"]: each["met"] for each in kept_row({"most": {}, "shares": ()}, {})[1]["required"]}
+    assert not control["plan over none"] and not control["the plan keeps nothing"]
+    config = {"vertical_schedule": {"activations": {"keep": "everything", "keep_device": "ssd", "keep_share": 0.75}}}
+    content = {key: BUSY_CONTENT[key] for key in ("date", "machine", "checkout")} | found
+    content |= {"micro_batches": 6, "tokens": 512, "host_memory_bytes": None, "ssd_limit": CONTENT["ssd_limit"]}
+    table = report.kept_table([content | {"row": row.name, "configs": dict.fromkeys(KEPT_ARMS, config)}])
+    cells = "| 6 | 512 | 300/500 MB/s | - | plan | everything, 75% on ssd | 12.30 | 0.820 | 0.88 | 0.800 | 0.65 | equal |"
+    assert cells in table
+
+
+def test_a_row_with_keys_that_the_build_lacks_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = kept.ROWS[2]
+    assert row.name == "m6_s512_300_500_on_ssd" and len({each.name for each in kept.ROWS}) == len(kept.ROWS)
+    with pytest.raises(ConfigError, match=r"m6_s512_300_500_on_ssd: left out: .*activations\.keep_nothing is no key"):
+        kept.refuse_unknown(row, ["keep", "keep_nothing"])
+    for keeps in ({"keep": "none"}, {"keep": "free"}, {"keep": "products", "keep_device": "ssd"}):
+        config = kept.config_of(row, keeps, argparse.Namespace(config=ROOT / "configs" / "gpt_101m_cpu.json"))
+        section = config["vertical_schedule"]
+        assert config["gradient_accumulation_steps"] == 6 and section["activations"] == keeps
+        assert (section["prefetch_layers"], section["optimizer_delay"]) == (kept.WINDOW, kept.DELAY)
+    assert kept.main(["--list", "--rounds", "1", "--turns", "3"]) == 0
+    minutes = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(minutes) == len(kept.ROWS) and sum(minutes) < 22
+
+
+@pytest.mark.slow
+def test_what_is_kept_is_measured_in_turn(tmp_path: Path) -> None:
+    """A real row with a small model; its plan is made from the rates of a recorded machine."""
+    words = ["--model", "gpt_13m", "--config", str(ROOT / "configs" / "gpt_13m_cpu.json"), "--folder", str(tmp_path / "ssd")]
+    words += ["--machine", str(ROOT / "tests" / "recorded" / "ab" / "limits.json"), "--benchmarks", str(tmp_path)]
+    assert kept.main(["--only", "m4_s512", "--rounds", "1", "--turns", "2", "--warm-up", "1", *words]) == 0
+    (path,) = (tmp_path / "kept").iterdir()
+    content = json.loads(path.read_text())
+    assert content["losses_equal"] and {*content["median_s"]} == {"none", "plan", "free"}
+    orders = [turn["order"] for turn in content["rounds"][0]["turns"]]
+    assert orders == [["none", "plan", "free"], ["plan", "free", "none"]]
+    assert content["configs"]["free"]["vertical_schedule"]["activations"] == {"keep": "free"}
+    assert all(content["predicted_s"].values()) and str(tmp_path) not in path.read_text()
+    assert "| 4 | 512 | full | - | free | free |" in (tmp_path / "README.md").read_text()
+    assert not [*(tmp_path / "ssd").iterdir()], "files were left on the SSD"
+
+
 # ------------------------------------------------------------------------------- what is recorded, and what is made from it
 
 RECORDED = [*(ROOT / "benchmarks").rglob("*.json"), *(ROOT / "tests" / "recorded").rglob("*.json*")]
@@ -330,7 +401,7 @@ def test_the_chart_and_the_tables_are_those_of_the_records(tmp_path: Path) -> No
     picture = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("!["))
     ends = [f"{chart.seconds(shown, arm)[count]:.2f} s" for arm in ("stock", "vertical") for count in (4, 32)]
     assert all(each in picture for each in ends), "README's words for the chart have other figures than the records"
-    for folder in ("ab", "gains", "saves", "busy", "bridges"):
+    for folder in ("ab", "gains", "saves", "busy", "bridges", "kept"):
         (tmp_path / folder).symlink_to(ROOT / "benchmarks" / folder)
     run.write_table(tmp_path / "ab")
     assert (tmp_path / "README.md").read_text() == (ROOT / "benchmarks" / "README.md").read_text(), "run.py --table"

@@ -144,7 +144,8 @@ class KeptStorage:
     def keep_views_alone(self) -> None:
         """Copy the elements of the views, and give the storage up."""
         for layout, view in self.views.items():
-            self.compact[layout] = KeptStorage(view.contiguous().untyped_storage())
+            copy = view.clone(memory_format=torch.contiguous_format)  # of a contiguous view, too
+            self.compact[layout] = KeptStorage(copy.untyped_storage())
         self.views.clear()
         self.storage = torch.UntypedStorage(0, device=self.storage.device)
         self.num_bytes = 0

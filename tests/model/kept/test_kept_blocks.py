@@ -11,6 +11,7 @@ from torch import nn
 from toy import WIDTH, MemoryParams, ToyModel, ToyTraining, plain_step, toy_inputs
 
 from ds_vertical.model.kept.kinds import KeptKinds
+from ds_vertical.model.kept.slots import Slots
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.model.state.restart import until_known
 from ds_vertical.schedule.passes import TrainingStep, build_training
@@ -147,6 +148,15 @@ class Aliased(Block):
         return torch.tanh(product * wide) + piece.sum(-1, keepdim=True).relu_()
 
 
+class Joined(Block):
+    """The part of a storage that is saved is contiguous, and lies behind one that grows with the micro-batch: of the storage of
+    the first, which is tried, it is two thirds, of the others' less."""
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([hidden.repeat(1, 2), self.up(hidden[:2].repeat(2, 1))])
+        return super().inner(hidden) + (joined[len(hidden) :] * self.up.bias).sum(0)
+
+
 class Attending(Block):
     def inner(self, hidden: torch.Tensor) -> torch.Tensor:
         query, key = self.up(hidden).view(1, 1, -1, 2 * WIDTH).split(WIDTH, -1)
@@ -204,6 +214,13 @@ def test_gradients_have_the_bits_of_plain_autograd(policy: ActivationPolicy) -> 
         assert products == (["keep", "skip"] if policy == "products" else ["run", "skip"]), actions
 
 
+def test_a_small_contiguous_part_of_a_storage_is_kept_alone_with_its_own_elements() -> None:
+    slots = Slots([], [])
+    slot = slots.pack(torch.arange(30.0)[10:13])
+    (kept,) = slots.settle()
+    assert kept.num_bytes == 12 and slot.tensor().tolist() == [10, 11, 12]
+
+
 FALLS_BACK = {  # kind of block -> policies that it gets with none in their place, and why
     Caching: ((), ""),
     TransposedInCtx: (("everything",), "its graph holds a parameter other than as a saved tensor"),
@@ -214,6 +231,7 @@ FALLS_BACK = {  # kind of block -> policies that it gets with none in their plac
     Routing: (("free", "products"), "the shapes in it depend on the values"),
     Autocast: ((), ""),
     Aliased: ((), ""),
+    Joined: ((), ""),
     Attending: ((), ""),
 }
 
