@@ -87,7 +87,9 @@ def _mean_points(own: Sequence[tuple[BlockTimes, int]]) -> dict[ActivationPolicy
     menus = [KeepMenu(str(n), count, concave(_policy_points(block))) for n, (block, count) in enumerate(own)]
     mean = mean_menu(menus)
     found: dict[ActivationPolicy, tuple[float, float]] = {p.policy: (0.0, 0.0) for each, _ in own for p in each.points}
-    return found if mean is None else found | {point.policy: (point.num_bytes, point.saved_s) for point in mean.points}
+    for point in mean.points if mean is not None else ():
+        found[point.policy] = point.num_bytes, point.saved_s
+    return found
 
 
 def _policy_points(block: BlockTimes) -> Iterator[PolicyPoint]:
