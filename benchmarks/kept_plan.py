@@ -82,7 +82,7 @@ class Planner:
             replace(menu, points=tuple(p for p in menu.points if p.policy == policy and p.outputs is None))
             for menu in self.spec.menus
         )
-        return mean_menu([menu.menu(1, self.seconds.block_forward, rate) for menu in counted])
+        return mean_menu([menu.menu(1, self.seconds, rate) for menu in counted])
 
     def _point(self, policy: ActivationPolicy) -> PolicyPoint:
         """The same; of a policy that saves nothing its bytes alone."""

@@ -171,13 +171,24 @@ def _complete_shares(kind: TensorKind, given: Mapping[Tier, float]) -> dict[Tier
 @dataclass(frozen=True)
 class ActivationSettings:
     """The tier of layer inputs and gradients between layers. `share`, `host_share`: of the micro-batches. `keep`: what else of
-    a layer's forward is kept for its backward (None: nothing), in the tier `keep_device` (None: the device)."""
+    a layer's forward is kept for its backward (None: nothing so far), in the tier `keep_device` (None: the device).
+    `keep_share`: of the cells, those that keep there; `keep_host_share`: further ones, which keep in host memory."""
 
     device: Tier | None
     share: float
     host_share: float
     keep: ActivationPolicy | None = None
     keep_device: Tier | None = None
+    keep_share: float = 1.0
+    keep_host_share: float = 0.0
+
+    @property
+    def kept_shares(self) -> Mapping[Tier, float]:
+        """Of the cells (one layer of one micro-batch each), those that follow `keep`, by the tier where what they keep rests;
+        empty where nothing is kept."""
+        if self.keep in (None, "none"):
+            return {}
+        return {Tier.HOST: self.keep_host_share, self.keep_device or Tier.DEVICE: self.keep_share}
 
     @property
     def shares(self) -> Mapping[Tier, float]:

@@ -13,7 +13,17 @@ from deepspeed.accelerator import get_accelerator as _get_accelerator
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_name", "dist", "get_accelerator", "init_distributed", "is_one_memory", "log", "unlink_shared_workspace"]
+__all__ = [
+    "device_name",
+    "device_room",
+    "dist",
+    "get_accelerator",
+    "init_distributed",
+    "is_one_memory",
+    "log",
+    "synchronize",
+    "unlink_shared_workspace",
+]
 
 
 class Accelerator(Protocol):
@@ -72,6 +82,26 @@ class Accelerator(Protocol):
         ...
 
 
+class DeviceMemory(Protocol):
+    """What this package calls of DeepSpeed's accelerator where that has memory of its own."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given."""
+        ...
+
+    def available_memory(self) -> int:
+        """Bytes of the device's memory that are free, or held by this process without a use."""
+        ...
+
+    def memory_allocated(self) -> int:
+        """Bytes of the device's memory that tensors of this process take."""
+        ...
+
+    def max_memory_allocated(self) -> int:
+        """The most that `memory_allocated` has been."""
+        ...
+
+
 def get_accelerator() -> Accelerator:
     """DeepSpeed's accelerator: the CPU where there is no other."""
     found: Any = _get_accelerator()
@@ -86,6 +116,26 @@ def is_one_memory() -> bool:
 def device_name() -> str:
     """The accelerator's current device, as torch names it."""
     return str(get_accelerator().current_device_name())
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that it was given; it computes at once where it is the host."""
+    if not is_one_memory():
+        _device_memory().synchronize()
+
+
+def device_room() -> int | None:
+    """Bytes of the device's own memory that nobody has used so far, at the time when this process used most; None where the
+    device computes in host memory."""
+    if is_one_memory():
+        return None
+    found = _device_memory()
+    return max(0, found.available_memory() + found.memory_allocated() - found.max_memory_allocated())
+
+
+def _device_memory() -> DeviceMemory:
+    found: Any = _get_accelerator()
+    return found
 
 
 def log(line: str) -> None:

@@ -29,7 +29,8 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> RunSett
     """Apply the fixed rule of every null.
 
     prefetch_layers: 1 with overlap, 0 without; gradient_host_share: 1 (less at initialize where memory is short);
-    activations.device and keep_device: "device", keep: "none"; seed: `initial_seed`, torch.initial_seed() at initialize;
+    activations.device and keep_device: "device"; keep: none until it is chosen behind the first step;
+    seed: `initial_seed`, torch.initial_seed() at initialize;
     others: see `_LATER`.
     """
     values: dict[str, Any] = section.model_dump()

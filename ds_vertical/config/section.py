@@ -52,9 +52,14 @@ class Activations(BaseModel):
     host_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """With "ssd": a further share of the micro-batches that goes to host memory."""
     keep: ActivationPolicy | None = None
-    """What else of a layer's forward is kept for its backward, which computes the rest again. Null: "none"."""
+    """What else of a layer's forward is kept for its backward, which computes the rest again. Null: chosen behind the first
+    step, with `keep_device` and both shares; none where nothing is gained, or what decides it is not known."""
     keep_device: Annotated[Tier, Field(strict=False), BeforeValidator(_bytes_to_text)] | None = None
     """The tier where that rests until the backward. Null: "device"."""
+    keep_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the cells (one layer, one micro-batch) that keep, where `keep_device` says; the others compute all again."""
+    keep_host_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """With "ssd" or "device": a further share of the cells, whose kept values rest in host memory."""
 
 
 class OnSignal(BaseModel):
@@ -142,12 +147,17 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
     "nvme_paths": ("null or a list of folders, one on each SSD, the first as in nvme_path", '["/ssd0", "/ssd1"] or null'),
-    "activations": ('an object with "device", "share", "host_share", "keep", "keep_device"', '{"device": "ssd"}'),
+    "activations": (
+        'an object with "device", "share", "host_share", "keep", "keep_device", "keep_share", "keep_host_share"',
+        '{"device": "ssd"}',
+    ),
     "activations.device": (", ".join(f'"{tier}"' for tier in Tier) + " or null", '"ssd"'),
     "activations.share": ("a number from 0 to 1", "0.5"),
     "activations.host_share": ("a number from 0 to 1", "0.25"),
     "activations.keep": (", ".join(f'"{policy}"' for policy in get_args(ActivationPolicy)) + " or null", '"everything"'),
     "activations.keep_device": (", ".join(f'"{tier}"' for tier in Tier) + " or null", '"ssd"'),
+    "activations.keep_share": ("a number from 0 to 1", "0.5"),
+    "activations.keep_host_share": ("a number from 0 to 1", "0.25"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
     "on_signal": ('an object with "save_dir" and "tag", or null', '{"save_dir": "checkpoints"} or null'),
@@ -198,6 +208,7 @@ def load_section(config: Mapping[str, object]) -> VerticalConfig | None:
     _refuse_repeated_layers(parsed)
     _refuse_shares(parsed.activations)
     _refuse_idle_tier(parsed.activations)
+    _refuse_keep_shares(parsed.activations)
     return parsed
 
 
@@ -263,6 +274,29 @@ def _refuse_idle_tier(activations: Activations) -> None:
         f"{SECTION}.activations.keep_device: got {show(device)} with keep {show(keep)}, {why}; remove it, or write"
         ' "keep": "products" or "everything"'
     )
+
+
+def _refuse_keep_shares(activations: Activations) -> None:
+    """Shares of the cells that keep, where none do, or more than all would."""
+    keep, device, share, host_share = (getattr(activations, f"keep{end}") for end in ("", "_device", "_share", "_host_share"))
+    path, default = f"{SECTION}.activations", Activations()
+    written = [key for key in ("keep_share", "keep_host_share") if getattr(activations, key) != getattr(default, key)]
+    if keep in (None, "none") and written:
+        why = "which chooses the share, too" if keep is None else "with which nothing is kept"
+        raise ConfigError(
+            f"{path}.{written[0]}: got {show(getattr(activations, written[0]))} with keep {show(keep)}, {why}; remove it, or"
+            ' write "keep": "products" or "everything"'
+        )
+    if host_share and keep not in HOLDING:
+        raise ConfigError(f"{path}.keep_host_share: got {host_share} with keep {show(keep)}, which keeps no bytes; remove it")
+    if host_share and device is Tier.HOST:
+        raise ConfigError(f'{path}.keep_host_share: got {host_share} with keep_device "host"; write "keep_share" instead')
+    if share + host_share > 1 + 1e-9:
+        told = "" if "keep_share" in written else " (the default)"
+        raise ConfigError(
+            f"{path}.keep_share: got {share}{told} with keep_host_share {host_share}, more than all cells; write"
+            f" {round(1 - host_share, 9)} or less"
+        )
 
 
 def _refuse_near_misses(config: Mapping[str, object]) -> None:

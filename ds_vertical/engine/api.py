@@ -29,6 +29,7 @@ from ds_vertical.engine.autotune import choose_gradient_tier, choose_timing
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
+from ds_vertical.engine.keeping.planner import KeepPlanner, open_choice
 from ds_vertical.engine.memory_check import Forecast, check_memory, groups_of, host_room
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.signals import leave_on_sigterm
@@ -263,14 +264,14 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     resolved = choose_gradient_tier(section, resolved, forecast_of, room)
     report = machine_cache.training_report(run_folder(config), several_paths(config)[1:])
     resolved = choose_timing(section, resolved, forecast_of(resolved), model, report, room)
-    forecast = forecast_of(resolved)
+    resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved), resolved, report, *room))
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     needs += disk_check.check_disk(forecast, config, resolved)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")
     kept_bytes = backward_bytes(forecast.shape, forecast.terms) if accelerator.is_one_memory() else 0
-    budget = HostBudget(host_bytes, kept_bytes, left)
+    budget = HostBudget(host_bytes, kept_bytes, left, planner)
     factory = partial(VerticalEngine, vertical=resolved, layers=layers, folder=run_folder(prepared), budget=budget)
     with compat_engine.substituted_engine(factory):
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)

@@ -16,14 +16,15 @@ from ds_vertical.compat import accelerator, pinned_memory, swap_buffers, zero_op
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.handlers import LossScale, ScheduleRunner, Stores
+from ds_vertical.engine.handlers import LossScale, ScheduleRunner
+from ds_vertical.engine.keeping.keeping import RunKeeping, describe_keeping
+from ds_vertical.engine.keeping.planner import KeepPlanner
 from ds_vertical.engine.signals import Stopping
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import host
 from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.runs import stripes
-from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.offload.activation_store import ActivationStore
@@ -31,12 +32,12 @@ from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.offload.kept_store import KEPT_REMEDY, KeptStore
 from ds_vertical.offload.param_store import ParamSettings, ParamStore
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
-from ds_vertical.planner.activation_policy import activation_tiers, kept_tiers
+from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.memory_budget import layer_buffers
 from ds_vertical.schedule.activations import LOOK_AHEAD
-from ds_vertical.schedule.events import Cell, Unit
+from ds_vertical.schedule.events import Unit
 from ds_vertical.schedule.trace import RecordingTracer, Tracer
-from ds_vertical.types import HOLDING, RunSettings, Tier
+from ds_vertical.types import HOLDING, ActivationSettings, RunSettings, Tier
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ class HostBudget:
     """Bytes of this rank's host memory, as the memory check has counted them before the engine is built.
 
     `needed`: in all, without activations. `kept`: of what one layer's backward frees, kept for the next one's. `left`: for
-    activations.
+    activations, whose use `planner` chooses as far as the JSON leaves it open (None: it does not).
     """
 
     needed: int
     kept: int
     left: int
+    planner: KeepPlanner | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class StepParts:
     params: ParamStore
     gradients: GradientStore
     activations: ActivationStore | None
-    kept: KeptStore | None
+    keeping: RunKeeping
     state: ForwardState
     runner: ScheduleRunner
     folder: Path | None
@@ -150,17 +152,33 @@ class Assembly:
         most_loads = (LOOK_AHEAD + 1) * (2 if max(map(len, layers.layers)) == 1 else 3)  # inputs, blocks' inputs, gradients
         return ActivationStore(TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, most_loads, host_limit))
 
-    def open_kept(self, folder: Path | None, host_limit: int, activations: ActivationStore | None) -> KeptStore | None:
-        """The store of what forwards keep for their backwards; None where the JSON keeps no bytes. `host_limit`: see
-        `open_activations`; what the other store has in host memory counts against it, too."""
-        settings = self.vertical.activations
+    def open_keeping(
+        self, planner: KeepPlanner | None, folder: Path | None, host_limit: int, activations: ActivationStore | None
+    ) -> RunKeeping:
+        """What the steps keep of forwards. `planner`: chooses that, where the JSON leaves it open. The others: see
+        `open_activations`; what the store of activations has in host memory counts against the limit, too."""
+
+        def open_store(settings: ActivationSettings, gives_up: bool) -> KeptStore | None:
+            return self._open_kept(settings, gives_up, (folder, host_limit), activations)
+
+        return RunKeeping(self.vertical, self.layers, planner, open_store, (folder, host_limit))
+
+    def _open_kept(
+        self,
+        settings: ActivationSettings,
+        gives_up: bool,
+        place: tuple[Path | None, int],
+        activations: ActivationStore | None,
+    ) -> KeptStore | None:
+        """The store of what forwards keep; None where they keep no bytes."""
         if settings.keep not in HOLDING:
             return None
-        one_memory, tier = accelerator.is_one_memory(), settings.keep_device or Tier.DEVICE
+        (folder, host_limit), one_memory = place, accelerator.is_one_memory()
+        tiers = {tier for tier, share in settings.kept_shares.items() if share}
         limit = host_limit if one_memory else None
-        if not kept_tiers(self.layers.num_layers, 1, tier, one_memory):
-            return KeptStore(None, limit)
-        path = folder / "kept" / f"rank{ranks.rank()}.bin" if tier is Tier.SSD and folder is not None else None
+        if self.layers.num_layers < 2 or not tiers - {Tier.DEVICE, Tier.HOST if one_memory else Tier.DEVICE}:
+            return KeptStore(None, limit, gives_up)
+        path = folder / "kept" / f"rank{ranks.rank()}.bin" if Tier.SSD in tiers and folder is not None else None
         if path is not None:
             stripes.spread_file(path, sys.maxsize)  # it grows
         swapper = TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, LOOK_AHEAD + 1, host_limit)
@@ -169,28 +187,23 @@ class Assembly:
         host_tier.remedy = KEPT_REMEDY
         if activations is not None:
             host_tier.beside, activations.swapper.host_tier.beside = activations.swapper.host_tier, host_tier
-        return KeptStore(swapper, limit)
-
-    def watch_kinds(self) -> KeptKinds | None:
-        """How block calls keep what their backward needs; None where they keep nothing."""
-        policy = self.vertical.activations.keep or "none"
-        return None if policy == "none" else KeptKinds(policy, lambda line: accelerator.log(f"ds_vertical: {line}"))
+        return KeptStore(swapper, limit, gives_up)
 
     def watch_state(self) -> ForwardState:
         """What the modules hold that belongs to one forward."""
         optimizer, in_turn = self.optimizer, self.vertical.order == "horizontal"
         return ForwardState(self.module, self.layers, lambda: optimizer.driver.num_decided, in_turn, self.vertical.snake)
 
-    def new_runner(self, params: ParamStore, stores: Stores, stopping: Stopping, state: ForwardState) -> ScheduleRunner:
+    def new_runner(
+        self, params: ParamStore, activations: ActivationStore | None, stopping: Stopping, state: ForwardState
+    ) -> ScheduleRunner:
         """What runs schedules over the model."""
         return ScheduleRunner(
             self.layers,
             params,
             overlap=self.vertical.overlap,
             tracer=self.tracer,
-            activations=stores[0],
-            kinds=self.watch_kinds(),
-            kept=stores[1],
+            activations=activations,
             others=OtherRanks(params, self.optimizer, stopping) if ranks.world_size() > 1 else None,
             leave=stopping.vote,
             state=state,
@@ -264,20 +277,10 @@ def moved_tiers(vertical: RunSettings, num_micro_batches: int) -> dict[int, Tier
     return {m: tier for m, tier in tiers if tier not in stays}
 
 
-def moved_cells(vertical: RunSettings, num_layers: int, num_micro_batches: int) -> dict[Cell, Tier]:
-    """Where the kept values of each layer and micro-batch rest, as far as they leave the device."""
-    settings = vertical.activations
-    if settings.keep not in HOLDING:
-        return {}
-    return kept_tiers(num_layers, num_micro_batches, settings.keep_device or Tier.DEVICE, accelerator.is_one_memory())
-
-
 def describe_activations(vertical: RunSettings) -> str:
     """One phrase for the start-up line."""
     settings = vertical.activations
-    where = f" on {settings.keep_device or Tier.DEVICE}" if settings.keep in HOLDING else ""
-    kept = "" if settings.keep in (None, "none") else f'; keep "{settings.keep}"{where}'
-    return _describe_moves(vertical) + kept
+    return _describe_moves(vertical) + ("" if settings.keep in (None, "none") else f"; {describe_keeping(settings)}")
 
 
 def _describe_moves(vertical: RunSettings) -> str:

@@ -27,6 +27,7 @@ from ds_vertical.model.batch import LossFn
 from ds_vertical.model.compiled_blocks import refuse_engine_compile
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.offload.param_store import ParamStore
+from ds_vertical.planner.run_record import KeptRecord
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.types import RunSettings
 
@@ -54,11 +55,11 @@ class VerticalEngine(CallableEngine):
         assembly.start_pipeline(self._params)
         self._gradients = assembly.open_gradients()
         self._activations = assembly.open_activations(folder, budget.left)
-        self._kept = assembly.open_kept(folder, budget.left, self._activations)
+        self._keeping = assembly.open_keeping(budget.planner, folder, budget.left, self._activations)
         self._stopping = Stopping(vertical.on_signal, self.optimizer.timing)
         self._state = assembly.watch_state()
-        self._runner = assembly.new_runner(self._params, (self._activations, self._kept), self._stopping, self._state)
-        made = self._params, self._gradients, self._activations, self._kept, self._state, self._runner
+        self._runner = assembly.new_runner(self._params, self._activations, self._stopping, self._state)
+        made = self._params, self._gradients, self._activations, self._keeping, self._state, self._runner
         parts = StepParts(self, vertical, layers, self.optimizer, *made, folder, budget)
         self.self_check = FirstStepCheck(parts)
         self._loop = VerticalLoop(parts, self.self_check, self.tracer, progress)
@@ -106,6 +107,11 @@ class VerticalEngine(CallableEngine):
         """The schedule of the last step, or of the one that failed; None ahead of the first one."""
         return self._loop.ran
 
+    @property
+    def kept(self) -> KeptRecord | None:
+        """What the forwards of the last step have kept for their backwards; None: nothing."""
+        return self._keeping.record
+
     # ---- between steps
 
     def flush(self) -> None:
@@ -120,7 +126,7 @@ class VerticalEngine(CallableEngine):
         if (three_calls := getattr(self, "_three_calls", None)) is not None:
             three_calls.close()
         params = getattr(self, "_params", None)  # absent where the engine's construction failed
-        stores = [getattr(self, name, None) for name in ("_activations", "_kept")]
+        stores = [getattr(self, name, None) for name in ("_activations", "_keeping")]
         stopping = getattr(self, "_stopping", None)
         with contextlib.ExitStack() as cleanup:  # each is called, the last one first, whatever another one raises
             cleanup.callback(super().destroy)

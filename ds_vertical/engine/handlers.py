@@ -17,6 +17,7 @@ from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.batch import LossOf, own_loss
 from ds_vertical.model.forward_coroutine import ForwardPass
 from ds_vertical.model.kept.kinds import KeptKinds
+from ds_vertical.model.kept.probe import Probe
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.micro_batch import MicroBatch
 from ds_vertical.model.state.forward_state import ForwardState
@@ -137,7 +138,7 @@ class ScheduleRunner:
     `params` may be replaced between two passes. `others`: the ranks of the run, None where there is one. `leave` is asked after
     each layer, ahead of the norm: where it returns True (on all ranks) the pass ends there, in StepLeft. `state`: what the
     modules hold that belongs to one forward; None: nothing is. `kinds`: how block calls of training steps keep what their
-    backward needs; None: nothing is kept. `kept`: where that rests.
+    backward needs; None: nothing is kept. `kept`: where that rests. `probe`: measures what could be kept.
     """
 
     layers: LayerMap
@@ -151,6 +152,7 @@ class ScheduleRunner:
     state: ForwardState | None = None
     kinds: KeptKinds | None = None
     kept: KeptStore | None = None
+    probe: Probe | None = None
     _live: Sequence[MicroBatch] = field(default=(), init=False)  # of the pass under way, or of one that was cut
 
     def train(
@@ -163,7 +165,7 @@ class ScheduleRunner:
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), self._stubs() as stubs, self._state_of(bodies) as modules:
-            shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, self.kinds)
+            shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, self.kinds, self.probe)
             micro_batches = self._micro_batches(bodies, shared, moved=schedule.moved)
             parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay(), bodies)
             hints = schedule.coming if self.overlap else {}

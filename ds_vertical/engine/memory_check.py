@@ -155,6 +155,12 @@ class Forecast:
         return self._json.state_in_files
 
     @property
+    def uses_ssd(self) -> bool:
+        """Whether the JSON puts parameters, the optimizer's state or activations into files."""
+        moved = self._resolved.activations.shares[Tier.SSD] > 0
+        return self._json.params_in_files or self._json.state_in_files or moved
+
+    @property
     def files(self) -> FileBytes:
         """Bytes of the files that this rank will make."""
         stepped = {id(param) for chunk in self.chunks for param in chunk.params}

@@ -38,7 +38,7 @@ from ds_vertical.io.runs import stripes
 from ds_vertical.model import batch as micro
 from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.run_record import Account, ExecutedStep, RunInfo, Share
+from ds_vertical.planner.run_record import Account, ExecutedStep, KeptRecord, RunInfo, Share
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.schedule.trace import Tracer, now, union
 
@@ -151,7 +151,7 @@ class Goals:
         self._rates = layer_rates(report, self._facts, getattr(engine.module, "config", None))
         self._facts.shape(self._rates)  # seconds that are none are told here, not by a later step
         self._follower = Follower(engine)
-        self._known: dict[tuple[Schedule, Share, bool], Goal] = {}
+        self._known: dict[tuple[Schedule, Share, bool, KeptRecord | None], Goal] = {}
 
     def of_step(self, tokens: int) -> Goal:
         """Of the step that has just ended, over so many tokens of this rank. To be asked after every step."""
@@ -160,7 +160,7 @@ class Goals:
     def of(self, ran: ExecutedStep, tokens: int) -> Goal:
         """Of a step with that schedule. Its computation counts where each micro-batch has the tokens that were measured."""
         whole = bool(self._rates) and tokens == self._facts.tokens * ran.schedule.num_micro_batches
-        key = (ran.schedule, ran.due, whole)
+        key = (ran.schedule, ran.due, whole, ran.kept)
         if key not in self._known:
             account, rates = Account(self._facts, (ran,)), self._rates if whole else {}
             bound = step_bound(ran.schedule, self._machine, account.shape(ran, rates), parts=account.parts(ran))

@@ -25,7 +25,7 @@ class Follower:
     def step(self) -> ExecutedStep:
         """The step that has just ended."""
         self._num_steps += 1
-        ran = ExecutedStep(self._num_steps, self._engine.ran, self._due)
+        ran = ExecutedStep(self._num_steps, self._engine.ran, self._due, kept=self._engine.kept)
         self._due = self._engine.optimizer.driver.backlog.share  # of what this step has left to the next one
         return ran
 
@@ -40,7 +40,7 @@ class RunLogger:
     def step(self, gauge_s: float | None = None) -> None:
         """Note the step that has just ended, and how fast the host is behind it."""
         ran = self._follower.step()
-        self._writer.step(ran.schedule, ran.due, gauge_s)
+        self._writer.step(ran.schedule, ran.due, gauge_s, ran.kept)
 
 
 def facts_of(engine: Any, tokens: int) -> RunInfo:

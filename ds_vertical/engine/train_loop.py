@@ -15,15 +15,15 @@ from ds_vertical.compat import accelerator, swap_buffers
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import metrics
-from ds_vertical.engine.assembly import StepParts, moved_cells, moved_tiers
+from ds_vertical.engine.assembly import StepParts, moved_tiers
 from ds_vertical.engine.call_guard import RUNNING
 from ds_vertical.engine.handlers import Body, LossScale
+from ds_vertical.engine.keeping.keeping import refuse_several_calls
 from ds_vertical.engine.metrics import StepRecorder
 from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import RunLogger, model_config
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
-from ds_vertical.errors import LoopError
 from ds_vertical.interrupts import Changed
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
@@ -351,6 +351,7 @@ class VerticalLoop(TrainLoop):
                 run = partial(self._run_schedule, seeded_bodies, scale_of(len(seeded_bodies)))
                 losses = until_known(run, self._parts.state.forget, _log, calls)
                 self.conclude()
+            self._parts.keeping.close_step(self._parts.runner, self._calls.number)
         return losses
 
     def _run_schedule(self, bodies: Sequence[Body], scale: LossScale) -> list[torch.Tensor]:
@@ -359,13 +360,11 @@ class VerticalLoop(TrainLoop):
         self._check_ready()
         swap_buffers.rest_stock_buffers(parts.module.parameters(), parts.optimizer)
         tiers = moved_tiers(parts.vertical, len(bodies))
-        _refuse_moves(bool(tiers) or parts.runner.kinds is not None, self._calls.number)
+        refuse_several_calls(bool(tiers) or parts.keeping.is_asked, self._calls.number)
         if parts.activations is not None:
             parts.activations.open_step(tiers)
-        cells = moved_cells(parts.vertical, parts.layers.num_layers, len(bodies))
-        if parts.kept is not None:
-            parts.kept.open_step(cells)
-        schedule = self.ran = self._schedule(len(bodies), tuple(tiers), tuple(cells))
+        cells = parts.keeping.open_step(parts.runner, len(bodies), self._calls.number)
+        schedule = self.ran = self._schedule(len(bodies), tuple(tiers), cells)
         noted = parts.activations is not None
         with (
             parts.optimizer.calls.running(),
@@ -423,7 +422,7 @@ class VerticalLoop(TrainLoop):
         cut, again. A step that counts is concluded. `level`, `take_back`: see `Calls`."""
         parts = self._parts
         if level == RUNNING:
-            for store in (parts.activations, parts.kept):
+            for store in (parts.activations, parts.keeping):
                 if store is not None:
                     store.abandon()  # before the forwards end: see there
             parts.runner.end_forwards()
@@ -485,15 +484,6 @@ class VerticalLoop(TrainLoop):
         self._num_evaluations += 1
         base, rank = torch.initial_seed(), ranks.rank()
         return [micro.stream_seed(base, -self._num_evaluations, index, rank) for index in range(num_micro_batches)]
-
-
-def _refuse_moves(moves_or_keeps: bool, num_calls: int) -> None:
-    """Raises LoopError where activations are to leave the device, or to be kept, and the model is called several times."""
-    if moves_or_keeps and num_calls > 1:
-        raise LoopError(
-            f"the code of a micro-batch calls the model {num_calls} times; vertical_schedule.activations moves and keeps those"
-            " of one call alone: leave the key out, or set vertical_schedule.enabled to false"
-        )
 
 
 def _log(line: str) -> None:

@@ -30,7 +30,7 @@ class BoundaryTensors:
         self._layers = layers
         self._forward = forward
         self._calls: Mapping[int, BlockCall] = blocks.calls
-        self._kept: Mapping[int, KeptCall] = {} if blocks.kept is None else blocks.kept.calls
+        self._kept: dict[int, KeptCall] = {} if blocks.kept is None else blocks.kept.calls
         self._segments = segments
 
     @property
@@ -70,6 +70,11 @@ class BoundaryTensors:
         """What the forward of a layer's blocks has kept for their backward, as far as nobody else holds it."""
         calls = (self._kept.get(block) for block in self._layers.layers[layer])
         return [value for call in calls if call is not None for value in call.values]
+
+    def forget_kept(self, layer: int) -> None:
+        """Let the backward of a layer's blocks compute all again."""
+        for block in self._layers.layers[layer]:
+            self._kept.pop(block, None)
 
     def take_gradients(self, unit: Unit, wanted: Callable[[torch.Tensor], bool]) -> list[Taken]:
         """Take the wanted ones of the gradients that wait for a unit's backward, each with the call that puts it back."""

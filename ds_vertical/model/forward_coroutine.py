@@ -21,6 +21,7 @@ from torch.utils import checkpoint
 
 from ds_vertical.errors import LayerError
 from ds_vertical.model.kept.kinds import KeptKinds
+from ds_vertical.model.kept.probe import Probe
 from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.restart import HooksMissed
 from ds_vertical.model.state.step_state import StepState
@@ -37,7 +38,8 @@ class ForwardPass:
 
     `keep`: block calls are recorded for the backward (training), or not (evaluation). `modules`: the state of modules that
     belongs to one micro-batch each; None: such state is left as it comes. `num_calls`: how often each micro-batch's code calls
-    the model. `kinds`: what else of block calls is kept for the backward; None: nothing.
+    the model. `kinds`: what else of block calls is kept for the backward; None: nothing. `probe`: measures what could be kept;
+    None: nothing does.
     """
 
     layers: LayerMap
@@ -46,6 +48,7 @@ class ForwardPass:
     modules: StepState | None = None
     num_calls: int = 1
     kinds: KeptKinds | None = None
+    probe: Probe | None = None
 
 
 class ForwardCoroutine:

@@ -37,7 +37,7 @@ class MicroBatch:
         self._modules = shared.modules
         self._calls = range(shared.num_calls)
         self._segments = Segments(len(shared.layers.blocks), shared.num_calls)
-        self._blocks = RecordedBlocks(shared, self._segments)
+        self._blocks = RecordedBlocks(shared, self._segments, index)
         self._forward = ForwardCoroutine(body, self._blocks, shared, state, index, run_on)
         self.boundary = BoundaryTensors(shared.layers, self._forward, self._blocks, self._segments)
 

@@ -50,15 +50,18 @@ class RecordedBlocks:
     `calls`: the record by the block's number, from the block's forward to its backward; in a further call of the model the
     numbers go on where those of the call before end. `keep_graph`: set ahead of a layer's
     forward, so that its backward takes the graph made there instead of a recompute. `segments` belongs to the same micro-batch:
-    where the glue begins, and the gradients that wait for it. `kept`: what else of the calls is kept; None: nothing.
+    where the glue begins, and the gradients that wait for it. `kept`: what else of the calls is kept; None: nothing. `index`:
+    the micro-batch's number.
     """
 
-    def __init__(self, shared: ForwardPass, segments: Segments) -> None:
+    def __init__(self, shared: ForwardPass, segments: Segments, index: int = 0) -> None:
         self.calls: dict[int, BlockCall] = {}
         self.keep_graph = False
         self._first = 0  # the number of block 0 in the call of the model that is under way
         self._keep = shared.keep
-        self.kept = None if shared.kinds is None else KeptBlocks(shared.kinds, shared.layers.blocks, shared.stubs.compiled)
+        kinds, self._probe, self._compiled = shared.kinds, shared.probe, shared.stubs.compiled
+        self.kept = None if kinds is None else KeptBlocks(kinds, shared.layers.blocks, self._compiled)
+        self._keeping_blocks = frozenset[int]() if kinds is None else kinds.blocks_of(index, shared.layers)
         self._modules = shared.modules
         self._blocks = shared.layers.blocks
         self._segments = segments
@@ -122,7 +125,7 @@ class RecordedBlocks:
         return returned
 
     def _keeping(self, block: int, call: BlockCall) -> contextlib.AbstractContextManager[Keeping | None]:
-        if self.kept is None or self.keep_graph:
+        if self.kept is None or self.keep_graph or block not in self._keeping_blocks:
             return contextlib.nullcontext()
         return self.kept.keeping(block, call)
 
@@ -220,6 +223,9 @@ class RecordedBlocks:
         again = partial(self._again, block, call)
         if call.graph is not None:
             found = run_backward(call.graph, grads, waiting)
+        elif self._probe is not None and self._probe.wants(self._blocks[block]):
+            run = partial(run_backward, grads=grads, waiting=waiting)
+            found = self._probe.backward(self._blocks[block], self._compiled[block], call.args, again, run)
         elif self.kept is not None:
             found = self.kept.backward(block, grads, waiting, again)
         else:

@@ -4,6 +4,9 @@ A cell, one layer of one micro-batch, moves as a whole: the storages that its bl
 (`model.kept.slots`). Their bytes go out behind the layer's forward and come back ahead of its backward, into the same storages.
 What is small, or held by other code, stays on the device.
 
+Where a run has chosen by itself what to keep, a cell for which a tier has no room keeps nothing, in that step: its backward
+computes all again. What the JSON asks for fails instead.
+
 Where device and host are one memory, what stays on the device takes host memory: it is counted against what the memory budget
 leaves. In two memories what rests in host memory is, and the device's memory is not checked.
 """
@@ -15,7 +18,7 @@ from functools import partial
 
 import torch
 
-from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.model.kept.slots import KeptStorage
@@ -34,13 +37,16 @@ KEPT_REMEDY = (
 class KeptStore:
     """Where the kept values of each cell are. `swapper`: moves them; None where none leave the device.
 
-    `device_limit`: bytes that they may take on the device; None: any number.
+    `device_limit`: bytes that they may take on the device; None: any number. `gives_up`: a cell for which there is no room
+    keeps nothing. `resting`: of the step under way, or of the last one, the cells and bytes that each tier has held.
     """
 
-    def __init__(self, swapper: TensorSwapper | None, device_limit: int | None) -> None:
+    def __init__(self, swapper: TensorSwapper | None, device_limit: int | None, gives_up: bool = False) -> None:
         self.swapper = swapper
         self.device_limit = device_limit
+        self.gives_up = gives_up
         self.most_bytes = 0  # of one cell, so far
+        self.resting: dict[Tier, tuple[int, int]] = {}
         self._tiers: Mapping[Cell, Tier] = {}
         self._on_device: dict[Cell, int] = {}
         self._away: dict[Cell, tuple[SwappedTensor, list[KeptStorage]]] = {}
@@ -56,6 +62,7 @@ class KeptStore:
     def open_step(self, tiers: Mapping[Cell, Tier]) -> None:
         """`tiers`: where the cells that leave the device rest, in the step that begins."""
         self._tiers = tiers
+        self.resting = {}
 
     def handlers(self, boundary_of: Callable[[int], BoundaryTensors]) -> dict[Op, Handler]:
         """What the schedule's events do here. `boundary_of`: the tensors of a micro-batch, by its number."""
@@ -71,8 +78,12 @@ class KeptStore:
         self.most_bytes = max(self.most_bytes, kept)
         if not kept:
             return
+        held = sum(self._on_device.values()) + kept
+        if self.device_limit is not None and held > self.device_limit and self.gives_up:
+            boundary.forget_kept(cell[0])
+            return
         self._on_device[cell] = kept
-        held = sum(self._on_device.values())
+        self._count(Tier.DEVICE, 1, kept)
         if self.device_limit is not None and held > self.device_limit:
             raise MemoryBudgetError(
                 f"vertical_schedule.activations.keep: {held} bytes of host memory, which is the device's, hold what"
@@ -93,12 +104,22 @@ class KeptStore:
         values = [value for value in boundary.kept(cell[0]) if _is_movable(value)]
         if not values:
             return None
-        swapped = self.swapper.put([_bytes(value) for value in values], self._tiers[cell])
+        try:
+            swapped = self.swapper.put([_bytes(value) for value in values], self._tiers[cell])
+        except (MemoryBudgetError, StorageError):
+            if not self.gives_up:
+                raise
+            self._count(Tier.DEVICE, -1, -self._on_device.pop(cell, 0))
+            boundary.forget_kept(cell[0])
+            return None
         self._away[cell] = swapped, values
         for value in values:
             value.in_memory = False
             value.storage.resize_(0)
-        self._on_device[cell] = self._on_device.get(cell, 0) - sum(value.num_bytes for value in values)
+        moved = sum(value.num_bytes for value in values)
+        self._on_device[cell] = self._on_device.get(cell, 0) - moved
+        self._count(Tier.DEVICE, -1, -moved)
+        self._count(self._tiers[cell], 1, moved)
         return Ticket(f"save kept {cell[0]} of {cell[1]}", partial(self.swapper.wait_written, swapped), swapped.num_bytes)
 
     def load(self, cell: Cell) -> Ticket | None:
@@ -121,6 +142,11 @@ class KeptStore:
         swapper.fetch(swapped, land)
         self._on_device[cell] = self._on_device.get(cell, 0) + sum(value.num_bytes for value in values)
         return Ticket(f"load kept {cell[0]} of {cell[1]}", wait, swapped.num_bytes)
+
+    def _count(self, tier: Tier, num_cells: int, num_bytes: int) -> None:
+        """Add to what a tier has held in the step; a cell counts where most of its bytes go."""
+        cells, held = self.resting.get(tier, (0, 0))
+        self.resting[tier] = cells + num_cells, held + num_bytes
 
     def drop(self, cell: Cell) -> None:
         """Forget the cell's values: its backward is over."""

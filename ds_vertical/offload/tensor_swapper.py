@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io.aio import DiskQueue, Transfer
 from ds_vertical.io.buffers import BufferPool, HostBuffer
 from ds_vertical.io.extents import Extents
@@ -128,8 +128,8 @@ class GrowingFile:
     def place(self, swapped: SwappedTensor) -> None:
         """Give the swapped tensor its place. Raises StorageError where the file cannot grow."""
         swapped.offset = self.extents.take(swapped.num_bytes)
-        if self.extents.end > self._num_bytes:
-            size = _round_up(self.extents.end, _GROWTH_BYTES)
+        if (end := swapped.offset + swapped.num_bytes) > self._num_bytes:
+            size = _round_up(end, _GROWTH_BYTES)
             preallocate({self.path: size})
             self._num_bytes = size
 
@@ -190,7 +190,11 @@ class TensorSwapper:
         else:
             self._kept.add(swapped)
             assert self._file is not None
-            self._file.place(swapped)
+            try:
+                self._file.place(swapped)
+            except StorageError:
+                self._forget(swapped)
+                raise
             buffer = swapped.buffer = self._take(self._saves, swapped.num_bytes)
             target = buffer.data
         pieces = _pieces(target, tensors)

@@ -1,10 +1,9 @@
-"""Which micro-batch's activations rest in which tier, and where what a forward keeps does."""
+"""Which micro-batch's activations rest in which tier."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ds_vertical.schedule.events import Cell
 from ds_vertical.types import Tier
 
 
@@ -30,17 +29,3 @@ def activation_tiers(num_micro_batches: int, shares: Mapping[Tier, float]) -> tu
     away = [tier for tier in shares if tier is not Tier.DEVICE]
     chosen = spread(num_micro_batches, [shares[tier] for tier in away])
     return tuple(Tier.DEVICE if index < 0 else away[index] for index in chosen)
-
-
-def kept_tiers(num_layers: int, num_micro_batches: int, tier: Tier, one_memory: bool) -> dict[Cell, Tier]:
-    """Where what forwards keep for their backwards rests, by layer and micro-batch, as far as it leaves the device.
-
-    The last layer's is used up at once. That of the layer before is used first in the backward, before an SSD would have it
-    written: in the place of SSD it rests in host memory. With `one_memory` that is the device's, and nothing moves to it.
-    """
-    found: dict[Cell, Tier] = {}
-    for layer in range(num_layers - 1):
-        rests = Tier.HOST if tier is Tier.SSD and layer >= num_layers - 2 else tier
-        if rests is Tier.SSD or (rests is Tier.HOST and not one_memory):
-            found |= {(layer, m): rests for m in range(num_micro_batches)}
-    return found

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_policy import spread
@@ -164,8 +164,7 @@ class KeptShare:
 
     def cells(self, num_layers: int, num_micro_batches: int, one_memory: bool) -> dict[Cell, Tier]:
         """The cells that follow `point`, and where their bytes rest; with `one_memory` the device stands for host memory."""
-        cells = kept_cells(num_layers, num_micro_batches, {tier: self.share(tier) for tier in Tier})
-        return {cell: Tier.DEVICE if one_memory and tier is Tier.HOST else tier for cell, tier in cells.items()}
+        return kept_cells(num_layers, num_micro_batches, {tier: self.share(tier) for tier in Tier}, one_memory)
 
     def resting_bytes(self, num_layers: int, num_micro_batches: int) -> dict[Tier, float]:
         """Bytes that rest in each tier at most."""
@@ -178,19 +177,47 @@ class KeptShare:
         return {tier: buffer_bytes(tier, self.point.num_bytes, tiers) for tier in Tier}
 
 
+def keep_keys(kept: KeptShare | None, one_memory: bool) -> dict[str, Any]:
+    """The keys of the JSON's `activations` that ask for a plan's way to keep; None: nothing. Where there is `one_memory`, what
+    stays on the device beside an SSD is what rests in host memory. Raises CostsError for three tiers, which have no keys."""
+    if kept is None or not kept.total:
+        return {"keep": "none"}
+    keys: dict[str, Any] = {"keep": kept.point.policy}
+    if not kept.point.num_bytes:
+        return keys | _share_key(kept.total)
+    beside = kept.host + (kept.device if one_memory and kept.ssd else 0.0)
+    if kept.ssd and kept.device and not one_memory:
+        raise refuse("kept", "device", kept.device, "0: what does not rest on SSD rests in host memory")
+    tier = Tier.SSD if kept.ssd else Tier.DEVICE if kept.device else Tier.HOST
+    share = round(kept.share(tier), 6)
+    keys |= {"keep_device": tier.value} | _share_key(share)
+    if tier is not Tier.HOST and beside:
+        keys["keep_host_share"] = round(min(beside, 1 - share), 6)
+    return keys
+
+
+def _share_key(share: float) -> dict[str, float]:
+    """`keep_share`, where it is not the default."""
+    return {} if round(share, 6) >= 1 else {"keep_share": round(share, 6)}
+
+
 def num_cells(num_layers: int, num_micro_batches: int) -> int:
     """Cells that can keep."""
     return num_micro_batches * max(0, num_layers - 1)
 
 
-def kept_cells(num_layers: int, num_micro_batches: int, shares: Mapping[Tier, float]) -> dict[Cell, Tier]:
+def kept_cells(
+    num_layers: int, num_micro_batches: int, shares: Mapping[Tier, float], one_memory: bool = False
+) -> dict[Cell, Tier]:
     """The cells that keep, and where: spread evenly over all that can, in the order in which they run. `shares`: of these, per
-    tier."""
+    tier. What the layer before the last keeps rests in host memory in the place of SSD, which would not have it written before
+    it is used; with `one_memory` the device stands for host memory."""
     tiers = [tier for tier in Tier if shares.get(tier, 0.0) > 0]
     chosen = spread(num_cells(num_layers, num_micro_batches), [shares[tier] for tier in tiers])
     cells = {divmod(number, num_micro_batches): tiers[index] for number, index in enumerate(chosen) if index >= 0}
     late = num_layers - _NOT_ON_SSD
-    return {cell: Tier.HOST if IN_FILES[tier] and cell[0] >= late else tier for cell, tier in cells.items()}
+    cells = {cell: Tier.HOST if IN_FILES[tier] and cell[0] >= late else tier for cell, tier in cells.items()}
+    return {cell: Tier.DEVICE if one_memory and tier is Tier.HOST else tier for cell, tier in cells.items()}
 
 
 def tier_shares(num_layers: int, shares: Mapping[Tier, float]) -> dict[Tier, float]:

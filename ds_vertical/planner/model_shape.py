@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ds_vertical.errors import CostsError
@@ -147,13 +148,20 @@ class CountedMenu:
     moved_bytes: int
     points: tuple[CountedPoint, ...]
 
-    def menu(self, sequences: int, forward_s: float, flops_per_byte: float) -> KeepMenu:
-        """Seconds and bytes of a micro-batch of so many sequences, of which the forward takes `forward_s`. A byte that is read
-        or made counts as `flops_per_byte` operations; each operation that is run again costs `REPLAY_S` besides."""
+    def menu(self, sequences: int, seconds: Seconds, flops_per_byte: float) -> KeepMenu:
+        """Seconds and bytes of a micro-batch of so many sequences. A byte that is read or made counts as `flops_per_byte`
+        operations; each operation that is run again costs `REPLAY_S` besides. Where a policy of this kind has been timed, that
+        counts instead, and so in proportion of a part of its outputs."""
         whole = (self.flops + flops_per_byte * self.moved_bytes) or 1.0
+        timed = seconds.saved_shares.get(self.kind, {})
+        counted = [(point, (point.flops + flops_per_byte * point.moved_bytes) / whole) for point in self.points]
+        full = {point.policy: share for point, share in counted if point.outputs is None}
         points = []
-        for point in self.points:
-            saved = (point.flops + flops_per_byte * point.moved_bytes) / whole * forward_s - REPLAY_S * point.num_run
+        for point, share in counted:
+            saved = share * seconds.block_forward - REPLAY_S * point.num_run
+            if point.policy in timed:
+                part = share / full[point.policy] if full.get(point.policy) else 1.0
+                saved = part * timed[point.policy] * seconds.block_forward
             points.append(PolicyPoint(point.policy, sequences * point.num_bytes, max(0.0, saved), point.outputs))
         return KeepMenu(self.kind, self.num_blocks, thinned(concave(points)))
 
@@ -210,10 +218,10 @@ class ModelSpec:
         sizes = {name: math.ceil(part * getattr(self, name)) for name in names}
         return replace(self, sequence_length=sequence_length, **sizes, menus=())
 
-    def menu(self, sequences: int, blocks_per_layer: int, forward_s: float, flops_per_byte: float) -> KeepMenu | None:
-        """What a layer may keep of its forward for a micro-batch: bytes and seconds of the mean layer. `forward_s`: of one
-        block. None where nothing has been counted."""
-        mean = mean_menu([menu.menu(sequences, forward_s, flops_per_byte) for menu in self.menus])
+    def menu(self, sequences: int, blocks_per_layer: int, seconds: Seconds, flops_per_byte: float) -> KeepMenu | None:
+        """What a layer may keep of its forward for a micro-batch: bytes and seconds of the mean layer. None where nothing has
+        been counted."""
+        mean = mean_menu([menu.menu(sequences, seconds, flops_per_byte) for menu in self.menus])
         return None if mean is None else mean.times(blocks_per_layer)
 
     def layers(self, blocks_per_layer: int) -> tuple[int, ...]:
@@ -232,17 +240,26 @@ def _by_layer(blocks: tuple[int, ...], blocks_per_layer: int) -> tuple[int, ...]
 @dataclass(frozen=True)
 class Seconds:
     """Seconds that one micro-batch takes in the pieces of a model: in one block's forward and backward (without recompute), in
-    the prefix, in the suffix (`head`, forward and backward together)."""
+    the prefix, in the suffix (`head`, forward and backward together). `saved_shares`: by the class of a block, the share of its
+    forward that each activation policy saves in its backward, as far as that has been timed."""
 
     block_forward: float
     block_backward: float
     pre_forward: float
     pre_backward: float
     head: float
+    saved_shares: Mapping[str, Mapping[ActivationPolicy, float]] = field(default_factory=dict)
+
+    @property
+    def pieces(self) -> dict[str, float]:
+        """The seconds by their names."""
+        return {
+            name: getattr(self, name) for name in ("block_forward", "block_backward", "pre_forward", "pre_backward", "head")
+        }
 
     def times(self, factor: float) -> Seconds:
         """All of them so much longer."""
-        return Seconds(*(factor * getattr(self, field.name) for field in fields(self)))
+        return replace(self, **{name: factor * seconds for name, seconds in self.pieces.items()})
 
 
 def without_frozen(spec: ModelSpec, seconds: Seconds) -> Seconds:

@@ -10,12 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 from ds_vertical.planner.closed_forms import Traffic, kept_layers, vertical_traffic
+from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.events import DELAYED, Op, Schedule
-from ds_vertical.types import PRE, SHARE_NAMES, Placement, Unit
+from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, ActivationPolicy, Placement, Tier, Unit
 
 FILE_NAME = "account.jsonl"
 Share = Literal["delayed", "all"]
@@ -94,14 +95,59 @@ class RunInfo:
 
 
 @dataclass(frozen=True)
+class KeptRecord:
+    """What the forwards of one step kept on this rank: by a policy, for `shares` of the cells (one layer of one micro-batch
+    each) by the tier asked for; and the cells and bytes that have really rested in each tier."""
+
+    policy: ActivationPolicy
+    shares: tuple[tuple[Tier, float], ...]
+    cells: tuple[tuple[Tier, int], ...] = ()
+    num_bytes: tuple[tuple[Tier, int], ...] = ()
+
+    def share(self, layer_s: float, saved_s: float | None) -> KeptShare | None:
+        """As the planner has it, with the bytes of the mean cell. `layer_s`: seconds of a layer's forward, `saved_s`: those
+        that the policy saves of it, None where they are not known. None where bytes should rest and none did."""
+        count, total = (sum(number for _, number in each) for each in (self.cells, self.num_bytes))
+        if self.policy in HOLDING and not (count and total):
+            return None
+        saved = saved_s if saved_s is not None else layer_s if self.policy == "everything" else 0.0
+        point = PolicyPoint(self.policy, total / count if self.policy in HOLDING else 0.0, saved)
+        shares = dict(self.shares)
+        return KeptShare(point, *(shares.get(tier, 0.0) for tier in Tier))
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """From what `to_json` has written."""
+        tables = (tuple((Tier(tier), number) for tier, number in fields[name].items()) for name in _TABLES)
+        return cls(fields["policy"], *tables)
+
+    def to_json(self) -> dict[str, object]:
+        """As an account has it."""
+        tables = zip(_TABLES, (self.shares, self.cells, self.num_bytes), strict=True)
+        written: dict[str, object] = {name: {tier.value: number for tier, number in table} for name, table in tables}
+        return {"policy": self.policy} | written
+
+    def describe(self) -> str:
+        """One phrase: the policy, and the cells and MB in each tier."""
+        held = dict(self.num_bytes)
+        rested = [f"{count} cells, {held.get(tier, 0) / 1e6:.1f} MB on {tier}" for tier, count in self.cells if count]
+        where = "; ".join(rested) or ", ".join(f"{share:.0%} of the cells" for _, share in self.shares if share)
+        return f'"{self.policy}": {where or "no cell"}'
+
+
+_TABLES: Final = ("shares", "cells", "bytes")
+
+
+@dataclass(frozen=True)
 class ExecutedStep:
     """One step: its schedule, and which share of the step before was due in it. `gauge_s`: how fast the host was behind it, see
-    `metrics`; None where that was not measured."""
+    `metrics`; None where that was not measured. `kept`: what its forwards kept; None: nothing."""
 
     step: int
     schedule: Schedule
     due: Share
     gauge_s: float | None = None
+    kept: KeptRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +161,11 @@ class Account:
         """The shape in one step: whether its last layer is recomputed follows from its schedule."""
         last = self.facts.num_layers - 1
         fused = any(event.layer == last for event in step.schedule.fused)
-        return replace(self.facts.shape(rates), recompute_last=not fused)
+        shape, kept = self.facts.shape(rates), None
+        if step.kept is not None:
+            saved = rates.get(f"{step.kept.policy}_saved_s")
+            kept = step.kept.share(shape.forward_s, None if saved is None else self.facts.blocks_per_layer * saved)
+        return replace(shape, recompute_last=not fused, kept=kept)
 
     def parts(self, step: ExecutedStep) -> dict[tuple[Unit, str], float]:
         """Elements of this rank that the early and the delayed steps of each unit are about."""
@@ -135,13 +185,14 @@ class Account:
 
     def table(self, step: ExecutedStep, rates: Mapping[str, float]) -> Traffic | None:
         """The closed table's bytes for this step; None where it took less than one whole step (the first, for one), where
-        activations move in an order that the table does not know, or where what forwards keep moves: the facts do not say how
-        many bytes that is."""
+        activations move in an order that the table does not know, or where what forwards keep moves and the account does not
+        say how many bytes that is."""
         early, due = self.shares(step)
         schedule = step.schedule
         after_norm = not (schedule.early or schedule.delayed)
         taken = 1.0 if after_norm else early + due
-        if taken < 1 - 1e-9 or schedule.order != "vertical" or schedule.kept or (schedule.moved and schedule.snake):
+        unknown = schedule.kept and (step.kept is None or not step.kept.num_bytes)
+        if taken < 1 - 1e-9 or schedule.order != "vertical" or unknown or (schedule.moved and schedule.snake):
             return None
         kept, redone = kept_layers(schedule.window), max(0.0, taken - 1)
         held = {event.part for event in schedule.events if event.op is Op.HOLD}
@@ -159,12 +210,13 @@ class AccountWriter:
         self._last: Schedule | None = None
         self._num_steps = 0
 
-    def step(self, schedule: Schedule, due: Share, gauge_s: float | None = None) -> None:
+    def step(self, schedule: Schedule, due: Share, gauge_s: float | None = None, kept: KeptRecord | None = None) -> None:
         """Append the step that has just ended; arguments as in `ExecutedStep`."""
         self._num_steps += 1
         text = None if schedule == self._last else schedule.to_text()
         self._last = schedule
         line = {"step": self._num_steps, "due": due, "schedule": text, "gauge_s": gauge_s}
+        line |= {} if kept is None else {"kept": kept.to_json()}
         self._file.write(json.dumps(line) + "\n")
 
 
@@ -189,7 +241,8 @@ def _steps(lines: Sequence[str]) -> list[ExecutedStep]:
         fields = json.loads(line)
         text = fields["schedule"]
         schedule = steps[-1].schedule if text is None else Schedule.from_text(text)
-        steps.append(ExecutedStep(fields["step"], schedule, fields["due"], fields.get("gauge_s")))
+        kept = KeptRecord.from_json(fields["kept"]) if fields.get("kept") else None
+        steps.append(ExecutedStep(fields["step"], schedule, fields["due"], fields.get("gauge_s"), kept))
     return steps
 
 

@@ -7,9 +7,9 @@ decide, and among plans that differ by less than a hundredth the simplest. Model
 fewer (a layer costs the same however many there are). The optimizer's pieces are taken coarser there than they are: some to a
 layer, which overlap as the real ones do.
 
-[Note: keeping] The program mixes all policies and tiers of what is kept; the JSON has one policy, in one tier. So of each of
-the best cases one candidate for each policy and tier is solved again, with what it keeps given, and the simulator ranks them
-beside the one that keeps nothing.
+[Note: keeping] The program mixes all policies and tiers of what is kept; the JSON has one policy, for a share of the cells in
+one tier and for another in host memory. So of each of the best cases one candidate for each policy and each of these pairs of
+tiers is solved again, and the simulator ranks them beside the one that keeps nothing. All cells keep where that loses nothing.
 
 [Note: in place] Without clipping early steps need no second generation of files where a norm that is not finite ends the run
 (`on_nonfinite: "stop"`). A plan does so where it is asked to, or where the SSD has no room for two generations.
@@ -41,6 +41,7 @@ _KEEPING: Final = 3  # ways to keep of each case that the simulator ranks, besid
 _NEAR: Final = 1.25  # of the best case's seconds: what is ranked
 _RUNNERS_UP: Final = 3
 _EQUAL: Final = 1.01  # plans nearer than this are one as good as the other
+_AS_GOOD: Final = 1.001  # times the seconds of the best shares, by the program: then all cells keep
 _MORE: Final = 0.02  # of a tier: steps by which advice on memory grows until what it says fits
 _MORE_OF: Final = per_tier(
     {
@@ -66,8 +67,7 @@ class Task:
     `micro_batch_size`: given instead of chosen. `seconds`: of the pieces for a micro-batch of so many sequences.
     `speculation`: with clipping, expect that the norm asks for none, so that layers are stepped early and nothing is redone.
     `stop`: end the run at a norm that is not finite (None: where that is what fits). `keep`: plan what forwards keep.
-    `flops_per_byte`: of this device, operations in the time of a byte of its memory. `parts`: the JSON can say which share of
-    the layers and micro-batches keeps.
+    `flops_per_byte`: of this device, operations in the time of a byte of its memory.
     """
 
     spec: ModelSpec
@@ -80,7 +80,6 @@ class Task:
     stop: bool | None = None
     keep: bool = True
     flops_per_byte: float = 0.0
-    parts: bool = False
 
     def counts(self) -> Iterator[tuple[int, int]]:
         """(sequences per micro-batch, M) with `tokens` or the least above it."""
@@ -122,7 +121,7 @@ def choose(
     if not solved:
         raise PlanError(_shortage(search, cases))
     solved.sort(key=lambda entry: entry[3].seconds)
-    fitting = [c for entry in _spread(_preferred(solved, task)) for c in _ways_to_keep(entry, task) if _fits(c)]
+    fitting = [c for entry in _spread(_preferred(solved, task)) for c in _ways_to_keep(entry) if _fits(c)]
     if not fitting:
         raise PlanError(_shortage(search, cases))
     fitting.sort(key=lambda c: c.estimate_s)
@@ -151,6 +150,30 @@ def tune_timing(
             other = Candidate(replace(choice, window=window, delay=delay), changed, 0.0, ())
             found += [other] if _fits(other) else []
     best = min(found, key=lambda candidate: candidate.estimate_s)
+    return (best if best.estimate_s * _EQUAL < own.estimate_s else own), own
+
+
+def tune_keeping(case: LpProblem, choice: Choice) -> tuple[Candidate, Candidate]:
+    """The best way to keep for a model whose sizes, timing and tiers are settled; and `choice` itself, which keeps nothing and
+    is taken where nothing is better by more than a hundredth. `case`: with the menu."""
+    placement, in_files = choice.placement, case.shape.in_files(TensorKind.PARAMETERS) > 0
+    fixed = {
+        "activations_on_host": placement.share(TensorKind.ACTIVATIONS, Tier.HOST),
+        "activations_on_ssd": placement.share(TensorKind.ACTIVATIONS, Tier.SSD),
+        "parameters_in_host": placement.share(TensorKind.PARAMETERS, Tier.HOST) if in_files else 0.0,
+        "gradients_on_ssd": placement.share(TensorKind.GRADIENTS, Tier.SSD),
+    }
+    own = Candidate(choice, replace(case, menu=None), 0.0, ())
+    found: list[Candidate] = []
+    for given, solution in _solved_ways(replace(case, fixed=fixed)):
+        kept = _kept_share(solution, given)
+        shape = replace(case.shape, kept=kept)
+        made = Candidate(replace(choice, kept=kept), replace(given, shape=shape), solution.seconds, solution.binding)
+        found += [made] if kept is not None and _fits(made) else []
+    found.sort(key=lambda candidate: candidate.program_s)
+    ranked = found[:_KEEPING]
+    least = min((candidate.estimate_s for candidate in ranked), default=0.0)
+    best = min((c for c in ranked if c.estimate_s <= _EQUAL * least), key=simplicity, default=own)
     return (best if best.estimate_s * _EQUAL < own.estimate_s else own), own
 
 
@@ -225,7 +248,7 @@ class _Search:
         shape = shape_of(task.spec, seconds or _NO_SECONDS, division)
         menu = None
         if seconds is not None and task.keep:
-            menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds.block_forward, task.flops_per_byte)
+            menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds, task.flops_per_byte)
         return LpProblem(shape, self.machine, terms, self.limits, delay, early, self.further, menu)
 
     def remedies(self, lacking: Mapping[Tier, float]) -> Iterator[str]:
@@ -314,30 +337,40 @@ def _in_place(case: LpProblem) -> bool:
     return case.early and case.shape.generations == 1
 
 
-def _ways_to_keep(entry: _Entry, task: Task) -> Iterator[Candidate]:
+def _ways_to_keep(entry: _Entry) -> Iterator[Candidate]:
     """See [Note: keeping]."""
     case, size, blocks, _ = entry
-    found: list[Candidate] = []
-    for policy in POLICIES:
-        for tier in _keep_tiers(case, policy):
-            given = replace(case, menu=case.menu and case.menu.only(policy), keep_tiers=(tier,))
-            for fixed in ({name: 1.0 for name in given.kept}, *([{}] if task.parts and given.kept else [])):
-                solution = linear_program.solve(replace(given, fixed=fixed))
-                found += [] if solution is None else [_candidate(given, size, blocks, solution, window=WINDOWS[0])]
+    found = [_candidate(given, size, blocks, solution, window=WINDOWS[0]) for given, solution in _solved_ways(case)]
     found.sort(key=lambda candidate: candidate.program_s)
     keeping = [c for c in found if c.choice.policy != "none" and c.program_s <= _NEAR * found[0].program_s]
-    yield from (c for c in found if c.choice.policy == "none")
+    yield from [c for c in found if c.choice.policy == "none"][:1]
     yield from keeping[:_KEEPING]
 
 
-def _keep_tiers(case: LpProblem, policy: str) -> tuple[Tier, ...]:
-    """Where what a policy keeps may rest; one tier where it keeps no bytes."""
+def _solved_ways(case: LpProblem) -> Iterator[tuple[LpProblem, Solution]]:
+    """The case with nothing kept, and with each policy in each pair of tiers."""
+    for policy in POLICIES:
+        for tiers in _keep_tiers(case, policy):
+            given = replace(case, menu=case.menu and case.menu.only(policy), keep_tiers=tiers)
+            best = linear_program.solve(given)
+            if len(given.kept) == 1 and best is not None and (not best.kept or best.kept[0][2] < 1):
+                whole = linear_program.solve(replace(given, fixed={**case.fixed, **dict.fromkeys(given.kept, 1.0)}))
+                is_good = whole is not None and whole.seconds <= _AS_GOOD * best.seconds
+                best = whole if is_good or not best.kept else best  # where none is best, the loss of all is what to tell
+            if best is not None:
+                yield given, best
+
+
+def _keep_tiers(case: LpProblem, policy: str) -> Iterator[tuple[Tier, ...]]:
+    """Where what a policy keeps may rest, in one tier or two; the device where it keeps no bytes."""
     point = next((p for p in case.menu.points if p.name == policy), None) if case.menu else None
     if policy == "none" or (point is not None and not point.num_bytes):
-        return (Tier.DEVICE,)
-    if point is None:
-        return ()
-    return tuple(tier for tier in Tier if not (tier is Tier.HOST and case.machine.one_memory))
+        yield (Tier.DEVICE,)
+    elif point is not None:
+        here = [tier for tier in case.keep_tiers if not (tier is Tier.HOST and case.machine.one_memory)]
+        beside = Tier.DEVICE if case.machine.one_memory else Tier.HOST  # of which the JSON has a share of its own
+        yield from ((tier,) for tier in here)
+        yield from ((beside, tier) for tier in here if beside in here and tier is not beside)
 
 
 def _spread(solved: Sequence[_Entry]) -> list[_Entry]:

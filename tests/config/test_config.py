@@ -193,7 +193,10 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "keep_gradients": False,
         "host_memory_bytes": None,
         "nvme_paths": None,
-        "activations": {"device": None, "share": 1.0, "host_share": 0.0, "keep": None, "keep_device": None},
+        "activations": {
+            **{"device": None, "share": 1.0, "host_share": 0.0},
+            **{"keep": None, "keep_device": None, "keep_share": 1.0, "keep_host_share": 0.0},
+        },
         "seed_micro_batches": True,
         "seed": None,
         "trace": None,

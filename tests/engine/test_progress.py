@@ -34,6 +34,7 @@ from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.run_record import ExecutedStep
 from ds_vertical.schedule.trace import RecordingTracer, read_trace, summarize
 
+KEEPS_NOTHING = {"keep": "none"}  # what is chosen behind the first step would be a line of its own
 REPORT: dict[str, Any] = {
     "machine": {
         "ssd_read_bytes_per_s": 1e8,
@@ -66,7 +67,7 @@ def test_the_line_stands_below_what_a_step_prints_and_goes_with_it(
 ) -> None:
     monkeypatch.setattr(contention, "_NOTED", float("inf"))  # whatever works beside this test
     screen = on_screen()
-    engine = initialize(config=host_config(enabled=enabled))
+    engine = initialize(config=host_config(enabled=enabled, activations=KEEPS_NOTHING))
     screen.clear()
     logger, handler = logging.getLogger("a user's"), logging.StreamHandler(screen.stream)
     logger.addHandler(handler)
@@ -107,7 +108,7 @@ def test_the_line_is_for_terminals_unless_the_key_says_otherwise(
     with terminal() as screen, (tmp_path / "log").open("w+") as file:
         if not tty:
             monkeypatch.setattr(sys, "stderr", file)
-        engine = initialize(config=host_config(enabled=enabled, progress=shown))
+        engine = initialize(config=host_config(enabled=enabled, progress=shown, activations=KEEPS_NOTHING))
         screen.clear()
         before = file.tell()
         for step in token_batches(2, 1):
@@ -121,7 +122,7 @@ def test_the_line_is_for_terminals_unless_the_key_says_otherwise(
 @pytest.mark.parametrize("enabled", [True, False], ids=["vertical", "stock"])
 def test_an_error_in_a_step_takes_the_line_away(on_screen: Callable[[], Terminal], enabled: bool) -> None:
     screen = on_screen()
-    engine = initialize(config=host_config(enabled=enabled))
+    engine = initialize(config=host_config(enabled=enabled, activations=KEEPS_NOTHING))
     screen.clear()
     attributes = own_attributes(screen)
 
@@ -173,7 +174,7 @@ def test_the_monitor_gets_what_the_steps_were_in_both_arms(tmp_path: Path, monke
     bounds: list[float] = []
 
     def look(engine: Any, step: int) -> None:
-        goal = engine._loop.progress._goals._known[engine.ran, "delayed", False]
+        goal = engine._loop.progress._goals._known[engine.ran, "delayed", False, None]
         assert goal.resource in ("ssd_read", "ssd_write")  # the report's layer is another model's: no computation
         bounds.append(goal.seconds)
 

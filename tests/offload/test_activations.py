@@ -236,6 +236,18 @@ def test_a_tensor_in_a_list_of_anybodys_is_not_private() -> None:
         ),
         ({"keep": "free", "keep_device": "ssd"}, r'activations\.keep_device: got "ssd" with keep "free", which keeps no bytes'),
         ({"keep_device": "host"}, r'activations\.keep_device: got "host" with keep null, .*write "keep": "products" or "every'),
+        ({"keep": "free", "keep_share": 1.5}, r"activations\.keep_share: got 1\.5; need a number from 0 to 1"),
+        ({"keep_share": 0.5}, r"activations\.keep_share: got 0\.5 with keep null, which chooses the share, too; remove it"),
+        ({"keep": "none", "keep_host_share": 0.5}, r'activations\.keep_host_share: got 0\.5 with keep "none", with which no'),
+        ({"keep": "free", "keep_host_share": 0.5}, r'activations\.keep_host_share: got 0\.5 with keep "free", which keeps no'),
+        (
+            {"keep": "products", "keep_device": "host", "keep_host_share": 0.5},
+            r'activations\.keep_host_share: got 0\.5 with keep_device "host"; write "keep_share" instead',
+        ),
+        (
+            {"keep": "products", "keep_device": "ssd", "keep_host_share": 0.25},
+            r"activations\.keep_share: got 1\.0 \(the default\) with keep_host_share 0\.25, more than all cells; write 0\.75",
+        ),
         ({"device": "ssd", "share": 1.5}, r"activations\.share: got 1\.5; need a number from 0 to 1"),
         ({"share": 0.5}, r"activations\.share: got 0\.5 with device null, where nothing is moved"),
         ({"device": "host", "host_share": 0.5}, r'activations\.host_share: got 0\.5 with device "host"; write "share" instead'),

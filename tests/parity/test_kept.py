@@ -14,6 +14,7 @@ from models import MixerModel, tiny_gpt2, tiny_neox, token_batches
 from torch import nn
 
 from ds_vertical.engine import assembly
+from ds_vertical.engine.keeping import keeping
 from ds_vertical.errors import MemoryBudgetError
 
 MIXER = partial(MixerModel, 4, 512, dropout=0.1)
@@ -42,6 +43,39 @@ def test_stocks_bits_with_kept_values_on_ssd(tmp_path: Path, policy: str) -> Non
     compare(tmp_path, MIXER, 2, settings(policy, "ssd"))
 
 
+def counts_of(folder: Path, activations: dict[str, Any], count: int) -> dict[str, int]:
+    """The cells that have rested in each tier in a step."""
+    with running(config_in(folder, count, activations), MIXER, vertical=True) as (engine, _):
+        engine.train_batch(iter(token_batches(1, count, rows=1, shortest=5)[0]))
+        return {tier.value: cells for tier, cells in engine.kept.cells if cells}
+
+
+def test_shares_of_the_cells_keep_on_ssd_and_in_host_memory(tmp_path: Path) -> None:
+    """Of 6 cells 4 keep, 2 of them in memory; of those for the SSD the ones of the layer before the last are in memory, too."""
+    found = counts_of(tmp_path, settings("everything", "ssd") | {"keep_share": 0.34, "keep_host_share": 0.33}, 2)
+    assert sum(found.values()) == 4 and found["ssd"] <= 2 <= found["device"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("tier", ["device", "host", "ssd"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stocks_bits_with_every_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, tier: str, share: float
+) -> None:
+    if tier == "host":
+        monkeypatch.setattr(assembly, "accelerator", TwoMemories())
+        monkeypatch.setattr(keeping, "accelerator", TwoMemories())
+    if policy == "free" and tier != "device":
+        pytest.skip("keeps no bytes")
+    beside = {"keep_host_share": 0.25} if policy != "free" and tier != "host" and share == 0.5 else {}
+    activations = settings(policy, tier) | {"keep_share": share} | beside
+    compare(tmp_path, MIXER, 4, activations)
+    if policy == "everything":
+        wanted = round(12 * (share + beside.get("keep_host_share", 0.0)))
+        assert sum(counts_of(tmp_path, activations, 4).values()) == wanted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [0.0, 1e-3])
 @pytest.mark.parametrize("count", [1, 4])
@@ -54,6 +88,7 @@ def test_stocks_bits_with_every_policy(
 ) -> None:
     if tier == "host":  # on one memory nothing moves there
         monkeypatch.setattr(assembly, "accelerator", TwoMemories())
+        monkeypatch.setattr(keeping, "accelerator", TwoMemories())
     if policy in ("none", "free") and tier != "device":
         pytest.skip("keeps no bytes")
     build = partial(MixerModel, 4, 1024 if dtype == "bf16" else 512, dropout=dropout)
@@ -114,7 +149,7 @@ def test_a_step_that_keeps_more_than_memory_has_fails_whole(tmp_path: Path) -> N
     batches = token_batches(2, 2, rows=1, shortest=5)
     expected = run_arm(config_in(tmp_path, 2, {}), MIXER, batches[:1], vertical=True)
     with running(config_in(tmp_path, 2, settings("everything", "device")), MIXER, vertical=True) as (engine, _):
-        store = engine._kept
+        store = engine._keeping.store
         store.device_limit, limit = 1000, store.device_limit
         with pytest.raises(MemoryBudgetError, match=r'activations\.keep: \d+ bytes .* leaves 1000; write fewer .*"products"'):
             engine.train_batch(iter(batches[0]))
@@ -129,10 +164,10 @@ def test_kept_values_on_ssd_leave_memory_and_come_back_once(tmp_path: Path) -> N
     batches = token_batches(2, 3, rows=1, shortest=8)
     with running(config_in(tmp_path, 3, settings("everything", "ssd")), MIXER, vertical=True) as (engine, _):
         engine.train_batch(iter(batches[0]))
-        queues = engine._kept.swapper.queues
+        queues = engine._keeping.store.swapper.queues
         before = [queue.num_read_bytes + queue.num_written_bytes for queue in queues]
         engine.train_batch(iter(batches[1]))
         read, written = (queue.num_read_bytes + queue.num_written_bytes - b for queue, b in zip(queues, before, strict=True))
         assert read == written > 0
-        assert engine._kept.num_bytes["ssd"] == 0
+        assert engine._keeping.store.num_bytes["ssd"] == 0
         assert next(tmp_path.rglob("kept/rank0.bin")).stat().st_size >= written

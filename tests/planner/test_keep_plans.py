@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from ds_vertical.config.section import load_section
+from ds_vertical.errors import CostsError
 from ds_vertical.planner import search
 from ds_vertical.planner.candidate import Choice
-from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
+from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint, keep_keys
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import CountedMenu, CountedPoint, ModelSpec, Seconds
 from ds_vertical.planner.search import Plan, PlanError, Task, choose
@@ -142,6 +144,51 @@ def test_a_plan_in_place_has_one_generation_and_says_so() -> None:
     room = 20.0 * spec(512).num_elements
     chosen = choose(task(micro_batch_size=1), GPU, {Tier.DEVICE: 8e9, Tier.HOST: 1.6e9, Tier.SSD: room}).chosen
     assert chosen.choice.in_place and chosen.choice.early and chosen.shape.generations == 1 and chosen.ssd_bytes <= room
+
+
+def test_timed_seconds_count_in_the_place_of_counted_ones() -> None:
+    """A part of the products saves in proportion; a policy, or a kind of block, that was not timed is counted."""
+    counted = replace(spec(512).menus[0])
+    part = replace(counted.points[1], outputs=1, num_bytes=1000, flops=counted.points[1].flops / 2, moved_bytes=0)
+    menu = replace(counted, points=(*counted.points, part))
+    seconds = Seconds(0.04, 0.09, 0.0, 0.0, 0.0, saved_shares={menu.kind: {"products": 0.9, "everything": 0.95}})
+    plain, timed = (menu.menu(1, each, 20.0) for each in (replace(seconds, saved_shares={}), seconds))
+    products, everything = timed.point("products"), timed.point("everything")
+    assert products and everything and (products.saved_s, everything.saved_s) == (pytest.approx(0.036), pytest.approx(0.038))
+    assert timed.point("free") == plain.point("free") is not None
+    other = replace(seconds, saved_shares={"Other": {"products": 0.5}})
+    assert menu.menu(1, other, 20.0) == plain
+    (half,) = (p for p in timed.points if p.outputs == 1)
+    full = menu.points[1]
+    assert half.saved_s == pytest.approx(0.036 * part.flops / (full.flops + 20.0 * full.moved_bytes))
+    assert seconds.times(2).saved_shares == seconds.saved_shares and seconds.times(2).block_forward == 0.08
+
+
+@pytest.mark.slow
+def test_plans_have_shares_of_the_cells_in_two_tiers() -> None:
+    """Memory for a part of what every cell would keep: the others compute again, or go to SSD."""
+    found = plan(512, 6, LIMITED, host=1.7e9)
+    kept = found.chosen.choice.kept
+    assert kept is not None and found.chosen.choice.policy in ("products", "everything")
+    keys = keep_keys(kept, one_memory=True)
+    assert load_section({"vertical_schedule": {"activations": keys}})
+    assert found.chosen.estimate_s <= 1.01 * min(other.estimate_s for other in found.runners_up)
+
+
+def test_a_plans_way_to_keep_is_written_with_the_keys_of_the_section() -> None:
+    point = PolicyPoint("everything", 1e6, 0.01)
+    assert keep_keys(KeptShare(point, device=0.25, ssd=0.5), one_memory=True) == {
+        "keep": "everything",
+        "keep_device": "ssd",
+        "keep_share": 0.5,
+        "keep_host_share": 0.25,
+    }
+    assert keep_keys(KeptShare(point, host=1.0), one_memory=False) == {"keep": "everything", "keep_device": "host"}
+    assert keep_keys(KeptShare(point, 0.5, 0.25), False)["keep_host_share"] == 0.25
+    assert keep_keys(KeptShare(PolicyPoint("free", 0.0, 0.01), 0.5), True) == {"keep": "free", "keep_share": 0.5}
+    assert keep_keys(None, True) == {"keep": "none"}
+    with pytest.raises(CostsError, match=r"kept\.device: got 0\.25; write 0"):
+        keep_keys(KeptShare(point, device=0.25, ssd=0.5), one_memory=False)
 
 
 def test_a_choice_is_read_as_it_was_written() -> None:

@@ -33,6 +33,7 @@ from ds_vertical.config.section import SECTION
 from ds_vertical.engine import metrics
 from ds_vertical.engine.metrics import ARMS, TRACED, Agreement, encode_float
 from ds_vertical.errors import ConfigError
+from ds_vertical.planner.run_record import KeptRecord
 
 _FAILED, _BAD_INPUT = 1, 2
 
@@ -209,6 +210,7 @@ def _execute(plan: AbPlan, group: disk_limit.LimitedGroup | None, command: Seque
     summaries = {arm: summarize_arm([run for run in runs if run.arm == arm and not run.traced]) for arm in arms}
     report = _report(plan, command, started, verdict, summaries)
     report["ssd_limit"] = group.to_json() if group else None
+    report["kept"] = kept = efficiency.kept_of(runs, plan.out)
     if plan.with_bound and verdict.agreement is not Agreement.DIFFERENT:
         report["yardstick"] = _yardstick(plan, reports, runs, summaries.get("stock"))
     (plan.out / "ab.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
@@ -217,6 +219,7 @@ def _execute(plan: AbPlan, group: disk_limit.LimitedGroup | None, command: Seque
         print(f"ds-vertical ab: the arms do not compute the same thing; logs in {plan.out}", file=sys.stderr)
         return _FAILED
     print(comparison_table(summaries, group.describe() if group else ""))
+    print("kept for the backward: " + (KeptRecord.from_json(kept).describe() if kept else "nothing"))
     print("\n".join(efficiency.efficiency_lines(report.get("yardstick", {}))))
     print(f"written: {plan.out / 'ab.json'}")
     return 0

@@ -9,6 +9,7 @@ weights of any value. The process keeps the memory that it frees, as in training
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +19,16 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ds_vertical.io.host import keep_freed_memory
+from ds_vertical.model.block_call import BlockGraph
+from ds_vertical.model.compiled_blocks import is_compiled
 from ds_vertical.model.hf import build_model, read_fields
+from ds_vertical.model.kept.probe import Probe
 from ds_vertical.model.layers import LayerMap, map_layers
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
+from ds_vertical.types import HOLDING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -91,7 +97,9 @@ class BlockTimer:
 
         A layer's are means over `rounds` times a few calls, or over more where the calls are short: a step has the machine's
         slow moments, too. The others are medians. `activation_bytes`: bytes of a layer's input. `gauge_s`, where the device is
-        the host: what `block_s` would return for the time in which the layer was timed.
+        the host: what `block_s` would return for the time in which the layer was timed. `free_saved_s`, `products_saved_s`,
+        `everything_saved_s`: of the layer's forward, what each activation policy saves in its backward; `products_kept_bytes`,
+        `everything_kept_bytes`: what it keeps. A policy that the layer cannot have is left out.
         """
         passes = list(self._passes(rounds, _LEAST_S))
         forward, backward = (fmean(column) for column in zip(*passes, strict=True))
@@ -101,7 +109,34 @@ class BlockTimer:
         assert self.once.entered is not None
         size = float(self.once.entered.numel() * self.once.entered.element_size())
         outside = {"pre_forward_s": median(pre), "pre_backward_s": median(embed), "head_s": median(head)}
-        return layer | outside | {"activation_bytes": size}
+        return layer | outside | {"activation_bytes": size} | self._kept(forward)
+
+    @property
+    def kind(self) -> str:
+        """The class of the layer that is timed."""
+        return type(self.layers.blocks[0].module).__name__
+
+    def _kept(self, forward_s: float) -> dict[str, float]:
+        """What activation policies save and keep, see `rates`, where a forward takes `forward_s` in the mean."""
+        block, probe = self.layers.blocks[0], Probe(self.synchronize)
+        args, kwargs = self._inputs()
+
+        @contextmanager
+        def again(within: AbstractContextManager[object]) -> Iterator[BlockGraph]:
+            with within:
+                output = block.module(*args, **kwargs)
+            yield BlockGraph({}, pytree.tree_leaves(output))
+
+        probe.backward(block, is_compiled(block.module), [*args, *kwargs.values()], again, lambda _: {})
+        found = probe.found[type(block.module)]
+        scale = forward_s / found.forward_s  # the probe takes the least times
+        rates = {f"{point.policy}_saved_s": scale * point.saved_s for point in found.points}
+        return rates | {f"{p.policy}_kept_bytes": float(p.num_bytes) for p in found.points if p.policy in HOLDING}
+
+    def _inputs(self) -> tuple[tuple[object, ...], dict[str, object]]:
+        """What the layer is called with, as in its backward."""
+        seen = self.once
+        return _leaves(seen.args), dict(zip(seen.kwargs or {}, _leaves((seen.kwargs or {}).values()), strict=True))
 
     def block_s(self, least_s: float) -> float:
         """Seconds of a block's forward and backward, the mean over `least_s` or more."""
@@ -151,8 +186,8 @@ class BlockTimer:
 
     def _passes(self, rounds: int, least_s: float, most: int = _MOST_ROUNDS) -> Iterator[tuple[float, float]]:
         """Seconds of a block's forward, and of its backward with the sum of its gradients, again and again."""
-        block, unit, seen = self.layers.blocks[0].module, 0, self.once
-        args, kwargs = _leaves(seen.args), dict(zip(seen.kwargs or {}, _leaves((seen.kwargs or {}).values()), strict=True))
+        block, unit = self.layers.blocks[0].module, 0
+        args, kwargs = self._inputs()
         for _ in _rounds(rounds, least_s, most):
             for call in range(_CALLS):
                 start = perf_counter()

@@ -61,6 +61,13 @@ def accounts(runs: Sequence[Run], out: Path) -> list[Ran]:
     return [Ran(run, account) for run, account in found if account is not None and len(account.steps) == run.num_steps]
 
 
+def kept_of(runs: Sequence[Run], out: Path) -> JsonObject | None:
+    """What the forwards of the last step of the vertical arm kept for their backwards, as accounts have it; None: nothing."""
+    kept = [ran.account.steps[-1].kept for ran in accounts(runs, out)]
+    last = next((each for each in reversed(kept) if each is not None), None)
+    return None if last is None else last.to_json()
+
+
 # ---- the machine
 
 
@@ -258,7 +265,7 @@ def _kind(event: Event) -> str:
 
 
 def efficiency_lines(found: JsonObject) -> list[str]:
-    """The figures as lines for the terminal, below the table of the arms."""
+    """The figures as lines for the terminal, below the table of the arms and what was kept."""
     if "bound_s" not in found:
         return [f"no bound: {found['missing']}"] if "missing" in found else []
     shown = []

@@ -47,7 +47,10 @@ class Conditions:
         return self.machine.slowed(factor), slowed
 
 
-_HOST_SECONDS = ("layer_forward_s", "layer_backward_s", "pre_forward_s", "pre_backward_s", "head_s")
+_HOST_SECONDS = (
+    *("layer_forward_s", "layer_backward_s", "pre_forward_s", "pre_backward_s", "head_s"),
+    *("free_saved_s", "products_saved_s", "everything_saved_s"),
+)
 
 
 def _means(every: Sequence[JsonObject]) -> JsonObject:

@@ -27,7 +27,7 @@ from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
 from ds_vertical.planner.search import Plan, PlanError, Task, choose
-from ds_vertical.types import TensorKind, Tier, TierBytes, per_tier
+from ds_vertical.types import ActivationPolicy, TensorKind, Tier, TierBytes, per_tier
 
 _BAD_INPUT, _NO_PLAN = 2, 1
 _DAY_S = 86400
@@ -200,8 +200,8 @@ def _timed(spec: ModelSpec, fields: JsonObject) -> Callable[[int], Seconds]:
         if size > _TIMED_SIZES[-1]:
             less, most = (timed(s) for s in _TIMED_SIZES[-2:])
             grown = (size - _TIMED_SIZES[-1]) / (_TIMED_SIZES[-1] - _TIMED_SIZES[-2])
-            slopes = {key: value + grown * (value - asdict(less)[key]) for key, value in asdict(most).items()}
-            return Seconds(**{key: max(0.0, value) for key, value in slopes.items()})
+            slopes = {key: value + grown * (value - less.pieces[key]) for key, value in most.pieces.items()}
+            return replace(most, **{key: max(0.0, value) for key, value in slopes.items()})
         print(f"timing a block of {spec.name} with micro-batches of {size}", file=sys.stderr, flush=True)
         return time_pieces(spec, fields, size)
 
@@ -219,13 +219,19 @@ def time_pieces(spec: ModelSpec, fields: JsonObject, size: int) -> Seconds:
         model.write_text(json.dumps(fields))
         batch = BlockBatch(size * spec.sequence_length, size, spec.dtype)
         try:
-            rates = BlockTimer(model, batch, accelerator(), zero_linear=True).rates(3)
+            timer = BlockTimer(model, batch, accelerator(), zero_linear=True)
+            rates = timer.rates(3)
         except RuntimeError as error:  # of torch: out of memory, as a rule
             advice = "write a smaller --micro-batch-size or --sequence-length, or name a machine with --machine"
             what = f"a block of {spec.name} with micro-batches of {size} cannot be timed here"
             raise ConfigError(f"{what} ({str(error).splitlines()[0]}); {advice}") from error
     forward, backward = rates["layer_forward_s"], max(0.0, rates["layer_backward_s"])
-    return Seconds(forward, backward, rates["pre_forward_s"], rates["pre_backward_s"], rates["head_s"])
+    names: tuple[ActivationPolicy, ...] = ("free", "products", "everything")
+    saved: dict[ActivationPolicy, float] = {
+        name: rates[f"{name}_saved_s"] / forward for name in names if f"{name}_saved_s" in rates
+    }
+    outside = rates["pre_forward_s"], rates["pre_backward_s"], rates["head_s"]
+    return Seconds(forward, backward, *outside, saved_shares={timer.kind: saved})
 
 
 # ---- what is shown

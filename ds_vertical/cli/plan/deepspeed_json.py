@@ -10,6 +10,7 @@ from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
 from ds_vertical.planner.candidate import Candidate, Choice
+from ds_vertical.planner.kept_activations import keep_keys
 from ds_vertical.planner.model_shape import ModelSpec
 from ds_vertical.types import OFFLOAD_DEVICES, TensorKind, Tier
 
@@ -51,12 +52,13 @@ def write_config(candidate: Candidate, spec: ModelSpec, training: TrainingOption
         },
         "zero_optimization": zero,
         "aio": dict(training.aio),
-        SECTION: section(choice) | paths,
+        SECTION: section(choice, candidate.machine.one_memory) | paths,
     }
 
 
-def section(choice: Choice) -> JsonObject:
-    """The `vertical_schedule` section with every key that the planner chose, so that the run is the one that was planned."""
+def section(choice: Choice, one_memory: bool) -> JsonObject:
+    """The `vertical_schedule` section with every key that the planner chose, so that the run is the one that was planned.
+    `one_memory`: the device computes in host memory."""
     placement = choice.placement
     return {
         "blocks_per_layer": choice.blocks_per_layer,
@@ -64,7 +66,7 @@ def section(choice: Choice) -> JsonObject:
         "optimizer_delay": choice.delay,
         "optimizer_speculation": None if choice.speculation else False,
         "gradient_host_share": round(placement.share(TensorKind.GRADIENTS, Tier.HOST), 6),
-        "activations": _activations(choice) | _keep(choice),
+        "activations": _activations(choice) | keep_keys(choice.kept, one_memory),
         **({"on_nonfinite": "stop"} if choice.in_place else {}),
     }
 
@@ -75,13 +77,6 @@ def _activations(choice: Choice) -> JsonObject:
     if ssd:
         return {"device": Tier.SSD.value, "share": ssd} | ({"host_share": host} if host else {})
     return {"device": Tier.HOST.value, "share": host} if host else {"device": Tier.DEVICE.value}
-
-
-def _keep(choice: Choice) -> JsonObject:
-    kept = choice.kept
-    if kept is None or not kept.point.num_bytes:
-        return {"keep": choice.policy}
-    return {"keep": choice.policy, "keep_device": next(tier for tier in Tier if kept.share(tier)).value}
 
 
 def _zero(choice: Choice, spec: ModelSpec, training: TrainingOptions) -> JsonObject:

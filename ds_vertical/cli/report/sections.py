@@ -229,6 +229,8 @@ def memory(found: Findings) -> ReportSection:
     formula = account.facts.host_bytes * account.facts.num_shards if account else None
     lines = [f"Peak resident memory of the run, all ranks: {megabytes(peak)} MB."] if peak else []
     lines += [f"The memory formula at start: {megabytes(formula)} MB."] if formula else []
+    kept = account.steps[-1].kept if account else None
+    lines += [f"Kept for the backward in the last step, on rank 0: {kept.describe()}."] if kept else []
     if not tiers:
         return ReportSection(key, head, lines, missing=_NO_TRACE, data={"peak_bytes": peak, "formula_bytes": formula})
     measured = any("measured" in each for each in tiers.values())

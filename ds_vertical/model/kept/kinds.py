@@ -8,7 +8,7 @@ comes from the plain way, however the trial ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +17,9 @@ from torch import nn
 from ds_vertical.model.block_call import BlockCall
 from ds_vertical.model.compiled_blocks import is_compiled
 from ds_vertical.model.kept.recording import CallPlan
-from ds_vertical.model.layers import Block
+from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.containers import SIMPLE, is_internal
+from ds_vertical.schedule.events import Cell
 from ds_vertical.types import ActivationPolicy
 
 _MOST_KINDS = 256  # with a plan of their own each; calls of further kinds keep nothing
@@ -37,10 +38,11 @@ class Kind:
 @dataclass(eq=False)
 class KeptKinds:
     """The kinds of one model's block calls, in all steps. `policy`: the one that the run asks for; `say` takes lines for the
-    user's log."""
+    user's log. `cells`: of the step under way, those that keep (layer and micro-batch); None: all."""
 
     policy: ActivationPolicy
     say: Callable[[str], None]
+    cells: Collection[Cell] | None = None
     _kinds: dict[Hashable, Kind] = field(default_factory=dict, init=False)
     _own: set[int] = field(default_factory=set, init=False)  # blocks that are a class of their own
     _said: set[tuple[type, str]] = field(default_factory=set, init=False)
@@ -50,9 +52,14 @@ class KeptKinds:
         """The kinds so far."""
         return list(self._kinds.values())
 
+    def blocks_of(self, micro_batch: int, layers: LayerMap) -> frozenset[int]:
+        """The blocks of a micro-batch that keep, by their numbers."""
+        keeping = (own for layer, own in enumerate(layers.layers) if self.cells is None or (layer, micro_batch) in self.cells)
+        return frozenset(block for own in keeping for block in own)
+
     def of(self, index: int, block: Block, call: BlockCall, compiled: bool) -> Kind:
         """The kind of a call of a block, by the block's number. `compiled`: the block's forward is."""
-        reason = _obstacle(block.module, self.policy, compiled)
+        reason = obstacle(block.module, self.policy, compiled)
         if reason is not None:
             self._note(block, reason)
             return Kind("none")
@@ -104,7 +111,7 @@ def _form_of(value: object, exact: bool) -> Hashable:
     return (type(value), value) if type(value) in SIMPLE else type(value)
 
 
-def _obstacle(module: nn.Module, policy: ActivationPolicy, compiled: bool) -> str | None:
+def obstacle(module: nn.Module, policy: ActivationPolicy, compiled: bool) -> str | None:
     """Why no call of a block can be kept under the policy; None where some may."""
     if policy != "everything":
         if compiled or any(map(is_compiled, list(module.modules())[1:])):

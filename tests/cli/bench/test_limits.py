@@ -25,8 +25,10 @@ def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.C
     rates = report["rates"]
     names = {f"{name}_bytes_per_s" for name in ("ssd_read", "ssd_write", "ssd_read_together", "copy_host")}
     assert names | {"adam_elements_per_s", "norm_elements_per_s", "layer_forward_s"} <= set(rates)
-    differences = ("layer_backward_s", "ssd_core_s_per_byte", "adam_core_share", "compute_latency_s")  # noise at this size
-    assert all(value > 0 for name, value in rates.items() if name not in differences)
+    differences = {"layer_backward_s", "ssd_core_s_per_byte", "adam_core_share", "compute_latency_s"}  # noise at this size
+    differences |= {f"{policy}_saved_s" for policy in ("free", "products", "everything")}
+    assert differences <= set(rates) and all(value > 0 for name, value in rates.items() if name not in differences)
+    assert rates["everything_kept_bytes"] >= rates["products_kept_bytes"]
     assert report["ssd_limit"] is None and report["facts"]["num_cores"] > 0
     assert f"{rates['ssd_read_bytes_per_s'] / 1e9:.3f} GB/s" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [out]

@@ -1,0 +1,185 @@
+"""What an engine's steps keep of forwards for their backwards: as the JSON asks, or as it is chosen behind the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_vertical.compat import accelerator
+from ds_vertical.distributed import ranks
+from ds_vertical.engine.handlers import ScheduleRunner
+from ds_vertical.engine.keeping.measured import EventTimes, measured_step, nothing_measured
+from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
+from ds_vertical.errors import LoopError
+from ds_vertical.io.files import free_bytes
+from ds_vertical.model.kept.kinds import KeptKinds
+from ds_vertical.model.kept.probe import Probe
+from ds_vertical.model.layers import LayerMap
+from ds_vertical.offload.kept_store import KeptStore
+from ds_vertical.planner.kept_activations import kept_cells, num_cells
+from ds_vertical.planner.run_record import KeptRecord
+from ds_vertical.schedule.events import Cell
+from ds_vertical.schedule.trace import Tracer
+from ds_vertical.types import ActivationSettings, RunSettings, Tier
+
+OpenStore = Callable[[ActivationSettings, bool], KeptStore | None]
+_Room = Mapping[Tier, float | None]
+
+
+@dataclass(eq=False)
+class _Measuring:
+    """The first step of an engine that has yet to choose: what measures it, and the tracer that it would have."""
+
+    probe: Probe
+    times: EventTimes | None
+    tracer: Tracer | None
+
+
+class RunKeeping:
+    """What the steps keep. `settings`: in force; `store`: where kept bytes rest, None where none do.
+
+    `planner`: chooses where the JSON leaves it open; None: there is nothing to choose. `open_store`: makes the store for some
+    settings, and is told whether cells give up where there is no room. `place`: the run's folder on SSD, and the bytes of host
+    memory that the budget leaves for activations.
+    """
+
+    def __init__(
+        self,
+        vertical: RunSettings,
+        layers: LayerMap,
+        planner: KeepPlanner | None,
+        open_store: OpenStore,
+        place: tuple[Path | None, int],
+    ) -> None:
+        self.settings = vertical.activations
+        self.is_chosen = vertical.activations.keep is None
+        self.store = open_store(self.settings, False)
+        self._layers = layers
+        self._planner = planner
+        self._open_store = open_store
+        self._folder, self._left = place
+        self._kinds = _kinds_of(self.settings)
+        self._measuring: _Measuring | None = None
+        self._ran: tuple[ActivationSettings, KeptStore | None] | None = None  # of the step under way, or of the last one
+
+    @property
+    def record(self) -> KeptRecord | None:
+        """What the last step has kept; None: nothing."""
+        settings, store = self._ran or (None, None)
+        if settings is None or settings.keep in (None, "none"):
+            return None
+        held = {} if store is None else store.resting
+        cells = tuple((tier, count) for tier, (count, _) in held.items())
+        num_bytes = tuple((tier, size) for tier, (_, size) in held.items())
+        return KeptRecord(settings.keep, tuple(settings.kept_shares.items()), cells, num_bytes)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the JSON asks for something to be kept."""
+        return not self.is_chosen and self._kinds is not None
+
+    # ---- a step
+
+    def open_step(self, runner: ScheduleRunner, num_micro_batches: int, num_calls: int) -> tuple[Cell, ...]:
+        """Prepare `runner` for a step whose micro-batches call the model so often each. Returns the layers and micro-batches of
+        which what the forward keeps leaves the device."""
+        self._stop_measuring(runner)  # of a step that starts over
+        runner.kinds, runner.kept = self._kinds, self.store
+        self._ran = self.settings, self.store
+        if self.is_chosen and num_calls > 1:
+            runner.kinds = runner.kept = self._ran = None
+            return ()
+        if self._planner is not None:
+            self._measure(runner)
+        one_memory, count = accelerator.is_one_memory(), self._layers.num_layers
+        cells = kept_cells(count, num_micro_batches, self.settings.kept_shares, one_memory)
+        if self._kinds is not None:
+            self._kinds.cells = None if len(cells) == num_cells(count, num_micro_batches) else frozenset(cells)
+        away = {cell: tier for cell, tier in cells.items() if tier is not Tier.DEVICE}
+        if self.store is not None:
+            self.store.open_step(away)
+        return tuple(away) if self.store is not None else ()
+
+    def close_step(self, runner: ScheduleRunner, num_calls: int) -> None:
+        """A step has run: choose what the next ones keep, where that is due. Collective there."""
+        planner, measuring = self._planner, self._measuring
+        if planner is None:
+            return
+        self._planner = None
+        self._stop_measuring(runner)
+        if measuring is None:
+            own = nothing_measured(f"the code of a micro-batch calls the model {num_calls} times", self._room())
+        else:
+            own = measured_step(measuring.probe, measuring.times, self._layers, self._room())
+        self._take(planner.choose(own))
+
+    def abandon(self) -> None:
+        """After an error: forget what is kept."""
+        if self.store is not None:
+            self.store.abandon()
+
+    def close(self) -> None:
+        """Give memory and queues back; twice is harmless."""
+        if self.store is not None:
+            self.store.close()
+
+    # ---- the choice
+
+    def _measure(self, runner: ScheduleRunner) -> None:
+        """Let the step that begins be measured."""
+        tracer = runner.tracer
+        times = EventTimes(tracer or Tracer()) if accelerator.is_one_memory() else None
+        self._measuring = _Measuring(Probe(accelerator.synchronize), times, tracer)
+        runner.probe, runner.tracer = self._measuring.probe, times or tracer
+
+    def _stop_measuring(self, runner: ScheduleRunner) -> None:
+        if self._measuring is not None:
+            runner.probe, runner.tracer, self._measuring = None, self._measuring.tracer, None
+
+    def _room(self) -> _Room:
+        """Further bytes that what is kept may take of each tier, on this rank."""
+        here = ranks.ranks_on_this_host()
+        ssd = 0.0 if self._folder is None else free_bytes(self._folder) / here
+        device = accelerator.device_room()
+        return {Tier.DEVICE: self._left if device is None else device, Tier.HOST: self._left, Tier.SSD: ssd}
+
+    def _take(self, choice: KeepChoice) -> None:
+        """Keep so from now on, where every rank can."""
+        store, error = None, None
+        try:
+            store = self._open_store(choice.settings, True)
+        except (OSError, RuntimeError) as failure:  # of the kernel's queues, which have their limits
+            error = failure
+        if not ranks.is_true_on_all_ranks(error is None):
+            if store is not None:
+                store.close()
+            self._say(KeepChoice(self.settings, f"a rank could not open its files: {error or 'its own output says why'}"))
+            return
+        self.settings, self.store, self._kinds = choice.settings, store, _kinds_of(choice.settings)
+        self._say(choice)
+
+    @staticmethod
+    def _say(choice: KeepChoice) -> None:
+        accelerator.log(f"ds_vertical: vertical_schedule.{describe_keeping(choice.settings)} (null: {choice.reason})")
+
+
+def _kinds_of(settings: ActivationSettings) -> KeptKinds | None:
+    """How block calls keep what their backward needs; None where they keep nothing."""
+    policy = settings.keep or "none"
+    return None if policy == "none" else KeptKinds(policy, lambda line: accelerator.log(f"ds_vertical: {line}"))
+
+
+def describe_keeping(settings: ActivationSettings) -> str:
+    """The policy, and of the cells (one layer of one micro-batch each) the shares in each tier."""
+    shares = [f"{share:.0%} of the cells on {tier}" for tier, share in settings.kept_shares.items() if share]
+    return f'activations.keep = "{settings.keep or "none"}"' + (f", {', '.join(shares)}" if shares else "")
+
+
+def refuse_several_calls(moves_or_keeps: bool, num_calls: int) -> None:
+    """Raises LoopError where activations are to leave the device, or to be kept, and the model is called several times."""
+    if moves_or_keeps and num_calls > 1:
+        raise LoopError(
+            f"the code of a micro-batch calls the model {num_calls} times; vertical_schedule.activations moves and keeps those"
+            " of one call alone: leave the key out, or set vertical_schedule.enabled to false"
+        )

@@ -1,0 +1,133 @@
+"""What the first step of an engine has shown of its model and of its ranks' memory, as numbers that ranks can compare."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Final
+
+from torch import nn
+
+from ds_vertical.model.kept.probe import BlockTimes, Probe
+from ds_vertical.model.layers import LayerMap
+from ds_vertical.planner.kept_activations import KeepMenu, PolicyPoint, concave, mean_menu
+from ds_vertical.planner.model_shape import Seconds
+from ds_vertical.schedule.events import Event, Op
+from ds_vertical.schedule.trace import Tracer
+from ds_vertical.types import HOLDING, PRE, ActivationPolicy, Tier
+
+_POLICIES: Final[tuple[ActivationPolicy, ...]] = ("free", "products", "everything")
+
+
+class EventTimes(Tracer):
+    """A tracer that also keeps the seconds of what computes in a step; every record goes on to `inner`."""
+
+    def __init__(self, inner: Tracer) -> None:
+        self.keeps = inner.keeps
+        self._inner = inner
+        self._seconds: dict[tuple[Op, bool], list[float]] = {}
+        self.wait, self.count, self.step = inner.wait, inner.count, inner.step
+
+    def span(
+        self, resource: str, name: object, start: float, end: float, num_bytes: int = 0, *, issue: float | None = None
+    ) -> None:
+        """See `Tracer.span`."""
+        if isinstance(name, Event) and name.op in (Op.F, Op.HEAD, Op.B):
+            self._seconds.setdefault((name.op, name.layer == PRE), []).append(end - start)
+        self._inner.span(resource, name, start, end, num_bytes, issue=issue)
+
+    def median_s(self, op: Op, pre: bool = False) -> float:
+        """Of the events of a kind, of `pre` or of layers; 0 where there are none."""
+        return median(self._seconds.get((op, pre), [0.0]))
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Of one rank. `seconds`: of one micro-batch through a block and through what stands around them. `input_bytes`: of what
+    passes to a block. `menu`: the mean block's (bytes, seconds saved) by policy; empty where nothing was measured. `reasons`:
+    why it lacks a policy. `room`: further bytes that what is kept may take of each tier; None: any number."""
+
+    seconds: Seconds
+    input_bytes: int
+    menu: Mapping[ActivationPolicy, tuple[float, float]]
+    reasons: tuple[str, ...]
+    room: Mapping[Tier, float | None]
+
+    @property
+    def points(self) -> tuple[PolicyPoint, ...]:
+        """The menu's points, as the planner has them."""
+        return concave(PolicyPoint(policy, *point) for policy, point in self.menu.items())
+
+    def keep_menu(self, num_layers: int, blocks_per_layer: int) -> KeepMenu:
+        """What a layer of so many blocks offers."""
+        return KeepMenu("block", blocks_per_layer * num_layers, self.points).times(blocks_per_layer)
+
+
+def measured_step(probe: Probe, times: EventTimes | None, layers: LayerMap, room: Mapping[Tier, float | None]) -> MeasuredStep:
+    """What a step has measured on this rank. `times`: None where events run on after the host has issued them."""
+    blocks = [layers.blocks[index].module for own in layers.layers[:-1] for index in own]
+    counts = Counter(type(block) for block in blocks if type(block) in probe.found)
+    own = [(probe.found[kind], count) for kind, count in counts.items()]
+    whole = len(own) > 0 and sum(counts.values()) == len(blocks)
+    menu = _mean_points(own) if whole else {}
+    reasons = dict.fromkeys(reason for block, _ in own for reason in block.reasons)
+    seconds = _seconds(own, times, layers, blocks) if whole else Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
+    return MeasuredStep(seconds, max((each.input_bytes for each, _ in own), default=0), menu, tuple(reasons), room)
+
+
+def nothing_measured(reason: str, room: Mapping[Tier, float | None]) -> MeasuredStep:
+    """Of a step that could not be measured."""
+    return MeasuredStep(Seconds(0.0, 0.0, 0.0, 0.0, 0.0), 0, {}, (reason,), room)
+
+
+def _mean_points(own: Sequence[tuple[BlockTimes, int]]) -> dict[ActivationPolicy, tuple[float, float]]:
+    """Bytes and seconds of the mean block; a class that lacks a policy keeps nothing by it."""
+    menus = [KeepMenu(str(n), count, concave(_policy_points(block))) for n, (block, count) in enumerate(own)]
+    mean = mean_menu(menus)
+    found: dict[ActivationPolicy, tuple[float, float]] = {p.policy: (0.0, 0.0) for each, _ in own for p in each.points}
+    for point in mean.points if mean is not None else ():
+        found[point.policy] = point.num_bytes, point.saved_s
+    return found
+
+
+def _policy_points(block: BlockTimes) -> Iterator[PolicyPoint]:
+    """Those that keep no bytes where they should, since all is held by other code, keep nothing that can be chosen."""
+    for point in block.points:
+        if point.num_bytes or point.policy not in HOLDING:
+            yield PolicyPoint(point.policy, point.num_bytes, point.saved_s)
+
+
+def _seconds(
+    own: Sequence[tuple[BlockTimes, int]], times: EventTimes | None, layers: LayerMap, blocks: Sequence[nn.Module]
+) -> Seconds:
+    """Of the mean block. What stands around the blocks is measured, or scaled by its elements: half of them are the head's."""
+    count = sum(number for _, number in own)
+    forward = sum(n * each.forward_s for each, n in own) / count
+    backward = sum(n * each.backward_s for each, n in own) / count
+    if times is not None:
+        per_layer = max(map(len, layers.layers))
+        backward = max(0.0, times.median_s(Op.B) / per_layer - forward) or backward
+        pre = times.median_s(Op.F, pre=True), times.median_s(Op.B, pre=True)
+        return Seconds(forward, backward, *pre, times.median_s(Op.HEAD))
+    each = sum(param.numel() for block in blocks for param in block.parameters()) / len(blocks) or 1.0
+    outside = sum(param.numel() for param in layers.units[PRE])
+    return Seconds(forward, backward, 0.0, 0.0, 3 * forward * outside / 2 / each)
+
+
+def agreed(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    """Of all ranks: the mean of seconds and bytes, the least room, and of the policies those that each of them has."""
+    count = len(steps)
+    names = steps[0].seconds.pieces
+    seconds = replace(steps[0].seconds, **{name: sum(s.seconds.pieces[name] for s in steps) / count for name in names})
+    policies: list[ActivationPolicy] = [policy for policy in _POLICIES if all(policy in each.menu for each in steps)]
+    menu: dict[ActivationPolicy, tuple[float, float]]
+    menu = {p: (max(s.menu[p][0] for s in steps), sum(s.menu[p][1] for s in steps) / count) for p in policies}
+    room = {tier: _least([each.room[tier] for each in steps]) for tier in Tier}
+    reasons = dict.fromkeys(reason for each in steps for reason in each.reasons)
+    return MeasuredStep(seconds, max(each.input_bytes for each in steps), menu, tuple(reasons), room)
+
+
+def _least(rooms: Sequence[float | None]) -> float | None:
+    return min((room for room in rooms if room is not None), default=None)

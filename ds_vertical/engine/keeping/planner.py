@@ -1,0 +1,177 @@
+"""Chooses what forwards keep, where `activations.keep` is null: behind the first step, which has measured the model's blocks.
+
+With the machine's rates known the planner's linear program and simulator choose policy, tier and shares. Without them nothing
+is known of the SSD: where parameters or optimizer state are on one nothing is kept, otherwise everything for which the memory
+budget leaves room on the device. Nothing is kept where nothing is gained, and where anything that the choice needs is unknown.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from ds_vertical.distributed import ranks
+from ds_vertical.engine.keeping.measured import MeasuredStep, agreed
+from ds_vertical.engine.memory_check import Forecast
+from ds_vertical.errors import CostsError, ScheduleError
+from ds_vertical.planner import linear_program
+from ds_vertical.planner.candidate import Choice
+from ds_vertical.planner.kept_activations import KeptShare, keep_keys, num_cells, rounded
+from ds_vertical.planner.linear_program import LpProblem
+from ds_vertical.planner.machine import Profile
+from ds_vertical.planner.model_shape import ModelShape, shaped
+from ds_vertical.planner.search import tune_keeping
+from ds_vertical.types import ActivationSettings, RunSettings, TensorKind, Tier
+
+_LATER: Final = "chosen behind the first step, which measures what it would save"
+_USED: Final = 0.8  # of the room that is left in memory: later steps may need some of it
+_USED_ON_SSD: Final = 0.5  # of the free bytes: checkpoints need some, too
+
+
+@dataclass(frozen=True)
+class KeepChoice:
+    """What is kept from now on, as the section's keys, and why."""
+
+    settings: ActivationSettings
+    reason: str
+
+
+@dataclass(frozen=True)
+class KeepPlanner:
+    """Chooses for one run. `forecast`: of what its ranks hold; `report`: of `ds-vertical limits`, None where there is none;
+    `allowed`, `baseline`: bytes of host memory as `memory_check.host_room` has them."""
+
+    forecast: Forecast
+    resolved: RunSettings
+    report: Mapping[str, Any] | None
+    allowed: int
+    baseline: int
+
+    def settled(self) -> str | None:
+        """Why nothing is kept whatever the first step shows; None where it is worth a measurement. Collective."""
+        forecast, resolved = self.forecast, self.resolved
+        if forecast.shape.num_layers < 2:
+            return "the last layer keeps its graph anyway, and there is no other"
+        if resolved.order != "vertical" or not resolved.overlap:
+            return "plans are made for the vertical order with overlap alone"
+        planned = self.report is not None and importlib.util.find_spec("scipy") is not None
+        if not ranks.all_gathered(planned)[0] and forecast.uses_ssd:
+            missing = "run `ds-vertical limits`" if self.report is None else "install scipy"
+            return f"the rates of this machine's SSD are not known, which may decide the step; {missing} for a plan"
+        return None
+
+    # ---- the choice
+
+    def choose(self, own: MeasuredStep) -> KeepChoice:
+        """What all ranks keep from now on. `own`: what this rank has measured. Collective."""
+        step = agreed(ranks.all_gathered(own))
+        here = ranks.ranks_on_this_host()
+        chosen = self._chosen(step, here) if ranks.rank() == 0 else None
+        found = ranks.all_gathered(chosen)[0]
+        assert found is not None
+        return found
+
+    def _chosen(self, step: MeasuredStep, ranks_here: int) -> KeepChoice:
+        if step.menu and not step.points:
+            return self._nothing("no policy saves time in these blocks")
+        if not step.points:
+            why = "; ".join(step.reasons) or "no block's backward has run that could be measured"
+            return self._nothing(f"no block can keep anything: {why}")
+        try:
+            if self.report is not None and importlib.util.find_spec("scipy") is not None:
+                return self._planned(step, Profile.from_dict("this machine", self.report), ranks_here)
+        except (CostsError, ScheduleError) as error:  # a report of an older version, or sizes that no plan can be made of
+            if self.forecast.uses_ssd:
+                return self._nothing(f"no plan can be made ({error})")
+        return self._by_rule(step)
+
+    def _planned(self, step: MeasuredStep, profile: Profile, ranks_here: int) -> KeepChoice:
+        """By the planner. Raises CostsError."""
+        problem = self.problem(step, profile, ranks_here)
+        timing, terms = self.forecast.timing, self.forecast.terms
+        choice = Choice(1, terms.num_micro_batches, 1, terms.window, timing.delay, problem.early, problem.shape.placement)
+        best, plain = tune_keeping(problem, choice)
+        source = f"planned from the limits of {profile.date} and the first step"
+        if best is plain:
+            return self._nothing(f'{source}: no policy is faster than "none" by 1 %')
+        gain = 1 - best.estimate_s / plain.estimate_s
+        return self._kept(best.choice.kept, f'{source}: {gain:.0%} less time a step than with "none"')
+
+    def _by_rule(self, step: MeasuredStep) -> KeepChoice:
+        """Everything that the device has room for; nothing is on SSD, so nothing but memory decides."""
+        point = step.keep_menu(self._num_layers, self._blocks).points[-1]
+        count, room = num_cells(self._num_layers, self.forecast.terms.num_micro_batches), self._room(step, Tier.DEVICE)
+        share = 1.0 if room is None or not point.num_bytes else min(1.0, _USED * room / (count * point.num_bytes))
+        kept = rounded(KeptShare(point, device=share), self._num_layers, self.forecast.terms.num_micro_batches)
+        if not kept.total:
+            return self._nothing("the memory budget leaves no room for what a layer would keep")
+        return self._kept(kept, "nothing rests on SSD, and the memory budget has room for it")
+
+    def problem(self, step: MeasuredStep, profile: Profile, ranks_here: int) -> LpProblem:
+        """This model, as the first step has shown it, on this rank's part of the machine. Raises CostsError."""
+        forecast, resolved = self.forecast, self.resolved
+        machine, timing = profile.machine.shared(ranks_here), forecast.timing
+        if machine.one_memory != forecast.terms.one_memory:
+            raise CostsError("machine.one_memory: the limits were measured with another accelerator")
+        moved = forecast.shape.placement.with_shares(TensorKind.ACTIVATIONS, resolved.activations.shares)
+        placed = replace(forecast.shape, placement=moved, activation_bytes=step.input_bytes)
+        shape = shaped(placed, step.seconds, self._blocks)
+        early = timing.possible and timing.certain
+        menu = step.keep_menu(self._num_layers, self._blocks)
+        further = forecast.further(self.baseline)
+        open_problem = LpProblem(shape, machine, forecast.terms, dict.fromkeys(Tier), timing.delay, early, further, menu)
+        return replace(open_problem, limits=self._limits(open_problem, shape, step), keep_tiers=self._tiers(step))
+
+    def _limits(self, problem: LpProblem, shape: ModelShape, step: MeasuredStep) -> dict[Tier, float | None]:
+        """Bytes per tier: what the run takes of it by the planner's own formulas, and a part of the room that is left."""
+        used = {Tier.DEVICE: _USED, Tier.HOST: _USED, Tier.SSD: _USED_ON_SSD}
+        limits: dict[Tier, float | None] = {}
+        for tier in Tier:
+            taken, room = linear_program.tier_bytes(problem, shape.placement, tier), self._room(step, tier)
+            limits[tier] = None if room is None else taken + used[tier] * room + 1.0
+        return limits
+
+    def _tiers(self, step: MeasuredStep) -> tuple[Tier, ...]:
+        """Where anything may be kept: not where there is no room at all."""
+        return tuple(tier for tier in Tier if self._room(step, tier) != 0)
+
+    def _room(self, step: MeasuredStep, tier: Tier) -> float | None:
+        """Further bytes of a tier; the memory budget has left what passes between layers uncounted."""
+        room, terms = step.room[tier], self.forecast.terms
+        if room is None or tier is Tier.SSD or (tier is Tier.DEVICE and not terms.one_memory):
+            return room
+        shares = self.resolved.activations.shares
+        resting = 1 - shares[Tier.SSD] if terms.one_memory else shares[Tier.HOST]
+        return max(0.0, room - resting * (terms.num_micro_batches * self._num_layers + 2) * step.input_bytes)
+
+    @property
+    def _num_layers(self) -> int:
+        return self.forecast.shape.num_layers
+
+    @property
+    def _blocks(self) -> int:
+        return self.resolved.blocks_per_layer
+
+    def _nothing(self, reason: str) -> KeepChoice:
+        return self._kept(None, reason)
+
+    def _kept(self, kept: KeptShare | None, reason: str) -> KeepChoice:
+        keys = keep_keys(kept, self.forecast.terms.one_memory)
+        if "keep_device" in keys:
+            keys["keep_device"] = Tier(keys["keep_device"])
+        return KeepChoice(replace(self.resolved.activations, **keys), reason)
+
+
+def open_choice(planner: KeepPlanner) -> tuple[RunSettings, KeepPlanner | None]:
+    """The settings with which a run starts, and its planner where `activations.keep` is null and still to choose.
+    Where it is null the settings say why. Collective."""
+    if planner.resolved.activations.keep is not None:
+        return planner.resolved, None
+    settled, resolved = planner.settled(), planner.resolved
+    told = _LATER if settled is None else f"none: {settled}"
+    own = resolved.reasons.get("activations", "default")
+    reasons = MappingProxyType({**resolved.reasons, "activations": f"{own}; keep null: {told}"})
+    return replace(resolved, reasons=reasons), planner if settled is None else None

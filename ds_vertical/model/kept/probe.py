@@ -1,0 +1,203 @@
+"""Measures what each way of keeping would save: the seconds and bytes of one call of each class of block.
+
+[Note: probe] In one step that keeps nothing, the first backward of each class of block recomputes its forward some times more:
+as it is; with what autograd saves in slots, whose bytes "everything" would keep; and with the operations left out that "free"
+and "products" leave out. What a policy saves is the least time of a whole recompute less the least time of its own. Nothing of
+this reaches the step, whose gradients come from a recompute of their own. A way that cannot be measured is not on the menu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Final
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from ds_vertical.errors import LayerError
+from ds_vertical.model.block_call import BlockGraph, leaf_of, requires_grad
+from ds_vertical.model.kept.block_backward import InputGradients
+from ds_vertical.model.kept.kept_blocks import Again, Mode
+from ds_vertical.model.kept.kinds import obstacle
+from ds_vertical.model.kept.recording import CallPlan, Recording
+from ds_vertical.model.kept.replay import OperationsDiffer, Replay, Results
+from ds_vertical.model.kept.slots import Slots, unpack
+from ds_vertical.model.layers import Block
+from ds_vertical.types import ActivationPolicy
+
+Backward = Callable[[BlockGraph], InputGradients]
+_ROUNDS: Final = 3  # of each way, one after the other; the least counts
+_UNKNOWN: Final = (LayerError, RuntimeError, TypeError, ValueError, NotImplementedError, OperationsDiffer)  # of a way to keep
+
+
+@dataclass(frozen=True)
+class KeptPoint:
+    """What a policy would keep of one call, in bytes, and the seconds of the call's recompute that it would save."""
+
+    policy: ActivationPolicy
+    num_bytes: int
+    saved_s: float
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of one call of a class of block: of a recompute and of the backward behind it. `input_bytes`: of what passes to
+    the block. `points`: what it may keep. `reasons`: why it may not keep by the other policies."""
+
+    forward_s: float
+    backward_s: float
+    input_bytes: int
+    points: tuple[KeptPoint, ...]
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a block that is measured. `inputs`: what it was given, flattened."""
+
+    block: Block
+    inputs: Sequence[object]
+    again: Again
+    synchronize: Callable[[], None]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The block's, in order."""
+        return list(self.block.module.parameters())
+
+    def timed(self, within: Mode) -> float:
+        """Seconds of a recompute within a context."""
+        self.synchronize()
+        start = perf_counter()
+        with self.again(within):
+            self.synchronize()
+            return perf_counter() - start
+
+    def slots(self) -> tuple[Slots, Mode]:
+        """Slots for what autograd saves in a recompute, and the context that fills them."""
+        slots = Slots(self.params, self.inputs)
+        return slots, saved_tensors_hooks(slots.pack, unpack)
+
+    def saved_bytes(self) -> int | None:
+        """Of what "everything" would keep; None where it cannot keep all."""
+        slots, hooks = self.slots()
+        with self.again(hooks) as graph:
+            _leaves = _ends(graph, keep_graph=True)
+            return sum(kept.num_bytes for kept in slots.settle()) if slots.sees_all(graph.outputs) else None
+
+    def plans(self) -> tuple[dict[ActivationPolicy, CallPlan], Results, str]:
+        """The plans by which "free" and "products" leave out operations, the results that the latter keeps, and why there is
+        no plan."""
+        recording = Recording([*self.inputs, *self.params, *self.block.module.buffers()])
+        with self.again(_both(saved_tensors_hooks(recording.pack, unpack), recording)) as graph:
+            leaves = _ends(graph, keep_graph=False)
+            free, reason = recording.plan("free", leaves)
+            products, _ = recording.plan("products", leaves)
+            del leaves
+        if free is None or products is None:
+            return {}, Results(), reason
+        return {"free": free, "products": products}, Results.of_recording(recording, products), ""
+
+
+@contextlib.contextmanager
+def _both(first: Mode, second: Mode) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _ends(graph: BlockGraph, keep_graph: bool) -> list[object]:
+    """Leaves in the place of the graph's outputs, as the next layer has them; of the graph the ends alone, or nothing."""
+    leaves = [leaf_of(value) if isinstance(value, torch.Tensor) else value for value in graph.outputs]
+    edges = [get_gradient_edge(value) if requires_grad(value) else None for value in graph.outputs]
+    graph.outputs[:] = edges if keep_graph else []
+    return leaves
+
+
+@dataclass(eq=False)
+class Probe:
+    """Measures the first backward of each class of block in one step, see [Note: probe]. `synchronize`: waits for the device.
+
+    `found`: by class.
+    """
+
+    synchronize: Callable[[], None] = lambda: None
+    found: dict[type[nn.Module], BlockTimes] = field(default_factory=dict)
+
+    def wants(self, block: Block) -> bool:
+        """Whether no block of this class has been measured."""
+        return type(block.module) not in self.found
+
+    def backward(self, block: Block, compiled: bool, inputs: Sequence[object], again: Again, run: Backward) -> InputGradients:
+        """Measure a block's call, then recompute it and `run` it backward. `inputs`: what the call was given."""
+        call = _Call(block, inputs, again, self.synchronize)
+        reasons: list[str] = []
+        whole_s, points = self._measure(call, compiled, reasons)
+        with again(contextlib.nullcontext()) as graph:
+            self.synchronize()
+            start = perf_counter()
+            gradients = run(graph)
+            self.synchronize()
+            backward_s = perf_counter() - start
+        given = {id(value): value.nbytes for value in inputs if isinstance(value, torch.Tensor) and requires_grad(value)}
+        passed = sum(given.values()) - sum(given.get(id(param), 0) for param in call.params)
+        self.found[type(block.module)] = BlockTimes(whole_s, backward_s, passed, tuple(points), tuple(reasons))
+        return gradients
+
+    def _measure(self, call: _Call, compiled: bool, reasons: list[str]) -> tuple[float, list[KeptPoint]]:
+        """Seconds of a whole recompute, and what each policy would save of it; `reasons` gets why one would not."""
+        plans, results, values = self._plans(call, compiled, reasons)
+        saved_bytes = self._saved_bytes(call, compiled, reasons)
+        whole: list[float] = []
+        hooked: list[float] = []
+        replayed: dict[ActivationPolicy, list[float]] = {policy: [] for policy in plans}
+        for _ in range(_ROUNDS):
+            whole.append(call.timed(contextlib.nullcontext()))
+            if saved_bytes is not None:
+                hooked.append(call.timed(call.slots()[1]))
+            for policy, plan in list(plans.items()):
+                try:
+                    replayed[policy].append(call.timed(Replay(plan, results if plan.keeps else Results(), poison=False)))
+                except _UNKNOWN as error:
+                    reasons.append(f'"{policy}": {str(error) or "it does not run the same operations each time"}')
+                    del plans[policy]
+        least = min(whole)
+        points = [KeptPoint(p, values if p == "products" else 0, max(0.0, least - min(replayed[p]))) for p in plans]
+        if saved_bytes is not None:
+            # what packing takes in the forward, unpacking takes in the backward at most
+            points.append(KeptPoint("everything", saved_bytes, max(0.0, least - 2 * max(0.0, min(hooked) - least))))
+        return least, points
+
+    @staticmethod
+    def _plans(call: _Call, compiled: bool, reasons: list[str]) -> tuple[dict[ActivationPolicy, CallPlan], Results, int]:
+        """See `_Call.plans`; the bytes of the results last."""
+        why = obstacle(call.block.module, "products", compiled)
+        plans: dict[ActivationPolicy, CallPlan] = {}
+        results = Results()
+        if why is None:
+            try:
+                plans, results, why = call.plans()
+            except _UNKNOWN as error:
+                why = str(error)
+        if why:
+            reasons.append(f'"free", "products": {why}')
+        return plans, results, sum(value.num_bytes for value in results.settle())
+
+    @staticmethod
+    def _saved_bytes(call: _Call, compiled: bool, reasons: list[str]) -> int | None:
+        """See `_Call.saved_bytes`."""
+        why = obstacle(call.block.module, "everything", compiled)
+        if why is None:
+            try:
+                found = call.saved_bytes()
+            except _UNKNOWN as error:
+                found, why = None, str(error)
+            else:
+                why = None if found is not None else "its graph holds a parameter other than as a saved tensor"
+            if found is not None:
+                return found
+        reasons.append(f'"everything": {why}')
+        return None

@@ -1,0 +1,246 @@
+"""What `activations.keep: null` means: planned where the machine was measured, else by a rule; none where nothing is gained."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import assert_identical, base_config, differing, read_weights, run_arm, running, start_process_group
+from models import MixerModel, token_batches
+from places import SUPPORT
+
+from ds_vertical.config.resolve import resolve
+from ds_vertical.config.section import load_section
+from ds_vertical.engine.keeping.measured import MeasuredStep, agreed
+from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
+from ds_vertical.engine.memory_check import Forecast, groups_of
+from ds_vertical.errors import StorageError
+from ds_vertical.model.layers import map_layers
+from ds_vertical.planner.model_shape import Seconds
+from ds_vertical.types import ActivationPolicy, Tier
+
+MIXER = partial(MixerModel, 4, 512, dropout=0.1)
+COUNT = 4
+MENU: dict[ActivationPolicy, tuple[float, float]] = {"free": (0.0, 0.01), "products": (2e6, 0.03), "everything": (6e6, 0.04)}
+ROOM: dict[Tier, float | None] = {Tier.DEVICE: 1e9, Tier.HOST: 1e9, Tier.SSD: 1e12}
+
+
+def config(folder: Path, place: str = "cpu", count: int = COUNT, **section: Any) -> dict[str, Any]:
+    return base_config(
+        folder, num_micro_batches=count, dtype="fp32", params=place, optimizer=place, clip=0.0, section={"seed": 11, **section}
+    )
+
+
+def report(read: float = 2e9, write: float = 2e9) -> dict[str, Any]:
+    machine = {"ssd_read_bytes_per_s": read, "ssd_write_bytes_per_s": write, "adam_elements_per_s": 1e10, "host_cores": 2}
+    return {"machine": machine | {"one_memory": True}, "rates": {"fp32_flops_per_s": 1e9}, "date": "2026-11-22"}
+
+
+def step(block_s: float = 0.05, menu: Any = None, room: Any = None) -> MeasuredStep:
+    """A first step whose blocks take so long in a forward, of which the menu saves its part."""
+    menu = {policy: (size, saved * block_s / 0.05) for policy, (size, saved) in (MENU if menu is None else menu).items()}
+    return MeasuredStep(Seconds(block_s, 2 * block_s, 0.0, 0.0, 0.0), 100_000, menu, ("some reason",), room or ROOM)
+
+
+def planner(folder: Path, found: dict[str, Any] | None, place: str = "nvme", **section: Any) -> KeepPlanner:
+    start_process_group()
+    made, network = config(folder, place, **section), MIXER()
+    own = load_section(made)
+    assert own is not None
+    resolved = resolve(own)
+    forecast = Forecast(map_layers(network, None), groups_of(network, None, None), made, resolved)
+    return KeepPlanner(forecast, resolved, found, 4_000_000_000, 7)
+
+
+# ---- the choice
+
+
+def kept(choice: KeepChoice) -> tuple[Any, ...]:
+    settings = choice.settings
+    return settings.keep, settings.keep_device, settings.keep_share, settings.keep_host_share
+
+
+def test_the_plan_keeps_what_pays_where_there_is_room(tmp_path: Path) -> None:
+    """Twelve cells. In memory everything; on the SSD what the program gives it; nothing where the SSD decides the step."""
+    fast = planner(tmp_path, report())
+    found = fast.choose(step())
+    assert kept(found) == ("everything", Tier.DEVICE, 1.0, 0.0)
+    assert found.reason.startswith("planned from the limits of 2026-11-22 and the first step: ")
+    assert "less time a step than with" in found.reason
+    no_memory = {**ROOM, Tier.DEVICE: 0.0, Tier.HOST: 1.5e8}
+    policy, tier, share, _ = kept(fast.choose(step(room=no_memory)))
+    assert policy in ("products", "everything") and tier in (Tier.SSD, Tier.DEVICE) and 0 < share <= 1
+    slow = planner(tmp_path, report(read=2e7, write=2e7)).choose(step(block_s=1e-3))
+    assert kept(slow)[0] == "none" and 'no policy is faster than "none" by 1 %' in slow.reason
+
+
+@pytest.mark.parametrize(
+    ("menu", "told"),
+    [({}, "no block can keep anything: some reason"), ({"free": (0.0, 0.0)}, "no policy saves time in these blocks")],
+)
+def test_where_nothing_can_be_kept_nothing_is(tmp_path: Path, menu: Any, told: str) -> None:
+    for found in (report(), None):
+        choice = planner(tmp_path, found, "cpu").choose(step(menu=menu))
+        assert kept(choice)[0] == "none" and told in choice.reason
+
+
+def test_the_rule_keeps_nothing_beside_an_unmeasured_ssd_and_else_what_memory_holds(tmp_path: Path) -> None:
+    on_ssd = planner(tmp_path, None).settled()
+    assert on_ssd is not None and "run `ds-vertical limits` for a plan" in on_ssd
+    assert planner(tmp_path, report()).settled() is None
+    moved = planner(tmp_path, None, "cpu", activations={"device": "ssd"})
+    assert moved.settled() is not None
+    in_memory = planner(tmp_path, None, "cpu")
+    assert in_memory.settled() is None
+    assert kept(in_memory.choose(step())) == ("everything", Tier.DEVICE, 1.0, 0.0)
+    passing = (COUNT * 4 + 2) * 100_000  # what passes between layers comes first
+    half = {**ROOM, Tier.DEVICE: passing + 6 * 6e6 / 0.8 + 1}
+    assert kept(in_memory.choose(step(room=half))) == ("everything", Tier.DEVICE, 0.5, 0.0)
+    none = in_memory.choose(step(room={**ROOM, Tier.DEVICE: float(passing)}))
+    assert kept(none)[0] == "none" and "leaves no room" in none.reason
+
+
+@pytest.mark.parametrize("section", [{"order": "horizontal"}, {"overlap": False}, {"blocks_per_layer": 4}])
+def test_what_no_plan_is_made_for_keeps_nothing(tmp_path: Path, section: dict[str, Any]) -> None:
+    made, network = config(tmp_path, **section), MIXER()
+    own = load_section(made)
+    assert own is not None
+    layers = map_layers(network, None, own.blocks_per_layer)
+    forecast = Forecast(layers, groups_of(network, None, None), made, resolve(own))
+    assert KeepPlanner(forecast, resolve(own), report(), 10**9, 7).settled() is not None
+
+
+@pytest.mark.parametrize("found", [{"machine": {}}, {**report(), "machine": report()["machine"] | {"one_memory": False}}])
+def test_a_report_that_cannot_tell_leaves_the_rule(tmp_path: Path, found: dict[str, Any]) -> None:
+    beside_ssd = planner(tmp_path, found).choose(step())
+    assert kept(beside_ssd)[0] == "none" and "no plan can be made (" in beside_ssd.reason
+    assert kept(planner(tmp_path, found, "cpu").choose(step()))[0] == "everything"
+
+
+def test_ranks_agree_on_the_least_room_and_the_policies_that_all_have() -> None:
+    other = step(block_s=0.15, menu={"everything": (8e6, 0.04)}, room={**ROOM, Tier.SSD: 5.0, Tier.DEVICE: None})
+    both = agreed([step(), other])
+    assert both.seconds.block_forward == pytest.approx(0.1) and set(both.menu) == {"everything"}
+    assert both.menu["everything"] == (8e6, pytest.approx(0.08))
+    assert both.room == {Tier.DEVICE: 1e9, Tier.HOST: 1e9, Tier.SSD: 5.0}
+
+
+# ---- in an engine
+
+
+def test_without_an_ssd_everything_is_kept_from_the_second_step_with_stocks_bits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    batches = token_batches(3, 2, rows=1, shortest=5)
+    plain = run_arm(config(tmp_path, count=2), MIXER, batches, vertical=False)
+    with running(config(tmp_path, count=2), MIXER, vertical=True) as (engine, model):
+        losses = [engine.train_batch(iter(batches[0])).item()]
+        assert engine.kept is None and engine._runner.probe is None
+        losses += [engine.train_batch(iter(batch)).item() for batch in batches[1:]]
+        record = engine.kept
+        assert record is not None and dict(record.cells) == {Tier.DEVICE: 6} and dict(record.num_bytes)[Tier.DEVICE] > 1e5
+        assert losses == plain.losses and not differing(read_weights(model), plain.weights)
+        assert engine._keeping.open_step(engine._runner, 2, num_calls=2) == () and engine._runner.kinds is None
+    told = capfd.readouterr().out
+    assert "keep null: chosen behind the first step" in told
+    line = 'vertical_schedule.activations.keep = "everything", 100% of the cells on device (null: nothing rests on SSD, and'
+    assert told.count(line) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_plan_for_the_ssd_trains_with_stocks_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], dtype: str, blocks: int
+) -> None:
+    """The choice itself, of which the test cannot be sure, is in the log; a plan for memory that is not there goes to SSD."""
+    (tmp_path / "limits.json").write_text(json.dumps(report()))
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", str(tmp_path / "limits.json"))
+    build = partial(MixerModel, 4, 512 if dtype == "fp32" else 1024, dropout=0.1)
+    batches = token_batches(3, 3, rows=1, shortest=16)
+    options = {"num_micro_batches": 3, "dtype": dtype, "section": {"seed": 11, "blocks_per_layer": blocks}}
+    plain = run_arm(base_config(tmp_path, **options), build, batches, vertical=False)
+    assert_identical(plain, run_arm(base_config(tmp_path, **options), build, batches, vertical=True))
+    assert "vertical_schedule.activations.keep = " in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["device", "host", "ssd"])
+def test_a_chosen_policy_gives_up_cells_for_which_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Longer sequences than those of the first step, or a full disk: what would fail where the JSON asks for it is left out."""
+    batches = token_batches(3, 2, rows=1, shortest=8)
+    plain = run_arm(config(tmp_path, "nvme", count=2), MIXER, batches, vertical=False)
+    with running(config(tmp_path, "nvme", count=2), MIXER, vertical=True) as (engine, _):
+        losses = [engine.train_batch(iter(batches[0])).item()]
+        keeping = engine._keeping
+        tier = Tier.DEVICE if limit == "device" else Tier.SSD
+        keeping._take(KeepChoice(replace(keeping.settings, keep="everything", keep_device=tier), "for the test"))
+        store = keeping.store
+        if limit == "device":
+            store.device_limit = 2 * 5000
+        elif limit == "host":
+            monkeypatch.setattr(store, "device_limit", 0)
+        else:
+            monkeypatch.setattr(store.swapper._file, "place", _full)
+        losses += [engine.train_batch(iter(batch)).item() for batch in batches[1:]]
+        assert losses == plain.losses
+        held = {tier: cells for tier, (cells, _) in store.resting.items()}
+        assert sum(held.values()) < 6 and store.num_bytes["device"] == 0
+
+
+def _full(*_: object) -> None:
+    raise StorageError("kept/rank0.bin: the disk is full")
+
+
+RANK = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import deepspeed, harness, test_kept_choices as own
+from ds_vertical.compat.ops import cache
+cache.activate()
+deepspeed.init_distributed(verbose=False, init_method=f"file://{sys.argv[2]}", rank=int(os.environ["RANK"]), world_size=2)
+batches = own.token_batches(2, 4, rows=1, shortest=64)
+with harness.running(json.loads(sys.argv[3]), own.MIXER, vertical=True) as (engine, _):
+    for batch in batches:
+        engine.train_batch(iter(batch))
+    print("chosen", engine._keeping.settings, engine.kept and engine.kept.cells, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_all_ranks_keep_the_same(tmp_path: Path, place: str) -> None:
+    """The first alone has a report."""
+    limits, store = tmp_path / "limits.json", tmp_path / "store"
+    limits.write_text(json.dumps(report()))
+    command = [sys.executable, "-c", RANK, str(SUPPORT), str(store), json.dumps(config(tmp_path, place))]
+    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    started = [
+        subprocess.Popen(
+            command,
+            env=os.environ
+            | launcher
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_VERTICAL_LIMITS": named, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, named in enumerate((str(limits), ""))
+    ]
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    chosen = [[line for line in output.splitlines() if line.startswith("chosen")] for output in outputs]
+    assert chosen[0] and chosen[0] == chosen[1], "\n".join(output[-2000:] for output in outputs)
