@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
@@ -61,7 +61,7 @@ class Optimizer(Protocol):
     """What takes a unit's gradient sums and steps the unit."""
 
     def reduce_unit(
-        self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
+        self, unit: Unit, sums: Iterator[torch.Tensor], flat: torch.Tensor | None, give_back: Callable[[torch.Tensor], None]
     ) -> bool:
         """Average a unit's sums over the ranks and hold this rank's share. Returns whether `flat` is held now."""
         ...
@@ -163,6 +163,7 @@ class ScheduleRunner:
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), self._stubs() as stubs, self._state_of(bodies) as modules:
+            gradients.expect(len(bodies), schedule.calls)
             shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, self.kinds)
             micro_batches = self._micro_batches(bodies, shared, moved=schedule.moved)
             parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay(), bodies)
@@ -419,7 +420,8 @@ class _Training(_WithBackward):
             assert isinstance(event.layer, int) and event.micro_batch is not None
             if self.activations is not None:
                 self.activations.require(event.layer, event.micro_batch)
-            micro_batch.backward_layer(event.layer)
+            with self.gradients.adding(event.layer):
+                micro_batch.backward_layer(event.layer)
             if self.kept is not None:
                 self.kept.forget(cell_of(event))
             self.gradients.add(event.layer)
@@ -427,8 +429,8 @@ class _Training(_WithBackward):
 
     def reduce(self, event: Event) -> None:
         unit = _unit(event)
-        sums = self.gradients.take(unit)
-        if self.optimizer.reduce_unit(unit, sums, self.gradients.flat(unit), self.gradients.reserve.put_back):
+        sums, flat = self.gradients.hand_over(unit), self.gradients.flat(unit)
+        if self.optimizer.reduce_unit(unit, sums, flat, self.gradients.reserve.put_back):
             self.gradients.give_away(unit)
         else:
             self.gradients.drop(unit)

@@ -117,7 +117,7 @@ class _Ledger:
                 yield MemoryChange(self.end_s(index), Tier.DEVICE, "parameters", -gathered)
 
     def gradients(self) -> Iterator[MemoryChange]:
-        """The sum on the device from its first B to REDUCE, then this rank's share until the step that takes it: in host
+        """The sum on the device from its first B to REDUCE, which empties it ahead of the next unit's; then this rank's share until the step that takes it: in host
         memory, and from HOLD on (REDUCE, where there is none) its share of it on SSD."""
         summing: set[Unit] = set()
         for index, event in enumerate(self.timeline.events):
@@ -131,7 +131,7 @@ class _Ledger:
                 yield self._gradient(self.start_s(index), Tier.DEVICE, self.shape.stepped(unit) * self.shape.num_shards)
             elif event.op is Op.REDUCE:
                 summing.discard(unit)
-                yield self._gradient(self.end_s(index), Tier.DEVICE, -self.shape.stepped(unit) * self.shape.num_shards)
+                yield self._gradient(self.start_s(index), Tier.DEVICE, -self.shape.stepped(unit) * self.shape.num_shards)
                 yield from self._gradients(self.start_s(index), elements - on_ssd, on_ssd)
             elif event.op is Op.HOLD:
                 yield self._gradient(self.start_s(index), Tier.SSD, on_ssd)

@@ -24,7 +24,7 @@ class ModelShape:
     parameter. `state_bytes`: per element, fp32 master and two moments. `generations`: copies of the files of state and
     parameters on SSD (2 where steps may be discarded). `part_elements`: most elements of a piece that
     goes through the optimizer pipeline by itself (null: a unit or its part at once). `working_bytes`: what a layer needs on
-    the device while it runs backward for one micro-batch. `files`: bytes of the parameter files of `pre` and of each layer on
+    the device while it runs backward for one micro-batch; `reduce_bytes`: what a REDUCE needs beside the sums. `files`: bytes of the parameter files of `pre` and of each layer on
     this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
     placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). Raises CostsError.
     """
@@ -45,6 +45,7 @@ class ModelShape:
     part_elements: int | None = None
     recompute_last: bool = True
     working_bytes: int = 0
+    reduce_bytes: int = 0
     placement: Placement = Placement()
     files: tuple[int, ...] | None = None
     gradients: tuple[int, ...] | None = None
@@ -58,7 +59,7 @@ class ModelShape:
             check_number("model", "layer_elements and pre_elements", elements, 0, "whole numbers, 0 or more", whole=True)
         for key in ("forward_s", "backward_s", "pre_forward_s", "pre_backward_s", "head_s"):
             check_number("model", key, getattr(self, key), 0.0, "seconds, 0 or more")
-        for key in ("activation_bytes", "gradient_bytes", "state_bytes", "working_bytes"):
+        for key in ("activation_bytes", "gradient_bytes", "state_bytes", "working_bytes", "reduce_bytes"):
             check_number("model", key, getattr(self, key), 0, "bytes, 0 or more", whole=True)
         for key in ("param_bytes", "num_shards", "generations"):
             check_number("model", key, getattr(self, key), 1, "a whole number, 1 or more", whole=True)
@@ -301,9 +302,11 @@ def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShap
     elements = spec.layers(blocks_per_layer)
     param_bytes = DTYPE_BYTES[spec.dtype]
     gradients = spec.gradients(blocks_per_layer)
-    made = max(gradients or (*elements, spec.pre_elements)) * param_bytes  # gradients as autograd makes them
+    around, *layers = gradients or (spec.pre_elements, *elements)
+    made = min(spec.largest_parameter, max(layers)) * param_bytes  # gradients of a layer go into their sums one by one
     copied = 0 if gradients is None else spec.largest_parameter * param_bytes  # of a frozen one, in a kernel's order
-    kept = max(blocks_per_layer * spec.block_saved_bytes, spec.head_saved_bytes + spec.block_saved_bytes)
+    in_layer = made + sequences * blocks_per_layer * spec.block_saved_bytes
+    in_head = around * param_bytes + sequences * (spec.head_saved_bytes + spec.block_saved_bytes)
     shape = ModelShape(
         spec.pre_elements,
         elements,
@@ -314,7 +317,7 @@ def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShap
         num_shards=division.num_shards,
         generations=division.generations,
         part_elements=division.part_elements,
-        working_bytes=made + copied + sequences * kept,
+        working_bytes=copied + max(in_layer, in_head),
         placement=division.placement,
         gradients=gradients,
     )

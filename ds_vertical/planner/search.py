@@ -114,7 +114,7 @@ def choose(
     task: Task, machine: Machine, limits: TierBytes, further: tuple[memory_budget.BudgetItem, ...] = (_LIBRARIES,)
 ) -> Plan:
     """See [Note: choosing]. `limits`: bytes per tier for one rank. Raises PlanError where no setting fits."""
-    search = _Search(task, machine, limits, (*further, _norm_copy(task, machine)))
+    search = _Search(task, machine, limits, further)
     cases = list(search.cases())
     solved = [
         (case, size, blocks, solution) for case, size, blocks in cases if (solution := linear_program.solve(case)) is not None
@@ -128,12 +128,6 @@ def choose(
     fitting.sort(key=lambda c: c.estimate_s)
     fitting += [wider for c in fitting[:_VARIED] for window in WINDOWS[1:] if _fits(wider := _with_window(c, window))]
     return _decide(sorted(fitting, key=lambda c: c.estimate_s))
-
-
-def _norm_copy(task: Task, machine: Machine) -> memory_budget.BudgetItem:
-    """Stock's norm of a gradient copies it: of the largest parameter at most."""
-    tier = Tier.HOST if machine.one_memory else Tier.DEVICE
-    return memory_budget.norm_copy(tier, task.spec.largest_parameter)
 
 
 def tune_timing(
@@ -221,8 +215,10 @@ class _Search:
             placement=Placement.of(state_on_ssd=timing.state_on_ssd),
         )
         held = delay if early and self.task.clip == 0 else 1.0  # what may be redone is kept
-        terms = memory_budget.BudgetTerms(sizes.num_micro_batches, 1, held_share=held, one_memory=self.machine.one_memory)
-        shape = shape_of(task.spec, seconds or _NO_SECONDS, division)
+        one_memory = self.machine.one_memory
+        terms = memory_budget.BudgetTerms(sizes.num_micro_batches, 1, held_share=held, one_memory=one_memory, pairs=False)
+        reduce_bytes = memory_budget.reduce_bytes(task.spec.largest_parameter, one_memory)
+        shape = replace(shape_of(task.spec, seconds or _NO_SECONDS, division), reduce_bytes=reduce_bytes)
         menu = None
         if seconds is not None and task.keep:
             menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds.block_forward, task.flops_per_byte)
@@ -358,7 +354,14 @@ def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, w
     guessed = case.early and case.terms.held_share > case.delay
     choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed, kept, _in_place(case))
     own = replace(case, shape=shape, terms=terms)
-    return Candidate(choice, own, solution.seconds, solution.binding)
+    return _in_pairs(Candidate(choice, own, solution.seconds, solution.binding))
+
+
+def _in_pairs(candidate: Candidate) -> Candidate:
+    """With gradients that wait for the next micro-batch's where there is room for them, as a run decides."""
+    case = candidate.case
+    paired = replace(candidate, case=replace(case, terms=replace(case.terms, pairs=True)))
+    return paired if _fits(paired) else candidate
 
 
 def _kept_share(solution: Solution, case: LpProblem) -> KeptShare | None:
@@ -375,8 +378,8 @@ def _kept_share(solution: Solution, case: LpProblem) -> KeptShare | None:
 
 
 def _with_window(candidate: Candidate, window: int) -> Candidate:
-    case = replace(candidate.case, terms=replace(candidate.case.terms, window=window))
-    return replace(candidate, choice=replace(candidate.choice, window=window), case=case)
+    case = replace(candidate.case, terms=replace(candidate.case.terms, window=window, pairs=False))
+    return _in_pairs(replace(candidate, choice=replace(candidate.choice, window=window), case=case))
 
 
 def _rounded(placement: Placement, num_micro_batches: int) -> Placement:
