@@ -66,11 +66,14 @@ class NormMemory:
         return total
 
     def _add(self, part: torch.Tensor, squares: torch.Tensor, place: range) -> None:
-        """Add elements `place` of each run to the sums, which are the first column of `squares`; the last run may be shorter."""
+        """Add elements `place` of each run to the sums, the first column of `squares`; the last run may be shorter."""
         num_runs, numel = squares.shape[0], part.numel()
         length = -(-numel // num_runs)
         last = numel - (num_runs - 1) * length  # elements of the last run
-        for first, end, count in ((place.start, min(place.stop, last), num_runs), (max(place.start, last), place.stop, num_runs - 1)):
+        for first, end, count in (
+            (place.start, min(place.stop, last), num_runs),
+            (max(place.start, last), place.stop, num_runs - 1),
+        ):
             if first < end and count:
                 columns = end - first
                 rows = squares[:count, : columns + 1]
@@ -99,7 +102,9 @@ def _adds_as_expected(num_threads: int) -> bool:
     """`num_threads`: of this thread. Random numbers of very different sizes: each order has a sum of its own."""
     generator, memory = torch.Generator().manual_seed(0), NormMemory()
     for numel in (1_003, _GRAIN, min(num_threads, 8) * 2 * _GRAIN + 5):
-        sample = torch.randn(numel, generator=generator) * torch.logspace(-6, 6, numel)[torch.randperm(numel, generator=generator)]
+        sample = (
+            torch.randn(numel, generator=generator) * torch.logspace(-6, 6, numel)[torch.randperm(numel, generator=generator)]
+        )
         if memory.sum_of_squares(sample).sqrt() != sample.double().norm(2):
             return False
     return True

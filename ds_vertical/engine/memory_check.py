@@ -318,8 +318,8 @@ class Forecast:
 
     @property
     def _reduce_bytes(self) -> int:
-        """What the REDUCE of the largest parameter needs beside the sums: for the norm of this rank's share, and where sums have
-        memory of their own for a copy in fp32, or in the order of the ranks."""
+        """What the REDUCE of the largest parameter needs beside the sums: for the norm of this rank's share, and where sums
+        have memory of their own for a copy in fp32, or in the order of the ranks."""
         largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
         whole = max((zero_params.full_numel(param) for chunk in self.chunks for param in chunk.params), default=0)
         together = REDUCED_TOGETHER if self._shards.num_shards > 1 else 0
@@ -376,7 +376,9 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     left = max(0, allowed - needed + max(0, setup))  # the set-up is over by then
     lines = [title, *memory_budget.budget_lines(items)]
     if forecast.waits_for_no_pair:
-        lines.append("no room for gradients that wait for the next micro-batch's: each is added to its sum by itself; same values")
+        lines.append(
+            "no room for gradients that wait for the next micro-batch's: each is added to its sum by itself; same values"
+        )
     return lines, needed, left
 
 

@@ -17,7 +17,7 @@ from ds_vertical.io.buffers import Reserve
 from ds_vertical.model.autograd_segments import OWN_BACKWARD
 from ds_vertical.model.kept.block_backward import is_apart
 from ds_vertical.model.state.restart import GradientMissed
-from ds_vertical.model.tensor_refs import is_over
+from ds_vertical.model.tensor_refs import is_alone
 from ds_vertical.schedule.events import Unit
 
 if TYPE_CHECKING:
@@ -81,12 +81,13 @@ class UnitSums:
         """Whether no gradient of a parameter has come yet."""
         return not self._touched[index] and self._waiting[index] is None
 
-    def wait(self, index: int, grad: torch.Tensor) -> bool:
-        """Let a gradient wait for the parameter's next one; False where another one waits."""
-        if self._waiting[index] is not None:
-            return False
+    def is_waiting(self, index: int) -> bool:
+        """Whether a gradient of a parameter waits for its next one."""
+        return self._waiting[index] is not None
+
+    def wait(self, index: int, grad: torch.Tensor) -> None:
+        """Let a gradient wait for the parameter's next one; none may wait already."""
         self._waiting[index] = grad
-        return True
 
     def add(self, index: int, *grads: torch.Tensor) -> None:
         """Add gradients to a parameter's sum, one after the other, behind the one that waits."""
@@ -134,7 +135,7 @@ class UnitSums:
 
 class MadeGradients:
     """Hears of the gradients of a unit's large parameters as autograd makes them, from the unit's first backward of a step to
-    its REDUCE. `take`: called with a parameter's number and the tensor that autograd passes on.
+    its REDUCE. `take`: called with a parameter's number; whether it has taken the gradient.
 
     [Note: as they are made] A gradient is added to its sum as soon as it is made, so that a layer's gradients are not all in
     memory beside the sum. The hook for that is on the node that sets `param.grad`, behind all hooks that users have put there
@@ -146,7 +147,7 @@ class MadeGradients:
     and from then on all gradients are taken behind the whole backward of their layer.
     """
 
-    def __init__(self, params: Mapping[int, nn.Parameter], take: Callable[[int, torch.Tensor | None], None]) -> None:
+    def __init__(self, params: Mapping[int, nn.Parameter], take: Callable[[int], bool]) -> None:
         self.again = False  # whether autograd has come to a parameter twice in one backward
         self._take = take
         self._taken: set[int] = set()
@@ -174,14 +175,13 @@ class MadeGradients:
             handle.remove()
         self._nodes.clear()
 
-    def _made(self, index: int, param: nn.Parameter, _: object, passed: Sequence[torch.Tensor | None]) -> None:
+    def _made(self, index: int, param: nn.Parameter, *_: object) -> None:
         if not self._is_open or is_apart(param):
             return
         if index in self._taken:
             self.again = True
-            return
-        self._taken.add(index)
-        self._take(index, passed[0] if passed else None)
+        elif self._take(index):
+            self._taken.add(index)
 
 
 class UnitGradients:
@@ -264,7 +264,9 @@ class GradientStore(UnitGradients):
         self._made: dict[Unit, MadeGradients] = {}
         self.reserve = Reserve(partial(torch.empty, dtype=dtype, device=place.device))
         # a GPU's memory is torch's to keep, for whatever comes next
-        self._new = self.reserve.take if place.joined or self._on_host else partial(torch.empty, dtype=dtype, device=place.device)
+        self._new = (
+            self.reserve.take if place.joined or self._on_host else partial(torch.empty, dtype=dtype, device=place.device)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -286,7 +288,7 @@ class GradientStore(UnitGradients):
             return
         if unit not in self._made:
             params = {i: p for i, p in enumerate(self._units[unit]) if self._facts.numel(p) >= LARGE}
-            self._made[unit] = MadeGradients(params, partial(self._add, unit))
+            self._made[unit] = MadeGradients(params, partial(self._add_made, unit))
         made = self._made[unit]
         with made.opened():
             yield
@@ -302,16 +304,31 @@ class GradientStore(UnitGradients):
             self._add(unit, index)
         self._num_added[unit] = self._num_added.get(unit, 0) + 1
 
-    def _add(self, unit: Unit, index: int, passed: torch.Tensor | None = None) -> None:
-        """Move one parameter's gradient. `passed`: autograd's own, which may lie in the same memory."""
+    def _add(self, unit: Unit, index: int) -> None:
+        """Move one parameter's gradient."""
         grad = _take(self._units[unit][index], self._facts.rounding)
         if grad is None:
             return
         sums = self._open(unit)
-        if (self._waits(unit) or (sums.flat is None and sums.is_empty(index))) and _is_alone(grad, passed):
-            if sums.wait(index, grad):
-                return
-        sums.add(index, grad)
+        if self._is_to_wait(unit, index) and is_alone(grad):
+            sums.wait(index, grad)
+        else:
+            sums.add(index, grad)
+
+    def _add_made(self, unit: Unit, index: int) -> bool:
+        """Move a parameter's gradient as it is made. False for one that is to wait: it does so where it is, until `add`."""
+        if self._is_to_wait(unit, index):
+            return False
+        self._add(unit, index)
+        return True
+
+    def _is_to_wait(self, unit: Unit, index: int) -> bool:
+        """Whether a gradient that comes now waits for the parameter's next one."""
+        sums = self._sums.get(unit)
+        if sums is not None and sums.is_waiting(index):
+            return False
+        is_first = not self._joined and (sums is None or sums.is_empty(index))  # see [Note: no sum yet]
+        return self._waits(unit) or is_first
 
     def _waits(self, unit: Unit) -> bool:
         """Whether the unit's gradients wait for those of the next micro-batch; those of another unit no longer do."""
@@ -393,13 +410,6 @@ def _take(param: nn.Parameter, rounding: Callable[[nn.Parameter], torch.dtype]) 
     if dtype != grad.dtype and torch.finfo(dtype).bits <= torch.finfo(grad.dtype).bits:
         grad = grad.to(dtype)
     return grad
-
-
-def _is_alone(grad: torch.Tensor, passed: torch.Tensor | None) -> bool:
-    """Whether no other tensor lies over a gradient's memory, but the one that autograd has `passed` on and forgets next."""
-    storage = grad.untyped_storage()
-    also = passed is not None and passed.layout is torch.strided and passed.untyped_storage()._cdata == storage._cdata
-    return is_over(storage, 1 + also)
 
 
 def _pieces(total: torch.Tensor, grads: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:

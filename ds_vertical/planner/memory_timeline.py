@@ -117,8 +117,12 @@ class _Ledger:
                 yield MemoryChange(self.end_s(index), Tier.DEVICE, "parameters", -gathered)
 
     def gradients(self) -> Iterator[MemoryChange]:
-        """The sum on the device from its first B to REDUCE, which empties it ahead of the next unit's; then this rank's share until the step that takes it: in host
-        memory, and from HOLD on (REDUCE, where there is none) its share of it on SSD."""
+        """The sum on the device from its first B to REDUCE, which empties it ahead of the next unit's (with one micro-batch the
+        gradients themselves); then this rank's share until the step that takes it: in host memory, and from HOLD on (REDUCE,
+        where there is none) its share of it on SSD."""
+        shape = self.shape
+        in_place = self.machine.one_memory and shape.num_shards == 1
+        each = shape.param_bytes if len(self.tiers) == 1 and not in_place else shape.gradient_bytes
         summing: set[Unit] = set()
         for index, event in enumerate(self.timeline.events):
             unit: Unit | None = PRE if event.op is Op.HEAD else event.layer
@@ -128,10 +132,12 @@ class _Ledger:
             on_ssd = elements * self._share_on_ssd(event)
             if event.op in (Op.HEAD, Op.B) and unit not in summing:
                 summing.add(unit)
-                yield self._gradient(self.start_s(index), Tier.DEVICE, self.shape.stepped(unit) * self.shape.num_shards)
+                summed = self.shape.stepped(unit) * self.shape.num_shards * each
+                yield MemoryChange(self.start_s(index), Tier.DEVICE, "gradients", summed)
             elif event.op is Op.REDUCE:
                 summing.discard(unit)
-                yield self._gradient(self.start_s(index), Tier.DEVICE, -self.shape.stepped(unit) * self.shape.num_shards)
+                summed = self.shape.stepped(unit) * self.shape.num_shards * each
+                yield MemoryChange(self.start_s(index), Tier.DEVICE, "gradients", -summed)
                 yield from self._gradients(self.start_s(index), elements - on_ssd, on_ssd)
             elif event.op is Op.HOLD:
                 yield self._gradient(self.start_s(index), Tier.SSD, on_ssd)

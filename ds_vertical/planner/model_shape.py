@@ -24,7 +24,8 @@ class ModelShape:
     parameter. `state_bytes`: per element, fp32 master and two moments. `generations`: copies of the files of state and
     parameters on SSD (2 where steps may be discarded). `part_elements`: most elements of a piece that
     goes through the optimizer pipeline by itself (null: a unit or its part at once). `working_bytes`: what a layer needs on
-    the device while it runs backward for one micro-batch; `reduce_bytes`: what a REDUCE needs beside the sums. `files`: bytes of the parameter files of `pre` and of each layer on
+    the device while it runs backward for one micro-batch.
+    `reduce_bytes`: what a REDUCE needs beside the sums. `files`: bytes of the parameter files of `pre` and of each layer on
     this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
     placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). Raises CostsError.
     """

@@ -169,8 +169,8 @@ def needed(config: dict[str, Any], build: Callable[[], nn.Module]) -> int:
 def test_a_large_block_trains_in_memory_that_a_build_before_refuses(
     tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That build copies the largest gradient to fp64 for its norm, makes all of a layer's gradients before it adds any, and lets
-    those of one micro-batch wait for the next one's whether or not there is room."""
+    """That build copies the largest gradient to fp64 for its norm, makes all of a layer's gradients before it adds any, and
+    lets those of one micro-batch wait for the next one's whether or not there is room."""
     width, inner, size = 1024, 4096, 2 if dtype == "bf16" else 4
     build = partial(MixerModel, 2, width, inner, 0.0, 257)
     made = base_config(tmp_path, dtype=dtype, num_micro_batches=4, clip=CLIP, sub_group_size=5_000_000)

@@ -41,7 +41,25 @@ CLIP = 0.05  # far below every gradient norm here, so clipping acts on every ste
 # ---- N1: the norm
 
 
-SIZES = (1, 2, 17, 4096, 32_765, 32_766, 32_767, 32_768, 32_769, 65_534, 65_535, 65_536, 65_537, 98_304, 98_305, 300_000, 1_000_003)
+SIZES = (
+    1,
+    2,
+    17,
+    4096,
+    32_765,
+    32_766,
+    32_767,
+    32_768,
+    32_769,
+    65_534,
+    65_535,
+    65_536,
+    65_537,
+    98_304,
+    98_305,
+    300_000,
+    1_000_003,
+)
 
 
 def hard(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

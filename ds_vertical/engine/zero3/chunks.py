@@ -27,7 +27,6 @@ from ds_vertical.offload.state_files import Chunk
 from ds_vertical.planner.memory_budget import PART_ELEMENTS
 from ds_vertical.schedule.events import Unit
 
-
 REDUCED_TOGETHER = 1 << 22  # elements of the parameters that one collective reduces, or one larger parameter
 
 
