@@ -75,11 +75,12 @@ def test_the_norm_of_a_gradient_is_stocks_without_an_fp64_copy_of_it(num_threads
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        assert gradient_norm.is_in_pieces()
+        lanes = gradient_norm.num_lanes()
+        assert lanes is not None
         for seed, numel in enumerate(SIZES):
             for dtype in (torch.float32, torch.bfloat16):
                 gradient = hard(numel + 3, dtype, seed)[3:]  # begins anywhere
-                assert torch.equal(memory.sum_of_squares(gradient).sqrt(), gradient.double().norm(2)), (numel, dtype)
+                assert torch.equal(memory.root_of_squares(gradient, lanes), gradient.double().norm(2)), (numel, dtype)
                 assert memory.norm(gradient).item() == stock(None, gradient).item() > 0
         assert memory._squares is not None and memory._squares.nbytes == gradient_norm.copied_bytes(SIZES[-1])
     finally:
@@ -102,15 +103,14 @@ def test_norms_of_parts_that_stock_takes_by_themselves(monkeypatch: pytest.Monke
 
 
 def test_where_torch_adds_in_another_order_the_norm_is_taken_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_norm, "_GRAIN", 1000)  # of a torch that cuts otherwise: with several threads or with one
-    monkeypatch.setattr(gradient_norm.torch, "get_num_threads", lambda: 3)
-    gradient_norm._adds_as_expected.cache_clear()
+    monkeypatch.setattr(gradient_norm, "_LANES", (3, 5))
+    gradient_norm._found_lanes.cache_clear()
     try:
-        assert not gradient_norm.is_in_pieces() and gradient_norm.copied_bytes(10_000) == 80_000
+        assert gradient_norm.num_lanes() is None and gradient_norm.copied_bytes(10_000) == 80_000
         gradient = hard(100_000, torch.float32, 2)
         assert torch.equal(NormMemory().norm(gradient), DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2(None, gradient))
     finally:
-        gradient_norm._adds_as_expected.cache_clear()
+        gradient_norm._found_lanes.cache_clear()
 
 
 def test_an_fp64_gradient_has_stocks_norm() -> None:
