@@ -25,7 +25,7 @@ from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.restart import HooksMissed
 from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.state.tracks import BETWEEN_CALLS, PREFIX
-from ds_vertical.model.stubs import BlockRunner, Coroutine, ModelCalls, ParameterWatch, Stubs
+from ds_vertical.model.stubs import BlockRunner, Coroutine, ModelCalls, OutsideWatch, ParameterWatch, Stubs
 from ds_vertical.model.thread_state import ThreadState, inference_guard
 
 NO_BLOCKS = range(0)  # the blocks that may run in the prefix and in the suffix
@@ -37,7 +37,8 @@ class ForwardPass:
 
     `keep`: block calls are recorded for the backward (training), or not (evaluation). `modules`: the state of modules that
     belongs to one micro-batch each; None: such state is left as it comes. `num_calls`: how often each micro-batch's code calls
-    the model. `kinds`: what else of block calls is kept for the backward; None: nothing.
+    the model. `kinds`: what else of block calls is kept for the backward; None: nothing. `watch`: refuses uses of parameters
+    that are away; None: no such are.
     """
 
     layers: LayerMap
@@ -46,6 +47,7 @@ class ForwardPass:
     modules: StepState | None = None
     num_calls: int = 1
     kinds: KeptKinds | None = None
+    watch: OutsideWatch | None = None
 
 
 class ForwardCoroutine:
@@ -76,6 +78,7 @@ class ForwardCoroutine:
         self._layers = shared.layers
         self._blocks = shared.layers.blocks
         self._keep = shared.keep
+        self._outside = shared.watch
         self._runner = blocks
         self._run_on = run_on
         self._result: Any = None
@@ -244,7 +247,8 @@ class ForwardCoroutine:
     ) -> object:
         if self._keep:
             _refuse_checkpoint(self._blocks[block])
-        result = self._runner.run(block, function, args, kwargs)
+        with contextlib.nullcontext() if self._outside is None else self._outside.paused((args, kwargs)):
+            result = self._runner.run(block, function, args, kwargs)
         self.calls.done_block = block
         return result
 

@@ -121,7 +121,8 @@ class _Ledger:
         memory, and from HOLD on (REDUCE, where there is none) its share of it on SSD."""
         summing: set[Unit] = set()
         for index, event in enumerate(self.timeline.events):
-            unit: Unit | None = PRE if event.op is Op.HEAD else event.layer
+            around = SUF if self.shape.suf is not None else PRE
+            unit: Unit | None = around if event.op is Op.HEAD else event.layer
             if unit is None:
                 continue
             elements = self.shape.stepped(unit) if event.op is Op.REDUCE else self.sizes.elements(event)
