@@ -226,7 +226,8 @@ class UnitBuffers:
 
     def withdraw(self) -> None:
         """No unit may take a buffer any more."""
-        self.layers, self.outside = BufferPool([]), {unit: BufferPool([]) for unit in self.outside}
+        self.layers = BufferPool([])
+        self.outside.update({unit: BufferPool([]) for unit in self.outside})
 
     def unlock(self) -> None:
         """Give the memory back. No transfer may be in flight."""
