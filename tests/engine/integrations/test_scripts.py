@@ -30,7 +30,8 @@ def launch(script: str, folder: Path, vertical: bool, *arguments: str) -> str:
     config = str(config_of(script, folder, vertical))
     given = {"three_calls": ["--deepspeed", "--deepspeed_config", config], "accelerate_loop": ["--deepspeed_config", config]}
     port = str(free_port())
-    how = [*LAUNCHER, "--master_port", port, "--module", "ds_vertical.run"] if vertical else ["-c", PLAIN]
+    options = ["--no_local_rank"] if script == "accelerate_loop" else []  # which takes none
+    how = [*LAUNCHER, "--master_port", port, *options, "--module", "ds_vertical.run"] if vertical else ["-c", PLAIN]
     command = [sys.executable, *how, str(SCRIPTS / f"{script}.py")]
     command += [*given.get(script, ["--deepspeed", config, *TRAINING]), "--output_dir", str(folder / "out"), *arguments]
     return ran(command, folder, vertical, {} if vertical else ALONE | {"MASTER_PORT": port})
