@@ -329,6 +329,6 @@ class OtherRanks:
 
     def agree(self, error: Exception | None) -> None:
         """Raise on all ranks where one of them has an error; on this one its own."""
-        with self._optimizer.live.agreed("a pass"):
+        with self._optimizer.live.agreed("a step or an evaluation"):
             if error is not None:
                 raise error
