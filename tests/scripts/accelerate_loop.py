@@ -33,7 +33,7 @@ config = LlamaConfig(
 model = AutoModelForCausalLM.from_config(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=6)
-tokens = torch.randint(0, 128, (24, 8))
+tokens = torch.randint(0, 128, (22, 8))
 data = [{"input_ids": row, "labels": row} for row in tokens]
 loader = DataLoader(data, batch_size=2, shuffle=True)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)

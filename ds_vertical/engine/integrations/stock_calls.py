@@ -1,14 +1,15 @@
 """The stock arm of a script that knows nothing of ds_vertical: its three calls are stock's own, seeded and recorded.
 
 `ds-vertical ab` compares it with the vertical arm of the same script. Both give each micro-batch a random stream of its own,
-and both record a step: here from the first forward to the `step()` at the boundary of gradient accumulation.
+and both record a step: here from the first forward to the `step()` at the boundary of gradient accumulation. In a loop of the
+three calls the stream is that of `engine.forward`; a Trainer's micro-step runs in it whole, with all its calls of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
 
 import torch
 
@@ -18,18 +19,21 @@ from ds_vertical.model import batch as micro
 from ds_vertical.model.batch import LossFn
 
 T = TypeVar("T")
+_LOOP: Final = "ds_vertical_stock_calls"  # attribute of an engine that is watched
 
 
 class StockCalls(StockLoop):
     """The loop of a stock engine whose script may make the three calls itself."""
 
     _is_own = False  # whether `train_batch` makes the calls, which records and seeds by itself
+    _in_micro_step = False  # whether a Trainer's micro-step runs
     _index = 0  # of the micro-batch in its step
     _open: StepRecorder | None = None  # of a step under way that is recorded
 
     def watch(self) -> None:
         """Seed and record what the script does through `engine.forward`, `backward` and `step` from here on."""
         engine = self.engine
+        setattr(engine, _LOOP, self)
         self._losses: list[torch.Tensor] = []
         self._batches: list[object] = []
         for name in ("forward", "backward", "step"):
@@ -52,17 +56,34 @@ class StockCalls(StockLoop):
     def _forward(self, stock: Callable[..., T], *inputs: object, **kwargs: object) -> T:
         if not (self.module.training and torch.is_grad_enabled()):
             return stock(*inputs, **kwargs)
+        if self._in_micro_step:
+            return stock(*inputs, **kwargs)
+        with self._streamed(kwargs or inputs):
+            return stock(*inputs, **kwargs)
+
+    def micro_step(self, batch: object, run: Callable[[], T]) -> T:
+        """Run a Trainer's micro-step on a batch, in one stream; returns what it returns."""
+        with self._streamed(batch):
+            self._in_micro_step = True
+            try:
+                return run()
+            finally:
+                self._in_micro_step = False
+
+    @contextlib.contextmanager
+    def _streamed(self, batch: object) -> Iterator[None]:
+        """Within the block the next micro-batch of the step runs in its random stream, and is recorded."""
         recorder = self._metrics()
         if self._index == 0 and recorder is not None:
             recorder.end_at_budget()
             recorder.begin()
             self._losses, self._batches, self._open = [], [], recorder
         if self._open is not None:
-            self._batches.append(kwargs or inputs)
+            self._batches.append(batch)
         seed = self.seed_of(self._index)
         self._index += 1
         with contextlib.nullcontext() if seed is None else seeded(seed):
-            return stock(*inputs, **kwargs)
+            yield
 
     def _backward(self, stock: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
         scaled = stock(*args, **kwargs)
@@ -85,3 +106,9 @@ class StockCalls(StockLoop):
         tokens = micro.count_tokens(self._batches)
         recorder.end(type(self.engine).__name__, losses, tokens, shares_weights(self.module))
         self._host_speed(micro.count_tokens(self._batches[:1]))
+
+
+def in_micro_step(engine: object, batch: object, run: Callable[[], T]) -> T:
+    """A Trainer's micro-step on a batch; where its engine's calls are watched it is one micro-batch of that engine."""
+    loop = getattr(engine, _LOOP, None)
+    return loop.micro_step(batch, run) if isinstance(loop, StockCalls) else run()

@@ -53,11 +53,13 @@ from ds_vertical.errors import LoopError
 from ds_vertical.model import batch as micro
 from ds_vertical.model.layers import refuse_batch_flags
 from ds_vertical.model.look_ahead import Call, Peekable, Prediction, comes_from, is_fetching, predict
+from ds_vertical.model.state import attribute_watch
 from ds_vertical.model.thread_state import ThreadState, inference_guard
 
 _OWN: Final = frozenset(("forward", "backward", "step", "end"))
 _AFTER_AN_ERROR: Final = frozenset(("save_checkpoint", "save_16bit_model", "load_checkpoint"))
 _DROPPED: Final = "the step's micro-batches so far are dropped"
+_hubs: Final[weakref.WeakSet[Hub]] = weakref.WeakSet()  # of this process
 
 
 class ThreeCalls:
@@ -203,6 +205,11 @@ class OpenStep:
         return self._index == len(self._prediction.calls) - 1
 
     @property
+    def is_forwarded(self) -> bool:
+        """Whether the loop has the outputs of all micro-batches."""
+        return self._is_last
+
+    @property
     def _awaits_loss(self) -> bool:
         return self._index >= 0 and self._loss is None
 
@@ -303,12 +310,18 @@ class Hub:
         self._prediction = prediction
         self._counts = counts
         self._num_handed = 0  # micro-batches whose outputs the loop has been given
-        self._turn = _Turn(compat_engine.model_of(loop.engine), lambda: counts.place)
+        self._turn = _Turn(compat_engine.model_of(loop.engine), lambda: counts.place, lambda: counts.is_forwarded)
         self._thread = threading.current_thread()
         self._user = getcurrent()
         self._depth = 0, 0  # registered changes, and `deferred` blocks, that are not the hub's
         self._hub = greenlet(self._run)
         self._hub.gr_context = contextvars.copy_context()
+        _hubs.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the step has begun, and is not over."""
+        return bool(self._hub) and not self._hub.dead
 
     # ---- called by the loop's side
 
@@ -334,7 +347,7 @@ class Hub:
 
     def end(self) -> None:
         """End the greenlet where it waits, with all that it has open; harmless where it is over. Within a firm block."""
-        if self._hub and not self._hub.dead:
+        if self.is_open:
             self._enter(partial(self._hub.throw, GreenletExit))
 
     # ---- the greenlet's own side
@@ -356,9 +369,8 @@ class Hub:
         if index < self._num_handed:
             raise LoopError(
                 "engine(...): the forwards change state of the model's modules that was not known as the step began (the line"
-                f" above names it), so the step must start over, but the loop has outputs already; {_DROPPED}: write"
-                ' "self_check": true in vertical_schedule, which learns of such state ahead of the first step, or call'
-                " engine.train_batch(data_iter)"
+                f" above names it), so the step must start over, but the loop has outputs already; {_DROPPED}:"
+                f" {self._how_to_learn()}, or call engine.train_batch(data_iter)"
             )
         if index > 0:
             self._hand_over(None)  # the backward of the micro-batch before is over
@@ -368,6 +380,15 @@ class Hub:
         loss = self._hand_over(outputs)
         assert isinstance(loss, torch.Tensor)
         return loss
+
+    def _how_to_learn(self) -> str:
+        """What to write where a step must not start over."""
+        if any(each is not self and each.is_open for each in _hubs):
+            return (
+                "another engine's step is open as well, and two steps that begin in one pass of a loop cannot be told apart here:"
+                " let one engine's step begin a micro-batch behind the other's"
+            )
+        return 'write "self_check": true in vertical_schedule, which learns of such state ahead of the first step'
 
     def _hand_over(self, value: object) -> object:
         """Let the loop go on with a value; returns what it brings at its next call. See [Note: the loop's turn]."""
@@ -384,12 +405,15 @@ class _Turn:
     """The loop's turn: what its own code must not do between two calls of the engine.
 
     A backward that it runs by itself would end in the model's gradients. A call past the engine of the model, or of a part with
-    parameters, would find weights that are not there, or leave gradients where nobody looks. `place`: where the loop is, for
-    messages.
+    parameters, would find weights that are not there, or leave gradients where nobody looks. An attribute that it sets on a
+    module would come too late: the blocks have run for the micro-batches that the loop has not come to yet. `place`: where the
+    loop is, for messages; `is_forwarded`: whether it has all outputs, and attributes are its own again.
     """
 
-    def __init__(self, model: nn.Module, place: Callable[[], str]) -> None:
+    def __init__(self, model: nn.Module, place: Callable[[], str], is_forwarded: Callable[[], bool]) -> None:
         self._place = place
+        self._is_forwarded = is_forwarded
+        self._all_modules = weakref.WeakSet(model.modules())
         self._modules = weakref.WeakSet(each for each in model.modules() if next(each.parameters(), None) is not None)
         self._model = weakref.ref(model)
         self._hook: RemovableHandle | None = None  # on all modules, in the loop's turn
@@ -398,12 +422,23 @@ class _Turn:
         """The loop's own code runs from here on."""
         if self._hook is None:
             self._hook = register_module_forward_pre_hook(self._refuse_call)
+            attribute_watch.begin_telling(self)
 
     def end(self) -> None:
         """The schedule goes on, or is over; harmless where it is not the loop's turn."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+            attribute_watch.end_telling(self)
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """Refuse that the loop changes an attribute of the model. `training` is what `engine(...)` itself looks at."""
+        if name != "training" and not self._is_forwarded() and module in self._all_modules:
+            raise LoopError(
+                f"{type(module).__name__}.{name}: set in the middle of a step, {self._place()}; the blocks have run for the"
+                " step's other micro-batches already, and would not see it: set it ahead of the step's first engine(...), or"
+                " behind its engine.step()"
+            )
 
     def watch(self, outputs: object) -> None:
         """Refuse a backward of these in the loop's turn."""

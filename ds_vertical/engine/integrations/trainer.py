@@ -23,6 +23,7 @@ from ds_vertical.engine.integrations.counted import CountedByTrainer
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.eval_windows import EvaluationWindows, fitting
 from ds_vertical.engine.integrations.made_trainers import CALLED_WITH, Trainer, check_signature, set_sync_gradients
+from ds_vertical.engine.integrations.stock_calls import in_micro_step
 from ds_vertical.errors import LayerError, LoopError
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class Bridge:
     def training_step(self, model: nn.Module, inputs: object, *args: object, **kwargs: object) -> object:
         """Of the first micro-batch: the whole step. Of each: what the Trainer's own has returned for it."""
         if not isinstance(model, CallableEngine):
-            return self._micro_step(model, inputs, *args, **kwargs)
+            return in_micro_step(model, inputs, functools.partial(self._micro_step, model, inputs, *args, **kwargs))
         batches = self._batches
         position = next((index for index, batch in enumerate(batches) if batch is inputs), None)
         if position is None:

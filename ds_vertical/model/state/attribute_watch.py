@@ -1,4 +1,4 @@
-"""Tells of every attribute that a forward sets on, or deletes from, a module of the model, before it does.
+"""Tells of every attribute that is set on, or deleted from, a module, before it is: a step of what its forwards do.
 
 [Note: several watches] Steps of several engines may be open at once: a loop of the three calls may train two engines in turn,
 and their steps may end in any order. So all watches share one pair of functions in the place of `nn.Module`'s own, and these
@@ -7,7 +7,7 @@ stay there until the last watch has ended.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from greenlet import getcurrent
 from torch import nn
@@ -17,6 +17,23 @@ from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.survey import OUTSIDE, is_state
 from ds_vertical.model.state.tracks import TrackedState
 from ds_vertical.model.stubs import Coroutine
+
+
+class Told(Protocol):
+    """Wants to be told."""
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """An attribute of some module is about to change. What this raises ends the assignment."""
+
+
+def begin_telling(told: Told) -> None:
+    """Tell of every module's attributes from now on."""
+    _ALL.add(told)
+
+
+def end_telling(told: Told) -> None:
+    """Tell no more; harmless where nothing is told."""
+    _ALL.remove(told)
 
 
 class AttributeWatch:
@@ -52,16 +69,16 @@ class _Watches:
     """All watches of this process. See [Note: several watches]."""
 
     def __init__(self) -> None:
-        self._watches: list[AttributeWatch] = []
+        self._watches: list[Told] = []
         self._stock: tuple[Any, Any] | None = None  # nn.Module's own functions, while others stand in their place
 
-    def add(self, watch: AttributeWatch) -> None:
+    def add(self, watch: Told) -> None:
         """Tell this one, too, from now on."""
         self._watches.append(watch)
         if self._stock is None:
             self._take_over()
 
-    def remove(self, watch: AttributeWatch) -> None:
+    def remove(self, watch: Told) -> None:
         """Tell this one no more; harmless where it is told of nothing."""
         self._watches = [each for each in self._watches if each is not watch]
         if not self._watches and self._stock is not None:

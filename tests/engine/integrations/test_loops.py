@@ -100,6 +100,29 @@ def test_a_raw_call_of_the_model_in_the_middle_of_a_step_is_refused_and_the_step
     assert is_in_order()
 
 
+def test_an_attribute_that_a_loop_sets_in_the_middle_of_a_step_is_refused_and_the_step_goes_on(tmp_path: Path) -> None:
+    """The blocks have run for all micro-batches: stock's next forward would see the attribute, and ours would not."""
+    found = []
+    for meddling in (False, True):
+        with harness.running(make_config(tmp_path / str(meddling)), Noting, vertical=True) as (engine, model):
+            model.scale = 1.0  # type: ignore[assignment]
+            for index, batch in enumerate(loader_of(rows())):
+                loss = engine(**batch)
+                if meddling and index % M < M - 1:
+                    said = rf"Noting\.scale: set in the middle of a step, .* micro-batch {index % M + 1} of 3.*behind its engine\.step"
+                    with pytest.raises(LoopError, match=said):
+                        model.scale = 2.0  # type: ignore[assignment]
+                    assert model.scale == 1.0
+                engine.backward(loss)
+                if index % M == M - 1:
+                    model.scale = float(index)  # type: ignore[assignment]
+                model.train()
+                engine.step()
+            found.append(harness.digest(harness.contents(engine, model)))
+    assert found[0] == found[1]
+    assert is_in_order()
+
+
 # ---- micro-batches that a loop leaves out
 
 
@@ -176,6 +199,18 @@ def test_two_engines_whose_steps_take_turns_have_stocks_bits(tmp_path: Path) -> 
             found.append((losses, [harness.digest(harness.contents(*each)) for each in engines]))
         assert nn.Module.__setattr__ is setter and is_in_order()
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_two_engines_whose_steps_begin_in_one_pass_are_told_what_helps(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        made = [harness.running(make_config(tmp_path / str(i)), Noting, vertical=True) for i in range(2)]
+        engines = [stack.enter_context(each)[0] for each in made]
+        loaders = [loader_of(rows(3, seed)) for seed in (3, 4)]
+        with pytest.raises(LoopError, match="let one engine's step begin a micro-batch behind the other's"):
+            for batches in zip(*loaders, strict=True):
+                for engine, batch in zip(engines, batches, strict=True):
+                    micro_batch(engine, batch)
 
 
 # ---- signals

@@ -75,11 +75,23 @@ def test_a_trainers_script_has_stocks_numbers_and_weights(script: str, arguments
     assert [name for name, tensor in stock.items() if not torch.equal(tensor, ours[name])] == []
 
 
+def masters(folder: Path) -> dict[str, torch.Tensor]:
+    """The fp32 weights of the checkpoint that the script has saved."""
+    import ds_vertical  # noqa: F401 - DeepSpeed's function reads our checkpoints, too
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder / "out"))
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["three_calls", "accelerate_loop"])
-def test_a_loops_script_prints_stocks_losses(script: str, tmp_path: Path) -> None:
+def test_a_loops_script_has_stocks_losses_and_weights(script: str, tmp_path: Path) -> None:
     printed = {vertical: launch(script, tmp_path / str(vertical), vertical) for vertical in (False, True)}
     assert numbers(printed[True]) == numbers(printed[False]) and len(numbers(printed[False])) >= 6
+    stock, ours = masters(tmp_path / "False"), masters(tmp_path / "True")
+    assert stock and stock.keys() == ours.keys()
+    assert [name for name, tensor in stock.items() if not torch.equal(tensor, ours[name])] == []
 
 
 LATE = """
@@ -112,6 +124,23 @@ def test_a_trainer_that_is_the_first_to_import_deepspeed_hands_over_whole_steps(
     assert "imported ahead of the Trainer: False" in printed
     assert "vertical schedule ACTIVE: bridge Trainer" in printed and "bridge three calls" not in printed
     assert len(re.findall("'grad_norm'", printed)) == 2
+
+
+@pytest.mark.slow
+def test_a_script_whose_first_line_patches_is_launched_plainly(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import ds_vertical\n\nds_vertical.patch()\n" + (SCRIPTS / "trainer.py").read_text())
+    printed = {}
+    for vertical in (False, True):
+        folder = tmp_path / str(vertical)
+        folder.mkdir()
+        own = ["-c", PLAIN, str(script if vertical else SCRIPTS / "trainer.py")]
+        command = [sys.executable, *own, "--deepspeed", str(config_of("trainer", folder, vertical)), *TRAINING]
+        port = {"MASTER_PORT": str(free_port())}
+        printed[vertical] = ran([*command, "--output_dir", str(folder / "out")], folder, vertical, ALONE | port)
+    assert numbers(printed[True]) == numbers(printed[False]) and len(numbers(printed[False])) > 10
+    stock, ours = weights(tmp_path / "False"), weights(tmp_path / "True")
+    assert stock and [name for name, tensor in stock.items() if not torch.equal(tensor, ours[name])] == []
 
 
 ACCELERATE = """\

@@ -69,12 +69,30 @@ def with_a_boundary_of_its_own(engine: Any, loader: Any) -> Iterator[torch.Tenso
         yield loss
 
 
+def changed_on_the_way(engine: Any, loader: Any) -> Iterator[torch.Tensor]:
+    for batch in loader:
+        loss = engine(**shortened(batch))
+        engine.backward(loss)
+        engine.step()
+        yield loss
+
+
+def shortened(batch: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor[:, :-2].flip(0) for name, tensor in batch.items()}
+
+
+def by_deepspeeds_loader(engine: Any, _: Any) -> Iterator[torch.Tensor]:
+    """Which `initialize(training_data=...)` makes, too."""
+    yield from by_name(engine, engine.deepspeed_io(make_loader().dataset))
+
+
 def run_arm(config: dict[str, Any], vertical: bool, loop: Loop, loader: Any, epochs: int = 2) -> dict[str, Any]:
+    inputs = {"inputs": shortened} if loop is changed_on_the_way else {}
     found: dict[str, Any] = {"losses": [], "norms": [], "lr": [], "boundaries": []}
     with harness.running(config, make_model, vertical=vertical) as (engine, model):
         torch.manual_seed(7)
         for _ in range(epochs):
-            for loss in loop(engine, ds_vertical.look_ahead(loader) if vertical else loader):
+            for loss in loop(engine, ds_vertical.look_ahead(loader, **inputs) if vertical else loader):
                 found["losses"].append(loss.item())
                 found["norms"].append(engine.get_global_grad_norm())
                 found["lr"].append(engine.get_lr())
@@ -94,8 +112,9 @@ def compare(tmp_path: Path, loop: Loop, make: Callable[[], Any] = make_loader, *
         assert vertical[name] == found, name
 
 
-def test_three_calls_have_stocks_bits(tmp_path: Path) -> None:
-    compare(tmp_path, by_position_with_own_loss)
+@pytest.mark.parametrize("loop", [by_position_with_own_loss, with_a_boundary_of_its_own, changed_on_the_way])
+def test_three_calls_have_stocks_bits(tmp_path: Path, loop: Loop) -> None:
+    compare(tmp_path, loop, dtype="fp32")
 
 
 @pytest.mark.slow
@@ -104,6 +123,13 @@ def test_three_calls_have_stocks_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("section", [{}, {"self_check": True}, {"optimizer_delay": 0.5}, {"order": "horizontal"}], ids=str)
 def test_every_kind_of_loop_has_stocks_bits(tmp_path: Path, loop: Loop, section: dict[str, Any], dtype: str) -> None:
     compare(tmp_path, loop, section=section, dtype=dtype)
+
+
+@pytest.mark.slow
+def test_deepspeeds_own_loader_is_looked_ahead_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)  # puts it back at the end
+    three_calls.see_torch_loaders()  # as `ds_vertical.patch()` does
+    compare(tmp_path, by_deepspeeds_loader, dtype="fp32")
 
 
 # ---- what is refused, and what a loop may leave
