@@ -33,6 +33,7 @@ class Stream(IterableDataset[Any]):
 
 # by kind: batches of the loader, whether windows end where it does, and what the loop iterates over
 LOADERS: dict[str, tuple[int, bool, Any]] = {
+    "uneven": (7, True, lambda prepared, plain: prepared),  # on two ranks the second one's last batch is made of the first rows
     "skipped": (8, True, lambda prepared, plain: skipped(prepared, 1)),
     "across": (6, False, lambda prepared, plain: prepared),
     "across, with a rest": (8, False, lambda prepared, plain: prepared),

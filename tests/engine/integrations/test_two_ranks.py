@@ -104,7 +104,7 @@ def run_accelerate(folder: Path, vertical: bool, **options: Any) -> list[Found]:
     how = ["-m", "ds_vertical.run"] if vertical else ["-c", PLAIN]
     config = config_in(folder, vertical, num_micro_batches=3, **options)
     start_ranks(
-        [sys.executable, *how, str(SUPPORT / "accelerate_script.py"), str(config), str(folder / "out"), "plain"], folder
+        [sys.executable, *how, str(SUPPORT / "accelerate_script.py"), str(config), str(folder / "out"), "uneven"], folder
     )
     ranks: list[Found] = [json.loads((folder / f"out.{rank}").read_text()) for rank in range(2)]
     for rank in ranks:
