@@ -385,8 +385,8 @@ class Hub:
         """What to write where a step must not start over."""
         if any(each is not self and each.is_open for each in _hubs):
             return (
-                "another engine's step is open as well, and two steps that begin in one pass of a loop cannot be told apart here:"
-                " let one engine's step begin a micro-batch behind the other's"
+                "another engine's step is open as well, and two steps that begin in one pass of a loop cannot be told apart"
+                " here: let one engine's step begin a micro-batch behind the other's"
             )
         return 'write "self_check": true in vertical_schedule, which learns of such state ahead of the first step'
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from library_scripts import SCRIPTS, TRAINING, config_of
 
-
 TWO_CALLS = """
 class Contrastive(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):

@@ -77,8 +77,9 @@ def test_a_trainers_script_has_stocks_numbers_and_weights(script: str, arguments
 
 def masters(folder: Path) -> dict[str, torch.Tensor]:
     """The fp32 weights of the checkpoint that the script has saved."""
-    import ds_vertical  # noqa: F401 - DeepSpeed's function reads our checkpoints, too
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    import ds_vertical  # noqa: F401 - DeepSpeed's function reads our checkpoints, too
 
     found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder / "out"))
     return found
