@@ -83,7 +83,7 @@ def shortened(batch: Any) -> dict[str, torch.Tensor]:
 
 def by_deepspeeds_loader(engine: Any, _: Any) -> Iterator[torch.Tensor]:
     """Which `initialize(training_data=...)` makes, too."""
-    yield from by_name(engine, engine.deepspeed_io(make_loader().dataset))
+    yield from by_name(engine, engine.deepspeed_io(make_loader().dataset, batch_size=2))
 
 
 def run_arm(config: dict[str, Any], vertical: bool, loop: Loop, loader: Any, epochs: int = 2) -> dict[str, Any]:
