@@ -98,7 +98,7 @@ def test_a_json_is_accepted_without_a_warning(block: Block, tmp_path: Path) -> N
 SCRIPTS = [block for block in BLOCKS if block.language == "python" and re.search(r"train_batch|Trainer\(", block.text)]
 
 
-def launched(folder: Path, words: list[str]) -> str:
+def launched(folder: Path, words: list[str], ends_well: bool = True) -> str:
     """What the deepspeed launcher's script printed, in a folder with a model `my_model`."""
     (folder / "ssd").mkdir()
     (folder / "my_model").mkdir()
@@ -107,7 +107,7 @@ def launched(folder: Path, words: list[str]) -> str:
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     port = ["--master_port", str(free_port())]
     done = subprocess.run([launcher, *port, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert (done.returncode == 0) == ends_well, done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
@@ -119,6 +119,7 @@ def test_the_scripts_of_the_pages_are_known() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_first_script_runs_as_it_stands_under_both_launch_lines(tmp_path: Path, enabled: bool) -> None:
+    """Stock trains it. But without a GPU it takes what a parameter's buffer held for its value when it saves."""
     config = own_json(tmp_path / "ssd")
     line = next(words for block in BLOCKS if block.page == "README.md" for words in lines_of(block) if words[0] == "deepspeed")
     words = [*line[1:], "--use_cpu", "true", "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
@@ -132,12 +133,15 @@ def test_the_first_script_runs_as_it_stands_under_both_launch_lines(tmp_path: Pa
     script = SCRIPTS[0].text.replace("(1000, 64)", "(40, 4)")  # the user's own data: bf16 takes minutes where AVX2 emulates it
     assert script != SCRIPTS[0].text
     (tmp_path / "train.py").write_text(script)
-    printed = launched(tmp_path, words)
+    printed = launched(tmp_path, words, ends_well=enabled)
     assert ("vertical schedule ACTIVE: bridge Trainer" in printed) is enabled
     losses = re.findall(r"'loss': '?([\d.]+)", printed)
     assert len(losses) == 2
+    if not enabled:
+        assert "in _save_checkpoint" in printed and "The weights trying to be saved contained shared tensors" in printed
+        return
     assert (tmp_path / "out" / "config.json").is_file() and any((tmp_path / "out").glob("*.safetensors"))
-    assert not enabled or list((tmp_path / "ssd").iterdir()) == []
+    assert list((tmp_path / "ssd").iterdir()) == []
 
 
 @pytest.mark.slow

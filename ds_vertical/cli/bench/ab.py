@@ -56,6 +56,7 @@ class AbPlan:
     with_trace: bool = False
     machine: JsonObject | None = None  # None: measured ahead of and after each run of the vertical arm
     with_bound: bool = True
+    with_local_rank: bool = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--machine", type=Path, help="rates for the bound, from `ds-vertical limits` (default: measured)")
     parser.add_argument("--no-bound", action="store_true", help="do not measure the machine, print no bound")
+    parser.add_argument("--no-local-rank", action="store_true", help="do not give SCRIPT --local_rank, as `deepspeed` does")
     parser.add_argument("--out", type=Path, help="folder for ab.json, both JSONs and logs (default runs/ab-<date>)")
     return parser
 
@@ -144,6 +146,7 @@ def parse(arguments: Sequence[str]) -> AbPlan:
         with_trace=options.trace,
         machine=efficiency.read_machine(options.machine) if options.machine else None,
         with_bound=not options.no_bound,
+        with_local_rank=not options.no_local_rank,
     )
 
 
@@ -231,7 +234,16 @@ def _runs(
     """All runs, the arms in turn; alternating the order spreads a drift of the machine (heat, other load) over them. Beside
     them the machine as it was ahead of and after each run of the vertical arm, by repeat: ahead of it once there is an account
     of an earlier one, which says what to measure; so the traced run comes first."""
-    script = Script(plan.script, plan.script_arguments, plan.num_steps, plan.num_ranks, group, environment, plan.config)
+    script = Script(
+        plan.script,
+        plan.script_arguments,
+        plan.num_steps,
+        plan.num_ranks,
+        group,
+        environment,
+        plan.config,
+        plan.with_local_rank,
+    )
     kinds = [arm for arm, wanted in ((ARMS[0], plan.with_stock), (TRACED, plan.with_trace), (ARMS[1], True)) if wanted]
     runs: list[Run] = []
     reports: dict[int, list[_Measured]] = {}

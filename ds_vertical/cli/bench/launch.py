@@ -32,6 +32,7 @@ class RunError(Exception):
 class Script:
     """What is run, and how: `num_steps` steps on `num_ranks` local processes, under a disk limit if there is a `group`, with
     the variables `environment` besides this process's. An argument that names the file `config` names a run's own JSON there.
+    `with_local_rank`: whether the launcher gives the script `--local_rank`, as it does by itself.
     """
 
     path: Path
@@ -41,6 +42,7 @@ class Script:
     group: LimitedGroup | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     config: Path | None = None
+    with_local_rank: bool = True
 
     def run(self, config: Path, out: Path, name: str, title: str) -> dict[int, list[StepRecord]]:
         """Trains with the JSON `config`; the records by rank. Writes `out/<name>.log` and `.metrics`. Raises RunError."""
@@ -54,6 +56,7 @@ class Script:
             *(sys.executable, "-m", "deepspeed.launcher.runner"),
             # No host file: a machine that has /job/hostfile would otherwise train on all its hosts.
             *("--hostfile", os.devnull, *_devices(self.num_ranks), "--master_port", str(_free_port())),
+            *(() if self.with_local_rank else ("--no_local_rank",)),
             *("--module", "ds_vertical.run", str(self.path), *self._arguments(config)),
         ]
         progress = LaunchProgress(title, self.num_steps, metrics, log)

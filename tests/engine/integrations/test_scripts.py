@@ -14,6 +14,8 @@ import torch
 from library_scripts import SCRIPTS, TRAINING, config_of
 from processes import free_port
 
+import ds_vertical
+
 # as `python SCRIPT`, with the ops that are compiled already
 PLAIN = (
     "import runpy, sys; from ds_vertical.compat.ops import cache; cache.activate(); del sys.argv[0];"
@@ -79,8 +81,7 @@ def masters(folder: Path) -> dict[str, torch.Tensor]:
     """The fp32 weights of the checkpoint that the script has saved."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    import ds_vertical  # noqa: F401 - DeepSpeed's function reads our checkpoints, too
-
+    assert ds_vertical.VerticalEngine  # once it is there, DeepSpeed's function reads our checkpoints, too
     found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder / "out"))
     return found
 
