@@ -23,9 +23,11 @@ class Meter:
 
 
 def test_all_that_a_trainers_attributes_lead_to_is_put_back() -> None:
+    from transformers import TrainerState
+
     trainer = SimpleNamespace(seen=3, lost=[1], metrics={"train": collections.defaultdict(list)}, meter=Meter([0.5]))
     trainer.total, trainer.weights = torch.zeros(2), torch.zeros(1 << 17)
-    trainer.state = SimpleNamespace(tokens=7, log_history=[{}] * 2)
+    trainer.state = TrainerState(global_step=7, log_history=[{}] * 2)
     trainer.rows = [{"row": index} for index in range(MOST_PARTS)]
     values, lost, said = trainer.meter.values, trainer.lost, []
     noted = CountedByTrainer(trainer, said.append)
@@ -34,11 +36,11 @@ def test_all_that_a_trainers_attributes_lead_to_is_put_back() -> None:
         trainer.metrics["train"]["loss"].append(0.1)
         trainer.meter.values.append(1.5)
         trainer.total += 1
-        trainer.state.tokens += 2
+        trainer.state.global_step += 2
         noted.put_back()
         assert (trainer.seen, trainer.lost, trainer.metrics) == (3, [1], {"train": {}})
         assert trainer.lost is lost and trainer.meter.values is values and values == [0.5]
-        assert not hasattr(trainer, "late") and trainer.total.tolist() == [0, 0] and trainer.state.tokens == 7
+        assert not hasattr(trainer, "late") and trainer.total.tolist() == [0, 0] and trainer.state.global_step == 7
     assert (
         said == ["SimpleNamespace.rows is too large to be put back: what this step's micro-steps count in it counts twice"] * 2
     )

@@ -192,10 +192,13 @@ def test_two_engines_whose_steps_take_turns_have_stocks_bits(tmp_path: Path) -> 
             data[0], data[1] = [*data[0], None], [None, *data[1]]
             loaders = [loader_of([batch for batch in each if batch is not None], vertical) for each in data]
             losses = []
-            for both in zip(*data, strict=True):
+            for index, both in enumerate(zip(*data, strict=True)):
                 for (engine, _), loader, batch in zip(engines, loaders, both, strict=True):
                     if batch is not None:
                         losses.append(micro_batch(engine, next(loader)))
+                if vertical and index == M:  # the second one's step has ended, the first one's is under way
+                    with pytest.raises(LoopError, match=r"Noting\.seen: set in the middle of a step"):
+                        engines[0][1].seen = -1
             found.append((losses, [harness.digest(harness.contents(*each)) for each in engines]))
         assert nn.Module.__setattr__ is setter and is_in_order()
     assert found[0] == found[1]
