@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from deepspeed import DeepSpeedEngine
-from harness import differing, dispose
+from harness import differing
 from trainer_runs import HOST, Seen, arguments_for, assert_same, both, recorder, run_arm, tiny_llama, token_rows
 
 from ds_vertical.engine.integrations import eval_windows
@@ -267,7 +267,7 @@ def test_a_training_behind_an_evaluation_is_refused_where_stock_breaks(tmp_path:
         )
         with pytest.raises(kind, match=message):
             trainer.train()
-        dispose(trainer.model_wrapped)
+        trainer.model_wrapped.destroy()
         raise NotTrained
 
     with pytest.raises(NotTrained):
