@@ -60,7 +60,8 @@ def test_dpo_with_references_that_are_computed_ahead(tmp_path: Path) -> None:
         data = Dataset.from_list(rows)
         given = {"train_dataset": data, "eval_dataset": data.select(range(6)), "processing_class": tokenizer()}
         trainer = DPOTrainer(model=tiny_llama(vocab=128), args=args, callbacks=[recorder(seen)], **given)
-        seen.more["references"] = trainer.train_dataset["ref_chosen_logps"]
+        assert trainer._precompute_engine is not None
+        seen.more["references"] = list(trainer.train_dataset["ref_chosen_logps"])
         trainer.train()
         return trainer
 
