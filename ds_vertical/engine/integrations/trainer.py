@@ -56,7 +56,7 @@ def watch_generation() -> None:
     """Have `generate` of transformers' models raise GenerationError within a micro-step, from here on. Twice is harmless."""
     from transformers import GenerationMixin
 
-    stock = GenerationMixin.generate
+    stock: Callable[..., object] = vars(GenerationMixin)["generate"]  # which is declared for its subclasses alone
     if getattr(stock, _MARK, False):
         return
 
