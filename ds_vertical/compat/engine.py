@@ -81,6 +81,17 @@ def module_hooks(engine: DeepSpeedEngine) -> ModuleHooks:
     return ModuleHooks(tuple(offload.forward_hooks), tuple(offload.backward_hooks), others)
 
 
+def take_hooks_off(engine: DeepSpeedEngine) -> None:
+    """Leave the model's modules without the hooks of an engine of ZeRO stage 3 that has no optimizer, for another engine's, and
+    no parameter gathered."""
+    offload: Any = engine.optimizer  # stage 3's own part for parameters
+    offload.partition_all_parameters()
+    offload.destroy()
+    for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        if handle is not None:
+            handle.remove()
+
+
 @contextlib.contextmanager
 def gathering_on_save(engine: DeepSpeedEngine) -> Iterator[bool]:
     """Within the block `save_16bit_model` gathers; yields whether the JSON had asked for it."""

@@ -137,8 +137,13 @@ def refuse_wide(model: nn.Module, config: DeepSpeedJson) -> None:
 
 def refuse_parameters(model: nn.Module, config: DeepSpeedJson) -> None:
     """Refuse to build an engine where torch makes float64, which DeepSpeed's buffers and CPU Adam do not take; parameters that
-    bitsandbytes quantises, whose scales do not travel with a shard; and those of `refuse_wide`."""
+    bitsandbytes quantises, whose scales do not travel with a shard; those of `refuse_wide`; a model that is frozen whole."""
     refuse_wide(model, config)
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ConfigError(
+            "initialize(model=...): none of the model's parameters requires a gradient, so nothing would be trained; set"
+            " requires_grad, or add adapters; an engine that only evaluates is made from a JSON without vertical_schedule"
+        )
     if torch.get_default_dtype() is torch.float64:
         raise ConfigError(
             "torch.get_default_dtype(): got torch.float64, of which DeepSpeed would make its buffers; write"

@@ -31,6 +31,7 @@ from harness import (
 )
 from late import LateReads
 from models import MixerModel, token_batches
+from moved_bytes import complete_transfers, disk_bytes
 from other_job import Other
 
 import ds_vertical
@@ -58,13 +59,6 @@ def config(folder: Path, num_micro_batches: int = 2, clip: float = 0.5, **option
     if made["zero_optimization"]["offload_param"]["device"] == "nvme":
         made["zero_optimization"]["offload_param"] |= {"buffer_count": 12, "buffer_size": 300_000}
     return made
-
-
-def disk_bytes(direction: str) -> int:
-    """Bytes that this process has had read from or written to block devices; all count that pass the page cache by."""
-    match = re.search(rf"^{direction}_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
-    assert match is not None
-    return int(match[1])
 
 
 read_bytes = partial(disk_bytes, "read")
@@ -120,15 +114,6 @@ class OneStep:
             ]
         finally:
             dispose(engine)
-
-
-def complete_transfers(engine: Any) -> None:
-    """What was issued is on the disk, or read; what is due stays due."""
-    engine.optimizer.pipeline.wait_idle()
-    engine.optimizer.gradients.file.complete()
-    engine._params.writer.native.wait_all()
-    for copy in engine._params.ahead.values():  # of the next step: still in flight, it would count in neither step or in both
-        copy.buffer.wait_reads()
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,14 @@ def test_quantised_bases_are_refused_by_class(tmp_path: Path, name: str) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_is_frozen_whole_is_refused(tmp_path: Path) -> None:
+    start_process_group()
+    model = tiny("llama").requires_grad_(False)
+    with pytest.raises(ConfigError, match="none of the model's parameters requires a gradient"):
+        ds_vertical.initialize(model=model, config=base_config(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [

@@ -1,7 +1,9 @@
 """Train a small Llama with the Hugging Face Trainer, as its documentation writes it; nothing in here knows ds_vertical.
 
-deepspeed train.py --deepspeed ds_config.json --output_dir out
+deepspeed train.py --deepspeed ds_config.json --output_dir out [--model_name_or_path folder]
 """
+
+from dataclasses import dataclass
 
 import torch
 from datasets import Dataset
@@ -15,7 +17,13 @@ from transformers import (
     set_seed,
 )
 
-(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+
+@dataclass
+class ModelArguments:
+    model_name_or_path: str | None = None
+
+
+model_args, args = HfArgumentParser((ModelArguments, TrainingArguments)).parse_args_into_dataclasses()
 set_seed(args.seed)
 
 tokens = torch.randint(0, 128, (22, 8), generator=torch.Generator().manual_seed(0))
@@ -30,7 +38,10 @@ config = LlamaConfig(
     num_key_value_heads=2,
     tie_word_embeddings=False,
 )
-model = AutoModelForCausalLM.from_config(config)
+if model_args.model_name_or_path:
+    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
+else:
+    model = AutoModelForCausalLM.from_config(config)
 
 trainer = Trainer(
     model=model,

@@ -1,12 +1,17 @@
-"""The batches of an evaluation, taken from their loader some at a time, and handed on one by one."""
+"""The batches of an evaluation, taken from their loader some at a time, and what waits of their results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
+
+from ds_vertical.distributed import ranks
+from ds_vertical.engine.integrations.made_trainers import Trainer
 
 T = TypeVar("T")
 MOST_WAITING_BYTES: Final = 256 << 20  # of results (logits, say) of one window, which wait until the user's loop comes to them
@@ -61,6 +66,56 @@ class EvaluationWindows(Generic[T]):
         return getattr(self._loader, name)
 
 
+@dataclass(frozen=True)
+class _Preprocessed:
+    """A micro-batch's result, with what the user's function has made of its logits."""
+
+    result: object
+
+
+class Preprocessing:
+    """A trainer's `preprocess_logits_for_metrics`, called as soon as a micro-batch has its logits: what it makes of them is
+    small as a rule, and the logits need not wait. The trainer's own call of it comes later, and does nothing more.
+
+    With several ranks it is left where it is: they pad logits to one length ahead of it.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._function: Callable[[object, object], object] | None = None
+        self._is_applied = False  # to what the trainer's loop is at
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within the block, an evaluation, the trainer's own call does nothing more to what `applied` has had."""
+        before, function = self._function, self._trainer.preprocess_logits_for_metrics
+        if function is None or before is not None or ranks.world_size() > 1:
+            yield
+            return
+        self._function = function
+        self._trainer.preprocess_logits_for_metrics = self._once
+        try:
+            yield
+        finally:
+            self._function, self._trainer.preprocess_logits_for_metrics = before, function
+
+    def applied(self, result: object) -> object:
+        """A result as it is to wait; `handed_on` takes it back."""
+        if self._function is None or not isinstance(result, tuple) or len(result) != 3 or result[1] is None:
+            return result
+        loss, logits, labels = result
+        return _Preprocessed((loss, self._function(logits, labels), labels))
+
+    def handed_on(self, waited: object) -> object:
+        """The result, to which the trainer's loop comes now."""
+        self._is_applied = isinstance(waited, _Preprocessed)
+        return waited.result if isinstance(waited, _Preprocessed) else waited
+
+    def _once(self, logits: object, labels: object) -> object:
+        assert self._function is not None
+        return logits if self._is_applied else self._function(logits, labels)
+
+
 def fitting(results: Iterable[object], most: int) -> int:
     """How many micro-batches with results as large as these may wait in memory at once: at least one, and at most `most`."""
     largest = max((num_bytes(each) for each in results), default=0)
@@ -69,4 +124,5 @@ def fitting(results: Iterable[object], most: int) -> int:
 
 def num_bytes(result: object) -> int:
     """Bytes of a result's tensors."""
+    result = result.result if isinstance(result, _Preprocessed) else result
     return sum(each.nbytes for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor))

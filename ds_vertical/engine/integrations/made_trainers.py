@@ -35,6 +35,7 @@ class _GradientState(Protocol):
 
 class _Accelerator(Protocol):
     gradient_state: _GradientState
+    deepspeed_engine_wrapped: object
 
 
 class _Arguments(Protocol):
@@ -51,6 +52,7 @@ class Trainer(Protocol):
     training_step: Callable[..., object]
     prediction_step: Callable[..., object]
     evaluation_loop: Callable[..., object]
+    preprocess_logits_for_metrics: Callable[[object, object], object] | None
 
 
 def set_sync_gradients(trainer: Trainer, is_last: bool) -> None:

@@ -19,6 +19,7 @@ from typing import Final, Generic, NoReturn, TypeVar
 
 import torch
 from greenlet import getcurrent
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_vertical.compat import engine as compat_engine
@@ -47,8 +48,14 @@ SKIPPED_WHOLE: Final = (
 )
 
 
+class GenerationError(LoopError):
+    """A micro-step, or the code of an evaluation, has the model generate text."""
+
+
 class RunningStep:
     """The user's code that is running as a micro-batch's forward: what the engine's calls within it do."""
+
+    what = "a window of an evaluation"
 
     def __init__(self, call_model: ModelCall) -> None:
         self.call_model = call_model
@@ -94,9 +101,23 @@ def running_step(engine: object) -> RunningStep | None:
     return found if found is not None and found.call_model.engine is engine else None
 
 
+def refuse_in_a_step(what: str, module: nn.Module) -> None:
+    """Raises GenerationError where a micro-step, or the code of an evaluation, calls `what` of its engine's model, or of a part
+    of that."""
+    step = _running.get()
+    if step is None or not any(each is module for each in compat_engine.model_of(step.call_model.engine).modules()):
+        return
+    raise GenerationError(
+        f"{what}: called within {step.what}: it calls the model's layers once for each token, which layer-major order cannot"
+        " follow; generate between two steps (in a callback, say), or set vertical_schedule.enabled to false"
+    )
+
+
 class MicroStep(RunningStep, Generic[T]):
     """One micro-step of a window. `run`: the user's code, which may be run again where the step starts over. `entering` is
     called as it begins, and again as it goes on behind each of its model calls. `form`: see `Body`."""
+
+    what = "a micro-step"
 
     def __init__(
         self, run: Callable[[], T], index: int, window: Window[T], entering: Callable[[int], None], form: Hashable
@@ -213,6 +234,8 @@ class _Noted(BaseException):
 
 
 class _Noting(RunningStep):
+    what = "a micro-step"
+
     def forward(self, *inputs: object, **kwargs: object) -> NoReturn:  # override
         raise _Noted(inputs, kwargs)
 

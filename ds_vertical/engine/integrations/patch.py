@@ -8,6 +8,7 @@ has one configuration, with the bare nvme_path, and gives it to both.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from torch import nn
 
 from ds_vertical.compat import accelerator, entry_points, zero_params
+from ds_vertical.compat import engine as compat_engine
+from ds_vertical.compat.engine import DeepSpeedEngine
 from ds_vertical.config.file import DeepSpeedJson, read_as_written
 from ds_vertical.config.section import SECTION, load_section, with_section_on_top
 from ds_vertical.engine import api
@@ -28,6 +31,7 @@ from ds_vertical.io.host import keep_cores_for_this_thread
 from ds_vertical.io.runs import run_dir
 
 _told: set[str] = set()
+_without_optimizer: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 
 
 def patch() -> None:
@@ -65,6 +69,8 @@ def _initialize(**arguments: Any) -> entry_points.Engines:
     arguments |= {"args": args, "config": config, "config_params": None}
     if arguments.get("optimizer") is None and config.get("optimizer") is None:
         return _initialize_inference(config, arguments)
+    if section.enabled and isinstance(model, nn.Module):
+        _take_over(model)
     return api.initialize(**arguments)
 
 
@@ -74,8 +80,20 @@ def _initialize_inference(config: DeepSpeedJson, arguments: Mapping[str, object]
     returned = entry_points.original_initialize(**{**arguments, "config": api.prepare(config)})
     for folder in run_dir.claimed():
         make_run_private(folder)
+    _without_optimizer.add(returned[0])
     _tell("an engine without an optimizer is DeepSpeed's own: its forwards read every layer for each batch")
     return returned
+
+
+def _take_over(model: nn.Module) -> None:
+    """Leave the model to the engine that is about to be made, where one without an optimizer has had it: TRL computes reference
+    log-probs with such a one ahead of the training. Its hooks would hold on to layers that the schedule gives up."""
+    parameters = {id(param) for param in model.parameters()}
+    for engine in list(_without_optimizer):
+        if any(id(param) in parameters for param in compat_engine.model_of(engine).parameters()):
+            compat_engine.take_hooks_off(engine)
+            _without_optimizer.discard(engine)
+            _tell("the model had an engine without an optimizer: from here on it calls the model through the new one's hooks")
 
 
 def _config_of_init(given: object) -> object:

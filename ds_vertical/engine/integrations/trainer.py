@@ -19,14 +19,18 @@ from typing import Final, TypeVar
 from torch import nn
 
 from ds_vertical.compat import accelerator
+from ds_vertical.compat.engine import DeepSpeedEngine
+from ds_vertical.distributed import ranks
 from ds_vertical.engine.integrations.counted import CountedByTrainer
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
-from ds_vertical.engine.integrations.eval_windows import EvaluationWindows, fitting
+from ds_vertical.engine.integrations.eval_windows import EvaluationWindows, Preprocessing, fitting
 from ds_vertical.engine.integrations.made_trainers import CALLED_WITH, Trainer, check_signature, set_sync_gradients
+from ds_vertical.engine.integrations.micro_steps import GenerationError, refuse_in_a_step
 from ds_vertical.engine.integrations.stock_calls import in_micro_step
 from ds_vertical.errors import LayerError, LoopError
 
 T = TypeVar("T")
+_MARK: Final = "refuses_micro_steps"
 # by class: their micro-steps have the model generate, which calls its layers once for each token
 _GENERATING: Final = (
     "GRPOTrainer",
@@ -45,7 +49,25 @@ _GENERATING: Final = (
 
 def bridge(trainer: Trainer) -> None:
     """Let one Trainer hand its engine whole steps. Raises ConfigError where a subclass's methods take other arguments."""
+    watch_generation()
     Bridge(trainer).install()
+
+
+def watch_generation() -> None:
+    """Have `generate` of transformers' models raise GenerationError within a micro-step, from here on. Twice is harmless."""
+    from transformers import GenerationMixin
+
+    stock: Callable[..., object] = vars(GenerationMixin)["generate"]  # which is declared for its subclasses alone
+    if getattr(stock, _MARK, False):
+        return
+
+    @functools.wraps(stock)
+    def generate(model: nn.Module, *args: object, **kwargs: object) -> object:
+        refuse_in_a_step(f"{type(model).__name__}.generate", model)
+        return stock(model, *args, **kwargs)
+
+    setattr(generate, _MARK, True)
+    setattr(GenerationMixin, "generate", generate)  # noqa: B010 - whose signature is another one
 
 
 class Bridge:
@@ -55,12 +77,9 @@ class Bridge:
         self._trainer = trainer
         self._take_batches = trainer.get_batch_samples
         self._micro_step = trainer.training_step
-        self._predict = trainer.prediction_step
-        self._evaluate = trainer.evaluation_loop
+        self._evaluations = Evaluations(trainer, self._counted)
         self._batches: Sequence[object] = ()
         self._results: list[object] = []
-        self._windows: EvaluationWindows[object] | None = None
-        self._predicted: list[object] = []
 
     def install(self) -> None:
         """Put the bridge's methods in the place of the Trainer's. Raises ConfigError where a subclass's take others."""
@@ -69,10 +88,8 @@ class Bridge:
             check_signature(f"{type(trainer).__name__}.{name}", getattr(trainer, name), arguments)
         trainer.get_batch_samples = self.get_batch_samples
         trainer.training_step = self.training_step
-        trainer.prediction_step = self.prediction_step
-        trainer.evaluation_loop = self.evaluation_loop
-
-    # ---- training
+        trainer.prediction_step = self._evaluations.prediction_step
+        trainer.evaluation_loop = self._evaluations.evaluation_loop
 
     def get_batch_samples(self, *args: object, **kwargs: object) -> tuple[Sequence[object], object]:
         """As the Trainer's own; what it returns is the next step's."""
@@ -83,6 +100,7 @@ class Bridge:
     def training_step(self, model: nn.Module, inputs: object, *args: object, **kwargs: object) -> object:
         """Of the first micro-batch: the whole step. Of each: what the Trainer's own has returned for it."""
         if not isinstance(model, CallableEngine):
+            self._refuse_evaluated(model)
             return in_micro_step(model, inputs, functools.partial(self._micro_step, model, inputs, *args, **kwargs))
         batches = self._batches
         position = next((index for index, batch in enumerate(batches) if batch is inputs), None)
@@ -113,6 +131,16 @@ class Bridge:
     def _counted(self) -> CountedByTrainer:
         return CountedByTrainer(self._trainer, lambda line: accelerator.log(f"ds_vertical: warning: {line}"))
 
+    def _refuse_evaluated(self, model: nn.Module) -> None:
+        """An evaluation, or a prediction, ahead of `train` has made an engine without an optimizer: stock breaks at its first
+        backward."""
+        if isinstance(model, DeepSpeedEngine) and self._trainer.accelerator.deepspeed_engine_wrapped is None:
+            name = type(self._trainer).__name__
+            raise LoopError(
+                f"{name}.evaluate, or predict, was called ahead of train, and has made this Trainer's engine, which has no"
+                f" optimizer; evaluate the untrained model in a {name} of its own, on a model of its own, or after train"
+            )
+
     def _refuse_generation(self) -> None:
         for cls in type(self._trainer).__mro__:
             if cls.__name__ in _GENERATING:
@@ -121,7 +149,32 @@ class Bridge:
                     " layer-major order cannot follow it: set vertical_schedule.enabled to false"
                 )
 
-    # ---- evaluation
+
+class _TooLargeError(Exception):
+    """The results of an evaluation's micro-batches cannot all wait at once. `fitting`: how many can."""
+
+    def __init__(self, fitting: int) -> None:
+        super().__init__(fitting)
+        self.fitting = fitting
+
+
+class Evaluations:
+    """Those of one Trainer: in windows, each of which reads all layers once.
+
+    What the micro-batches of a window return (logits, say) waits until the Trainer's loop comes to it. How many such results
+    fit shows with the first one, and the evaluations behind it begin with what is known. `counted`: see `train_window`.
+    """
+
+    def __init__(self, trainer: Trainer, counted: Callable[[], CountedByTrainer]) -> None:
+        self._trainer = trainer
+        self._counted = counted
+        self._predict = trainer.prediction_step
+        self._evaluate = trainer.evaluation_loop
+        self._windows: EvaluationWindows[object] | None = None
+        self._predicted: list[object] = []
+        self._has_results = False  # more than losses
+        self._most: int | None = None  # of micro-batches with results that may wait; None: no evaluation has shown it
+        self._preprocessing = Preprocessing(trainer)
 
     def evaluation_loop(self, dataloader: Iterable[object], *args: object, **kwargs: object) -> object:
         """As the Trainer's own, with the batches taken from the loader some at a time."""
@@ -131,30 +184,54 @@ class Bridge:
         given = inspect.signature(self._evaluate).bind(dataloader, *args, **kwargs).arguments
         loss_only = given.get("prediction_loss_only")
         loss_only = self._trainer.args.prediction_loss_only if loss_only is None else loss_only
-        before = self._windows
-        # logits may be large: one micro-batch's tell how many may wait
-        self._windows = EvaluationWindows(dataloader, engine.gradient_accumulation_steps() if loss_only else 1)
+        size = engine.gradient_accumulation_steps()
+        if not loss_only:  # several ranks begin with one: they could not start over together
+            size = self._most or (size if ranks.world_size() == 1 else 1)
+        before = self._windows, self._has_results
+        self._windows, self._has_results = EvaluationWindows(dataloader, size), not loss_only
         try:
-            return self._evaluate(self._windows, *args, **kwargs)
+            with self._preprocessing.at_once():
+                return self._evaluate(self._windows, *args, **kwargs)
         finally:
-            self._windows, self._predicted = before, []
+            (self._windows, self._has_results), self._predicted = before, []
 
     def prediction_step(self, model: nn.Module, inputs: object, *args: object, **kwargs: object) -> object:
         """Of a window's first batch: all of it. Of each: what the Trainer's own has returned for it."""
         engine, windows = self._trainer.model_wrapped, self._windows
-        if not isinstance(engine, CallableEngine) or windows is None or not windows.window or windows.window[0] is not inputs:
-            return self._predict(model, inputs, *args, **kwargs)
-        if not self._predicted:
-            runs = [functools.partial(self._predicted_one, model, batch, args, kwargs) for batch in windows.window]
+        predict = functools.partial(self._predict, model)
+        if isinstance(engine, CallableEngine) and windows is not None and windows.window and windows.window[0] is inputs:
             try:
-                self._predicted = engine.eval_window(runs, windows.window, self._counted())
-            except LayerError as error:  # TRL's SFT calls the model twice where it is asked for logits, say
+                if not self._predicted:
+                    self._predict_window(engine, windows, lambda batch: predict(copy.copy(batch), *args, **kwargs))
+                return self._preprocessing.handed_on(self._predicted.pop(0))
+            except (LayerError, GenerationError) as error:  # TRL's SFT calls the model twice where it is asked for logits, say
                 self._windows = None
                 name = f"{type(self._trainer).__name__}.prediction_step"
                 accelerator.log(f"ds_vertical: this evaluation reads all layers for each batch: {name}: {error}")
-                return self._predict(model, inputs, *args, **kwargs)
-            windows.size = fitting(self._predicted, engine.gradient_accumulation_steps())
-        return self._predicted.pop(0)
+        return self._preprocessing.handed_on(predict(inputs, *args, **kwargs))
 
-    def _predicted_one(self, model: nn.Module, batch: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        return self._predict(model, copy.copy(batch), *args, **kwargs)
+    def _predict_window(
+        self, engine: CallableEngine, windows: EvaluationWindows[object], predict: Callable[[object], object]
+    ) -> None:
+        """Have the results of the window's batches, or of as many of these as can wait."""
+        while not self._predicted:
+            batches = windows.window[: windows.size]
+            runs = [functools.partial(self._predict_one, predict, batch, len(batches)) for batch in batches]
+            try:
+                self._predicted = engine.eval_window(runs, batches, self._counted())
+            except _TooLargeError as error:
+                windows.size = self._most = error.fitting
+        num_fitting = fitting(self._predicted, engine.gradient_accumulation_steps())
+        with ranks.collective_section("eval_window"):  # all ranks take windows of one size
+            windows.size = -ranks.largest_of_all_ranks(-num_fitting)
+        if self._has_results:
+            self._most = windows.size
+
+    def _predict_one(self, predict: Callable[[object], object], batch: object, num_batches: int) -> object:
+        """The result of one micro-batch. Raises _TooLargeError where `num_batches` of these could not wait, if nobody has known
+        the size of any."""
+        result = self._preprocessing.applied(predict(batch))
+        is_unknown = self._has_results and self._most is None and ranks.world_size() == 1
+        if is_unknown and (num_fitting := fitting([result], num_batches)) < num_batches:
+            raise _TooLargeError(num_fitting)
+        return result

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.state import GradientState, PartialState
+from harness import start_process_group
 
-from ds_vertical.engine.integrations.eval_windows import MOST_WAITING_BYTES, EvaluationWindows, fitting
+from ds_vertical.engine.integrations.eval_windows import MOST_WAITING_BYTES, EvaluationWindows, Preprocessing, fitting
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
@@ -41,3 +45,25 @@ def test_as_many_wait_as_fit() -> None:
     assert fitting([(loss, None, None)], 16) == 16
     assert fitting([(loss, None, None), (loss, logits, None)], 16) == 2
     assert fitting([(loss, (logits,) * 9, None)], 16) == 1
+
+
+def test_logits_are_preprocessed_once_and_no_other_result_is() -> None:
+    start_process_group()
+    trainer: Any = SimpleNamespace(preprocess_logits_for_metrics=lambda logits, labels: logits + labels)
+    user, preprocessing = trainer.preprocess_logits_for_metrics, Preprocessing(trainer)
+
+    def in_the_loop(result: object) -> Any:
+        found: Any = preprocessing.handed_on(result)
+        _, logits, labels = found
+        return trainer.preprocess_logits_for_metrics(logits, labels)
+
+    assert preprocessing.applied((0, 1, 2)) == (0, 1, 2), "outside an evaluation"
+    with preprocessing.at_once():
+        waits = preprocessing.applied((0, torch.ones(4), 2))
+        assert fitting([waits], MOST_WAITING_BYTES) == MOST_WAITING_BYTES // 16
+        with preprocessing.at_once():
+            assert in_the_loop(waits).tolist() == [3] * 4
+        assert in_the_loop((0, 1, 2)) == 3, "a micro-batch that was run by itself"
+        assert preprocessing.applied((0, None, 2)) == (0, None, 2)
+        assert preprocessing.applied([0, 1, 2]) == [0, 1, 2]
+    assert trainer.preprocess_logits_for_metrics is user

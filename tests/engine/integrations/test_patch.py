@@ -76,9 +76,10 @@ none["zero_optimization"]["offload_param"] = {"device": "cpu"}
 none["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
 found["none"] = type(deepspeed.initialize(model=build(none), config=none)[0]).__name__
 
-def refusal(**arguments):
+def refusal(*calls, **arguments):
+    # of `deepspeed.initialize`, or of what is given
     try:
-        deepspeed.initialize(**arguments)
+        (calls or [deepspeed.initialize])[0](**arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -88,6 +89,12 @@ halves.append(build(config))
 found["halves"] = refusal(model=halves, config=config)
 found["twice"] = refusal(args=Namespace(deepspeed_config=path), model=Model(), config=config)
 found["auto"] = refusal(model=Model(), config=config | {"gradient_clipping": "auto"})
+found["lightning"] = []
+for package in ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning"):
+    strategy = {"__name__": f"{package}.strategies.deepspeed"}  # the module's name is what is refused, wherever it lies
+    exec("def setup(call, **arguments): return call(**arguments)", strategy)
+    found["lightning"].append(refusal(strategy["setup"], call=deepspeed.initialize, model=Model(), config=config))
+    found["lightning"].append(refusal(strategy["setup"], call=deepspeed.zero.Init, config_dict_or_path=config))
 found["misspelt"] = refusal(model=Model(), config=none | {"vertical_shedule": {}})
 loss = engine.train_batch(iter([torch.ones(1, 32), torch.zeros(1, 32)]))  # trains beside all the others
 found["loss"] = float(loss)
@@ -145,3 +152,9 @@ def test_what_cannot_be_trained_is_refused_in_our_words(found: dict[str, Any]) -
     assert found["twice"].startswith("ConfigError: initialize: got both config= and args.deepspeed_config=")
     assert found["auto"].startswith('ConfigError: gradient_clipping: got "auto"')
     assert found["misspelt"].startswith('ConfigError: vertical_shedule: unknown section; did you mean "vertical_schedule"?')
+
+
+def test_a_call_by_lightnings_strategy_is_refused(found: dict[str, Any]) -> None:
+    assert len(found["lightning"]) == 8
+    for said in found["lightning"]:
+        assert said.startswith("ConfigError: vertical_schedule: Lightning's DeepSpeedStrategy drives this engine"), said

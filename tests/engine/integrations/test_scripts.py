@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from library_scripts import SCRIPTS, TRAINING, config_of
+from library_scripts import SCRIPTS, TRAINING, config_of, pretrained_model
 from processes import free_port
 
 import ds_vertical
@@ -36,15 +36,19 @@ def launch(script: str, folder: Path, vertical: bool, *arguments: str) -> str:
     how = [*LAUNCHER, "--master_port", port, *options, "--module", "ds_vertical.run"] if vertical else ["-c", PLAIN]
     command = [sys.executable, *how, str(SCRIPTS / f"{script}.py")]
     command += [*given.get(script, ["--deepspeed", config, *TRAINING]), "--output_dir", str(folder / "out"), *arguments]
-    return ran(command, folder, vertical, {} if vertical else ALONE | {"MASTER_PORT": port})
+    bridge = "three calls" if script in given else "Trainer"
+    return ran(command, folder, bridge if vertical else None, {} if vertical else ALONE | {"MASTER_PORT": port})
 
 
-def ran(command: list[str], folder: Path, vertical: bool, variables: Mapping[str, str]) -> str:
-    """What a command printed that ends well, and trains in the order that it was launched for."""
+def ran(command: list[str], folder: Path, bridge: str | None, variables: Mapping[str, str]) -> str:
+    """What a command printed that ends well, and trains through this bridge; None: in DeepSpeed's own order."""
     env = os.environ | {"HF_HUB_OFFLINE": "1"} | variables
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert ("vertical schedule ACTIVE" in done.stdout + done.stderr) == vertical
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed[-4000:]
+    assert ("vertical schedule ACTIVE" in printed) == (bridge is not None)
+    told = re.findall(r"ACTIVE: bridge (.+)", printed)
+    assert told == ([] if bridge is None else [f"{bridge}, 3 layers, M = 4 micro-batches a step"])
     return done.stdout
 
 
@@ -70,6 +74,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     ],
 )
 def test_a_trainers_script_has_stocks_numbers_and_weights(script: str, arguments: list[str], tmp_path: Path) -> None:
+    if script == "trainer":
+        arguments = [*arguments, "--model_name_or_path", str(pretrained_model(tmp_path / "model"))]
     printed = {vertical: launch(script, tmp_path / str(vertical), vertical, *arguments) for vertical in (False, True)}
     assert numbers(printed[True]) == numbers(printed[False]) and len(numbers(printed[False])) > 10
     stock, ours = weights(tmp_path / "False"), weights(tmp_path / "True")
@@ -174,5 +180,5 @@ def test_accelerates_own_launcher_prints_stocks_losses(tmp_path: Path) -> None:
         how = ["-m", "ds_vertical.run"] if vertical else [str(plain)]
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(own), *how]
         command += [str(SCRIPTS / "accelerate_loop.py"), "--output_dir", str(folder / "out")]
-        printed[vertical] = ran(command, folder, vertical, {})
+        printed[vertical] = ran(command, folder, "three calls" if vertical else None, {})
     assert numbers(printed[True]) == numbers(printed[False]) and len(numbers(printed[False])) >= 6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,11 +12,13 @@ import pytest
 import torch
 from deepspeed import DeepSpeedEngine
 from harness import differing
-from trainer_runs import Seen, arguments_for, assert_same, both, recorder, run_arm, tiny_llama, token_rows
+from trainer_runs import HOST, Seen, arguments_for, assert_same, both, recorder, run_arm, tiny_llama, token_rows
+from trl_data import adapter
 
+from ds_vertical.engine.integrations import eval_windows
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.train_loop import seeded
-from ds_vertical.errors import LayerError
+from ds_vertical.errors import LayerError, LoopError
 from ds_vertical.model.batch import stream_seed
 
 
@@ -47,19 +51,33 @@ def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["label smoothing", "compute_loss_func", "metrics of logits", "averaged loss"])
+@pytest.mark.parametrize(
+    "kind", ["label smoothing", "compute_loss_func", "metrics of logits", "metrics of tokens", "averaged loss"]
+)
 def test_losses_of_other_kinds(tmp_path: Path, kind: str) -> None:
     def metrics(prediction: Any) -> dict[str, float]:
         return {"mean": float(prediction.predictions.astype("float64").mean())}
 
+    def tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(-1)
+
     def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
         more = {"label_smoothing_factor": 0.1} if kind == "label smoothing" else {}
         args = arguments_for(folder, config, num_train_epochs=1, eval_strategy="epoch", **more)
+        model = tiny_llama()
+        if kind == "averaged loss":  # the Trainer divides each micro-batch's mean by their number
+            model.accepts_loss_kwargs = False
         options: dict[str, Any] = {
             "compute_loss_func": {"compute_loss_func": own_loss},
             "metrics of logits": {"compute_metrics": metrics},
+            "metrics of tokens": {
+                "compute_metrics": metrics,
+                "preprocess_logits_for_metrics": lambda found, _: found.argmax(-1),
+            },
         }.get(kind, {})
-        return trained(seen, args, **options)
+        trainer = trained(seen, args, model=model, **options)
+        assert trainer.model_accepts_loss_kwargs is (kind != "averaged loss")
+        return trainer
 
     assert_same(*both(tmp_path, train))
 
@@ -100,6 +118,28 @@ def test_a_resumed_run_is_one_that_did_not_stop(tmp_path: Path) -> None:
     rest = run_arm(part, vertical=True, train=lambda *given: train(*given, resume=True))
     assert [log for log in whole.logs if "grad_norm" in log][-2:] == [log for log in rest.logs if "grad_norm" in log]
     assert not differing(whole.weights, rest.weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_run_goes_on_from_a_checkpoint_of_stocks(tmp_path: Path, kind: str) -> None:
+    """As a stock run that resumes there goes on."""
+    from peft import get_peft_model
+    from transformers import Trainer
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen, resume: str | None = None) -> Any:
+        saving = {"save_strategy": "steps", "save_steps": 2} if resume is None else {}
+        args = arguments_for(folder, config, max_steps=4, **saving)
+        model = tiny_llama() if kind == "full" else get_peft_model(tiny_llama(), adapter())
+        trainer = Trainer(model=model, args=args, train_dataset=token_rows(22), callbacks=[recorder(seen)])
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    run_arm(tmp_path / "saved", vertical=False, train=train, **HOST)
+    checkpoint = str(tmp_path / "saved" / "out" / "checkpoint-2")
+    stock, vertical = both(tmp_path, lambda *given: train(*given, resume=checkpoint))
+    assert_same(stock, vertical)
+    assert [log["epoch"] for log in stock.logs if "grad_norm" in log] == [1, 1 + 4 / 11], "two steps are left"
 
 
 def stopping_at(step: int) -> Any:
@@ -157,21 +197,88 @@ def test_dropout_is_stocks_where_that_seeds_its_micro_batches(tmp_path: Path) ->
     assert_same(*both(tmp_path, train))
 
 
+@contextmanager
+def noting_fetches(trainer: Any, fetched: list[Any]) -> Iterator[None]:
+    """Each read of a layer in the block is written down."""
+    store = trainer.model_wrapped.param_store
+    fetch = store.fetch
+    with patch.object(store, "fetch", lambda unit: fetched.append(unit) or fetch(unit)):
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_only", [True, False])
 def test_an_evaluation_reads_each_layer_once_for_each_window(tmp_path: Path, loss_only: bool) -> None:
-    fetched = []
+    fetched: list[Any] = []
 
     def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
-        trainer = trained(seen, arguments_for(folder, config, max_steps=1), eval_dataset=token_rows(18, seed=2))
-        engine = trainer.model_wrapped
-        fetch = engine.param_store.fetch
-        with patch.object(engine.param_store, "fetch", lambda unit: fetched.append(unit) or fetch(unit)):
-            trainer.evaluate() if loss_only else trainer.predict(token_rows(18, seed=2))
+        rows = token_rows(16, seed=2)  # 8 micro-batches: 4 and 4; a first window of another size would make it three
+        trainer = trained(seen, arguments_for(folder, config, max_steps=1), eval_dataset=rows)
+        with noting_fetches(trainer, fetched):
+            trainer.evaluate() if loss_only else trainer.predict(rows)
         return trainer
 
     run_arm(tmp_path, vertical=True, train=train)
-    assert fetched.count(1) == 3  # 9 micro-batches: 4, 4, 1, or 1, 4, 4
+    assert fetched.count(1) == 2
+
+
+@pytest.mark.slow
+def test_as_many_micro_batches_with_logits_share_a_window_as_memory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first window shows how many, and starts over; from then on that is known. What a function of the user's makes of the
+    logits counts in their place."""
+    reads: list[int] = []
+    logit_bytes = 2 * 24 * 512 * 2  # of a micro-batch, in bf16
+    monkeypatch.setattr(eval_windows, "MOST_WAITING_BYTES", 5 * logit_bytes // 2)
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        trainer = trained(seen, arguments_for(folder, config, max_steps=1))
+
+        def predictions() -> Any:
+            fetched: list[Any] = []
+            with noting_fetches(trainer, fetched):
+                found = trainer.predict(token_rows(16, seed=2)).predictions
+            reads.append(fetched.count(1))
+            return found
+
+        logits = predictions()
+        assert (logits == predictions()).all()
+        trainer.preprocess_logits_for_metrics = lambda found, labels: found.argmax(-1)
+        tokens = predictions()
+        assert (tokens == predictions()).all() and (tokens == logits.argmax(-1)).all()
+        return trainer
+
+    run_arm(tmp_path, vertical=True, train=train)
+    assert reads == [1 + 4, 4, 3, 2]  # of 8: (4,) 2, 2, 2, 2; then 2, 2, 2, 2; then 2, 4, 2; then 4, 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vertical", [False, True])
+def test_a_training_behind_an_evaluation_is_refused_where_stock_breaks(tmp_path: Path, vertical: bool) -> None:
+    """The evaluation makes the Trainer's engine, without an optimizer, and no other is made."""
+    from transformers import Trainer
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        rows = {"train_dataset": token_rows(22), "eval_dataset": token_rows(10, seed=2)}
+        trainer = Trainer(model=tiny_llama(), args=arguments_for(folder, config), callbacks=[recorder(seen)], **rows)
+        assert trainer.evaluate()["eval_loss"] > 0
+        kind, message = (
+            (LoopError, "Trainer.evaluate.*ahead of train.*in a Trainer of its own")
+            if vertical
+            else (AttributeError, "backward")
+        )
+        with pytest.raises(kind, match=message):
+            trainer.train()
+        trainer.model_wrapped.destroy()
+        raise NotTrained
+
+    with pytest.raises(NotTrained):
+        run_arm(tmp_path, vertical=vertical, train=train, **({} if vertical else HOST))
+
+
+class NotTrained(Exception):  # noqa: N818 - ends an arm that is as it should be
+    pass
 
 
 @pytest.mark.slow
@@ -189,3 +296,67 @@ def test_an_evaluation_that_calls_the_model_twice_is_in_stocks_order(tmp_path: P
         return trained(seen, arguments_for(folder, config, num_train_epochs=2, eval_strategy="epoch"), kind=Twice)
 
     assert_same(*both(tmp_path, train))
+
+
+# ---- generation
+
+
+def prompts() -> list[dict[str, torch.Tensor]]:
+    return [{name: each[name] for name in ("input_ids", "attention_mask")} for each in token_rows(6, length=8, seed=4)]
+
+
+def generating(model: Any) -> list[int]:
+    ids = prompts()[0]["input_ids"][None]
+    found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    return found[0].tolist()
+
+
+@pytest.mark.slow
+def test_an_evaluation_and_a_callback_generate_as_under_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+
+    class Generating(TrainerCallback):
+        def __init__(self, found: list[Any]) -> None:
+            self.found = found
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            self.found.append(generating(model))
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        more = {"predict_with_generate": True, "generation_max_length": 12, "max_steps": 2}
+        args = arguments_for(folder, config, Seq2SeqTrainingArguments, **more)
+        seen.more["generated"] = found = []
+        callbacks = [recorder(seen), Generating(found)]
+        model = tiny_llama()
+        model.config.pad_token_id = 0  # which the Trainer pads with
+        trainer = trained(seen, args, kind=Seq2SeqTrainer, model=model, callbacks=callbacks)
+        found.append(trainer.predict(prompts()).predictions.tolist())
+        return trainer
+
+    stock, vertical = both(tmp_path, train, lr=1e-2)
+    assert len(stock.more["generated"]) == 3
+    assert_same(stock, vertical)
+    assert (
+        "reads all layers for each batch: Seq2SeqTrainer.prediction_step: LlamaForCausalLM.generate" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.slow
+def test_a_micro_step_that_generates_is_refused_and_leaves_no_step(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    class Generating(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            generating(self.model)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        args = arguments_for(folder, config, max_steps=1)
+        trainer = Generating(model=tiny_llama(), args=args, train_dataset=token_rows(16), callbacks=[recorder(seen)])
+        with pytest.raises(LoopError, match=r"LlamaForCausalLM\.generate: called within a micro-step.*between two steps"):
+            trainer.train()
+        return trainer
+
+    seen = run_arm(tmp_path, vertical=True, train=train)
+    assert seen.more["global_steps"] == 0
+    assert not any("grad_norm" in log for log in seen.logs)

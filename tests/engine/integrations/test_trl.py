@@ -46,7 +46,28 @@ def test_dpo_with_a_reference_model(tmp_path: Path) -> None:
         trainer.train()
         return trainer
 
-    assert_same(*both(tmp_path, train, params="cpu", optimizer="cpu"))
+    assert_same(*both(tmp_path, train))
+
+
+def test_dpo_with_references_that_are_computed_ahead(tmp_path: Path) -> None:
+    def train(folder: Path, config: dict[str, Any], seen: Seen) -> Any:
+        from datasets import Dataset
+        from trl import DPOConfig, DPOTrainer
+
+        rows = [{"prompt": each[:12], "chosen": f" {each[12:]}", "rejected": " w1 w2 w3"} for each in SFT_ROWS]
+        more = {"precompute_ref_log_probs": True, "num_train_epochs": 1, "eval_strategy": "epoch"}
+        args = arguments_for(folder, config, DPOConfig, gradient_checkpointing=False, **more)
+        data = Dataset.from_list(rows)
+        given = {"train_dataset": data, "eval_dataset": data.select(range(6)), "processing_class": tokenizer()}
+        trainer = DPOTrainer(model=tiny_llama(vocab=128), args=args, callbacks=[recorder(seen)], **given)
+        assert trainer._precompute_engine is not None
+        seen.more["references"] = list(trainer.train_dataset["ref_chosen_logps"])
+        trainer.train()
+        return trainer
+
+    stock, vertical = both(tmp_path, train, lr=1e-2)
+    assert_same(stock, vertical)
+    assert stock.more["references"]
 
 
 def test_a_reward_model(tmp_path: Path) -> None:
