@@ -189,7 +189,7 @@ def rank_faults(data: bytes, rank: int, world_size: int) -> list[str]:
     faults += _file_faults(found.files)
     if not faults:
         faults += _tensor_faults(found)
-        faults += _step_faults(found.tensors)
+        faults += _step_faults(found.tensors, found.numbers.powers.step)
     return faults
 
 
@@ -254,8 +254,10 @@ def _shape_faults(tensor: Tensor, rank: Rank) -> Iterator[str]:
         yield from (f"{kind} is missing" for kind in ("weight", *STATE) if kind not in tensor.places)
 
 
-def _step_faults(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """An optimizer step takes all parameters of a group."""
+def _step_faults(tensors: Mapping[str, Tensor], powers: int) -> Iterator[str]:
+    """An optimizer step takes all parameters of all groups, and a save waits for its delayed parts. So their steps are one
+    number, and CPU Adam's powers of beta are those of that step. `powers`: the step of these; 0 where a checkpoint of stock's
+    was loaded and no step has come since, for CPU Adam then begins anew, and the parameters' steps go on."""
     first: dict[int, tuple[str, int]] = {}
     for name, tensor in tensors.items():
         if tensor.group is None:
