@@ -159,6 +159,7 @@ class Numbers(_Open):
     has_scheduler: bool
     stream_seed: int | None
     checked_model: str | None = None
+    checked_state: list[str] = Field(default_factory=list)
 
 
 class Rank(_Strict):
@@ -265,6 +266,11 @@ def _step_faults(tensors: Mapping[str, Tensor], powers: int) -> Iterator[str]:
         other, step = first.setdefault(tensor.group, (name, tensor.step))
         if step != tensor.step:
             yield f"tensors.{name}: step {tensor.step}, and {other} of the same group has {step}"
+    wanted = powers or min((step for _, step in first.values()), default=0)
+    for group, (name, step) in first.items():
+        if step != wanted:
+            than = f"numbers.powers.step is {powers}" if powers else f"another group has {wanted}"
+            yield f"tensors.{name}: step {step} in group {group}, and {than}"
 
 
 def _merged(pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:

@@ -140,4 +140,5 @@ class StockSource:
             "has_scheduler": self._model["lr_scheduler"] is not None,
             "stream_seed": engine.stream_seed,
             "checked_model": engine.self_check.checked_model,
+            "checked_state": sorted(engine.self_check.checked_state),
         }
