@@ -36,8 +36,10 @@ from stateful_models import (
     Ranges,
     SharedContext,
     SharedUserDict,
+    Skipping,
     Spectral,
     Statistics,
+    TorchSpectral,
     reset_globals,
 )
 from torch import nn
@@ -75,6 +77,24 @@ def test_training_has_stocks_bits(tmp_path: Path, case: type[Base]) -> None:
     half = len(ends) // 2
     for stock, ours in zip(ends[:half], ends[half:], strict=True):
         assert stock.keys() == ours.keys() and all(torch.equal(stock[name], ours[name]) for name in stock)
+
+
+@pytest.mark.slow
+def test_torchs_own_spectral_norm_has_stocks_bits(tmp_path: Path) -> None:
+    config = config_in(tmp_path, params="cpu", optimizer="cpu")
+    assert_identical(*run_both(config, TorchSpectral, batches(), under_zero_init=False))
+
+
+def test_blocks_that_hand_their_input_on_have_the_gradients_of_plain_torch(tmp_path: Path) -> None:
+    """In stock a parameter that a micro-batch gives no gradient to gets the one of another again."""
+    with running(config_in(tmp_path), Skipping, vertical=True) as (engine, model):
+        for step in batches():
+            plain = Skipping()
+            plain.load_state_dict(read_weights(model))
+            torch.stack([plain(**micro_batch) for micro_batch in step]).mean().backward()
+            expected = torch.stack([param.grad.norm() for param in plain.parameters() if param.grad is not None]).norm()
+            engine.train_batch(iter(step))
+            assert float(engine.get_global_grad_norm()) == pytest.approx(expected.item(), rel=1e-5)
 
 
 # ---- models of Hugging Face

@@ -67,14 +67,12 @@ class FirstStepCheck:
         """Before a step over these micro-batches is run again, and learns anew: see [Note: late state]. Collective. Raises as
         `run` does."""
         self._parts.state.forget()
-        if self._is_done and any(ranks.all_gathered(not self.checked_state >= self._parts.state.unsure)):
-            self._is_done, known, self.checked_model = (
-                False,
-                self.checked_model,
-                None,
-            )  # where it fails the next step is checked
-            self._check(bodies, scale_of)
-            self._is_done, self.checked_model = True, known
+        if not (self._is_done and any(ranks.all_gathered(not self.checked_state >= self._parts.state.unsure))):
+            return
+        model, self.checked_model = self.checked_model, None
+        self._is_done = False  # and stays so where this check fails: the next step is checked, too
+        self._check(bodies, scale_of)
+        self._is_done, self.checked_model = True, model
 
     def _check(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:
         count = min(len(bodies), NUM_MICRO_BATCHES)  # a single one has no other beside it in the steps either

@@ -66,6 +66,30 @@ def test_late_state_that_only_stocks_order_gets_right_is_found(tmp_path: Path, c
             assert not differing(before, read_weights(model))
 
 
+class InTheLastBlock(FromOneOnBlock):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        if self.index == 0 or (self.start and x.shape[1] == 5):
+            self.counter[0] += 1
+        return self.body(x * (1 + 0.01 * self.counter[0]))
+
+
+class InTheLast(CountUp):
+    """The other blocks count in the last micro-batch only: of that step no order is wrong, but of the next one."""
+
+    block = InTheLastBlock
+
+
+def test_what_is_wrong_from_the_next_step_on_is_found(tmp_path: Path) -> None:
+    config = config_in(tmp_path, section={"self_check": None}) | {"gradient_accumulation_steps": 2}
+    with running(config, InTheLast, vertical=True) as (engine, model):
+        engine.train_batch(iter(batches(1)[0][::2]))
+        start(model)
+        with pytest.raises(SelfCheckError, match=r"blocks\.\d\.counter; .*horizontal"):
+            for step in batches(2):
+                engine.train_batch(iter(step[::2]))
+        assert engine.global_steps == 1
+
+
 class NotedBlock(Block):
     def __init__(self, index: int) -> None:
         super().__init__(index)
