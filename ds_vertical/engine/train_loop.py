@@ -475,7 +475,7 @@ class VerticalLoop(TrainLoop):
         def run(some: Sequence[Body]) -> list[Any]:
             return parts.runner.evaluate(build_evaluation(num_layers, len(some), window=window, calls=calls.number), some)
 
-        def learned(some: Sequence[Body]) -> list[Any]:
+        def learned(some: Sequence[Body]) -> list[object]:
             return until_known(partial(run, some), parts.state.forget, calls=calls)
 
         def check() -> None:

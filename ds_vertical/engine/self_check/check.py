@@ -64,7 +64,7 @@ class SelfCheck:
         functions = [function for body in bodies for function in body.functions]
         blocks = [block.module for block in self.layers.blocks]
         snapshot = Snapshot(*survey(self.model, blocks, functions)[:2])
-        undo = partial(put_back, snapshot, Snapshot(*survey_backward(self.model)))
+        undo = partial(put_state_back, snapshot, Snapshot(*survey_backward(self.model)))
         failed = Changed(self.gradients.drop_all, only_if_failed=True)
         with preserved(), generators_kept(), Changed(undo), failed:
             start = time.perf_counter()
@@ -210,7 +210,7 @@ def generators_kept() -> Iterator[None]:
             item.install(state)
 
 
-def put_back(*snapshots: Snapshot) -> None:
+def put_state_back(*snapshots: Snapshot) -> None:
     """Let all state hold what it held as the snapshots were taken. Raises LayerError for a tensor of which there is no copy."""
     for change in [change for snapshot in snapshots for change in snapshot.changes(whole=True)]:
         if change.before is None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.assembly import StepParts
 from ds_vertical.engine.handlers import Body
-from ds_vertical.engine.self_check.check import generators_kept, put_back
+from ds_vertical.engine.self_check.check import generators_kept, put_state_back
 from ds_vertical.engine.self_check.diagnosis import Diagnosis, SelfCheckError
 from ds_vertical.engine.self_check.digests import digests_of, largest_distance
 from ds_vertical.engine.self_check.first_step import NUM_MICRO_BATCHES
@@ -23,7 +22,7 @@ from ds_vertical.model.state.snapshot import Snapshot
 from ds_vertical.model.state.survey import survey
 from ds_vertical.model.thread_state import preserved
 
-Evaluate = Callable[[Sequence[Body]], list[Any]]  # results of forwards in layer-major order
+Evaluate = Callable[[Sequence[Body]], list[object]]  # results of forwards in layer-major order
 
 
 class EvaluationCheck:
@@ -52,7 +51,7 @@ class EvaluationCheck:
         parts = self._parts
         functions = [function for body in bodies for function in body.functions]
         blocks = [block.module for block in parts.layers.blocks]
-        undo = partial(put_back, Snapshot(*survey(parts.module, blocks, functions)[:2]))
+        undo = partial(put_state_back, Snapshot(*survey(parts.module, blocks, functions)[:2]))
         with preserved(), generators_kept(), Changed(undo):
             together = evaluate(bodies)  # first: it learns of the state
             undo()
