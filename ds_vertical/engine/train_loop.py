@@ -23,6 +23,7 @@ from ds_vertical.engine.metrics import StepRecorder
 from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.progress import Progress
 from ds_vertical.engine.run_log import RunLogger, model_config
+from ds_vertical.engine.self_check.evaluation import EvaluationCheck
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.interrupts import Changed
 from ds_vertical.io import host
@@ -289,7 +290,7 @@ class VerticalLoop(TrainLoop):
         super().__init__(parts.engine, vertical.seed if vertical.seed_micro_batches else None, progress)
         self.call_model = ModelCall(parts.engine)
         self._parts = parts
-        self._check = check
+        self._check, self._evaluations = check, EvaluationCheck(parts)
         self._tracer = tracer
         self._counts: Counts = OwnCounts(0)  # of the step under way, or of the one before
         self._num_evaluations = 0
@@ -349,7 +350,7 @@ class VerticalLoop(TrainLoop):
                 self._check.run(seeded_bodies, scale_of)
             with self._tracer.step():
                 run = partial(self._run_schedule, seeded_bodies, scale_of(len(seeded_bodies)))
-                losses = until_known(run, self._parts.state.forget, _log, calls)
+                losses = until_known(run, partial(self._check.run_again, seeded_bodies, scale_of), _log, calls)
                 self.conclude()
             self._parts.keeping.close_step(self._parts.runner, self._calls.number)
         return losses
@@ -471,10 +472,18 @@ class VerticalLoop(TrainLoop):
         parts = self._parts
         num_layers, window = parts.layers.num_layers, parts.vertical.prefetch_layers
 
-        def run() -> list[Any]:
-            return parts.runner.evaluate(build_evaluation(num_layers, len(bodies), window=window, calls=calls.number), bodies)
+        def run(some: Sequence[Body]) -> list[Any]:
+            return parts.runner.evaluate(build_evaluation(num_layers, len(some), window=window, calls=calls.number), some)
 
-        return until_known(run, parts.state.forget, calls=calls)
+        def learned(some: Sequence[Body]) -> list[object]:
+            return until_known(partial(run, some), parts.state.forget, calls=calls)
+
+        def check() -> None:
+            parts.state.forget()
+            self._evaluations.run(bodies, learned)
+
+        self._evaluations.run(bodies, learned)
+        return until_known(partial(run, bodies), check, calls=calls)
 
     def _evaluation_seeds(self, num_micro_batches: int) -> Sequence[int | None]:
         """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.

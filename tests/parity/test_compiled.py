@@ -60,6 +60,26 @@ def test_compiled_blocks_give_the_bits_of_stock_with_the_same_blocks_compiled(tm
     assert_identical(*runs)
 
 
+@pytest.mark.parametrize(
+    "backend", [pytest.param("aot_eager", id="aot_eager"), pytest.param("inductor", id="inductor", marks=pytest.mark.slow)]
+)
+def test_blocks_that_are_compiled_between_two_steps_give_stocks_bits(tmp_path: Path, backend: str) -> None:
+    """Whether a block is compiled is looked at in each step."""
+
+    def between(engine: Any, step: int) -> None:
+        for block in engine.module.blocks if step == 0 else ():
+            block.compile(backend=backend)
+
+    runs = []
+    for vertical in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        build = partial(MixerModel, dropout=0.1)
+        runs.append(run_arm(config_in(tmp_path), build, equal_lengths(3), vertical=vertical, between=between))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    assert_identical(*runs)
+
+
 class Forwards(MixerModel):
     """Blocks whose forward alone is compiled, and one whose inner module is; the last one is not compiled."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,10 @@ from stateful_models import (
     Ranges,
     SharedContext,
     SharedUserDict,
+    Skipping,
+    Spectral,
     Statistics,
+    TorchSpectral,
     reset_globals,
 )
 from torch import nn
@@ -74,6 +79,24 @@ def test_training_has_stocks_bits(tmp_path: Path, case: type[Base]) -> None:
         assert stock.keys() == ours.keys() and all(torch.equal(stock[name], ours[name]) for name in stock)
 
 
+@pytest.mark.slow
+def test_torchs_own_spectral_norm_has_stocks_bits(tmp_path: Path) -> None:
+    config = config_in(tmp_path, params="cpu", optimizer="cpu")
+    assert_identical(*run_both(config, TorchSpectral, batches(), under_zero_init=False))
+
+
+def test_blocks_that_hand_their_input_on_have_the_gradients_of_plain_torch(tmp_path: Path) -> None:
+    """In stock a parameter that a micro-batch gives no gradient to gets the one of another again."""
+    with running(config_in(tmp_path), Skipping, vertical=True) as (engine, model):
+        for step in batches():
+            plain = Skipping()
+            plain.load_state_dict(read_weights(model))
+            torch.stack([plain(**micro_batch) for micro_batch in step]).mean().backward()
+            expected = torch.stack([param.grad.norm() for param in plain.parameters() if param.grad is not None]).norm()
+            engine.train_batch(iter(step))
+            assert float(engine.get_global_grad_norm()) == pytest.approx(expected.item(), rel=1e-5)
+
+
 # ---- models of Hugging Face
 
 _SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
@@ -87,12 +110,19 @@ GEMMAS = (
 )
 
 
+SHARING = [(family, shared, number) for family in GEMMAS for shared in (1, 2) for number in (1, M)]
+
+
 @pytest.mark.parametrize(
-    "family", [pytest.param(GEMMAS[0], id="gemma3n"), pytest.param(GEMMAS[1], id="gemma4", marks=pytest.mark.slow)]
+    ("family", "shared", "num_micro_batches"),
+    [pytest.param(*row, marks=() if row == (GEMMAS[0], 2, M) else pytest.mark.slow) for row in SHARING],
+    ids=lambda each: each.name if isinstance(each, Family) else str(each),
 )
-def test_layers_that_share_keys_and_values(tmp_path: Path, family: Family) -> None:
-    """Two layers of each kind of attention read what two before them have written into a dict, gradients and all."""
-    assert_identical(*run_both(config_in(tmp_path), family.builder(), family.batches(2, M)))
+def test_layers_that_share_keys_and_values(tmp_path: Path, family: Family, shared: int, num_micro_batches: int) -> None:
+    """The last one or two layers read what those of their kind before them have written into a dict, gradients and all."""
+    family = replace(family, settings=dict(family.settings) | {"num_kv_shared_layers": shared})
+    config = config_in(tmp_path) | {"gradient_accumulation_steps": num_micro_batches}
+    assert_identical(*run_both(config, family.builder(), family.batches(2, num_micro_batches)))
 
 
 def ibert() -> nn.Module:
@@ -153,7 +183,96 @@ def test_evaluation_sees_its_own_state(tmp_path: Path, case: type[Base]) -> None
         assert together.item() == torch.stack(apart).mean().item()
 
 
+@pytest.mark.parametrize(
+    "case", [Counting, *(pytest.param(each, marks=pytest.mark.slow) for each in (OwnGenerators, Ranges, Spectral))]
+)
+def test_evaluation_goes_on_from_micro_batch_to_micro_batch_as_stocks_does(tmp_path: Path, case: type[Base]) -> None:
+    """And each evaluation from the one before, with a step of training between the second and the third."""
+    arms = []
+    for vertical in (False, True):
+        losses: list[float] = []
+        with running(config_in(tmp_path), case, vertical=vertical) as (engine, model):
+            for index, step in enumerate(batches(4)):
+                if index == 2:
+                    losses.append(engine.train_batch(iter(step)).item())
+                else:
+                    engine.eval_batch(iter(step), lambda loss, _, losses=losses: losses.append(loss.item()) or loss)
+            arms.append((losses[-2 * M :], {name: buffer.tolist() for name, buffer in model.named_buffers()}))
+    assert arms[0] == arms[1]
+
+
 # ---- what cannot be followed
+
+
+class HoldingBlock(Block):
+    """Has taken one of what it holds where that is a generator that has begun."""
+
+    held: Callable[[], Any]
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.source = type(self).held()
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.body(x)
+
+
+def endless() -> Iterator[float]:
+    number = 0.0
+    while True:
+        number += 1
+        yield number
+
+
+def ended() -> Iterator[float]:
+    generator = iter([1.0])
+    found = (each for each in generator)
+    assert list(found) == [1.0]
+    return found
+
+
+def holding(what: Callable[[], Any]) -> type[Base]:
+    class Of(HoldingBlock):
+        held = staticmethod(what)
+
+    class Holding(Base):
+        block = Of
+
+    return Holding
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        (
+            endless,
+            r"blocks\.0\.source: holds a generator, whose place can be neither read nor put back.*a number that counts up",
+        ),
+        (lambda: [itertools.count()], r"blocks\.0\.source: holds a count, whose place"),
+        (lambda: {"of": itertools.cycle([1, 2])}, r"blocks\.0\.source: holds a cycle, whose place"),
+        (lambda: iter([1.0, 2.0]), r"blocks\.0\.source: holds a list_iterator, whose place"),
+        (
+            random.SystemRandom,
+            r"blocks\.0\.source: holds a SystemRandom, whose numbers never come again.*random\.Random\(seed\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("self_check", [False, True])
+def test_what_only_goes_on_is_refused_by_name(tmp_path: Path, what: Callable[[], Any], named: str, self_check: bool) -> None:
+    """In any order: the recompute of a block would go on, too."""
+    config = config_in(tmp_path, section={"self_check": self_check})
+    with running(config, holding(what), vertical=True) as (engine, model):
+        before = read_weights(model)
+        with pytest.raises(LayerError, match=named):
+            engine.train_batch(iter(batches(1)[0]))
+        with pytest.raises(LayerError, match=named):
+            engine.eval_batch(iter(batches(1)[0]))
+        assert engine.global_steps == 0 and not differing(before, read_weights(model))
+
+
+def test_a_generator_at_its_end_is_none(tmp_path: Path) -> None:
+    with running(config_in(tmp_path), holding(ended), vertical=True) as (engine, _):
+        engine.train_batch(iter(batches(1)[0]))
 
 
 class SharedGeneratorBlock(Block):

@@ -328,6 +328,31 @@ class Spectral(Base):
     block = SpectralBlock
 
 
+class TorchSpectralBlock(Block):
+    """torch's own spectral norm: a parametrization whose buffers each forward moves in place, behind the weight's name."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.up = torch.nn.utils.parametrizations.spectral_norm(self.up)
+
+
+class TorchSpectral(Base):
+    """Under zero.Init its first forward fails, in stock as well: the parametrization reads a weight that is not there."""
+
+    block = TorchSpectralBlock
+
+
+class SkippingBlock(Block):
+    """Stochastic depth that hands its input on as it is: not even a view of it. Each block runs for some micro-batch."""
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return x if self.training and x.shape[1] == 3 + self.index % 2 else self.body(x)
+
+
+class Skipping(Base):
+    block = SkippingBlock
+
+
 class CodeBookBlock(Block):
     """A code book larger than any that was put back by copying, moved by each forward."""
 

@@ -3,7 +3,14 @@
 The name says nothing of whose a folder is: `.backup.20261124` is somebody's. The mark, a file of a fixed name, holds the
 run's id, the tag and the save's token, which the folder's own name has to repeat. It is read, and what is ours is deleted,
 through the folder's descriptor; a file that no save writes stays, and its folder with it. Folders of versions that wrote no
-mark are left to people. Imports neither torch nor deepspeed.
+mark are left to people.
+
+[Note: DeepSpeed's names] A portable save and DeepSpeed's own give their files the same names. So those in a folder are ours
+only beside the mark PORTABLE, which a portable save writes ahead of its first file, and which stays there.
+
+[Note: damaged manifests] A rank's manifest says what of its folder is ours. Where that cannot be read, the names say it, so
+that a tag whose checkpoint is damaged can be saved again. But names count only beside a trace of ours: a manifest of the rank's
+or the folder's, whatever is in it, or the mark of a save. Imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -28,12 +35,12 @@ from ds_vertical.io.regular_file import is_plain_name, parse_json, read_regular
 logger = logging.getLogger(__name__)
 
 MARK: Final = "ds_vertical.beside"
+PORTABLE: Final = "ds_vertical.portable"
 _WRITTEN_BY: Final = {"written_by": "ds_vertical"}
 _BESIDE: Final = re.compile(r"\.(?P<tag>.+)\.(?P<token>[0-9a-f]{8})(?P<end>\.old|\.new)?", re.DOTALL)
 _RANK: Final = re.compile(r"rank\d+")
-_OF_A_TAG: Final = re.compile(
-    rf"{re.escape(NAME)}|{re.escape(SIGNPOST)}|((bf|fp)16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt"
-)
+_OF_A_TAG: Final = (NAME, SIGNPOST, PORTABLE)
+_DEEPSPEEDS: Final = re.compile(r"((bf|fp)16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")
 _SCRATCH: Final = re.compile(r"scratch\d+")  # of a portable save
 _PLACED: Final = re.compile(r"latest|zero_to_fp32\.py")  # on their way among the tags, in a folder of their own
 _OF_A_RANK: Final = re.compile(r"chunk\d+\.\w+\.\d+(\.ssd\d+)?\.bin|weight\d+(\.ssd\d+)?\.bin|memory\.bin|loose\.pt")
@@ -50,6 +57,24 @@ def mark(folder: int, run: str, tag: str, token: str) -> None:
         file.write(json.dumps(_WRITTEN_BY | {"run": run, "tag": tag, "token": token}).encode())
         file.flush()
         os.fsync(fd)
+
+
+def mark_portable(folder: Path) -> None:
+    """Let files with DeepSpeed's names in a folder, which has none yet, be ours to delete. Raises OSError."""
+    fd = os.open(folder / PORTABLE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        os.fchmod(fd, 0o600)
+        file.write(json.dumps(_WRITTEN_BY).encode())
+        file.flush()
+        os.fsync(fd)
+
+
+def _is_portable(folder: int) -> bool:
+    """Whether a portable save has written a folder, given its descriptor: see [Note: DeepSpeed's names]."""
+    try:
+        return parse_json(read_regular(PORTABLE, _MOST_MARK_BYTES, os.O_NOFOLLOW, folder)) == _WRITTEN_BY
+    except (OSError, ValueError):
+        return False
 
 
 def unmark(folder: int) -> None:
@@ -132,15 +157,25 @@ def _remove_all_parts(homes: Iterable[Path]) -> None:
 
 
 def _empty(fd: int, places: bool) -> None:
-    for name in os.listdir(fd):
+    is_portable = _is_portable(fd)
+    for name in sorted(os.listdir(fd), key=_OF_A_TAG.__contains__):  # what tells whose the others are goes last
         if _RANK.fullmatch(name):
             with contextlib.suppress(NotADirectoryError, FileNotFoundError), remove_tree.opened(name, fd) as rank:
                 if remove_tree.mount(rank) == remove_tree.mount(fd):
                     _empty_rank(rank)
                     with contextlib.suppress(OSError):  # not empty
                         remove_tree.remove_named(rank, name, fd)
-        elif _OF_A_TAG.fullmatch(name) or _SCRATCH.fullmatch(name) or (places and _PLACED.fullmatch(name)):
+        elif _is_of_a_tag(name, is_portable) or _SCRATCH.fullmatch(name) or (places and _PLACED.fullmatch(name)):
             _unlink(name, fd)
+
+
+def _is_of_a_tag(name: str, is_portable: bool) -> bool:
+    return name in _OF_A_TAG or (is_portable and is_deepspeeds(name))
+
+
+def is_deepspeeds(name: str) -> bool:
+    """Whether a file in a tag's folder has the name of one of DeepSpeed's checkpoints."""
+    return _DEEPSPEEDS.fullmatch(name) is not None
 
 
 def _empty_rank(rank: int) -> None:
@@ -150,14 +185,13 @@ def _empty_rank(rank: int) -> None:
     _unlink(NAME, rank)
 
 
-def _ours(rank: int) -> set[str]:
-    """What is in a rank's folder and a save has written: what its manifest names; by the names, where that cannot be read."""
-    listed = _listed(rank)
-    return {
-        name
-        for name in os.listdir(rank)
-        if name == NAME or (name in listed if listed is not None else _OF_A_RANK.fullmatch(name))
-    }
+def _ours(rank: int, has_trace: bool = True) -> set[str]:
+    """What is in a rank's folder and a save has written: what its manifest names; by the names, where that cannot be read. See
+    [Note: damaged manifests]. `has_trace`: the folder above has a trace of ours."""
+    names, listed = set(os.listdir(rank)), _listed(rank)
+    if listed is not None:
+        return names & (listed | {NAME})
+    return {name for name in names if name == NAME or _OF_A_RANK.fullmatch(name)} if has_trace or NAME in names else set()
 
 
 def _unlink(name: str, folder: int) -> None:
@@ -184,14 +218,16 @@ def _is_saved(name: str, rank: int) -> bool:
 def others_files(path: Path) -> Iterator[str]:
     """What is in a tag's folder, or in a rank's of it, and belongs to no checkpoint, by its path there. Raises OSError."""
     with remove_tree.opened(path) as fd:
-        for name in sorted(os.listdir(fd)):
+        names, is_portable = sorted(os.listdir(fd)), _is_portable(fd)
+        has_trace = not {NAME, MARK}.isdisjoint(names)
+        for name in names:
             if not _RANK.fullmatch(name):
-                if name != MARK and not (_OF_A_TAG.fullmatch(name) and os.path.isfile(path / name)):
+                if name != MARK and not (_is_of_a_tag(name, is_portable) and os.path.isfile(path / name)):
                     yield name
                 continue
             try:
                 with remove_tree.opened(name, fd) as rank:
-                    ours = _ours(rank) if remove_tree.mount(rank) == remove_tree.mount(fd) else set()
+                    ours = _ours(rank, has_trace) if remove_tree.mount(rank) == remove_tree.mount(fd) else set()
                     for each in sorted(os.listdir(rank)):
                         if each not in ours or not _is_saved(each, rank):
                             yield f"{name}/{each}"

@@ -159,6 +159,7 @@ class Numbers(_Open):
     has_scheduler: bool
     stream_seed: int | None
     checked_model: str | None = None
+    checked_state: list[str] = Field(default_factory=list)
 
 
 class Rank(_Strict):
@@ -189,7 +190,7 @@ def rank_faults(data: bytes, rank: int, world_size: int) -> list[str]:
     faults += _file_faults(found.files)
     if not faults:
         faults += _tensor_faults(found)
-        faults += _step_faults(found.tensors)
+        faults += _step_faults(found.tensors, found.numbers.powers.step)
     return faults
 
 
@@ -254,8 +255,10 @@ def _shape_faults(tensor: Tensor, rank: Rank) -> Iterator[str]:
         yield from (f"{kind} is missing" for kind in ("weight", *STATE) if kind not in tensor.places)
 
 
-def _step_faults(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """An optimizer step takes all parameters of a group."""
+def _step_faults(tensors: Mapping[str, Tensor], powers: int) -> Iterator[str]:
+    """An optimizer step takes all parameters of all groups, and a save waits for its delayed parts. So their steps are one
+    number, and CPU Adam's powers of beta are those of that step. `powers`: the step of these; 0 where a checkpoint of stock's
+    was loaded and no step has come since, for CPU Adam then begins anew, and the parameters' steps go on."""
     first: dict[int, tuple[str, int]] = {}
     for name, tensor in tensors.items():
         if tensor.group is None:
@@ -263,6 +266,11 @@ def _step_faults(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         other, step = first.setdefault(tensor.group, (name, tensor.step))
         if step != tensor.step:
             yield f"tensors.{name}: step {tensor.step}, and {other} of the same group has {step}"
+    wanted = powers or min((step for _, step in first.values()), default=0)
+    for group, (name, step) in first.items():
+        if step != wanted:
+            than = f"numbers.powers.step is {powers}" if powers else f"another group has {wanted}"
+            yield f"tensors.{name}: step {step} in group {group}, and {than}"
 
 
 def _merged(pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:

@@ -93,6 +93,7 @@ def numbers_of(engine: TrainedEngine) -> dict[str, Any]:
         "has_scheduler": engine.lr_scheduler is not None,
         "stream_seed": engine.stream_seed,
         "checked_model": engine.self_check.checked_model,
+        "checked_state": sorted(engine.self_check.checked_state),
     }
 
 
@@ -111,6 +112,7 @@ def set_counters(engine: TrainedEngine, numbers: Mapping[str, Any]) -> None:
     if engine.stream_seed is not None and "vertical_schedule.seed" not in settings_of(engine):
         engine.stream_seed = numbers["stream_seed"]
     engine.self_check.checked_model = numbers.get("checked_model")
+    engine.self_check.checked_state = set(numbers.get("checked_state", ()))
 
 
 def _groups(engine: TrainedEngine) -> list[dict[str, Any]]:

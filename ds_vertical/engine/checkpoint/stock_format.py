@@ -22,12 +22,14 @@ from ds_vertical.compat.stock_checkpoint import StockCheckpoint, StockGroup
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest
+from ds_vertical.engine.checkpoint.leftovers import PORTABLE, mark_portable
 from ds_vertical.engine.checkpoint.run_state import TrainedEngine
 from ds_vertical.engine.checkpoint.save import new_folder
 from ds_vertical.engine.checkpoint.scratch import Scratch
 from ds_vertical.engine.checkpoint.tag_dir import check_tag, sync_file
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
 from ds_vertical.errors import StorageError
+from ds_vertical.io import files
 from ds_vertical.io.regular_file import open_regular
 from ds_vertical.io.runs import stripes
 from ds_vertical.io.runs.run_dir import fail
@@ -49,12 +51,21 @@ def save_stock(
     with ranks.all_or_none("save_checkpoint"):
         engine.optimizer.flush()
     with new_folder(save_dir, tag, save_latest) as folder:
+        with ranks.all_or_none("save_checkpoint"):
+            if ranks.rank() == 0:
+                _mark(folder.beside)
         zero_optimizer.partition_all(engine.optimizer)  # only shards of parameters, until all ranks have written theirs
         with ranks.all_or_none("save_checkpoint", partial(zero_optimizer.gather_persistent, engine.optimizer)):
             _write(engine, folder.beside, client_state, exclude_frozen)
             if ranks.rank() == 0 and not manifest.complete_tags(save_dir):  # else the script that reads those stays
                 stock_checkpoint.place_stock_scripts(cast(DeepSpeedEngine, engine), save_dir)
     return folder.path
+
+
+def _mark(folder: Path) -> None:
+    """Say of the folder that what comes into it is ours. Raises StorageError."""
+    with files.naming(folder / PORTABLE, "write"):
+        mark_portable(folder)
 
 
 def _write(engine: TrainedEngine, folder: Path, client_state: Mapping[str, object], exclude_frozen: bool) -> None:

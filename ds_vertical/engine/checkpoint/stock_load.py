@@ -61,6 +61,10 @@ class StockSource:
         self._frozen: Mapping[str, torch.Tensor] = model.get("frozen_param_fragments") or {}
         self._starts: dict[str, tuple[int, int]] = {}
         self.saved = self._described(engine, state["loss_scaler"], inner["param_groups"], states)
+        if len(steps := {each.step for each in self.saved.tensors.values() if each.group is not None}) > 1:
+            raise self._refusal(
+                f"its sub-groups have taken {min(steps)} and {max(steps)} steps, and an optimizer step takes all"
+            )
 
     def verify(self) -> None:
         """Stock keeps no checksums."""
@@ -136,4 +140,5 @@ class StockSource:
             "has_scheduler": self._model["lr_scheduler"] is not None,
             "stream_seed": engine.stream_seed,
             "checked_model": engine.self_check.checked_model,
+            "checked_state": sorted(engine.self_check.checked_state),
         }

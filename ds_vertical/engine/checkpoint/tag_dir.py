@@ -143,9 +143,12 @@ class TagFolder:
         inside = leftovers.others_files(self.path) if self.path.is_dir() else iter([self.path.name] * self.path.exists())
         other = next(inside, None)
         if other is not None:
+            what = "is no part of a checkpoint"
+            if leftovers.is_deepspeeds(other):
+                what = f"DeepSpeed's own save has written (beside one of ours stands {leftovers.PORTABLE})"
             raise CheckpointError(
-                f"{self.path}: holds {other}, which is no part of a checkpoint, and would be deleted with the folder that"
-                " the new one replaces; give another tag, or move that away"
+                f"{self.path}: holds {other}, which {what}, and would be deleted with the folder that the new one replaces;"
+                " give another tag, or move that away"
             )
 
     def _unlock(self) -> None:

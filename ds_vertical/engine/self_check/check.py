@@ -64,14 +64,14 @@ class SelfCheck:
         functions = [function for body in bodies for function in body.functions]
         blocks = [block.module for block in self.layers.blocks]
         snapshot = Snapshot(*survey(self.model, blocks, functions)[:2])
-        put_back = partial(_put_back, snapshot, Snapshot(*survey_backward(self.model)))
+        undo = partial(put_state_back, snapshot, Snapshot(*survey_backward(self.model)))
         failed = Changed(self.gradients.drop_all, only_if_failed=True)
-        with preserved(), generators_kept(), Changed(put_back), failed:
+        with preserved(), generators_kept(), Changed(undo), failed:
             start = time.perf_counter()
             plain = self._plain(bodies)
             middle = time.perf_counter()
             left = [(change, change.item.capture()) for change in snapshot.changes()]
-            put_back()
+            undo()
             ours, error = self._tried(bodies)
             own = [change.item.capture() for change, _ in left]
             self._choose_last(left, own)
@@ -210,8 +210,9 @@ def generators_kept() -> Iterator[None]:
             item.install(state)
 
 
-def _put_back(*snapshots: Snapshot) -> None:
-    for change in [change for snapshot in snapshots for change in snapshot.changes()]:
+def put_state_back(*snapshots: Snapshot) -> None:
+    """Let all state hold what it held as the snapshots were taken. Raises LayerError for a tensor of which there is no copy."""
+    for change in [change for snapshot in snapshots for change in snapshot.changes(whole=True)]:
         if change.before is None:
             refuse_large(change.item)
         change.item.install(change.before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -17,7 +18,8 @@ from ds_vertical.schedule.events import Event, Op
 _MOST_SUSPECTS: Final = 5  # that a message names
 _RESOURCES: Final = (torch.OutOfMemoryError, MemoryError, OSError)  # what is lacking there is no difference of the orders
 _MEND: Final = "change what the model does there"
-_TRAIN: Final = "vertical_schedule.self_check: false trains without this check"
+_FALSE: Final = "vertical_schedule.self_check: false"
+_TRAIN: Final = f"{_FALSE} trains without this check"
 
 
 class SelfCheckError(LayerError):
@@ -41,6 +43,16 @@ class Diagnosis:
     def _remedy(self) -> str:
         other = 'set vertical_schedule.order to "horizontal", which runs one micro-batch after another, or '
         return f"{'' if self._order == 'horizontal' else other}{_MEND}; {_TRAIN}"
+
+    def of_evaluation(self, micro_batch: int, distance: float) -> SelfCheckError:
+        """Layer-major order gives another result of a micro-batch, in an evaluation, than one micro-batch after the other."""
+        suspects = _some(sorted(self._state.unsure) if self._state is not None else ())
+        return SelfCheckError(
+            f"vertical_schedule.self_check: in an evaluation the result of micro-batch {micro_batch} differs by {distance:.1e}"
+            " of its norm from that in stock's order; what the forward changes, and may be the cause:"
+            f' {suspects}; nothing has been evaluated; set vertical_schedule.order to "horizontal", which runs one micro-batch'
+            f" after another, or {_MEND}; {_FALSE} evaluates without this check"
+        )
 
     def of_plain_order(self, failure: Exception, place: tuple[str, int | None], micro_batch: int) -> Exception:
         """What to raise where torch's own order raises `failure`. `place`: the phase, and the block (None: no one's). Where
@@ -79,9 +91,7 @@ class Diagnosis:
             return ""
         blocks = self._layers.layers[layer] if layer < self._layers.num_layers else ()
         items = (each.item for each in self._state.learned.items if layer in each.writers or each.item.region in blocks)
-        paths = list(dict.fromkeys(item.path for item in items))
-        more = f" and {len(paths) - _MOST_SUSPECTS} more" if len(paths) > _MOST_SUSPECTS else ""
-        return ", ".join(paths[:_MOST_SUSPECTS]) + more
+        return _some([item.path for item in items])
 
     def _place_of(self, failure: Exception) -> tuple[str, int | None]:
         """In which layer the schedule was as it failed, told by the event under way."""
@@ -98,6 +108,13 @@ class Diagnosis:
             return f"in the {phase} ahead of the first layer{of}", None
         block = where(self._layers, self._layers.layers[event.layer][0])
         return f"in the {phase} of {block}, or of the code between it and the layer ahead of it{of}", event.layer
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first few names, each once, and how many more there are."""
+    paths = list(dict.fromkeys(names))
+    more = f" and {len(paths) - _MOST_SUSPECTS} more" if len(paths) > _MOST_SUSPECTS else ""
+    return ", ".join(paths[:_MOST_SUSPECTS]) + more
 
 
 def _event_of(failure: Exception) -> Event | None:

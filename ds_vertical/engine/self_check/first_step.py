@@ -1,4 +1,9 @@
-"""The self-check ahead of an engine's first step: whether it runs, and on what."""
+"""The self-check ahead of an engine's first step: whether it runs, and on what.
+
+[Note: late state] State that begins to change later, or that further code begins to change, is no part of that check. The step
+that shows it starts over. Before it is run again, a further check says whether another order than stock's has stock's values
+there.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import Final
 import torch
 
 from ds_vertical.compat import accelerator
+from ds_vertical.distributed import ranks
 from ds_vertical.engine.assembly import StepParts
 from ds_vertical.engine.handlers import Body, LossScale
 from ds_vertical.engine.module_hooks import suspended_hooks
@@ -25,14 +31,16 @@ NUM_MICRO_BATCHES: Final = 2
 
 
 class FirstStepCheck:
-    """Checks one engine once, where the JSON asks for it, or leaves it open and this model has not been checked.
+    """Checks one engine once, where the JSON asks for it, or leaves it open and this model has not been checked. And again
+    where state has become known of: see [Note: late state].
 
     `checked_model`: fingerprint of the model that was checked by this engine, or by the one whose checkpoint was loaded; None
-    where neither has checked one.
+    where neither has checked one. `checked_state`: what these checks have seen of `ForwardState.unsure`.
     """
 
     def __init__(self, parts: StepParts) -> None:
         self.checked_model: str | None = None
+        self.checked_state: set[str] = set()
         self._parts = parts
         self._is_done = False
 
@@ -52,11 +60,26 @@ class FirstStepCheck:
             return
         model = model_fingerprint(self._parts.module, vertical)
         if wanted or self.checked_model != model:
-            count = min(len(bodies), NUM_MICRO_BATCHES)  # a single one has no other beside it in the steps either
-            with preserved(), generators_kept():
-                chosen = [_checked(body) for body in bodies[:count]]
-            self._compare([replace(body, seed=index) for index, body in enumerate(chosen)], scale_of(count))
+            self._check(bodies, scale_of)
         self._is_done, self.checked_model = True, model
+
+    def run_again(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:
+        """Before a step over these micro-batches is run again, and learns anew: see [Note: late state]. Collective. Raises as
+        `run` does."""
+        self._parts.state.forget()
+        if not (self._is_done and any(ranks.all_gathered(not self.checked_state >= self._parts.state.unsure))):
+            return
+        model, self.checked_model = self.checked_model, None
+        self._is_done = False  # and stays so where this check fails: the next step is checked, too
+        self._check(bodies, scale_of)
+        self._is_done, self.checked_model = True, model
+
+    def _check(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:
+        count = min(len(bodies), NUM_MICRO_BATCHES)  # a single one has no other beside it in the steps either
+        with preserved(), generators_kept():
+            chosen = [_checked(body) for body in bodies[:count]]
+        self._compare([replace(body, seed=index) for index, body in enumerate(chosen)], scale_of(count))
+        self.checked_state |= self._parts.state.unsure
 
     def _compare(self, bodies: list[Body], scale: LossScale) -> None:
         parts, vertical = self._parts, self._parts.vertical

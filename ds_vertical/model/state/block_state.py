@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from functools import partial
 from typing import Final
 
+import numpy as np
 import torch
 
 from ds_vertical.model.state.containers import (
@@ -21,6 +22,7 @@ from ds_vertical.model.state.containers import (
     tensors_in,
     with_tensors,
 )
+from ds_vertical.model.state.fingerprints import Fingerprint, fingerprint, same_fingerprint
 from ds_vertical.model.state.module_state import (
     Elements,
     Pairs,
@@ -29,6 +31,8 @@ from ds_vertical.model.state.module_state import (
     Version,
     lies_over,
     put_back,
+    same_bits,
+    tensor_over,
     tensors_of,
 )
 from ds_vertical.model.state.survey import OUTSIDE
@@ -39,16 +43,15 @@ _SMALL: Final = 1 << 12  # elements of a tensor of which a block gets a copy tha
 
 
 class FoundElements:
-    """The elements, at a block's call, of the tensors without gradient that the block finds.
+    """The elements, at a block's call, of the tensors without gradient, and of the NumPy arrays, that the block finds.
 
-    A tensor's count of in-place writes tells whether it was written since. `copies`: the elements are kept, too; else the step
-    is to start over with copies once one was written, or was given other memory.
+    `copies`: the elements are kept; else their fingerprints, and the step is to start over with copies once a tensor was
+    written, or was given other memory.
     """
 
     def __init__(self, tracked: TrackedState, pairs: Pairs, copies: bool) -> None:
         self._tracked = tracked
-        found = _without_gradient(pairs)
-        self._plain = [(each, each._version, each.data, Elements.of(each) if copies else None) for each in found]
+        self._found = [(each, each._version, each.data, _kept(each, copies)) for each in _without_gradient(pairs)]
 
     def restore(self) -> list[tuple[torch.Tensor, Elements]]:
         """Give tensors that were written in place since the call, or given other memory, what they held then. Returns what they
@@ -58,14 +61,14 @@ class FoundElements:
         """
         written = [
             (tensor, before)
-            for tensor, count, memory, before in self._plain
-            if tensor._version != count or not lies_over(tensor, memory)
+            for tensor, count, memory, before in self._found
+            if tensor._version != count or not lies_over(tensor, memory) or not _is_as_kept(tensor, before)
         ]
-        if any(before is None for _, before in written):
+        if not all(isinstance(before, Elements) for _, before in written):
             self._tracked.copy_from_now_on(f"a tensor of shape {tuple(written[0][0].shape)} that a block finds in state")
         now = [(tensor, Elements.of(tensor)) for tensor, _ in written]
         for tensor, before in written:
-            assert before is not None
+            assert isinstance(before, Elements)
             before.restore(tensor)
         return now
 
@@ -233,12 +236,26 @@ def _replace(pairs: Pairs, replaced: dict[int, torch.Tensor]) -> None:
             container.write(changed)
 
 
+def _kept(tensor: torch.Tensor, copies: bool) -> Elements | Fingerprint:
+    return Elements.of(tensor) if copies else fingerprint(tensor)
+
+
+def _is_as_kept(tensor: torch.Tensor, kept: Elements | Fingerprint) -> bool:
+    """Whether a tensor holds what it held, by its elements or their fingerprint: torch does not count writes by `.data`."""
+    if isinstance(kept, Elements):
+        return same_bits(tensor, kept.copy)
+    return same_fingerprint(kept, fingerprint(tensor))
+
+
 def _without_gradient(pairs: Pairs) -> list[torch.Tensor]:
-    """The tensors in containers that require no grad and count how often they are written, each once."""
-    contents = (contents for _, contents in pairs)
-    found = (tensor for each in contents for _, value in each.carriers for _, tensor in tensors_in(value))
+    """The tensors in containers that require no grad and count how often they are written, each once, and a tensor over each
+    NumPy array."""
+    values = [value for _, contents in pairs for _, value in contents.carriers]
+    found = (tensor for value in values for _, tensor in tensors_in(value))
     plain = (t for t in found if not (t.requires_grad or t.is_inference() or t.layout is not torch.strided or t.is_meta))
-    return list({id(tensor): tensor for tensor in plain}.values())
+    arrays = {id(value): value for value in values if isinstance(value, np.ndarray) and not isinstance(value, np.memmap)}
+    over = [tensor for array in arrays.values() if (tensor := tensor_over(array)) is not None]
+    return [*{id(tensor): tensor for tensor in plain}.values(), *over]
 
 
 def _once(pairs: Iterable[tuple[Container, Contents]]) -> Pairs:

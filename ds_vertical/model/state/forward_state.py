@@ -50,7 +50,7 @@ from ds_vertical.model.state.restart import StateMissed
 from ds_vertical.model.state.snapshot import Snapshot, without_collection
 from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.state.survey import survey
-from ds_vertical.model.state.tracks import LearnedState, TrackedState
+from ds_vertical.model.state.tracks import PREFIX, LearnedState, TrackedState
 
 _MAY_BE_STATES = (
     RuntimeError,
@@ -80,6 +80,13 @@ class ForwardState:
         self.snake = snake
         self._known: set[Hashable] = set()  # kinds of model, functions and micro-batches for which a step has learned
         self.learned = LearnedState()
+
+    @property
+    def unsure(self) -> set[str]:
+        """The state that other code than the prefix is known to change, by its paths, with a note where several parts do: some
+        code may find other values there than in stock's order. Generators are followed, or refused."""
+        known = [each for each in self.learned.items if not each.item.is_generator and each.writers != {PREFIX}]
+        return {f"{each.item.path} (several parts)" if each.spread and each.settled else each.item.path for each in known}
 
     def forget(self) -> None:
         """Let the next step learn anew, whatever its modules and micro-batches are. Items known so far stay known."""
@@ -119,8 +126,10 @@ class ForwardState:
             try:
                 yield step
             except (*_MAY_BE_STATES, LayerError) as error:
-                if self._num_decided() == decided and not isinstance(error, StateMissed):
-                    step.blame_state(error)
+                if self._num_decided() == decided:
+                    tracked.find(None, whole=True)  # refuses what has changed and cannot be put back
+                    if not isinstance(error, StateMissed):
+                        step.blame_state(error)
                 raise
             step.over = True
         self._known.update(wanted)

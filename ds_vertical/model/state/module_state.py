@@ -27,6 +27,7 @@ from ds_vertical.model.state.containers import (
     same_value,
     tensors_in,
 )
+from ds_vertical.model.state.fingerprints import flat_of
 from ds_vertical.model.state.survey import OUTSIDE
 
 Pairs = tuple[tuple[Container, Contents], ...]
@@ -220,7 +221,15 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return flat_of(tensor).view(torch.uint8)
+
+
+def tensor_over(array: np.ndarray) -> torch.Tensor | None:
+    """A tensor over the memory of a NumPy array; None where torch has no such tensor, or the array cannot be written."""
+    try:
+        return torch.from_numpy(array) if array.flags.writeable else None
+    except (TypeError, ValueError):
+        return None
 
 
 def _same_state(one: Version, other: Version) -> bool:

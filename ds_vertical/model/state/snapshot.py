@@ -20,6 +20,7 @@ from torch import nn
 
 from ds_vertical.errors import LayerError
 from ds_vertical.model.state.containers import Container, Contents, container_of
+from ds_vertical.model.state.fingerprints import LARGEST_NUMEL, Fingerprint, fingerprint, same_fingerprint
 from ds_vertical.model.state.module_state import (
     Elements,
     GeneratorItem,
@@ -31,10 +32,10 @@ from ds_vertical.model.state.module_state import (
     lies_over,
     same_bits,
     streams_of,
+    tensor_over,
 )
 from ds_vertical.model.state.survey import OUTSIDE, Names, StateSlot
 
-LARGEST_NUMEL: Final = 1 << 24  # elements of a tensor that each micro-batch may have a copy of
 SMALL_NUMEL: Final = 1 << 16  # elements of a tensor that is copied in every step, lest it change for the first time
 
 
@@ -49,7 +50,8 @@ class StateChange:
 @dataclass(frozen=True, eq=False)
 class _Elements:
     """A tensor, or a NumPy array (`owner`), in a snapshot. `before`: a copy of its elements; None where it is too large.
-    `memory`: what it lay over. `version`: torch's count of its in-place writes; None where there is none."""
+    `memory`: what it lay over. `version`: torch's count of its in-place writes; None where there is none. `print`: of the
+    elements without a copy; None of an array in a file."""
 
     path: str
     region: int
@@ -58,14 +60,18 @@ class _Elements:
     before: Elements | None
     memory: torch.Tensor
     version: int | None
+    print: Fingerprint | None
 
-    def has_changed(self) -> bool:
-        """Whether the elements, or their memory, are others than then; without a copy, whether they were written."""
+    def has_changed(self, whole: bool) -> bool:
+        """Whether the elements, or their memory, are others than then. Without a copy only if `whole` by the elements, else by
+        the count of writes: some kernels (batch norm's), NumPy and `.data` do not count."""
         if not lies_over(self.tensor, self.memory):
             return True
-        if self.before is not None:  # some kernels write without counting (batch norm's)
+        if self.before is not None:
             return not same_bits(self.tensor, self.before.copy)
-        return self.version is not None and self.tensor._version != self.version
+        if self.version is not None and self.tensor._version != self.version:
+            return True
+        return whole and self.print is not None and not same_fingerprint(self.print, fingerprint(self.tensor))
 
 
 _VALUES: Final = operator.methodcaller("values")
@@ -101,7 +107,8 @@ class Snapshot:
     """The state at the places and names of a survey, and of all that they lead to, at one moment; `changes` compares.
 
     `closely`: all tensors but the largest (LARGEST_NUMEL) are copied and compared bit by bit; otherwise only the small ones
-    (SMALL_NUMEL). Of any other tensor its count of in-place writes tells whether it has changed.
+    (SMALL_NUMEL). Of any other tensor its count of in-place writes tells whether it has changed, and its fingerprint where
+    `changes` is to look at the `whole`.
     """
 
     def __init__(self, slots: Sequence[StateSlot], names: Sequence[Names], closely: bool = True) -> None:
@@ -193,20 +200,23 @@ class Snapshot:
         if known is not None:
             self._tensors[id(value)] = replace(known, region=region if known.region == region else OUTSIDE)
             return
-        tensor = value if isinstance(value, torch.Tensor) else _tensor_over(value)
+        tensor = value if isinstance(value, torch.Tensor) else tensor_over(value)
         if tensor is None or tensor.layout is not torch.strided:
             return
         copied = tensor.numel() <= (LARGEST_NUMEL if self._closely else SMALL_NUMEL)
         counts = tensor is value and not tensor.is_inference()
         memory = tensor.data
         before = Elements(tensor.detach().clone(), memory) if copied else None
-        self._tensors[id(value)] = _Elements(path, region, value, tensor, before, memory, tensor._version if counts else None)
+        told = None if copied or isinstance(value, np.memmap) else fingerprint(tensor)
+        version = tensor._version if counts else None
+        self._tensors[id(value)] = _Elements(path, region, value, tensor, before, memory, version, told)
 
     def _note_generator(self, key: int, item: GeneratorItem) -> None:
         self._generators[key] = (item, self._generators[key][1] if key in self._generators else item.capture())
 
-    def changes(self, regions: Iterable[int] | None = None) -> Iterator[StateChange]:
-        """What has changed since the snapshot, in these regions and OUTSIDE; None: everywhere."""
+    def changes(self, regions: Iterable[int] | None = None, whole: bool = False) -> Iterator[StateChange]:
+        """What has changed since the snapshot, in these regions and OUTSIDE; None: everywhere. `whole`: tensors of which there
+        is no copy are read from end to end, for writes that torch does not count."""
         wanted = None if regions is None else {OUTSIDE, *regions}
         most_are_same = self._lists_and_dicts.are_same()
         near = [] if most_are_same else [each for each in self._names if wanted is None or each.region in wanted]
@@ -215,7 +225,7 @@ class Snapshot:
             if (wanted is None or region in wanted) and not container.holds(before):
                 yield StateChange(PlaceItem(path, region, container), self._pairs(container, before))
         for each in self._tensors.values():
-            if (wanted is None or each.region in wanted) and each.has_changed():
+            if (wanted is None or each.region in wanted) and each.has_changed(whole):
                 yield StateChange(TensorItem(each.path, each.region, each.tensor, each.owner), each.before)
         for item, before in self._generators.values():
             if (wanted is None or item.region in wanted) and not item.same(item.capture(), before):
@@ -246,14 +256,6 @@ class Snapshot:
                 pairs[id(value)] = self._containers[id(value)][2:]
                 waiting.extend(each for _, each in self._containers[id(value)][3].carriers)
         return tuple(pairs.values())
-
-
-def _tensor_over(array: np.ndarray) -> torch.Tensor | None:
-    """A tensor over the memory of a NumPy array; None where torch has no such tensor, or the array cannot be written."""
-    try:
-        return torch.from_numpy(array) if array.flags.writeable else None
-    except (TypeError, ValueError):
-        return None
 
 
 @contextlib.contextmanager

@@ -148,9 +148,8 @@ class StepState:
         self._again: set[int] = set()  # ids of the tracks of which a further call of the model has made a version
 
     def blame_state(self, error: Exception) -> None:
-        """After an error: raise StateMissed where state has changed that was not known of, which may be the error's cause, or
-        where a forward may have found a version of it that no stock forward finds."""
-        self.tracked.find(None)
+        """After an error, once all changes are tracked: raise StateMissed where state has changed that was not known of, which
+        may be the error's cause, or where a forward may have found a version of it that no stock forward finds."""
         if self._trial.runs:
             self._trial.drop_samples(self._tracks)
             raise StateMissed("") from error
@@ -199,7 +198,8 @@ class StepState:
         self.tracked.part = part_of_forward(layer, call, self._layers.num_layers)
         is_outermost = len(self._ended) in (0, len(self._seeds) - 1)  # the first forward, and the last one
         looks = self._learns or (near is None and (layer is not None or is_outermost))
-        found = self.tracked.find(None) if self._learned.handled and looks else []
+        is_last = layer is None and len(self._ended) == len(self._seeds) - 1
+        found = self.tracked.find(None, whole=is_last) if self._learned.handled and looks else []
         if found and not self._learns:
             raise StateMissed(found[0].item.path)  # which part has changed it the next run shows
         if self._tracks:
@@ -251,8 +251,8 @@ class StepState:
         if self.tracked.part > len(self._layers.layers) or layer == BETWEEN_CALLS:
             self._again.add(id(track))
         if len(known.writers) > 1 and not known.spread and not item.is_global:
-            known.spread = known.settled = True
-            if any(index > micro_batch for index in track.begun):
+            was_settled, known.spread, known.settled = known.settled, True, True
+            if was_settled or any(index > micro_batch for index in track.begun):
                 self.tracked.news.append(item.path)  # the step starts over at its end, so that it learns of all such items
 
     def _end(self, micro_batch: int) -> None:

@@ -9,15 +9,18 @@ what has changed since.
 from __future__ import annotations
 
 import contextvars
+import itertools
 import operator
+import random
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from torch import nn
 
+from ds_vertical.errors import LayerError
 from ds_vertical.model.state.containers import (
     MISSING,
     SIMPLE,
@@ -37,6 +40,12 @@ from ds_vertical.model.state.containers import (
 )
 
 OUTSIDE: Final = -1  # the region of what no block, or more than one, leads to; any other region is a block's number
+_FEW: Final = 100  # elements of a collection that are looked at one by one
+_BUILT_IN: Final = ([], (), {}, {}.values(), {}.items(), set[int](), "", b"", range(0), reversed([]))
+_ONE_WAY: Final = frozenset(
+    {types.GeneratorType, random.SystemRandom, zip, map, filter, enumerate, *(type(iter(each)) for each in _BUILT_IN)}
+    | {each for each in vars(itertools).values() if isinstance(each, type)}
+)  # iterators, and what takes its numbers from the system
 _FOLLOWED: Final = (types.FunctionType, types.MethodType, partial, nn.Module)
 
 # what torch and DeepSpeed keep in a module's __dict__
@@ -216,6 +225,38 @@ class _Whole(Names):
         yield self.path, place, _Apart(self.before)
 
 
+def _members(value: object) -> Iterable[object]:
+    """The elements of a small collection."""
+    if not isinstance(value, list | tuple | dict) or len(value) >= _FEW:
+        return ()
+    return value.values() if isinstance(value, dict) else value
+
+
+def _note_attribute(path: str, value: object) -> None:
+    """What a module holds at a path, and its elements, are the user's own, and can be put back. Raises LayerError."""
+    for each in (value, *_members(value)):
+        note_home_of_attribute(each)
+        if type(each) in _ONE_WAY:
+            _refuse_one_way(path, each)
+
+
+def _refuse_one_way(path: str, value: object) -> None:
+    """Raise LayerError for an object that no forward can be given as it found it, unless it is at its end."""
+    if isinstance(value, types.GeneratorType) and value.gi_frame is None:
+        return
+    if isinstance(value, random.SystemRandom):
+        what, instead = "whose numbers never come again", "random.Random(seed), or torch's random numbers"
+    else:
+        what, instead = (
+            "whose place can be neither read nor put back",
+            "a number that counts up, with a list or a function of it",
+        )
+    raise LayerError(
+        f"{path}: holds a {type(value).__name__}, {what}; forwards of several micro-batches share it, and the backward runs"
+        f" blocks once more: keep {instead} there instead, or keep it outside the model's modules if no forward uses it"
+    )
+
+
 def _regions(blocks: Sequence[nn.Module]) -> dict[int, int]:
     return {id(each): index for index, block in enumerate(blocks) for each in block.modules()}
 
@@ -224,7 +265,7 @@ def survey(
     model: nn.Module, blocks: Sequence[nn.Module], functions: Sequence[Callable[..., object]]
 ) -> tuple[list[StateSlot], list[Names], set[int]]:
     """Every place where a model's forward may keep state: in its modules, and in what their code, their hooks and `functions`
-    use.
+    use. Raises LayerError where a module holds an iterator, which cannot be put back.
 
     `functions`: those of the user that a forward calls, its `loss_fn` say. A place in one of the `blocks`, which are in order
     of execution, has the block's number as region. Returns places, names of which each gets a place once it has changed, and
@@ -271,8 +312,7 @@ class _Survey:
         own = vars(module)
         attributes = _NamesOfModule(path, region, own, is_state)
         for where, value in attributes.carriers():
-            for each in (value, *(value if isinstance(value, list | tuple) and len(value) < 100 else ())):
-                note_home_of_attribute(each)
+            _note_attribute(where, value)
             self.follow(where, region, value)
         self.names += [attributes, _NamesOfModule(path, region, own["_buffers"], lambda _: True)]
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):

@@ -172,13 +172,14 @@ class TrackedState:
         tracks."""
         return self.find(regions) if self.learns else []
 
-    def find(self, regions: Iterable[int] | None, *, refuse: bool = True) -> list[Track]:
+    def find(self, regions: Iterable[int] | None, *, refuse: bool = True, whole: bool = False) -> list[Track]:
         """Compare these regions (None: all) with the snapshot taken before the step. Returns a new track for each item that has
-        changed and had none.
+        changed and had none. `whole`: see `Snapshot.changes`.
 
         Raises LayerError for a tensor that is too large to be kept for each micro-batch; without `refuse` it is left out.
         """
-        changes = [change for change in self._snapshot.changes(regions) if key_of_item(change.item) not in self._by_key]
+        found = self._snapshot.changes(regions, whole)
+        changes = [change for change in found if key_of_item(change.item) not in self._by_key]
         changes = [change for change in changes if refuse or change.before is not None]
         self.news += [change.item.path for change in changes]
         return [self._note(change) for change in changes]

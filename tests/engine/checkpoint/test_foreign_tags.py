@@ -160,6 +160,51 @@ def test_a_tag_whose_checkpoint_is_damaged_can_be_saved_again(tmp_path: Path) ->
         TagFolder(tmp_path, "tag", "00000003").make()
 
 
+@pytest.mark.parametrize("name", ["weight0.bin", "loose.pt", "chunk0.master.0.bin", "memory.bin"])
+def test_a_file_named_like_ours_is_anothers_where_nothing_else_is_ours(tmp_path: Path, name: str) -> None:
+    """Names count beside a damaged manifest; another program's `rank0/` has none, and no mark."""
+    path = tmp_path / "tag" / "rank0" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    before = digest(tmp_path)
+    with pytest.raises(CheckpointError, match=f"tag: holds rank0/{name}, which is no part of a checkpoint"):
+        TagFolder(tmp_path, "tag", "00000001").make()
+    assert digest(tmp_path) == before
+    (tmp_path / "tag" / manifest.NAME).write_text("{")
+    saved_again(tmp_path, "00000002").switch()
+    manifest.check_manifest(tmp_path / "tag", manifest.read_rank(tmp_path / "tag", 0))
+
+
+DEEPSPEEDS = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize("beside", ["", manifest.NAME, "ds_vertical.portable"])
+def test_a_file_of_deepspeeds_is_ours_only_beside_the_mark_of_a_portable_save(tmp_path: Path, beside: str) -> None:
+    """Neither our manifest nor a file that only has the mark's name makes it ours."""
+    if beside == manifest.NAME:
+        saved_again(tmp_path, "00000001").switch()
+    (tmp_path / "tag").mkdir(exist_ok=True)
+    (tmp_path / "tag" / DEEPSPEEDS).write_text("theirs")
+    if beside == "ds_vertical.portable":
+        (tmp_path / "tag" / beside).write_text("{}")
+    before = digest(tmp_path)
+    with pytest.raises(CheckpointError, match=f"tag: holds {DEEPSPEEDS}, which DeepSpeed's own save has written.*another tag"):
+        TagFolder(tmp_path, "tag", "00000002").make()
+    assert digest(tmp_path) == before
+    if beside == "ds_vertical.portable":
+        (tmp_path / "tag" / beside).write_text('{"written_by": "ds_vertical"}')
+        saved_again(tmp_path, "00000003").switch()
+        assert not (tmp_path / "tag" / DEEPSPEEDS).exists()
+
+
+def test_a_file_of_deepspeeds_that_comes_in_while_the_save_writes_is_not_deleted(tmp_path: Path) -> None:
+    saved_again(tmp_path, "00000001").switch()
+    second = saved_again(tmp_path, "00000002")
+    (tmp_path / "tag" / DEEPSPEEDS).write_text("theirs")
+    second.switch()
+    assert (tmp_path / ".tag.00000002" / DEEPSPEEDS).read_text() == "theirs"
+
+
 def test_a_mark_counts_only_under_the_name_that_it_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A copy of what a killed save left, under another name, is somebody's; a link to one is too."""
     killed = saved_again(tmp_path, "00000001")

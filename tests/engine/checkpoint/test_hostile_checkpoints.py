@@ -108,6 +108,22 @@ def without_piece(entry: dict[str, Any]) -> None:
     entry["files"][file]["pieces"].pop()
 
 
+def at_step(step: int, *, powers: int | None = None, of_one_group: bool = False) -> Change:
+    """All parameters are at that step, or those of a group that they are divided into; the powers of beta at theirs."""
+
+    def change(entry: dict[str, Any]) -> None:
+        tensors = list(entry["tensors"].values())
+        for tensor in tensors[1:] if of_one_group else tensors:
+            tensor["step"] = step
+            tensor["group"] = int(of_one_group)
+        if of_one_group:
+            entry["numbers"]["groups"] *= 2
+        if powers is not None:
+            entry["numbers"]["powers"] |= {"step": powers, "anchor": 0}
+
+    return change
+
+
 def cases() -> dict[str, tuple[Change, str]]:
     """By name: what of the rank's manifest is changed, and what is said."""
     tensor, place = partial(at, "tensors", WEIGHT), partial(at, "tensors", WEIGHT, "places", "weight", 0)
@@ -125,6 +141,11 @@ def cases() -> dict[str, tuple[Change, str]]:
         "file of an absolute name": (renamed("memory.bin", "/etc/hostname"), "names a file elsewhere: '/etc/hostname'"),
         "text for a number": (place(1, value="0"), "valid integer, got '0'"),
         "one step more": (tensor("step", value=9), "step 9, and embed.weight of the same group has 1"),
+        "all at another step": (at_step(9), r"embed\.weight: step 9 in group 0, and numbers\.powers\.step is 1"),
+        "a group at another step": (at_step(9, of_one_group=True), "step 9 in group 1, and numbers.powers.step is 1"),
+        "the powers of another": (at_step(1, powers=9), "step 1 in group 0, and numbers.powers.step is 9"),
+        "groups apart": (at_step(9, powers=0, of_one_group=True), "step 9 in group 1, and another group has 1"),
+        "no steps": (at_step(0), "step 0 in group 0, and numbers.powers.step is 1"),
         "negative step": (tensor("step", value=-1), "greater than or equal to 0"),
         "fraction of a step": (tensor("step", value=1.5), "valid integer"),
         "no second moment": (state("exp_avg_sq", value=...), "exp_avg_sq is missing"),

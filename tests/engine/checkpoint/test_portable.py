@@ -245,6 +245,7 @@ def test_it_is_complete_or_absent_and_leaves_the_run_and_our_checkpoints_alone(
         assert (folder / "latest").read_text() == "one" and manifest.complete_tags(folder) == ["one"]
         assert (folder / "zero_to_fp32.py").read_bytes() == save.SCRIPT.read_bytes(), "the script of the others is gone"
         assert sorted(path.name for path in (folder / "two").iterdir()) == [
+            "ds_vertical.portable",
             "zero_pp_rank_0_mp_rank_00_model_states.pt",
             "zero_pp_rank_0_mp_rank_00_optim_states.pt",
         ]

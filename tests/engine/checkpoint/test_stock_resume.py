@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import contents, counters, differing, running
+from run_owners import digest
 from tied import TiedModel, config_in, train
 from torch import nn
 
@@ -59,6 +60,28 @@ def test_we_go_on_from_it_with_stocks_bits(tmp_path: Path, dtype: str, options: 
         assert train(engine, range(2, 4)) == losses
         assert differing(expected, with_buffers(engine, model)) == []
         assert without_micro_steps(engine) == ends
+
+
+def test_a_save_over_a_checkpoint_of_stocks_is_refused_and_deletes_nothing(tmp_path: Path) -> None:
+    """Over one that we have made for stock it is not."""
+    saved, build = tmp_path / "saved", partial(TiedModel, "fp32", False)
+    with running(config_in(tmp_path / "host", "fp32", **HOST), build, vertical=False) as (engine, _):
+        train(engine, range(1))
+        engine.save_checkpoint(str(saved), tag="best")
+    before = digest(saved)
+    with running(config_in(tmp_path / "ssd", "fp32"), build, vertical=True) as (engine, model):
+        train(engine, range(2))
+        for portable in (False, True):
+            with pytest.raises(CheckpointError, match=r"saved/best: holds .*_states\.pt, which DeepSpeed's own.*another tag"):
+                engine.save_checkpoint(str(saved), tag="best", portable=portable)
+        assert digest(saved) == before
+        for steps, portable in ((range(2, 3), True), (range(3, 4), True), (range(4, 5), False)):
+            train(engine, steps)
+            engine.save_checkpoint(str(saved), tag="ours", portable=portable)
+            state = with_buffers(engine, model)
+            train(engine, range(5, 6))
+            engine.load_checkpoint(str(saved), tag="ours")
+            assert differing(state, with_buffers(engine, model)) == []
 
 
 class Unknown:

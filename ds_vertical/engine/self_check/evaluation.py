@@ -1,0 +1,70 @@
+"""The self-check of evaluations: two micro-batches in layer-major order, and one after the other, must have the same results.
+
+It runs only where other code than that ahead of the first block is known to change state: such state alone may have other
+values in layer-major order than in stock's. Its forwards have the random numbers of the micro-batches in the evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from ds_vertical.compat import accelerator
+from ds_vertical.distributed import ranks
+from ds_vertical.engine.assembly import StepParts
+from ds_vertical.engine.handlers import Body
+from ds_vertical.engine.self_check.check import generators_kept, put_state_back
+from ds_vertical.engine.self_check.diagnosis import Diagnosis, SelfCheckError
+from ds_vertical.engine.self_check.digests import digests_of, largest_distance
+from ds_vertical.engine.self_check.first_step import NUM_MICRO_BATCHES
+from ds_vertical.interrupts import Changed
+from ds_vertical.model.state.snapshot import Snapshot
+from ds_vertical.model.state.survey import survey
+from ds_vertical.model.thread_state import preserved
+
+Evaluate = Callable[[Sequence[Body]], list[object]]  # results of forwards in layer-major order
+
+
+class EvaluationCheck:
+    """Checks the evaluations of one engine, again whenever further state has become known of."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self._checked: set[str] = set()  # paths of state that the last check has seen
+
+    def run(self, bodies: Sequence[Body], evaluate: Evaluate) -> None:
+        """Ahead of an evaluation of these micro-batches, or of its next run where it starts over. Collective. Modules hold
+        afterwards what they held before. Raises SelfCheckError on every rank."""
+        if self._parts.vertical.self_check is False or len(bodies) < NUM_MICRO_BATCHES:
+            return
+        if not any(ranks.all_gathered(not self._checked >= self._parts.state.unsure)):
+            return
+        error = self._compared(bodies[:NUM_MICRO_BATCHES], evaluate)
+        said = "agree" if error is None else "differ"
+        accelerator.log(f"ds_vertical: self_check: {NUM_MICRO_BATCHES} micro-batches of an evaluation: they {said}")
+        with self._parts.optimizer.live.agreed("self_check"):
+            if error is not None:
+                raise error
+        self._checked |= self._parts.state.unsure
+
+    def _compared(self, bodies: Sequence[Body], evaluate: Evaluate) -> SelfCheckError | None:
+        parts = self._parts
+        functions = [function for body in bodies for function in body.functions]
+        blocks = [block.module for block in parts.layers.blocks]
+        undo = partial(put_state_back, Snapshot(*survey(parts.module, blocks, functions)[:2]))
+        with preserved(), generators_kept(), Changed(undo):
+            together = evaluate(bodies)  # first: it learns of the state
+            undo()
+            apart = [evaluate([body])[0] for body in bodies]
+            found = next(_differences(together, apart), None)
+        if found is None:
+            return None
+        return Diagnosis(parts.layers, parts.vertical.order, parts.state).of_evaluation(*found)
+
+
+def _differences(together: Sequence[object], apart: Sequence[object]) -> Iterator[tuple[int, float]]:
+    """Micro-batches whose results differ, and by how much."""
+    for number, (ours, plain) in enumerate(zip(together, apart, strict=True)):
+        index, distance = largest_distance(digests_of(ours), digests_of(plain))
+        if index >= 0:
+            yield number, distance
