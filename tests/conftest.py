@@ -43,7 +43,6 @@ SLOW_MEMBERS = {
     "test_engine_state.py::test_an_exception_leaves_everything_as_it_was[prefix]",
     "test_families.py::test_frozen_parameters[a layer in the middle]",
     "test_families.py::test_stock_on_ssd_is_wrong_where_the_table_says_so[mixtral]",
-    "test_flush.py::test_training_goes_on_from_what_was_written[write_local_master, all delayed, on SSD]",
     "test_fp16.py::test_overflows_and_all_bits_are_stocks[0.0-section0]",
     "test_gradient_tiers.py::test_memory_is_made_once[1000000.0-0.5-True-False]",
     "test_interrupts.py::test_a_checkpoint_loaded_while_a_step_is_due_is_the_checkpoint[0]",
