@@ -8,6 +8,7 @@ found are reported at once, one per line.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -320,6 +321,7 @@ def _refuse_near_misses(config: Mapping[str, object]) -> None:
         raise ConfigError("\n".join(faults))
 
 
+@functools.lru_cache(maxsize=1024)
 def _resembles_section(key: object) -> bool:
     if not isinstance(key, str) or key == SECTION:
         return False
@@ -331,6 +333,7 @@ def _resembles_section(key: object) -> bool:
     return difflib.SequenceMatcher(None, letters, wanted).ratio() >= 0.8
 
 
+@functools.lru_cache(maxsize=1024)
 def _resembles_offload(key: object, name: str) -> bool:
     if not isinstance(key, str) or key == name:
         return False

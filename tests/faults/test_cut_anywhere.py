@@ -12,12 +12,22 @@ from typing import Any
 
 import pytest
 from cut_kinds import BUILD, KINDS, SECTION, STEPS, evaluate, make
-from cutting import Cut, Site, Trials, chosen, recorded, surroundings
+from cutting import Cut, Reference, Site, Trials, chosen, recorded, reference_of, surroundings
 from harness import base_config, contents, differing, dispose, read_weights, running, small_buffers
 
 from ds_vertical.errors import TornStateError
 
 pytestmark = pytest.mark.usefixtures("fp16_allowed")
+
+
+@cache
+def reference(kind: str) -> Reference:
+    with tempfile.TemporaryDirectory() as folder:
+        return reference_of(Path(folder) / "reference", partial(make, kind), STEPS)
+
+
+def trials_of(folder: Path, kind: str) -> Trials:
+    return Trials(folder, partial(make, kind), STEPS, reference(kind))
 
 
 @cache
@@ -43,7 +53,7 @@ def share(found: Counter[Site], kinds: Sequence[str], kind: str, sites_of: Calla
 
 
 def in_train_batch(folder: Path, kind: str, count: int | None) -> None:
-    with Trials(folder, partial(make, kind), STEPS) as trials:
+    with trials_of(folder, kind) as trials:
         cuts = share(trials.found, list(KINDS), kind, sites_of_step) if count is None else chosen(trials.found, count)
         assert len(trials.found) > 600, "boundaries of functions are not seen"
         for cut in cuts:
@@ -97,7 +107,7 @@ def action_of(name: str, folder: Path) -> Callable[[Any], object]:
 
 @cache
 def sites_of_call(name: str, kind: str) -> frozenset[Site]:
-    with tempfile.TemporaryDirectory() as folder, Trials(Path(folder), partial(make, kind), STEPS) as trials:
+    with tempfile.TemporaryDirectory() as folder, trials_of(Path(folder), kind) as trials:
         return frozenset(sites_of(action_of(name, Path(folder)), trials))
 
 
@@ -106,7 +116,7 @@ BETWEEN = ("early", "delayed", "memory")
 
 def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None:
     action = action_of(name, folder)
-    with Trials(folder, partial(make, kind), STEPS) as trials:
+    with trials_of(folder, kind) as trials:
         found = sites_of(action, trials)
         cuts = share(found, BETWEEN, kind, partial(sites_of_call, name)) if count is None else chosen(found, count)
         for cut in cuts:
@@ -222,7 +232,7 @@ def cuts_in(found: Counter[Site], files: tuple[str, ...], functions: tuple[str, 
 )
 def test_an_interrupt_while_something_is_given_up(tmp_path: Path, files: tuple[str, ...], functions: tuple[str, ...]) -> None:
     """A unit's full values outlived the step; forwards and hooks were never put back."""
-    with Trials(tmp_path, partial(make, "early"), STEPS) as trials:
+    with trials_of(tmp_path, "early") as trials:
         cuts = cuts_in(trials.found, files, functions)
         assert len(cuts) > 8
         for cut in cuts[:: max(1, len(cuts) // 8)]:
@@ -233,7 +243,7 @@ def test_an_interrupt_while_something_is_given_up(tmp_path: Path, files: tuple[s
 def test_an_interrupt_while_a_step_is_handed_over(tmp_path: Path) -> None:
     """The pipeline seemed idle though it had been given a step, whose gradient was then taken away. It may tear the state: of a
     step that is made to count."""
-    with Trials(tmp_path, partial(make, "early"), STEPS) as trials:
+    with trials_of(tmp_path, "early") as trials:
         cuts = cuts_in(trials.found, ("offload/step_pipeline.py",), ("StepPipeline.submit",))
         after = [cut for cut in cuts if "extend" in str(cut)]
         assert after
@@ -244,7 +254,7 @@ def test_an_interrupt_while_a_step_is_handed_over(tmp_path: Path) -> None:
 
 def test_an_interrupt_where_nobody_is_told_of_it(tmp_path: Path) -> None:
     """What was torn behind the last call that could say so is said by the next one, as what it is."""
-    with Trials(tmp_path, partial(make, "early"), STEPS) as trials:
+    with trials_of(tmp_path, "early") as trials:
         cuts = cuts_in(trials.found, ("offload/consistency.py",), ("_Section.__enter__",))
         assert cuts
         for cut in cuts[:: max(1, len(cuts) // 6)]:

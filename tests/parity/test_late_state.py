@@ -1083,6 +1083,17 @@ SLOW = {
     CountedTwiceByModule,
     TakenOffByItself,
     ReplacedByTheForward,
+    Moded,
+    Deep,
+    Free,
+    Added,
+    Slotted,
+    Hooked,
+    Keywords,
+    Reshaped,
+    Lent,
+    ReadByHooks,
+    ClearedAtTheEnd,
 }
 
 

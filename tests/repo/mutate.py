@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -73,10 +74,16 @@ def symbol_spans(source: str, symbol: str) -> Iterator[tuple[int, int]]:
         starts.append(starts[-1] + len(line))
     if not symbol:
         yield 0, len(source)
-    for name, node in named_nodes(ast.parse(source)):
+    for name, node in named_nodes(_tree(source)):
         if symbol and name == symbol:
             first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
             yield starts[first - 1], starts[node.end_lineno or node.lineno]
+
+
+@functools.cache
+def _tree(source: str) -> ast.Module:
+    """Several mutations change one module."""
+    return ast.parse(source)
 
 
 def named_nodes(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.stmt]]:

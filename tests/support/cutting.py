@@ -8,6 +8,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -120,20 +121,49 @@ def surroundings(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+Make = Callable[[Path], tuple[Any, nn.Module]]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run that nobody interrupts: its losses, digests after the last steps (where engines end), and what its third step passes."""
+
+    losses: list[float]
+    digests: dict[int, str]
+    found: Counter[Site]
+
+
+def reference_of(folder: Path, make: Make, steps: Sequence[Any]) -> Reference:
+    """Train one in `folder`, which is removed."""
+    engine, model = make(folder)
+    losses, digests, found = [], {}, Counter[Site]()
+    try:
+        for index, step in enumerate(steps):
+            with recorded() if index == 2 else contextlib.nullcontext(found) as passed:
+                losses.append(engine.train_batch(iter(step)).item())
+            found = passed
+            if index >= len(steps) - 5:
+                digests[index] = digest(read_weights(model) | read_state(engine, model))
+    finally:
+        dispose(engine)
+        shutil.rmtree(folder, ignore_errors=True)
+    return Reference(losses, digests, found)
+
+
 class Trials:
     """Interrupts one run at many places, and says where what follows is not that of a run that nobody has interrupted.
 
     A step that was interrupted has been taken or not, as `global_steps` tells, and the run goes on with the next one; where the
     engine says that its state is torn, a new one starts over. `wrong`: what went on with other numbers, or broke; `torn`: where
-    the engine said so; `whole`: how many times the run went on.
+    the engine said so; `whole`: how many times the run went on. Runs of one `make` and `steps` may share their `reference`.
     """
 
-    def __init__(self, folder: Path, make: Callable[[Path], tuple[Any, nn.Module]], steps: Sequence[Any]) -> None:
+    def __init__(self, folder: Path, make: Make, steps: Sequence[Any], reference: Reference | None = None) -> None:
         self._folder = folder
         self._make = make
         self._steps = steps
-        self._expected: list[float] = []
-        self._digests: dict[int, str] = {}  # after the last steps, where engines end
+        self._reference = reference or reference_of(folder / "reference", make, steps)
+        self.found = self._reference.found
         self._engine: Any = None
         self._model: Any = None
         self._around: dict[str, Any] = {}
@@ -141,16 +171,6 @@ class Trials:
         self.whole = 0
         self.torn: list[str] = []
         self.wrong: list[str] = []
-        self._start()
-        for index, _ in enumerate(steps):
-            if index == 2:
-                with recorded() as self.found:
-                    self._expected.append(self._step())
-            else:
-                self._expected.append(self._step())
-            if index >= len(steps) - 5:
-                self._digests[index] = self._digest()
-        self._drop()
 
     def __enter__(self) -> Trials:
         return self
@@ -175,8 +195,9 @@ class Trials:
         """The next step of the run, whose loss is checked."""
         index = self._engine.global_steps
         loss = self._step()
-        if loss != self._expected[index]:
-            raise AssertionError(f"step {index}: loss {loss}, expected {self._expected[index]}")
+        expected = self._reference.losses[index]
+        if loss != expected:
+            raise AssertionError(f"step {index}: loss {loss}, expected {expected}")
         return loss
 
     def cut(self, cut: Any, action: Callable[[Any], object] | None = None) -> None:
@@ -222,9 +243,9 @@ class Trials:
         return digest(read_weights(self._model) | read_state(self._engine, self._model))
 
     def _check_state(self, cut: Any) -> None:
-        while self._engine.global_steps - 1 not in self._digests:
+        while self._engine.global_steps - 1 not in self._reference.digests:
             self.step()
-        if self._digest() != self._digests[self._engine.global_steps - 1]:
+        if self._digest() != self._reference.digests[self._engine.global_steps - 1]:
             self.wrong.append(f"{cut}: weights, masters or moments after step {self._engine.global_steps} differ")
 
     def _start(self) -> None:

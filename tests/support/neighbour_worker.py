@@ -27,7 +27,7 @@ from models import MixerModel, token_batches  # noqa: E402
 
 import ds_vertical  # noqa: E402
 
-NUM_MICRO_BATCHES, TOKENS = 16, 8
+NUM_MICRO_BATCHES, TOKENS = 8, 8
 
 
 def num_threads() -> int:
@@ -39,7 +39,7 @@ def main() -> None:
     num_busy = int(sys.argv[3]) if len(sys.argv) > 3 else 1
     start_process_group()
     torch.manual_seed(0)
-    model = MixerModel(8, 512)
+    model = MixerModel(4, 512)
     config = base_config(folder, params="none", optimizer="nvme", num_micro_batches=NUM_MICRO_BATCHES, dtype="fp32")
     engine = ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     batch = token_batches(1, NUM_MICRO_BATCHES, shortest=TOKENS)[0]

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +30,9 @@ from torch import nn
 
 NUM_STEPS = 3
 NUM_MICRO_BATCHES = 2
-VOCAB, WIDTH, INNER = 1021, 1025, 1027  # odd, so that no matrix can be halved; its half is over 1 MiB in bf16
+# vocabulary, width, inner width: odd, so that no matrix can be halved, and just so large that its half is over 1 MiB
+SIZES = {"fp32": (725, 725, 727), "bf16": (1021, 1025, 1027)}
+VOCAB, WIDTH, INNER = SIZES["fp32"]
 
 
 class OddLinear(nn.Linear):
@@ -46,40 +49,44 @@ class OddLinear(nn.Linear):
 
 
 class OddBlock(nn.Module):
-    def __init__(self, seed: int) -> None:
+    def __init__(self, width: int, inner: int, seed: int) -> None:
         super().__init__()
-        self.up = OddLinear(INNER, WIDTH, seed)
-        self.down = OddLinear(WIDTH, INNER, seed + 1)
+        self.up = OddLinear(inner, width, seed)
+        self.down = OddLinear(width, inner, seed + 1)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = nn.functional.layer_norm(hidden, (WIDTH,))
+        normed = nn.functional.layer_norm(hidden, hidden.shape[-1:])
         return hidden + self.down(nn.functional.gelu(self.up(normed)))
 
 
 class OddModel(nn.Module):
-    """Every matrix is a sub-group of stock's own: stock cannot read a gradient's file to an odd offset (patches/)."""
+    """Every matrix is a sub-group of stock's own: stock cannot read a gradient's file to an odd offset (patches/).
 
-    def __init__(self, num_layers: int = 3) -> None:
+    Its sizes are those for runs in `dtype`; it may train in another one.
+    """
+
+    def __init__(self, dtype: str = "fp32") -> None:
         super().__init__()
-        self.embed = OddLinear(VOCAB, WIDTH, 1)  # used as a table of rows
-        self.blocks = nn.ModuleList(OddBlock(10 * index + 10) for index in range(num_layers))
-        self.head = OddLinear(VOCAB, WIDTH, 2)
-        self.scale = OddScale()
+        vocab, width, inner = SIZES[dtype]
+        self.embed = OddLinear(vocab, width, 1)  # used as a table of rows
+        self.blocks = nn.ModuleList(OddBlock(width, inner, 10 * index + 10) for index in range(3))
+        self.head = OddLinear(vocab, width, 2)
+        self.scale = OddScale(vocab)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = nn.functional.embedding(input_ids, self.embed.weight)
         for block in self.blocks:
             hidden = block(hidden)
-        logits = self.scale(self.head(nn.functional.layer_norm(hidden, (WIDTH,))))
+        logits = self.scale(self.head(nn.functional.layer_norm(hidden, hidden.shape[-1:])))
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 class OddScale(nn.Module):
     """A small parameter, which stays in host memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(VOCAB))
+        self.weight = nn.Parameter(torch.ones(vocab))
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         return logits * self.weight
@@ -116,11 +123,9 @@ def config(
         section={"optimizer_delay": delay, "gradient_host_share": share},
         params=tier,
         optimizer=tier,
-        sub_group_size=400_001,
+        sub_group_size=200_001 if dtype == "fp32" else 400_001,  # less than half a matrix
     )
-    if tier == "nvme":
-        made["zero_optimization"]["offload_param"] |= {"buffer_count": 12, "buffer_size": 600_000}
-    return made
+    return harness.small_buffers(made, 300_000 if dtype == "fp32" else 600_000) if tier == "nvme" else made
 
 
 def by_three_calls(prepared: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def by_three_calls(prepared: dict[str, Any], rank: int) -> dict[str, Any]:
     import ds_vertical
 
     losses, norms = [], []
-    with harness.running(prepared, OddModel, vertical=True) as (engine, model):
+    with harness.running(prepared, partial(OddModel, "bf16"), vertical=True) as (engine, model):
         for batch in ds_vertical.look_ahead([batch for step in batches(rank, 2) for batch in step]):
             loss = engine(**batch)
             engine.backward(loss)
@@ -356,7 +361,8 @@ def exits(folder: Path, rank: int, dtype: str) -> dict[str, Any]:
     def contents(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         return harness.read_weights(model) | harness.read_state(engine, model)
 
-    with harness.running(config(folder, dtype), OddModel, vertical=True) as (engine, model):
+    build = partial(OddModel, dtype)
+    with harness.running(config(folder, dtype), build, vertical=True) as (engine, model):
         for step in steps[:2]:
             engine.train_batch(iter(step))
         engine.save_checkpoint(str(saved))
@@ -365,7 +371,7 @@ def exits(folder: Path, rank: int, dtype: str) -> dict[str, Any]:
         engine.optimizer.driver.powers = Powers.made_with((0.9, 0.999))
         engine.train_batch(iter(steps[2]))
         after = contents(engine, model)
-    with harness.running(config(folder, dtype, tier="cpu"), OddModel, vertical=False) as (engine, model):
+    with harness.running(config(folder, dtype, tier="cpu"), build, vertical=False) as (engine, model):
         engine.load_checkpoint(str(portable))
         differing = harness.differing(before, contents(engine, model))
         engine.train_batch(iter(steps[2]))
@@ -400,7 +406,7 @@ def main() -> int:
     for run in job["runs"]:
         prepared = ds_vertical.prepare(config(Path(job["folder"]), run["dtype"], **run.get("options", {})))
         results["folders"][run["name"]] = prepared["zero_optimization"]["offload_param"]["nvme_path"]
-        made = harness.run_arm(prepared, OddModel, batches(rank, 2), vertical=run["vertical"])
+        made = harness.run_arm(prepared, partial(OddModel, run["dtype"]), batches(rank, 2), vertical=run["vertical"])
         results[run["name"]] = vars(made)
     results["three calls"] = by_three_calls(ds_vertical.prepare(original), rank)
     results["stop"] = [stop(Path(job["folder"]), rank, clip) for clip in (0.0, 0.5)]

@@ -22,22 +22,25 @@ PLAIN = (
     " sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 LAUNCHER = ("-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--num_accelerators", "1")
+EVALUATING = ["--eval_strategy", "steps", "--eval_steps", "2"]
 pytestmark = pytest.mark.timeout(620)  # two arms of 280 s at most
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
-def launch(script: str, folder: Path, vertical: bool, *arguments: str) -> str:
-    """What the script printed."""
+def launch(script: str, folder: Path, vertical: bool, *arguments: str, launcher: bool = True) -> str:
+    """What the script printed. Stock's arm starts alone; ours by DeepSpeed's launcher, or alone as well."""
     folder.mkdir()
     config = str(config_of(script, folder, vertical))
     given = {"three_calls": ["--deepspeed", "--deepspeed_config", config], "accelerate_loop": ["--deepspeed_config", config]}
     port = str(free_port())
     options = ["--no_local_rank"] if script == "accelerate_loop" else []  # which takes none
-    how = [*LAUNCHER, "--master_port", port, *options, "--module", "ds_vertical.run"] if vertical else ["-c", PLAIN]
+    launcher = launcher and vertical
+    alone = ["-m", "ds_vertical.run"] if vertical else ["-c", PLAIN]
+    how = [*LAUNCHER, "--master_port", port, *options, "--module", "ds_vertical.run"] if launcher else alone
     command = [sys.executable, *how, str(SCRIPTS / f"{script}.py")]
     command += [*given.get(script, ["--deepspeed", config, *TRAINING]), "--output_dir", str(folder / "out"), *arguments]
     bridge = "three calls" if script in given else "Trainer"
-    return ran(command, folder, bridge if vertical else None, {} if vertical else ALONE | {"MASTER_PORT": port})
+    return ran(command, folder, bridge if vertical else None, {} if launcher else ALONE | {"MASTER_PORT": port})
 
 
 def ran(command: list[str], folder: Path, bridge: str | None, variables: Mapping[str, str]) -> str:
@@ -65,18 +68,23 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments"),
+    ("script", "arguments", "launcher"),
     [
-        pytest.param("trainer", ["--eval_strategy", "steps", "--eval_steps", "2"], id="trainer"),
-        pytest.param("trl_sft", [], id="trl_sft", marks=pytest.mark.slow),
-        pytest.param("trl_sft", ["--lora", "true"], id="trl_sft with LoRA", marks=pytest.mark.slow),
-        pytest.param("lora", [], id="lora", marks=pytest.mark.slow),
+        pytest.param("trainer", EVALUATING, False, id="trainer"),  # the launcher's two processes cost as much as the script's
+        pytest.param("trainer", EVALUATING, True, id="trainer by the launcher", marks=pytest.mark.slow),
+        pytest.param("trl_sft", [], True, id="trl_sft", marks=pytest.mark.slow),
+        pytest.param("trl_sft", ["--lora", "true"], True, id="trl_sft with LoRA", marks=pytest.mark.slow),
+        pytest.param("lora", [], True, id="lora", marks=pytest.mark.slow),
     ],
 )
-def test_a_trainers_script_has_stocks_numbers_and_weights(script: str, arguments: list[str], tmp_path: Path) -> None:
+def test_a_trainers_script_has_stocks_numbers_and_weights(
+    script: str, arguments: list[str], launcher: bool, tmp_path: Path
+) -> None:
     if script == "trainer":
         arguments = [*arguments, "--model_name_or_path", str(pretrained_model(tmp_path / "model"))]
-    printed = {vertical: launch(script, tmp_path / str(vertical), vertical, *arguments) for vertical in (False, True)}
+    printed = {}
+    for vertical in (False, True):
+        printed[vertical] = launch(script, tmp_path / str(vertical), vertical, *arguments, launcher=launcher)
     assert numbers(printed[True]) == numbers(printed[False]) and len(numbers(printed[False])) > 10
     stock, ours = weights(tmp_path / "False"), weights(tmp_path / "True")
     assert stock and stock.keys() == ours.keys()
@@ -144,8 +152,8 @@ def test_a_script_whose_first_line_patches_is_launched_plainly(tmp_path: Path) -
         folder.mkdir()
         own = ["-c", PLAIN, str(script if vertical else SCRIPTS / "trainer.py")]
         command = [sys.executable, *own, "--deepspeed", str(config_of("trainer", folder, vertical)), *TRAINING]
-        port = {"MASTER_PORT": str(free_port())}
-        printed[vertical] = ran([*command, "--output_dir", str(folder / "out")], folder, vertical, ALONE | port)
+        port, bridge = {"MASTER_PORT": str(free_port())}, "Trainer" if vertical else None
+        printed[vertical] = ran([*command, "--output_dir", str(folder / "out")], folder, bridge, ALONE | port)
     assert numbers(printed[True]) == numbers(printed[False]) and len(numbers(printed[False])) > 10
     stock, ours = weights(tmp_path / "False"), weights(tmp_path / "True")
     assert stock and [name for name, tensor in stock.items() if not torch.equal(tensor, ours[name])] == []
