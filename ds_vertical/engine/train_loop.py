@@ -104,9 +104,8 @@ class TrainLoop:
 
     def seed_of(self, micro_batch: int) -> int | None:
         """Seed of a micro-batch's streams in the step about to run."""
-        if self.seed is None:
-            return None
-        return micro.stream_seed(self.seed, self.engine.global_steps, micro_batch, ranks.rank())
+        seed = self.seed
+        return None if seed is None else micro.stream_seed(seed, self.engine.global_steps, micro_batch, ranks.rank())
 
     def count_samples(self, num_micro_batches: int) -> None:
         """The engine adds a full batch's samples in its step; take off those that a short last batch did not have."""
@@ -313,9 +312,8 @@ class VerticalLoop(TrainLoop):
             recorder.end_at_budget()
         check_trainable(self.module, _log)
         with self.progress.step():
-            losses = self._recorded(
-                recorder, partial(self.step, bodies, self._parts.as_given, counts, self._calls_of_windows), batches
-            )
+            run = partial(self.step, bodies, self._parts.as_given, counts, self._calls_of_windows)
+            losses = self._recorded(recorder, run, batches)
         self.progress.note(micro.mean_loss(losses) * len(losses), batches)
 
     def step(
@@ -349,7 +347,7 @@ class VerticalLoop(TrainLoop):
                 self._check.run(seeded_bodies, scale_of)
             with self._tracer.step():
                 run = partial(self._run_schedule, seeded_bodies, scale_of(len(seeded_bodies)))
-                losses = until_known(run, self._parts.state.forget, _log, calls)
+                losses = until_known(run, self._parts.start_over, _log, calls)
                 self.conclude()
             self._parts.keeping.close_step(self._parts.runner, self._calls.number)
         return losses
@@ -365,11 +363,10 @@ class VerticalLoop(TrainLoop):
             parts.activations.open_step(tiers)
         cells = parts.keeping.open_step(parts.runner, len(bodies), self._calls.number)
         schedule = self.ran = self._schedule(len(bodies), tuple(tiers), cells)
-        noted = parts.activations is not None
         with (
             parts.optimizer.calls.running(),
             WATCH.watching(),
-            suspended_hooks(parts.engine, parts.layers, noted=noted),
+            suspended_hooks(parts.engine, parts.layers, noted=parts.activations is not None),
             torch.enable_grad(),
             parts.optimizer.live.schedule_running(),
         ):
@@ -387,22 +384,24 @@ class VerticalLoop(TrainLoop):
     def _schedule(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> Schedule:
         """The step's events. `moved`: micro-batches whose activations leave the device; `kept`: cells whose kept values do."""
         vertical, optimizer = self._parts.vertical, self._parts.optimizer
-        step = TrainingStep(
-            self._parts.layers.num_layers,
-            num_micro_batches,
-            order=vertical.order,
-            snake=vertical.snake,
-            window=vertical.prefetch_layers,
-            delayed=optimizer.timing.leaves_steps,
-            due=frozenset(optimizer.driver.backlog.due),
-            early=optimizer.timing.early,
-            ahead=vertical.prefetch_layers > 0,
-            hold=optimizer.holding,
-            moved=moved,
-            calls=self._calls.number,
-            kept=kept,
+        return build_training(
+            TrainingStep(
+                self._parts.layers.num_layers,
+                num_micro_batches,
+                vertical.order,
+                vertical.snake,
+                vertical.prefetch_layers,
+                delayed=optimizer.timing.leaves_steps,
+                due=frozenset(optimizer.driver.backlog.due),
+                early=optimizer.timing.early,
+                ahead=vertical.prefetch_layers > 0,
+                hold=optimizer.holding,
+                moved=moved,
+                calls=self._calls.number,
+                kept=kept,
+                outside=self._parts.outside_of(self._calls.number),
+            )
         )
-        return build_training(step)
 
     def conclude(self) -> None:
         """A step counts: so do its samples. What stock's `step` does at the boundary: optimizer, scheduler, counters, monitor,
@@ -468,13 +467,14 @@ class VerticalLoop(TrainLoop):
                 return [result for some in together for result in self._evaluated(some, calls)]
 
     def _evaluated(self, bodies: list[Body], calls: LearnedCalls) -> list[Any]:
-        parts = self._parts
-        num_layers, window = parts.layers.num_layers, parts.vertical.prefetch_layers
+        parts, window = self._parts, self._parts.vertical.prefetch_layers
+        shape = parts.layers.num_layers, len(bodies)
 
         def run() -> list[Any]:
-            return parts.runner.evaluate(build_evaluation(num_layers, len(bodies), window=window, calls=calls.number), bodies)
+            sweep = build_evaluation(*shape, window=window, calls=calls.number, outside=parts.layers.outside)
+            return parts.runner.evaluate(sweep, bodies)
 
-        return until_known(run, parts.state.forget, calls=calls)
+        return until_known(run, parts.start_over, calls=calls)
 
     def _evaluation_seeds(self, num_micro_batches: int) -> Sequence[int | None]:
         """Forwards that take turns cannot share the caller's random stream: each has its own, another one in each evaluation.

@@ -319,3 +319,19 @@ def test_memory_through_which_ranks_of_a_host_reduce_ends_with_them() -> None:
     done = subprocess.run(command, env=os.environ | launched, capture_output=True, text=True, timeout=280, check=True)
     name = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_29631_0"
     assert f"{name} (deleted)" in done.stdout, "DeepSpeed has not made it, or it is still there"
+
+
+@pytest.mark.slow
+def test_ends_that_are_fetched_where_they_are_used_change_no_bit_on_either_rank(tmp_path: Path) -> None:
+    """Where one rank alone uses an end elsewhere, the step starts over on both, and both keep that end."""
+    description = tmp_path / "job.json"
+    description.write_text(json.dumps({"folder": str(tmp_path / "swap"), "out": str(tmp_path), "ends": True}))
+    start_ranks([sys.executable, str(WORKER), str(description)], tmp_path)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    for rank in ranks:
+        resident, fetched = rank["resident"], rank["fetched"]
+        assert (resident["losses"], resident["norms"]) == (fetched["losses"], fetched["norms"])
+        assert differing(resident["weights"], fetched["weights"]) == []
+        assert differing(resident["state"], fetched["state"]) == []
+        assert (rank["one rank"]["apart"], rank["one rank"]["steps"]) == (("suf",), rank_worker.NUM_STEPS)
+    assert differing(ranks[0]["one rank"]["weights"], ranks[1]["one rank"]["weights"]) == []
