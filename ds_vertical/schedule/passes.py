@@ -206,7 +206,7 @@ def place_delayed(events: Sequence[Event], due: Collection[Unit], lead: int, out
     order = list(dict.fromkeys(visit.layer for visit in _visits(events)))
     starts = {layer: min(i for i, e in enumerate(events) if e.layer == layer) for layer in order}
     behind: tuple[Unit, ...] = (SUF,) if SUF in outside.apart else ()
-    ahead = [unit for unit in outside.units if unit not in behind]
+    ahead: tuple[Unit, ...] = tuple(unit for unit in outside.units if unit not in behind)
     before: dict[int, list[Event]] = {0: [Event(Op.STEP, unit, part=DELAYED, step_offset=-1) for unit in ahead if unit in due]}
     for position, layer in enumerate(order):
         index = 0 if position < lead else starts[order[position - lead]]
