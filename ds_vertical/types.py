@@ -21,8 +21,11 @@ from ds_vertical.errors import CostsError
 
 PRE: Final = "pre"
 SUF: Final = "suf"
-Unit = int | Literal["pre", "suf"]  # a layer's number; `pre`: all parameters outside the layers; `suf`: what follows the last
+# A layer's number, or a part of what lies outside the layers. `suf`: what follows the last layer, as a unit of parameters only
+# where they are apart from the others (`outside_layers`); `pre`: all other parameters outside the layers.
+Unit = int | Literal["pre", "suf"]
 Order = Literal["vertical", "horizontal"]
+OutsideLayers = Literal["resident", "fetched"]  # parameters outside the layers: there from end to end, or where they are used
 ActivationPolicy = Literal["none", "free", "products", "everything"]  # what a layer's forward keeps for its backward
 HOLDING: Final = ("products", "everything")  # the policies with which bytes of it rest in a tier meanwhile
 
@@ -211,7 +214,8 @@ class RunSettings:
     """The settings of a run: the section `vertical_schedule` with every null replaced by its rule, or by what was chosen.
 
     `reasons` says for each key where its value comes from. `layers` stays None where the model is to be searched, `seed` where
-    the caller has not given torch's yet. Each field is the key of that name: see `config.section`."""
+    the caller has not given torch's yet, `outside_layers` until the device is known. Each field is the key of that name: see
+    `config.section`."""
 
     enabled: bool
     order: Order
@@ -226,6 +230,7 @@ class RunSettings:
     gradient_host_share: float
     keep_gradients: bool
     host_memory_bytes: int | None
+    outside_layers: OutsideLayers | None
     nvme_paths: tuple[str, ...] | None
     activations: ActivationSettings
     seed_micro_batches: bool

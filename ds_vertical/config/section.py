@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictStr, S
 from pydantic_core import ErrorDetails
 
 from ds_vertical.errors import ConfigError
-from ds_vertical.types import HOLDING, ActivationPolicy, Order, Tier
+from ds_vertical.types import HOLDING, ActivationPolicy, Order, OutsideLayers, Tier
 
 SECTION = "vertical_schedule"
 SECOND_PLACE = f"zero_optimization.{SECTION}"  # where DeepSpeed without ds_vertical refuses the section instead of ignoring it
@@ -111,6 +111,10 @@ class VerticalConfig(BaseModel):
     parameter) until the next step sums new ones."""
     host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     """Host memory for all ranks of a host; null: what is available. Checked before anything is allocated."""
+    outside_layers: OutsideLayers | None = None
+    """Embedding and head: resident, or fetched where used; null: chosen. "resident": on the device all step; "fetched": what
+    the code ahead of the first layer uses is there for that code, what the code behind the last layer uses for that one. Null:
+    "fetched" in vertical order where the device has memory of its own and nothing is compiled. Same values."""
     nvme_paths: NvmePaths | None = None
     """Folders on several SSDs, nvme_path the first; null: nvme_path alone. Each file is spread over all of them."""
     activations: Activations = Activations()
@@ -147,6 +151,7 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "on_nonfinite": ('"skip" or "stop"', '"skip"'),
     "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
+    "outside_layers": ('"resident", "fetched" or null', '"fetched"'),
     "nvme_paths": ("null or a list of folders, one on each SSD, the first as in nvme_path", '["/ssd0", "/ssd1"] or null'),
     "activations": (
         'an object with "device", "share", "host_share", "keep", "keep_device", "keep_share", "keep_host_share"',
@@ -207,6 +212,7 @@ def load_section(config: Mapping[str, object]) -> VerticalConfig | None:
         lines = {_section_path(detail): _section_fault(detail) for detail in error.errors()}
         raise ConfigError("\n".join(lines.values())) from None
     _refuse_repeated_layers(parsed)
+    _refuse_fetched_in_turn(parsed)
     _refuse_shares(parsed.activations)
     _refuse_idle_tier(parsed.activations)
     _refuse_keep_shares(parsed.activations)
@@ -244,6 +250,14 @@ def _refuse_repeated_layers(section: VerticalConfig) -> None:
     repeated = sorted({path for path in paths if paths.count(path) > 1})
     if repeated:
         raise ConfigError(f"{SECTION}.layers: got {show(repeated[0])} more than once; write each path once")
+
+
+def _refuse_fetched_in_turn(section: VerticalConfig) -> None:
+    if section.outside_layers == "fetched" and section.order == "horizontal":
+        raise ConfigError(
+            f'{SECTION}.outside_layers: got "fetched" with order "horizontal", in which every micro-batch uses both ends of the'
+            ' model in turn; write "resident" or null, or "order": "vertical"'
+        )
 
 
 def _refuse_shares(activations: Activations) -> None:

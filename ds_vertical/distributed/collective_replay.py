@@ -136,5 +136,5 @@ class CollectiveReplay:
 
 
 def _unit(event: Event) -> Unit:
-    assert event.layer is not None and event.layer != "suf"
+    assert event.layer is not None
     return event.layer

@@ -25,7 +25,7 @@ from ds_vertical.config.section import SECTION, load_section
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.assembly import HostBudget
-from ds_vertical.engine.autotune import choose_gradient_tier, choose_timing
+from ds_vertical.engine.autotune import choose_gradient_tier, choose_outside, choose_timing
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
@@ -41,7 +41,7 @@ from ds_vertical.io.files import check_length, make_run_private
 from ds_vertical.io.host import keep_cores_for_this_thread
 from ds_vertical.io.runs import run_dir, stripes
 from ds_vertical.model.compiled_blocks import refuse_compiled_around
-from ds_vertical.model.layers import check_trainable, map_layers
+from ds_vertical.model.layers import LayerMap, check_trainable, map_layers
 from ds_vertical.planner.memory_budget import backward_bytes
 from ds_vertical.types import OFFLOAD_DEVICES, RunSettings, Tier
 
@@ -253,9 +253,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     if isinstance(kwargs["optimizer"], torch.optim.Optimizer):
         check_optimizer(kwargs["optimizer"])
     refuse_parameters(model, config)
-    check_trainable(model, lambda line: accelerator.log(f"ds_vertical: {line}"))
-    layers = map_layers(model, resolved.layers, resolved.blocks_per_layer)
-    refuse_compiled_around(model, layers.blocks)
+    resolved, layers = _cut(model, resolved)
     refuse_foreign_model(model, config)
     refuse_late_fp32(model, config)
     if isinstance(kwargs["model_parameters"], Iterator):
@@ -282,6 +280,15 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)
     write_full_weights(returned[0])
     return returned
+
+
+def _cut(model: nn.Module, resolved: RunSettings) -> tuple[RunSettings, LayerMap]:
+    """The model's layers, and `resolved` with what follows from the model. Raises LayerError and ConfigError."""
+    check_trainable(model, lambda line: accelerator.log(f"ds_vertical: {line}"))
+    resolved = choose_outside(resolved, model)
+    layers = map_layers(model, resolved.layers, resolved.blocks_per_layer, apart=resolved.outside_layers == "fetched")
+    refuse_compiled_around(model, layers.blocks)
+    return resolved, layers
 
 
 def _bind(engine: Any, loop: TrainLoop) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
 from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.memory_budget import layer_buffers
 from ds_vertical.schedule.activations import LOOK_AHEAD
-from ds_vertical.schedule.events import Unit
+from ds_vertical.schedule.events import Outside, Unit
 from ds_vertical.schedule.trace import RecordingTracer, Tracer
 from ds_vertical.types import HOLDING, ActivationSettings, RunSettings, Tier
 
@@ -86,6 +86,17 @@ class StepParts:
             return self.optimizer.scale_if_loss(loss / num_micro_batches)
 
         return scale
+
+    def outside_of(self, num_calls: int) -> Outside:
+        """The units outside the layers in a step of so many calls of the model by each micro-batch. Between two calls the code
+        behind the last layer is followed by the one ahead of the first: then none is away."""
+        outside = self.layers.outside
+        return outside if num_calls == 1 else replace(outside, apart=())
+
+    def start_over(self) -> None:
+        """Ahead of a further run of a step, which all ranks make: what has been learned holds on all of them."""
+        self.state.forget()
+        self.layers.apart.intersection_update(*ranks.all_gathered(set(self.layers.apart)))
 
     def as_given(self, _num_micro_batches: int) -> LossScale:
         """What the backward of each micro-batch starts from where the user's code has divided the loss: it, times the loss

@@ -14,15 +14,17 @@ from typing import Any, Final
 
 from torch import nn
 
-from ds_vertical.config.section import VerticalConfig
+from ds_vertical.compat import accelerator
+from ds_vertical.config.section import SECTION, VerticalConfig
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.memory_check import Forecast
-from ds_vertical.errors import CostsError
+from ds_vertical.errors import ConfigError, CostsError
+from ds_vertical.model.compiled_blocks import any_compiled
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
-from ds_vertical.planner.model_shape import ModelShape, Seconds, shaped
+from ds_vertical.planner.model_shape import ModelShape, Seconds, outside_elements, shaped
 from ds_vertical.planner.search import DELAYS, WINDOWS, tune_timing
 from ds_vertical.types import RunSettings, Tier, TierBytes, per_tier
 
@@ -57,6 +59,28 @@ def choose_gradient_tier(
     reason = f"null: host memory holds no more of what waits; {1 - share:.0%} waits on SSD"
     reasons = MappingProxyType({**resolved.reasons, "gradient_host_share": reason})
     return replace(resolved, gradient_host_share=share, reasons=reasons)
+
+
+def choose_outside(resolved: RunSettings, model: nn.Module) -> RunSettings:
+    """`resolved` with `outside_layers` chosen where the JSON leaves it null: where the device's memory is the host's, what lies
+    outside the layers takes no less of it for being away. A compiled module is not watched (`stubs.OutsideWatch`)."""
+    compiled = any_compiled(model)
+    if compiled and resolved.outside_layers == "fetched":
+        raise ConfigError(
+            f'{SECTION}.outside_layers: got "fetched" for a model with compiled modules, in which uses of parameters cannot be'
+            ' seen; write "resident" or null'
+        )
+    if resolved.outside_layers is not None:
+        return resolved
+    causes = {
+        "each micro-batch uses both ends in turn": resolved.order != "vertical",
+        "the device's memory is the host's": accelerator.is_one_memory(),
+        "the model has compiled modules": compiled,
+    }
+    cause = next((why for why, holds in causes.items() if holds), None)
+    value, why = ("fetched", "the device has memory of its own") if cause is None else ("resident", cause)
+    reasons = MappingProxyType({**resolved.reasons, "outside_layers": f"null: {value}, {why}"})
+    return replace(resolved, outside_layers=value, reasons=reasons)
 
 
 def choose_timing(
@@ -141,5 +165,5 @@ def _estimate(shape: ModelShape, profile: Profile, blocks_per_layer: int, tokens
     if rate is None:
         return None
     forward = 2 * max(shape.layer_elements) / blocks_per_layer * tokens / rate
-    head = 2 * shape.pre_elements / 2 * tokens / rate  # of what is outside the layers, half is the head
+    head = 2 * outside_elements(shape) / 2 * tokens / rate  # of what is outside the layers, half is the head
     return Seconds(forward, 2 * forward, 0.0, 0.0, 3 * head)

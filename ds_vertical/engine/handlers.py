@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ds_vertical.distributed.collective_replay import CollectiveReplay, Others
+from ds_vertical.engine.zero3.interface import Optimizer, Params
 from ds_vertical.errors import StepLeft
 from ds_vertical.io.host import memory_bytes
 from ds_vertical.io.ticket import Ticket
@@ -22,7 +24,7 @@ from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.micro_batch import MicroBatch
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.model.state.step_state import StepState
-from ds_vertical.model.stubs import Stubs
+from ds_vertical.model.stubs import OutsideWatch, Stubs
 from ds_vertical.model.thread_state import ThreadState, preserved
 from ds_vertical.offload.activation_store import ActivationStore
 from ds_vertical.offload.grad_accumulator import GradientStore
@@ -30,72 +32,10 @@ from ds_vertical.offload.kept_store import KeptStore, cell_of
 from ds_vertical.schedule.events import EARLY, Event, Op, Schedule, Unit
 from ds_vertical.schedule.executor import Executor, Handler
 from ds_vertical.schedule.trace import Tracer
-from ds_vertical.types import Tier
+from ds_vertical.types import PRE, SUF, Tier
 
 Stores = tuple[ActivationStore | None, KeptStore | None]  # of what passes between layers, and of what forwards keep
 LossScale = Callable[[torch.Tensor], torch.Tensor]  # of a micro-batch's loss what its backward starts from; both 0-d
-
-
-class Params(Protocol):
-    """Where a unit's parameters come from."""
-
-    def fetch(self, unit: Unit) -> Ticket:
-        """Have the unit's full parameters on the device once the ticket has been waited for."""
-        ...
-
-    def fetch_ahead(self, unit: Unit) -> Ticket | None:
-        """Start reading what the next `fetch` of the unit needs, if that is not in memory."""
-
-    def release(self, unit: Unit) -> None:
-        """Give the unit's full parameters up."""
-
-    def release_all(self) -> None:
-        """Give up all units' full parameters, wherever a pass was cut."""
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory in its buffers."""
-        ...
-
-
-class Optimizer(Protocol):
-    """What takes a unit's gradient sums and steps the unit."""
-
-    def reduce_unit(
-        self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
-    ) -> bool:
-        """Average a unit's sums over the ranks and hold this rank's share. Returns whether `flat` is held now."""
-        ...
-
-    def hold_unit(self, unit: Unit) -> Ticket | None:
-        """Start writing what of a unit's gradients waits on SSD."""
-
-    def open_step(self) -> None:
-        """Take the global norm, and decide whether the step counts."""
-
-    def step_early(self, unit: Unit) -> Ticket | None:
-        """Issue the parts of a unit that are stepped before the norm is known."""
-
-    def expect_step(self, unit: Unit, early: bool) -> None:
-        """A hint: this is the next step that will be issued."""
-
-    def early_writes(self) -> Ticket | None:
-        """What the norm waits for: a write of an early step that fails fails the step as a whole."""
-
-    def conclude_early(self) -> None:
-        """Commit the early steps, or discard them, as the norm says."""
-
-    def step_unit(self, unit: Unit) -> Ticket | None:
-        """Issue what is due of a unit; None where nothing is."""
-
-    def step_ahead(self, unit: Unit) -> Ticket | None:
-        """As `step_unit`, for the next schedule."""
-
-    def stepped_ahead(self, unit: Unit) -> Ticket | None:
-        """Once after `step_ahead`: what the unit's parameters wait for; None where there is nothing."""
-
-    def abandon(self) -> None:
-        """After an error in the middle of a step: complete the steps under way, and let early ones not have been."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +69,7 @@ class PassParts:
     leave: Callable[[], bool]
     replay: CollectiveReplay | None
     bodies: Sequence[Body] = ()  # for their losses
+    watch: OutsideWatch | None = None  # where units outside the layers are away at times
 
 
 @dataclass(eq=False)
@@ -165,9 +106,10 @@ class ScheduleRunner:
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), self._stubs() as stubs, self._state_of(bodies) as modules:
-            shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, self.kinds, self.probe)
+            watch = self._watch(schedule)
+            shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, self.kinds, self.probe, watch)
             micro_batches = self._micro_batches(bodies, shared, moved=schedule.moved)
-            parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay(), bodies)
+            parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay(), bodies, watch)
             hints = schedule.coming if self.overlap else {}
             training = _Training(parts, gradients, scale, optimizer, self._stores, hints)
             self._run(parts, training.handlers(), gradients, optimizer, self.tracer)
@@ -182,10 +124,12 @@ class ScheduleRunner:
         note_gradient: Callable[[int, nn.Parameter], None],
     ) -> list[torch.Tensor]:
         """Forwards and backwards of a training step, nothing else. `note_gradient` hears of each parameter of a layer that has
-        its gradient, with the micro-batch's number; the sums of `pre` are left to the caller. Returns the losses."""
+        its gradient, with the micro-batch's number; the sums outside the layers are left to the caller. Returns the losses."""
         with preserved(), self._stubs() as stubs, self._state_of(bodies) as modules:
-            micro_batches = self._micro_batches(bodies, ForwardPass(self.layers, stubs, True, modules, schedule.calls))
-            parts = PassParts(schedule, micro_batches, self.params, lambda: False, self._replay(only_gathers=True), bodies)
+            watch = self._watch(schedule)
+            shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, watch=watch)
+            micro_batches, replay = self._micro_batches(bodies, shared), self._replay(only_gathers=True)
+            parts = PassParts(schedule, micro_batches, self.params, lambda: False, replay, bodies, watch)
             checking = _Checking(parts, gradients, scale, self.layers, note_gradient)
             self._run(parts, checking.handlers(), gradients)
         return checking.losses
@@ -204,6 +148,9 @@ class ScheduleRunner:
     @property
     def _stores(self) -> Stores:
         return self.activations, self.kept
+
+    def _watch(self, schedule: Schedule) -> OutsideWatch | None:
+        return OutsideWatch(self.layers, schedule.outside.apart) if schedule.outside.apart else None
 
     def _replay(self, only_gathers: bool = False) -> CollectiveReplay | None:
         return None if self.others is None else CollectiveReplay(self.others, only_gathers)
@@ -290,6 +237,9 @@ class _Pass:
 
     def __init__(self, parts: PassParts) -> None:
         self.fused = parts.schedule.fused
+        self.outside = parts.schedule.outside.units
+        self._coming = Counter(e.layer for e in parts.schedule.events if e.op is Op.FETCH and not e.ahead)
+        self._watch = parts.watch
         self.micro_batches = parts.micro_batches
         self.params = parts.params
         self.leave = parts.leave
@@ -302,22 +252,30 @@ class _Pass:
         assert event.micro_batch is not None
         return self.micro_batches[event.micro_batch]
 
+    def watching(self, event: Event) -> contextlib.AbstractContextManager[None]:
+        """Within the block parameters are used in their own place alone, while the event's forward runs."""
+        assert event.layer is not None
+        return contextlib.nullcontext() if self._watch is None else self._watch.watching(event.layer)
+
     def fetch(self, event: Event) -> Ticket | None:
+        self._coming[event.layer] -= 1
         return self.params.fetch(_unit(event))
 
     def release(self, event: Event) -> None:
-        self.params.release(_unit(event))
+        unit = _unit(event)
+        self.params.release(unit, not isinstance(unit, int) and self._coming[unit] > 0)
         if self.leave():
             if self.replay is not None:
                 self.replay.conclude()
             raise StepLeft
 
     def forward(self, event: Event) -> None:
-        if event.layer == "pre":
-            self.micro_batch(event).start(event.call)
-        else:
-            assert isinstance(event.layer, int)
-            self.micro_batch(event).advance(event.layer, keep_graph=event in self.fused)
+        with self.watching(event):
+            if event.layer == PRE:
+                self.micro_batch(event).start(event.call)
+            else:
+                assert isinstance(event.layer, int)
+                self.micro_batch(event).advance(event.layer, keep_graph=event in self.fused)
 
 
 class _Evaluation(_Pass):
@@ -326,7 +284,7 @@ class _Evaluation(_Pass):
         self.results: list[Any] = [None] * len(self.micro_batches)
 
     def forward(self, event: Event) -> None:
-        if event.layer == "suf":
+        if event.layer == SUF:
             assert event.micro_batch is not None
             self.results[event.micro_batch] = self.micro_batch(event).finish()
         else:
@@ -347,11 +305,17 @@ class _WithBackward(_Pass):
         """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
         assert event.micro_batch is not None
         micro_batch = self.micro_batch(event)
-        loss = self.bodies[event.micro_batch].loss_of(micro_batch.finish)
+        with self.watching(event):
+            loss = self.bodies[event.micro_batch].loss_of(micro_batch.finish)
         self.gradients.refuse_own_backward()
         self.losses[event.micro_batch] = loss.detach()
         micro_batch.backward_suffix(self.scale(loss))
-        self.gradients.add("pre")
+        self.add_outside()
+
+    def add_outside(self) -> None:
+        """Sum the gradients of parameters outside the layers: the suffix, the glue before a layer and the prefix use them."""
+        for unit in self.outside:
+            self.gradients.add(unit)
 
 
 class _Training(_WithBackward):
@@ -406,7 +370,8 @@ class _Training(_WithBackward):
     def fetch(self, event: Event) -> Ticket | None:
         if event.ahead:
             return self.params.fetch_ahead(_unit(event))
-        step, ticket = self.optimizer.stepped_ahead(_unit(event)), self.params.fetch(_unit(event))
+        step, ticket = self.optimizer.stepped_ahead(_unit(event)), super().fetch(event)
+        assert ticket is not None
         return ticket if step is None else ticket.after(step)
 
     def head(self, event: Event) -> None:
@@ -415,7 +380,7 @@ class _Training(_WithBackward):
 
     def backward(self, event: Event) -> None:
         micro_batch = self.micro_batch(event)
-        if event.layer == "pre":
+        if event.layer == PRE:
             micro_batch.backward_prefix()
         else:
             assert isinstance(event.layer, int) and event.micro_batch is not None
@@ -425,7 +390,7 @@ class _Training(_WithBackward):
             if self.kept is not None:
                 self.kept.forget(cell_of(event))
             self.gradients.add(event.layer)
-        self.gradients.add("pre")  # the glue before the layer, and the prefix, are made of `pre` parameters
+        self.add_outside()
 
     def reduce(self, event: Event) -> None:
         unit = _unit(event)
@@ -483,7 +448,7 @@ class _Checking(_WithBackward):
 
     def backward(self, event: Event) -> None:
         micro_batch = self.micro_batch(event)
-        if event.layer == "pre":
+        if event.layer == PRE:
             micro_batch.backward_prefix()
         else:
             assert isinstance(event.layer, int) and event.micro_batch is not None
@@ -491,9 +456,9 @@ class _Checking(_WithBackward):
             for param in self.layers.units[event.layer]:
                 if param.grad is not None:
                     self.note_gradient(event.micro_batch, param)
-        self.gradients.add("pre")
+        self.add_outside()
 
 
 def _unit(event: Event) -> Unit:
-    assert event.layer is not None and event.layer != "suf"
+    assert event.layer is not None
     return event.layer

@@ -23,9 +23,9 @@ from ds_vertical.offload.chunking import FP32_BYTES, boundary, chunk_layout, spl
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import BudgetItem, BudgetTerms
-from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
-from ds_vertical.types import Placement, RunSettings, TensorKind, Tier
+from ds_vertical.types import PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
 _LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
@@ -179,10 +179,12 @@ class Forecast:
         units, shards = self._layers.units, self._shards
         in_files = shards.in_files
         file_ids = {id(param) for param in in_files}
-        pre, *layer_elements = (sum(zero_params.full_numel(p) for p in units[unit]) for unit in self._units)
+        elements = {unit: sum(map(zero_params.full_numel, params)) for unit, params in units.items()}
         stepped = {id(param) for chunk in self.chunks for param in chunk.params}
-        gradients = tuple(sum(zero_params.full_numel(p) for p in units[u] if id(p) in stepped) for u in self._units)
-        rank = (pre + sum(layer_elements)) / shards.num_shards
+        trained = {u: sum(zero_params.full_numel(p) for p in params if id(p) in stepped) for u, params in units.items()}
+        files = {u: sum(shards.file_bytes(p) for p in params if id(p) in file_ids) for u, params in units.items()}
+        pre, *layer_elements = (elements[unit] for unit in self._units)
+        rank = sum(elements.values()) / shards.num_shards
         of_state = sum(chunk.numel for chunk in self.chunks) or 1
         state_on_ssd = sum(chunk.numel for chunk in self.chunks if chunk.state_in_files) / of_state
         resting = rank - sum(map(shards.numel, in_files))
@@ -196,7 +198,7 @@ class Forecast:
             num_shards=shards.num_shards,
             generations=self.timing.generations,
             part_elements=memory_budget.PART_ELEMENTS,
-            working_bytes=self._working_bytes(max(gradients)),
+            working_bytes=self._working_bytes(max(trained.values())),
             placement=Placement(
                 {
                     TensorKind.PARAMETERS: {Tier.SSD: _share(1 - resting / rank)},
@@ -204,9 +206,11 @@ class Forecast:
                     TensorKind.GRADIENTS: {Tier.SSD: 1 - self._resolved.gradient_host_share},
                 }
             ),
-            files=tuple(sum(shards.file_bytes(p) for p in units[u] if id(p) in file_ids) for u in self._units),
-            gradients=gradients,
+            files=tuple(files[unit] for unit in self._units),
+            gradients=tuple(trained[unit] for unit in self._units),
             slot_bytes=max(self._piece_bytes, default=0),
+            suf=SufShape(elements[SUF], trained[SUF], files[SUF]) if SUF in units else None,
+            apart=self._layers.outside.apart,
         )
 
     @property
@@ -263,7 +267,8 @@ class Forecast:
 
     @property
     def _units(self) -> tuple[Unit, ...]:
-        return ("pre", *range(self._layers.num_layers))
+        """Those that every model has; `suf` is counted apart."""
+        return (PRE, *range(self._layers.num_layers))
 
     @property
     def _piece_bytes(self) -> list[int]:

@@ -76,6 +76,7 @@ def facts_of(engine: Any, tokens: int) -> RunInfo:
         gradients_on_ssd=optimizer.gradients_on_ssd,
         activations_on_host=engine.vertical.activations.shares[Tier.HOST],
         activations_on_ssd=engine.vertical.activations.shares[Tier.SSD],
+        apart=engine.layers.outside.apart,
     )
 
 

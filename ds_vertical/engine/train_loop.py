@@ -105,9 +105,8 @@ class TrainLoop:
 
     def seed_of(self, micro_batch: int) -> int | None:
         """Seed of a micro-batch's streams in the step about to run."""
-        if self.seed is None:
-            return None
-        return micro.stream_seed(self.seed, self.engine.global_steps, micro_batch, ranks.rank())
+        seed = self.seed
+        return None if seed is None else micro.stream_seed(seed, self.engine.global_steps, micro_batch, ranks.rank())
 
     def count_samples(self, num_micro_batches: int) -> None:
         """The engine adds a full batch's samples in its step; take off those that a short last batch did not have."""
@@ -314,9 +313,8 @@ class VerticalLoop(TrainLoop):
             recorder.end_at_budget()
         check_trainable(self.module, _log)
         with self.progress.step():
-            losses = self._recorded(
-                recorder, partial(self.step, bodies, self._parts.as_given, counts, self._calls_of_windows), batches
-            )
+            run = partial(self.step, bodies, self._parts.as_given, counts, self._calls_of_windows)
+            losses = self._recorded(recorder, run, batches)
         self.progress.note(micro.mean_loss(losses) * len(losses), batches)
 
     def step(
@@ -366,11 +364,10 @@ class VerticalLoop(TrainLoop):
             parts.activations.open_step(tiers)
         cells = parts.keeping.open_step(parts.runner, len(bodies), self._calls.number)
         schedule = self.ran = self._schedule(len(bodies), tuple(tiers), cells)
-        noted = parts.activations is not None
         with (
             parts.optimizer.calls.running(),
             WATCH.watching(),
-            suspended_hooks(parts.engine, parts.layers, noted=noted),
+            suspended_hooks(parts.engine, parts.layers, noted=parts.activations is not None),
             torch.enable_grad(),
             parts.optimizer.live.schedule_running(),
         ):
@@ -388,22 +385,24 @@ class VerticalLoop(TrainLoop):
     def _schedule(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> Schedule:
         """The step's events. `moved`: micro-batches whose activations leave the device; `kept`: cells whose kept values do."""
         vertical, optimizer = self._parts.vertical, self._parts.optimizer
-        step = TrainingStep(
-            self._parts.layers.num_layers,
-            num_micro_batches,
-            order=vertical.order,
-            snake=vertical.snake,
-            window=vertical.prefetch_layers,
-            delayed=optimizer.timing.leaves_steps,
-            due=frozenset(optimizer.driver.backlog.due),
-            early=optimizer.timing.early,
-            ahead=vertical.prefetch_layers > 0,
-            hold=optimizer.holding,
-            moved=moved,
-            calls=self._calls.number,
-            kept=kept,
+        return build_training(
+            TrainingStep(
+                self._parts.layers.num_layers,
+                num_micro_batches,
+                vertical.order,
+                vertical.snake,
+                vertical.prefetch_layers,
+                delayed=optimizer.timing.leaves_steps,
+                due=frozenset(optimizer.driver.backlog.due),
+                early=optimizer.timing.early,
+                ahead=vertical.prefetch_layers > 0,
+                hold=optimizer.holding,
+                moved=moved,
+                calls=self._calls.number,
+                kept=kept,
+                outside=self._parts.outside_of(self._calls.number),
+            )
         )
-        return build_training(step)
 
     def conclude(self) -> None:
         """A step counts: so do its samples. What stock's `step` does at the boundary: optimizer, scheduler, counters, monitor,
@@ -469,17 +468,18 @@ class VerticalLoop(TrainLoop):
                 return [result for some in together for result in self._evaluated(some, calls)]
 
     def _evaluated(self, bodies: list[Body], calls: LearnedCalls) -> list[Any]:
-        parts = self._parts
-        num_layers, window = parts.layers.num_layers, parts.vertical.prefetch_layers
+        parts, window = self._parts, self._parts.vertical.prefetch_layers
 
         def run(some: Sequence[Body]) -> list[Any]:
-            return parts.runner.evaluate(build_evaluation(num_layers, len(some), window=window, calls=calls.number), some)
+            shape = parts.layers.num_layers, len(some)
+            sweep = build_evaluation(*shape, window=window, calls=calls.number, outside=parts.layers.outside)
+            return parts.runner.evaluate(sweep, some)
 
         def learned(some: Sequence[Body]) -> list[object]:
-            return until_known(partial(run, some), parts.state.forget, calls=calls)
+            return until_known(partial(run, some), parts.start_over, calls=calls)
 
         def check() -> None:
-            parts.state.forget()
+            parts.start_over()
             self._evaluations.run(bodies, learned)
 
         self._evaluations.run(bodies, learned)

@@ -46,12 +46,14 @@ class _Waiting:
 class Segments:
     """Where the segments of one micro-batch begin, and the gradients that wait for theirs.
 
-    `num_blocks`: of the model; `num_calls`: of the model by the micro-batch's code.
+    `num_blocks`: of the model; `num_calls`: of the model by the micro-batch's code. `through`: called ahead of a backward that
+    runs past its segment, down to the prefix.
     """
 
-    def __init__(self, num_blocks: int, num_calls: int = 1) -> None:
+    def __init__(self, num_blocks: int, num_calls: int = 1, through: Callable[[], None] | None = None) -> None:
         self._per_call = num_blocks + 1
         self._num_calls = num_calls
+        self._through = through or (lambda: None)
         self._floor = 0  # segments below it, but for segment 0, must get no gradient now
         self._starts = [0]
         self._output_of: dict[Node, int] = {}
@@ -130,6 +132,7 @@ class Segments:
             # autograd cannot stop at an edge and reach another one, or a parameter that an earlier segment uses too, past it:
             # run through to the leaves at once, and keep the graph for what still waits there. The same gradients, added in
             # another order than stock's.
+            self._through()
             _run_to_leaves(roots, retain_graph=True)
         else:
             self._run_in_part(roots, list(earlier), leaves)

@@ -26,7 +26,7 @@ from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.restart import HooksMissed
 from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.state.tracks import BETWEEN_CALLS, PREFIX
-from ds_vertical.model.stubs import BlockRunner, Coroutine, ModelCalls, ParameterWatch, Stubs
+from ds_vertical.model.stubs import BlockRunner, Coroutine, ModelCalls, OutsideWatch, ParameterWatch, Stubs
 from ds_vertical.model.thread_state import ThreadState, inference_guard
 
 NO_BLOCKS = range(0)  # the blocks that may run in the prefix and in the suffix
@@ -39,7 +39,7 @@ class ForwardPass:
     `keep`: block calls are recorded for the backward (training), or not (evaluation). `modules`: the state of modules that
     belongs to one micro-batch each; None: such state is left as it comes. `num_calls`: how often each micro-batch's code calls
     the model. `kinds`: what else of block calls is kept for the backward; None: nothing. `probe`: measures what could be kept;
-    None: nothing does.
+    None: nothing does. `watch`: refuses uses of parameters that are away; None: no such are.
     """
 
     layers: LayerMap
@@ -49,6 +49,7 @@ class ForwardPass:
     num_calls: int = 1
     kinds: KeptKinds | None = None
     probe: Probe | None = None
+    watch: OutsideWatch | None = None
 
 
 class ForwardCoroutine:
@@ -79,6 +80,7 @@ class ForwardCoroutine:
         self._layers = shared.layers
         self._blocks = shared.layers.blocks
         self._keep = shared.keep
+        self._outside = shared.watch
         self._runner = blocks
         self._run_on = run_on
         self._result: Any = None
@@ -247,7 +249,8 @@ class ForwardCoroutine:
     ) -> object:
         if self._keep:
             _refuse_checkpoint(self._blocks[block])
-        result = self._runner.run(block, function, args, kwargs)
+        with contextlib.nullcontext() if self._outside is None else self._outside.paused((args, kwargs)):
+            result = self._runner.run(block, function, args, kwargs)
         self.calls.done_block = block
         return result
 

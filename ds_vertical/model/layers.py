@@ -1,7 +1,12 @@
 """Find the layers of a model and assign every parameter to a layer or to what lies outside the layers.
 
 Vocabulary: a block is the model's repeated module, a layer is `blocks_per_layer` consecutive blocks. `pre` stands for
-everything outside the layers: prefix, glue between layers and suffix.
+everything outside the layers: prefix, glue between layers and suffix. Where the units outside the layers are apart, what the
+suffix alone uses is a unit of its own, `suf`: see [Note: two ends].
+
+[Note: two ends] Which code uses a parameter is guessed before there is a batch, from the order in which sources call modules
+(`source_order.end_of`). The steps verify it: where other code computes with a parameter of a unit that is `apart`, the unit is
+apart no longer, and the step starts over (`stubs.OutsideWatch`).
 """
 
 from __future__ import annotations
@@ -13,8 +18,9 @@ from typing import Any
 from torch import nn
 
 from ds_vertical.errors import LayerError
-from ds_vertical.model.source_order import called_children, called_in_turn
-from ds_vertical.schedule.events import Unit
+from ds_vertical.model.source_order import End, called_children, called_in_turn, end_of
+from ds_vertical.schedule.events import Outside
+from ds_vertical.types import PRE, SUF, Unit
 
 # Parameters of a container of blocks, as a share of the model's, from which it counts as the model's stack of layers
 # when no configuration names its length.
@@ -47,13 +53,20 @@ class LayerMap:
 
     `blocks` in order of execution; `layers[l]` the range of block indices of layer l; `units` maps every layer index
     and `pre` to its parameters, each parameter in exactly one unit (a parameter that several layers share is in `pre`).
-    `whole`: blocks of which a hook has computed with a parameter of the block, as steps find them: see `stubs`.
+    `whole`: blocks of which a hook has computed with a parameter of the block, as steps find them: see `stubs`. `apart`: the
+    units outside the layers that, as far as steps have found, the prefix alone (`pre`) or the suffix alone (`suf`) uses.
     """
 
     blocks: tuple[Block, ...]
     layers: tuple[range, ...]
     units: dict[Unit, tuple[nn.Parameter, ...]]
     whole: set[int] = field(default_factory=set)
+    apart: set[Unit] = field(default_factory=set)
+
+    @property
+    def outside(self) -> Outside:
+        """The units outside the layers, as schedules move them."""
+        return Outside(SUF in self.units, tuple(unit for unit in (PRE, SUF) if unit in self.apart))
 
     @property
     def num_layers(self) -> int:
@@ -66,8 +79,9 @@ class LayerMap:
 
     def in_chunk_order(self, params_in_files: bool) -> list[Unit]:
         """The units in the order in which their chunks come. On SSD `pre` is the first: it may stay in host memory. In
-        memory it is the last: a head's bias of a few elements would shift all behind it (`zero_optimizer.place_as_stock`)."""
-        return list(self.units) if params_in_files else sorted(self.units, key=lambda unit: unit == "pre")
+        memory those outside the layers are the last: a head's bias of a few elements would shift all behind it
+        (`zero_optimizer.place_as_stock`)."""
+        return list(self.units) if params_in_files else sorted(self.units, key=lambda unit: not isinstance(unit, int))
 
     def describe(self) -> str:
         """One line: number of layers and where they were found."""
@@ -76,11 +90,14 @@ class LayerMap:
         return f"{self.num_layers} layers of {per_layer} block(s) in {', '.join(containers)}"
 
 
-def map_layers(model: nn.Module, paths: Sequence[str] | None = None, blocks_per_layer: int = 1) -> LayerMap:
+def map_layers(
+    model: nn.Module, paths: Sequence[str] | None = None, blocks_per_layer: int = 1, apart: bool = False
+) -> LayerMap:
     """Cut `model` into layers.
 
     `paths`: dotted paths of containers (each member is a block) or of single blocks, in order of execution; None
-    discovers them. Raises LayerError when nothing is found, a path is wrong, or blocks overlap.
+    discovers them. `apart`: cut what lies outside the layers in two, too: see [Note: two ends]. Raises LayerError when nothing
+    is found, a path is wrong, or blocks overlap.
     """
     groups = _named_groups(model, paths) if paths is not None else _discovered_groups(model)
     blocks = tuple(block for group in groups for block in group)
@@ -91,7 +108,8 @@ def map_layers(model: nn.Module, paths: Sequence[str] | None = None, blocks_per_
         end = start + len(group)
         layers += [range(i, min(i + blocks_per_layer, end)) for i in range(start, end, blocks_per_layer)]
         start = end
-    return LayerMap(blocks, tuple(layers), _assign_units(model, blocks, layers))
+    whole = LayerMap(blocks, tuple(layers), _assign_units(model, blocks, layers))
+    return _with_ends_apart(model, whole) if apart else whole
 
 
 def _named_groups(model: nn.Module, paths: Sequence[str]) -> list[list[Block]]:
@@ -285,6 +303,30 @@ def _assign_units(model: nn.Module, blocks: Sequence[Block], layers: Sequence[ra
         unit = next(iter(users[key])) if len(users[key]) == 1 else "pre"
         units[unit].append(param)
     return {unit: tuple(members) for unit, members in units.items()}
+
+
+def _with_ends_apart(model: nn.Module, whole: LayerMap) -> LayerMap:
+    """`whole` with its unit outside the layers cut in two. A parameter of both ends (tied weights) leaves it one unit that
+    stays; so does one that a layer uses, or code between two layers: but what the suffix alone uses is then still apart."""
+    first, last = whole.blocks[0].path, whole.blocks[-1].path
+    in_blocks = {id(module) for block in whole.blocks for module in block.module.modules()}
+    ends: dict[int, set[End]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        end = "between" if id(module) in in_blocks else end_of(model, path, first, last)
+        for param in (*module._parameters.values(), *getattr(module, "_external_params", {}).values()):
+            if param is not None:
+                ends.setdefault(id(param), set()).add(end)
+    used = [(param, ends[id(param)]) for param in whole.units[PRE]]
+    if any({"ahead", "behind"} <= found for _, found in used):
+        return whole
+    behind = tuple(param for param, found in used if found == {"behind"})
+    ahead = tuple(param for param, found in used if found != {"behind"})
+    units: dict[Unit, tuple[nn.Parameter, ...]] = {**whole.units, PRE: ahead}
+    if behind:
+        units[SUF] = behind
+    stays = any("between" in found or "behind" in found for param, found in used if found != {"behind"})
+    apart: set[Unit] = {unit for unit in (PRE, SUF) if units.get(unit) and not (unit == PRE and stays)}
+    return LayerMap(whole.blocks, whole.layers, units, apart=apart)
 
 
 def check_trainable(model: nn.Module, tell: Callable[[str], None]) -> None:

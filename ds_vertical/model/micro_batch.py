@@ -36,7 +36,8 @@ class MicroBatch:
         self._layers = shared.layers
         self._modules = shared.modules
         self._calls = range(shared.num_calls)
-        self._segments = Segments(len(shared.layers.blocks), shared.num_calls)
+        through = None if shared.watch is None else shared.watch.reach_through
+        self._segments = Segments(len(shared.layers.blocks), shared.num_calls, through)
         self._blocks = RecordedBlocks(shared, self._segments, index)
         self._forward = ForwardCoroutine(body, self._blocks, shared, state, index, run_on)
         self.boundary = BoundaryTensors(shared.layers, self._forward, self._blocks, self._segments)

@@ -9,9 +9,11 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
+
+End = Literal["ahead", "between", "behind"]
 
 _MOST_METHODS = 4  # called one by another, that are followed
 
@@ -26,6 +28,29 @@ def called_in_turn(module: nn.Module) -> list[list[str]]:
     tree = _tree(module, "forward")
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)] if tree is not None else []
     return [list(dict.fromkeys(_uses_below(module, loop, 0))) for loop in loops]
+
+
+def end_of(model: nn.Module, path: str, first: str, last: str) -> End:
+    """Whether the module at `path` runs ahead of the block at `first`, behind the one at `last`, or between. A module that
+    holds blocks counts as ahead: of its own parameters the source tells nothing."""
+    if _runs_before(model, path, first) is not False:
+        return "ahead"
+    return "behind" if _runs_before(model, last, path) else "between"
+
+
+def _runs_before(model: nn.Module, one: str, other: str) -> bool | None:
+    """Whether the module at the path `one` is called ahead of the one at `other`; None where one holds the other. Where the
+    source of the module that holds both does not name the two, the order of definition decides."""
+    left, right = one.split(".") if one else [], other.split(".") if other else []
+    shared = 0
+    while shared < min(len(left), len(right)) and left[shared] == right[shared]:
+        shared += 1
+    if shared == min(len(left), len(right)):
+        return None
+    holder, names = model.get_submodule(".".join(left[:shared])), (left[shared], right[shared])
+    called = called_children(holder)
+    order = called if set(names) <= set(called) else list(holder._modules)
+    return order.index(names[0]) < order.index(names[1])
 
 
 def _tree(module: nn.Module, method: str) -> ast.AST | None:
@@ -43,12 +68,18 @@ def _uses(module: nn.Module, method: str, depth: int) -> Iterator[str]:
 
 
 def _uses_below(module: nn.Module, tree: ast.AST, depth: int) -> Iterator[str]:
-    for node in sorted(ast.walk(tree), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))):
+    for node in sorted(ast.walk(tree), key=_end):
         for name in _names(node):
             if name in module._modules:
                 yield name
             elif isinstance(node, ast.Call) and inspect.isfunction(getattr(type(module), name, None)):
                 yield from _uses(module, name, depth - 1)
+
+
+def _end(node: ast.AST) -> tuple[int, int]:
+    """Where a node has been evaluated, by line and column: a call behind its arguments, a loop's range ahead of its body."""
+    told = node.iter if isinstance(node, ast.For) else node
+    return getattr(told, "end_lineno", None) or 0, getattr(told, "end_col_offset", None) or 0
 
 
 def _names(node: ast.AST) -> Sequence[str]:

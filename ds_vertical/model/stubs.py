@@ -26,7 +26,7 @@ from typing import Final, NoReturn, Protocol
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
 
 from ds_vertical.errors import LayerError
@@ -34,7 +34,8 @@ from ds_vertical.interrupts import Changed
 from ds_vertical.model.compiled_blocks import is_compiled, raw_forward
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.containers import is_internal
-from ds_vertical.model.state.restart import CallsMissed
+from ds_vertical.model.state.restart import CallsMissed, UseMissed
+from ds_vertical.types import PRE, Unit
 
 
 class BlockRunner(Protocol):
@@ -264,6 +265,104 @@ class ParameterWatch(TorchFunctionMode):
             yield
         finally:
             self.__enter__()
+
+
+class OutsideWatch(TorchFunctionMode):
+    """While active, refuses functions of torch a parameter outside the layers that is away: see `layers`, [Note: two ends].
+
+    `apart`: the units that are away but for their own end's code. What a block does inside is not watched, what it is given is.
+    """
+
+    def __init__(self, layers: LayerMap, apart: Iterable[Unit]) -> None:
+        super().__init__()
+        self._layers = layers
+        self._unit_of: dict[int, Unit] = {id(param): unit for unit in apart for param in layers.units[unit]}
+        self._away: dict[int, Unit] = {}
+        self._missed: UseMissed | None = None
+        self._is_active = False
+
+    @contextlib.contextmanager
+    def watching(self, end: Unit) -> Iterator[None]:
+        """Within the block code of `end` runs: PRE, SUF, or a layer with the glue ahead of it. Raises UseMissed."""
+        self._away = {key: unit for key, unit in self._unit_of.items() if unit != end}
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+        if self._missed is not None:  # the user's code has caught it
+            raise self._missed
+
+    @contextlib.contextmanager
+    def paused(self, given: object) -> Iterator[None]:
+        """Within the block, where a block of the model runs, the watch is not active. `given`: what the block gets. Raises
+        UseMissed."""
+        was_active = self._is_active
+        if was_active:
+            self._look_at(pytree.tree_leaves(given))
+            self._leave()
+        try:
+            yield
+        finally:
+            if was_active:
+                self._enter()
+
+    def miss(self, unit: Unit) -> NoReturn:
+        """The unit may be away no longer. Raises UseMissed."""
+        self._layers.apart.discard(unit)
+        self._missed = UseMissed(str(unit))
+        raise self._missed
+
+    def reach_through(self) -> None:
+        """A backward runs past its segment, down to the prefix. Raises UseMissed where that end's parameters are away."""
+        if PRE in self._unit_of.values():
+            self.miss(PRE)
+
+    def __torch_function__(  # override
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Make one call of a function of torch."""
+        kwargs = kwargs or {}
+        if self._away and not _tells_no_values(func):
+            self._look_at((*args, *kwargs.values()))
+        return func(*args, **kwargs)
+
+    def _look_at(self, values: Iterable[object]) -> None:
+        for value in values:
+            if isinstance(value, list | tuple):
+                self._look_at(value)
+            elif (unit := self._away.get(id(value))) is not None:
+                self.miss(unit)
+
+    def _enter(self) -> None:
+        self.__enter__()
+        self._is_active = True
+
+    def _leave(self) -> None:
+        """Leave the user's modes as they would be without this one: a forward may have parked inside one, or have left one,
+        which takes the uppermost off."""
+        self._is_active = False
+        modes = _get_current_function_mode_stack()
+        for _ in modes:
+            _pop_mode()
+        for mode in [mode for mode in modes if mode is not self] if self in modes else modes[:-1]:
+            _push_mode(mode)
+
+
+# What may be asked of a parameter that is away: it has these whether or not its values are there.
+_WITHOUT_VALUES: Final = frozenset(
+    ("dtype", "device", "requires_grad", "is_leaf", "layout", "grad_fn", "grad", "is_cpu", "is_cuda", "is_meta", "is_sparse")
+    + ("is_quantized", "is_nested", "is_floating_point", "is_complex", "element_size", "register_hook", "__hash__")
+)
+
+
+def _tells_no_values(func: Callable[..., object]) -> bool:
+    name = getattr(func, "__name__", "")
+    return (getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name) in _WITHOUT_VALUES
 
 
 def _within_function() -> bool:

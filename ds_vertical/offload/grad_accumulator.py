@@ -122,7 +122,9 @@ class GradientStore:
 
     def refuse_own_backward(self) -> None:
         """Raises LayerError where parameters around the layers have gradients before a micro-batch's own backward."""
-        if any(param.grad is not None for params in (self._units["pre"], self._unwanted["pre"]) for param in params):
+        outside = [unit for unit in self._units if not isinstance(unit, int)]
+        params = [param for unit in outside for param in (*self._units[unit], *self._unwanted[unit])]
+        if any(param.grad is not None for param in params):
             raise LayerError(OWN_BACKWARD)
 
     def add(self, unit: Unit) -> None:
@@ -138,7 +140,7 @@ class GradientStore:
         if self._waiting is not None and self._waiting[0] == unit:
             (_, earlier), self._waiting = self._waiting, None
             self._sums[unit].add(earlier, grads)
-        elif self._pairs and unit != "pre" and all(grad is None or is_alone(grad) for grad in grads):
+        elif self._pairs and isinstance(unit, int) and all(grad is None or is_alone(grad) for grad in grads):
             self._settle()
             self._waiting = unit, grads
         else:

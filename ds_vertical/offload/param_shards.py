@@ -190,21 +190,23 @@ class ShardFiles:
 
 
 class UnitBuffers:
-    """The host buffers of units' shards: one for `pre`, and up to `num_layers` for the others, each as large as the largest.
+    """The host buffers of units' shards: one for each unit outside the layers, and up to `num_layers` for the others, each as
+    large as the largest.
 
     `num_bytes`: of all. `reads`: the queue of all reads, None where no shard is on SSD. `every`: all buffers.
     """
 
     def __init__(self, files: ShardFiles, new_queue: Callable[[], DiskQueue], num_layers: int) -> None:
         sizes, checksums = files.sizes, files.checksums
-        largest = max((size for unit, size in sizes.items() if unit != "pre"), default=0)
-        count = min(num_layers, sum(1 for unit, size in sizes.items() if unit != "pre" and size))
-        self.num_bytes = largest * count + sizes["pre"]
+        outside: dict[Unit, int] = {unit: size for unit, size in sizes.items() if not isinstance(unit, int)}
+        in_layers = [size for unit, size in sizes.items() if unit not in outside]
+        largest, count = max(in_layers, default=0), min(num_layers, sum(map(bool, in_layers)))
+        self.num_bytes = largest * count + sum(outside.values())
         self.reads: DiskQueue | None = new_queue() if self.num_bytes else None
         self.every: list[HostBuffer] = []
         self._check = checksums.check if checksums.verify else None
         self.layers = BufferPool(self._new(largest, count))
-        self.pre = BufferPool(self._new(sizes["pre"], 1))
+        self.outside: dict[Unit, BufferPool] = {unit: BufferPool(self._new(size, 1)) for unit, size in outside.items()}
 
     def _new(self, num_bytes: int, count: int) -> list[HostBuffer]:
         if self.reads is None or num_bytes == 0:
@@ -215,19 +217,20 @@ class UnitBuffers:
 
     def pool(self, unit: Unit) -> BufferPool:
         """The buffers that the unit may take."""
-        return self.pre if unit == "pre" else self.layers
+        return self.outside.get(unit, self.layers)
 
     def reset(self, taken: Collection[int]) -> None:
         """All buffers are free but those of these ids, whatever an interrupt has cut. No read of the others may be needed."""
         for buffer in self.every:
             if id(buffer) not in taken:
                 buffer.complete_reads()
-        for pool in (self.layers, self.pre):
+        for pool in (self.layers, *self.outside.values()):
             pool.reset(taken)
 
     def withdraw(self) -> None:
         """No unit may take a buffer any more."""
-        self.layers, self.pre = BufferPool([]), BufferPool([])
+        self.layers = BufferPool([])
+        self.outside.update({unit: BufferPool([]) for unit in self.outside})
 
     def unlock(self) -> None:
         """Give the memory back. No transfer may be in flight."""

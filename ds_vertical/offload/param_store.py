@@ -2,6 +2,7 @@
 
 [Note: versions] What is read ahead of its fetch may meanwhile become old: DeepSpeed or a load writes a parameter's file, or the
 optimizer makes new values. Each such event counts the unit's version up; a copy of an older version is dropped, and read again.
+A unit that is released and comes back in the same pass leaves such a copy, too, and is not read again: its buffer is its own.
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ class ParamUpdates:
 
 @dataclass(frozen=True)
 class ParamSettings:
-    """How parameters are fetched. `num_buffers`: layers that may be fetched at a time, besides `pre`. A unit arrives once the
-    device has computed all but the last `most_behind` released before it: their memory is not free yet.
+    """How parameters are fetched. `num_buffers`: layers that may be fetched at a time, besides what is outside them. A unit
+    arrives once the device has computed all but the last `most_behind` released before it: their memory is not free yet.
 
     `generations`: of each file; with one, early steps are written in place. `checksums`: those of the files.
     """
@@ -301,11 +302,14 @@ class ParamStore:
         self._lane.run(lambda: zero_params.gather(gathered))
         zero_params.partition(param for param in gathered if not zero_params.is_persistent(param))
 
-    def release(self, unit: Unit) -> None:
-        """Give up the full parameters of a unit; its shards on SSD are unchanged."""
+    def release(self, unit: Unit, comes_back: bool = False) -> None:
+        """Give up the full parameters of a unit; its shards on SSD are unchanged. `comes_back`: a unit outside the layers
+        is fetched once more before its values change, and its buffer keeps them. See [Note: versions]."""
         resident = self._resident[unit]
         zero_params.partition(param for param in resident.gathered if not zero_params.is_persistent(param))
-        if resident.buffer is not None:
+        if resident.buffer is not None and comes_back:
+            self.ahead[unit] = Copy(resident.buffer, self.files.versions[unit])
+        elif resident.buffer is not None:
             self.buffers.pool(unit).put_back(resident.buffer)
         self._backlog.mark()
         del self._resident[unit]  # not before: an interrupt must not forget what is full

@@ -19,7 +19,7 @@ from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, Cell, Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_training
-from ds_vertical.types import PRE, ActivationPolicy, Placement, TensorKind, Tier
+from ds_vertical.types import PRE, SUF, ActivationPolicy, Placement, TensorKind, Tier, Unit
 
 _RANKED_LAYERS: Final = 5
 _PIECES: Final = 8  # of a layer in the optimizer's pipeline
@@ -108,7 +108,9 @@ class Candidate:
         """A step in the steady state."""
         choice, placement = self.choice, self.choice.placement
         # What is issued ahead at the end of a step, of `pre` and the first layers, is no longer due in the next one.
-        due = frozenset(range(LEAD, num_layers)) if choice.window else frozenset((PRE, *range(num_layers)))
+        outside = self.shape.outside
+        ahead = {*((PRE,) if SUF in outside.apart else outside.units), *range(LEAD)} if choice.window else set[Unit]()
+        due = frozenset(outside.around(range(num_layers))) - ahead
         waits = placement.in_files(TensorKind.GRADIENTS) > 0
         moves = not self.machine.one_memory or placement.in_files(TensorKind.ACTIVATIONS) > 0
         return build_training(
@@ -123,6 +125,7 @@ class Candidate:
                 hold=None if not waits else DELAYED if choice.early else EVERYTHING,
                 moved=choice.moved if moves else (),
                 kept=self._kept_away(num_layers),
+                outside=outside,
             )
         )
 

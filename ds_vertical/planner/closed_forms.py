@@ -4,7 +4,7 @@ SSD bytes per step and rank, with P elements, M micro-batches, L layers, A bytes
 micro-batch, everything on SSD, bf16 parameters and fp32 Adam:
 
     stream              bytes
-    parameters read     4P - 2P x handed over - kept layers (and `pre`) once
+    parameters read     4P - 2P x handed over - kept layers (and what is outside) once
     gradients           4P out + 4P in of the share that waits on SSD
     optimizer state     12P in + 12P out
     parameters written  2P
@@ -30,7 +30,7 @@ from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_policy import activation_tiers
 from ds_vertical.planner.costs import Cost
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.model_shape import ModelShape, outside_elements
 from ds_vertical.types import IN_FILES, Placement, TensorKind, Tier, check_share
 
 
@@ -84,7 +84,7 @@ def vertical_traffic(
         check_share(name, share)
     if kept < 0:
         raise CostsError(f"kept: got {kept!r}; write a number of layers, 0 or more")
-    once = shape.pre_elements + sum(shape.layer_elements[max(0, shape.num_layers - kept) :])
+    once = outside_elements(shape) + sum(shape.layer_elements[max(0, shape.num_layers - kept) :])
     fetches = 2.0 - once / shape.num_elements - handed_over if shape.num_elements else 0.0
     activations, kept_on_ssd = _activations_in_files(shape, num_micro_batches), _kept_in_files(shape, num_micro_batches)
     layers = shape.num_layers

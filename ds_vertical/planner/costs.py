@@ -56,7 +56,7 @@ def split_steps(shape: ModelShape, delay: float) -> dict[tuple[Unit, str], float
     """Elements of this rank per (unit, part), in a schedule that takes a share `delay` of every unit as "d0" and the rest as
     "e0". Raises CostsError for a delay that is no share."""
     check_share("optimizer_delay", delay)
-    units: tuple[Unit, ...] = (PRE, *range(shape.num_layers))
+    units = shape.outside.around(range(shape.num_layers))
     shares = {"e0": 1 - delay, "d0": delay}
     return {(unit, part): shape.stepped(unit) * share for unit in units for part, share in shares.items()}
 
@@ -214,12 +214,16 @@ class _Pricer:
         self.split = {early.layer: [e for e in steps if e.layer == early.layer] for early in filter(is_early, steps)}
         ahead = (event for event in events if event.ahead and (event.op is Op.FETCH or self.sizes.elements(event)))
         self.in_memory = {event.layer for event in ahead}  # until the unit's next FETCH
+        self.again = {PRE} & set(shape.apart)  # its buffer keeps it from its first FETCH to its second
 
     def fetch(self, event: Event) -> Cost:
         """The read of a unit's shard, where it is not in memory yet, and the copy of it to the device."""
         elements = self.shape.shard(event.layer)
         read = () if event.layer in self.in_memory else self._read_parameters(elements)
         self.in_memory.discard(event.layer)
+        if event.layer in self.again and not event.ahead:
+            self.again.discard(PRE)
+            self.in_memory.add(PRE)
         copied = self.lanes.copy("copy_in", "parameters", elements * self.shape.param_bytes)
         return _cost(read if event.ahead else read + copied)
 

@@ -42,7 +42,7 @@ from typing import Any, Final, assert_never
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.kept_activations import KeepMenu, PolicyPoint, buffer_bytes, num_cells, tier_shares
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.model_shape import ModelShape, outside_elements
 from ds_vertical.types import RESTING_PLACES, Placement, TensorKind, Tier, TierBytes, per_tier
 
 # The shares that the program chooses; those of the state are tried in turn by `search`.
@@ -354,7 +354,7 @@ def _staying(case: LpProblem) -> float:
     """The share of the parameters that stays at the turn: the last layers in the window, and what is outside the layers."""
     shape = case.shape
     count = 1 + (case.terms.window + 1) // 2
-    return (shape.pre_elements + sum(shape.layer_elements[-count:])) / shape.num_elements
+    return (outside_elements(shape) + sum(shape.layer_elements[-count:])) / shape.num_elements
 
 
 def _memory_rows(case: LpProblem, spare: float = 0.0) -> Iterator[Constraint]:

@@ -5,11 +5,12 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
     host    parameter buffers    b N and `pre`, in the parameters' dtype; b of `layer_buffers`, which is w + 3
             optimizer slots      slots x part x (state + parameter bytes)
             gradients            4P of the share that waits there, 4N of a few layers for what is stepped early or goes to SSD
-             activations          M L A of the share that is kept there
-             kept for the backward  M K of all layers that rests there, K of a micro-batch; buffers of cells, where some move
+            activations          M L A of the share that is kept there
+            kept for the backward  M K of all layers that rests there, K of a micro-batch; buffers of cells, where some move
             at rest              parameters and state that are not on SSD
     device  parameters           (w + 1) N and `pre`, gathered (none where they are the host's buffers)
-            gradient sums        4N of one layer (two while one is copied out) and of `pre`
+            gradient sums        4N of one layer (two while one is copied out) and of `pre`; where `pre` and `suf` are apart,
+                                 the moment counts that has most of parameters and sums (`_of_units`)
             activations          M L A + 2 A: layer inputs, and the gradients between two layers
             kept                 M K_device of what forwards keep, and 4 cells where any move
             working              what one layer's backward needs for one micro-batch, and on the host the gradients of the last
@@ -29,10 +30,10 @@ from types import MappingProxyType
 from typing import Final
 
 from ds_vertical.errors import MemoryBudgetError
-from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.model_shape import ModelShape, suf_files
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import LEAD, MAX_SAVES, MAX_STEPS
-from ds_vertical.types import PRE, TensorKind, Tier, TierBytes, check_number
+from ds_vertical.types import PRE, SUF, TensorKind, Tier, TierBytes, Unit, check_number
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
@@ -124,7 +125,8 @@ def total_bytes(items: tuple[BudgetItem, ...], tier: Tier) -> int:
 def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     rank = shape.num_elements / shape.num_shards
     pre_files, *layer_files = shape.unit_files
-    buffers = layer_buffers(terms.window, sum(map(bool, layer_files))) * max(layer_files) + pre_files
+    outside_files = pre_files + suf_files(shape)
+    buffers = layer_buffers(terms.window, sum(map(bool, layer_files))) * max(layer_files) + outside_files
     yield _item(Tier.HOST, "parameter buffers", buffers, "vertical_schedule.prefetch_layers")
     resting = rank * shape.param_bytes * shape.placement.share(TensorKind.PARAMETERS, Tier.HOST)
     yield _item(Tier.HOST, "parameters at rest", resting, "zero_optimization.offload_param.device")
@@ -151,23 +153,22 @@ def _gradients(shape: ModelShape, terms: BudgetTerms) -> float:
     """Elements of gradients in host memory: those that wait there, those being stepped early, those that leave for SSD. With
     the sums in the same memory (`_aliased`) those count until their unit's last element has left."""
     pre, *layers = (elements / shape.num_shards for elements in shape.unit_gradients)
-    rank, largest = pre + sum(layers), max(layers)
+    outside, largest = pre + shape.suf_gradients / shape.num_shards, max(layers)
+    rank = outside + sum(layers)
     waits, on_ssd = terms.held_share, shape.in_files(TensorKind.GRADIENTS)
-    passing = min(rank, terms.gradient_layers * largest + pre)
+    passing = min(rank, terms.gradient_layers * largest + outside)
     sums = 0.0
     if waits < 1:
         sums = passing * (1.0 if _aliased(shape, terms) else 1 - waits)
     elif on_ssd and _aliased(shape, terms):
-        sums = min(rank, largest + pre)
+        sums = min(rank, largest + outside)
     return waits * (rank * (1 - on_ssd) + passing * on_ssd) + sums
 
 
 def _device(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
-    count, (pre, *layers) = terms.num_micro_batches, shape.unit_gradients
-    parameters = 0 if _aliased(shape, terms) else _fetched(shape, terms) * shape.param_bytes
+    count = terms.num_micro_batches
+    parameters, sums = (0, 0) if _aliased(shape, terms) else _of_units(shape, terms)
     yield _item(Tier.DEVICE, "parameters", parameters, "vertical_schedule.prefetch_layers")
-    at_once = 1 if terms.one_memory else min(2, shape.num_layers)
-    sums = 0 if _aliased(shape, terms) else (at_once * max(layers) + pre) * shape.gradient_bytes
     yield _item(Tier.DEVICE, "gradient sums", sums, "vertical_schedule.blocks_per_layer")
     off = shape.placement.away(TensorKind.ACTIVATIONS)
     inputs, passing = count * shape.num_layers + 2, count * min(2, shape.num_layers) + 1  # the last layer is fused
@@ -200,7 +201,7 @@ def backward_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
 
 def _largest_piece(shape: ModelShape) -> float:
     """Elements of the largest piece that goes through the optimizer's pipeline: units are cut into equal ones."""
-    shards = [shape.stepped(unit) for unit in (PRE, *range(shape.num_layers))]
+    shards = [shape.stepped(unit) for unit in shape.outside.around(range(shape.num_layers))]
     if shape.part_elements is None:
         return max(shards)
     return max(shard / max(1, math.ceil(shard / shape.part_elements)) for shard in shards)
@@ -211,10 +212,21 @@ def _aliased(shape: ModelShape, terms: BudgetTerms) -> bool:
     return terms.one_memory and shape.num_shards == 1
 
 
-def _fetched(shape: ModelShape, terms: BudgetTerms) -> int:
-    """Most elements of gathered units at a time."""
-    largest = sorted(shape.layer_elements, reverse=True)[: terms.window + 1]
-    return sum(largest) + shape.pre_elements
+def _of_units(shape: ModelShape, terms: BudgetTerms) -> tuple[int, int]:
+    """Bytes of gathered units and of gradient sums on the device, at the moment that has most of both: between the ends, at the
+    last layer with the suffix, or at the prefix, behind the first layer."""
+    pre, *layers = shape.unit_gradients
+    outside: dict[Unit, tuple[int, int]] = {PRE: (shape.pre_elements, pre), SUF: (shape.suf_elements, shape.suf_gradients)}
+    largest = sorted(shape.layer_elements, reverse=True)
+    at_once = 1 if terms.one_memory else min(2, shape.num_layers)  # sums: one, two while one is copied out
+    moments = [(sum(largest[: terms.window + 1]), at_once * max(layers))]
+    if SUF in shape.apart:
+        moments.append((moments[0][0] + outside[SUF][0], max(layers) + outside[SUF][1]))
+    if PRE in shape.apart:
+        moments.append((sum(largest[: terms.window]) + outside[PRE][0], (at_once - 1) * max(layers) + outside[PRE][1]))
+    stays, sums = (sum(outside[unit][n] for unit in shape.outside.staying) for n in (0, 1))
+    found = [(shape.param_bytes * (p + stays), shape.gradient_bytes * (g + sums)) for p, g in moments]
+    return max(found, key=sum)
 
 
 def _item(tier: Tier, what: str, num_bytes: float, key: str) -> BudgetItem:

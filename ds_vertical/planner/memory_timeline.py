@@ -121,15 +121,15 @@ class _Ledger:
         memory, and from HOLD on (REDUCE, where there is none) its share of it on SSD."""
         summing: set[Unit] = set()
         for index, event in enumerate(self.timeline.events):
-            unit: Unit | None = PRE if event.op is Op.HEAD else event.layer
+            for added in self._added_to(event) - summing:
+                summing.add(added)
+                yield self._gradient(self.start_s(index), Tier.DEVICE, self.shape.stepped(added) * self.shape.num_shards)
+            unit = event.layer
             if unit is None:
                 continue
             elements = self.shape.stepped(unit) if event.op is Op.REDUCE else self.sizes.elements(event)
             on_ssd = elements * self._share_on_ssd(event)
-            if event.op in (Op.HEAD, Op.B) and unit not in summing:
-                summing.add(unit)
-                yield self._gradient(self.start_s(index), Tier.DEVICE, self.shape.stepped(unit) * self.shape.num_shards)
-            elif event.op is Op.REDUCE:
+            if event.op is Op.REDUCE:
                 summing.discard(unit)
                 yield self._gradient(self.end_s(index), Tier.DEVICE, -self.shape.stepped(unit) * self.shape.num_shards)
                 yield from self._gradients(self.start_s(index), elements - on_ssd, on_ssd)
@@ -140,6 +140,12 @@ class _Ledger:
                 if event.step_offset and index < self.count:  # left by the step before the first one
                     yield from self._gradients(0.0, elements - on_ssd, on_ssd)
                 yield from self._gradients(self.end_s(index), on_ssd - elements, -on_ssd)
+
+    def _added_to(self, event: Event) -> set[Unit]:
+        """The units whose gradient sums an event begins or adds to: what stays outside the layers begins with the suffix."""
+        if event.op is Op.HEAD:
+            return set(self.shape.outside.added_by_head)
+        return {event.layer} if event.op is Op.B and event.layer is not None else set()
 
     def _share_on_ssd(self, event: Event) -> float:
         """Of the gradients that an event is about; a unit whose HOLD names a part keeps the others in memory."""

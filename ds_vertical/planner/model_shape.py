@@ -9,10 +9,21 @@ from typing import Final
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, concave, mean_menu, thinned
-from ds_vertical.types import PRE, ActivationPolicy, Placement, TensorKind, Unit, check_number, refuse
+from ds_vertical.schedule.events import Outside
+from ds_vertical.types import PRE, SUF, ActivationPolicy, Placement, TensorKind, Unit, check_number, refuse
 
 REPLAY_S: Final = 10e-6  # of the host, for an operation that a recompute with left-out operations runs (assumed)
 DTYPE_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class SufShape:
+    """The unit behind the last layer: its elements, and those that the optimizer steps, on all ranks; bytes of its parameter
+    files on this rank (null: what elements and placement say)."""
+
+    elements: int
+    gradients: int
+    files: int | None = None
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,9 @@ class ModelShape:
     goes through the optimizer pipeline by itself (null: a unit or its part at once). `working_bytes`: what a layer needs on
     the device while it runs backward for one micro-batch. `files`: bytes of the parameter files of `pre` and of each layer on
     this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
-    placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). Raises CostsError.
+    placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). `suf`: the unit of
+    what the suffix alone uses (null: that belongs to `pre`); `apart`: the units outside the layers that are away where other
+    code runs, see `Outside`. Raises CostsError.
     """
 
     pre_elements: int
@@ -51,6 +64,8 @@ class ModelShape:
     gradients: tuple[int, ...] | None = None
     slot_bytes: int | None = None
     kept: KeptShare | None = None
+    suf: SufShape | None = None
+    apart: tuple[Unit, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layer_elements:
@@ -74,13 +89,28 @@ class ModelShape:
     @property
     def num_elements(self) -> int:
         """Of all units, on all ranks."""
-        return self.pre_elements + sum(self.layer_elements)
+        return outside_elements(self) + sum(self.layer_elements)
+
+    @property
+    def suf_elements(self) -> int:
+        """Of `suf`, on all ranks; 0 where it is no unit."""
+        return 0 if self.suf is None else self.suf.elements
+
+    @property
+    def outside(self) -> Outside:
+        """The units outside the layers, as schedules move them."""
+        return Outside(self.suf is not None, self.apart)
 
     @property
     def unit_files(self) -> tuple[float, ...]:
         """Bytes of the parameter files of `pre` and of each layer on this rank."""
         each = self.param_bytes * self.in_files(TensorKind.PARAMETERS) / self.num_shards
         return tuple(elements * each for elements in self._units) if self.files is None else self.files
+
+    @property
+    def suf_gradients(self) -> int:
+        """Elements of `suf` that have a gradient, on all ranks."""
+        return 0 if self.suf is None else self.suf.gradients
 
     @property
     def written_bytes(self) -> float:
@@ -99,16 +129,16 @@ class ModelShape:
     @property
     def stepped_elements(self) -> int:
         """Of all units, on all ranks: those of parameters that are trained."""
-        return sum(self.unit_gradients)
+        return sum(self.unit_gradients) + self.suf_gradients
 
     @property
     def _units(self) -> tuple[int, ...]:
         return (self.pre_elements, *self.layer_elements)
 
     def elements(self, unit: Unit | None) -> int:
-        """All elements of `pre` or of a layer. `suf` has none of its own. Raises CostsError for a layer it lacks."""
+        """All elements of `pre`, `suf` or of a layer. Raises CostsError for a layer it lacks."""
         if not isinstance(unit, int):
-            return self.pre_elements if unit == PRE else 0
+            return self.pre_elements if unit == PRE else self.suf_elements if unit == SUF else 0
         if unit >= self.num_layers:
             raise CostsError(f"the schedule names layer {unit}; the model has {self.num_layers}")
         return self.layer_elements[unit]
@@ -119,9 +149,23 @@ class ModelShape:
 
     def stepped(self, unit: Unit | None) -> float:
         """Elements of a unit that this rank's optimizer steps."""
+        if unit == SUF:
+            return self.suf_gradients / self.num_shards
         if self.gradients is None or not self.elements(unit):
             return self.shard(unit)
         return self.gradients[1 + unit if isinstance(unit, int) else 0] / self.num_shards
+
+
+def outside_elements(shape: ModelShape) -> int:
+    """Elements of the units outside the layers, on all ranks."""
+    return shape.pre_elements + shape.suf_elements
+
+
+def suf_files(shape: ModelShape) -> float:
+    """Bytes of the parameter files of `suf` on this rank."""
+    if shape.suf is not None and shape.suf.files is not None:
+        return float(shape.suf.files)
+    return shape.suf_elements * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS) / shape.num_shards
 
 
 @dataclass(frozen=True)
@@ -176,7 +220,8 @@ class ModelSpec:
     and `head_saved_bytes`: what autograd keeps of one block's and of the suffix's forward. `largest_parameter`: elements.
     `trained`: of the elements outside the blocks and of each block, those that are trained (None: all). `block_frozen_flops`
     and `head_frozen_flops`: of the forward's operations, those with weights that are not trained. `menus`: what each kind of
-    block may keep for its backward.
+    block may keep for its backward. `suf`: of the elements outside the blocks, those that the suffix alone uses (null: none are
+    known to be such); `apart`: the units outside the layers that may be away (`layers`, [Note: two ends]).
     """
 
     name: str
@@ -195,6 +240,8 @@ class ModelSpec:
     trained: tuple[int, ...] | None = None
     block_frozen_flops: float = 0.0
     head_frozen_flops: float = 0.0
+    suf: SufShape | None = None
+    apart: tuple[Unit, ...] = ()
 
     @property
     def num_elements(self) -> int:
@@ -302,7 +349,8 @@ def shaped(shape: ModelShape, seconds: Seconds, blocks_per_layer: int = 1) -> Mo
 @dataclass(frozen=True)
 class Division:
     """How a model and its batch are cut up: `sequences` of a micro-batch, blocks of a layer, ranks that share each parameter
-    (`num_shards`); `generations`, `part_elements` and `placement` as in `ModelShape`."""
+    (`num_shards`); `generations`, `part_elements` and `placement` as in `ModelShape`. `apart`: what lies outside the layers is
+    fetched where it is used, as far as the model lets it."""
 
     sequences: int
     blocks_per_layer: int = 1
@@ -310,6 +358,7 @@ class Division:
     generations: int = 1
     part_elements: int | None = None
     placement: Placement = Placement()
+    apart: bool = False
 
 
 def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShape:
@@ -318,11 +367,16 @@ def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShap
     elements = spec.layers(blocks_per_layer)
     param_bytes = DTYPE_BYTES[spec.dtype]
     gradients = spec.gradients(blocks_per_layer)
-    made = max(gradients or (*elements, spec.pre_elements)) * param_bytes  # gradients as autograd makes them
+    suf = spec.suf if division.apart else None
     copied = 0 if gradients is None else spec.largest_parameter * param_bytes  # of a frozen one, in a kernel's order
     kept = max(blocks_per_layer * spec.block_saved_bytes, spec.head_saved_bytes + spec.block_saved_bytes)
+    pre_elements = spec.pre_elements - (0 if suf is None else suf.elements)
+    if gradients is not None and suf is not None:
+        gradients = (gradients[0] - suf.gradients, *gradients[1:])
+    ends = (pre_elements if gradients is None else gradients[0], 0 if suf is None else suf.gradients)
+    made = max(*(elements if gradients is None else gradients[1:]), *ends) * param_bytes  # gradients as autograd makes them
     shape = ModelShape(
-        spec.pre_elements,
+        pre_elements,
         elements,
         0.0,
         0.0,
@@ -334,5 +388,7 @@ def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShap
         working_bytes=made + copied + sequences * kept,
         placement=division.placement,
         gradients=gradients,
+        suf=suf,
+        apart=spec.apart if division.apart else (),
     )
     return shaped(shape, seconds, blocks_per_layer)

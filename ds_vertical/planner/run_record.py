@@ -14,9 +14,9 @@ from typing import Any, Final, Literal, Self
 
 from ds_vertical.planner.closed_forms import Traffic, kept_layers, vertical_traffic
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
-from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import DELAYED, Op, Schedule
-from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, ActivationPolicy, Placement, Tier, Unit
+from ds_vertical.types import HOLDING, PRE, SHARE_NAMES, SUF, ActivationPolicy, Placement, Tier, Unit
 
 FILE_NAME = "account.jsonl"
 Share = Literal["delayed", "all"]
@@ -26,7 +26,7 @@ DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # to
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Elements are whole units', early ones this rank's; a unit is "pre" or a layer's number.
+    """Elements are whole units', early ones this rank's; a unit is "pre", "suf" or a layer's number. `apart`: as in `Outside`.
 
     `host_bytes`: of this rank's memory budget. `tokens` of a micro-batch of `sequences`; `threads` of the process that
     trained; `model` is the Hugging Face configuration (None: the model has none). `parameters_on_ssd`, ...: the
@@ -56,6 +56,7 @@ class RunInfo:
     gradients_on_ssd: float = 0.0
     activations_on_host: float = 0.0
     activations_on_ssd: float = 0.0
+    apart: tuple[Unit, ...] = ()
 
     @property
     def placement(self) -> Placement:
@@ -65,7 +66,7 @@ class RunInfo:
     @property
     def num_layers(self) -> int:
         """Of the schedule: each of `blocks_per_layer` blocks."""
-        return len(self.elements) - 1
+        return sum(isinstance(unit, int) for unit in self.elements)
 
     @property
     def early_share(self) -> float:
@@ -91,6 +92,8 @@ class RunInfo:
             generations=self.generations,
             part_elements=self.part_elements or None,
             placement=self.placement,
+            suf=SufShape(self.elements[SUF], self.elements[SUF]) if SUF in self.elements else None,
+            apart=self.apart,
         )
 
 
@@ -229,7 +232,8 @@ def read_account(folder: Path) -> Account | None:
         first, *lines = path.read_text(encoding="utf-8").splitlines()
         fields = json.loads(first)["facts"]
         for name in ("elements", "early_elements", "delayed_elements"):
-            fields[name] = {PRE if unit == PRE else int(unit): count for unit, count in fields[name].items()}
+            fields[name] = {unit if unit in (PRE, SUF) else int(unit): count for unit, count in fields[name].items()}
+        fields["apart"] = tuple(fields.get("apart", ()))
         return Account(RunInfo(**fields), tuple(_steps(lines)))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: no account of a run: {error}") from error

@@ -16,9 +16,22 @@ from typing import Final
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import DROPS, Moves, find_fault, is_work
-from ds_vertical.schedule.events import DELAYED, EARLY, MAX_SAVES, MAX_STEPS, Event, Key, Op, Schedule, error_at, part_of
+from ds_vertical.schedule.events import (
+    DELAYED,
+    EARLY,
+    MAX_SAVES,
+    MAX_STEPS,
+    Event,
+    Key,
+    Op,
+    Outside,
+    Schedule,
+    error_at,
+    part_of,
+)
 from ds_vertical.types import PRE, SUF, Unit
 
+_TOO_OFTEN: Final = {1: "a second time; it must happen once", 2: "a third time; it must happen twice"}
 _REPEATED: Final = frozenset((Op.FETCH, Op.RELEASE, Op.LOAD))
 _KEPT_MOVES: Final = (Op.KSAVE, Op.KLOAD, Op.KDROP)
 _MOVES: Final = (Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP)
@@ -27,8 +40,9 @@ _MOVES: Final = (Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP)
 class _Walk:
     """What has happened while a list of events is read from left to right; refuses what could not be run."""
 
-    def __init__(self, num_layers: int, num_micro_batches: int, num_calls: int) -> None:
+    def __init__(self, num_layers: int, num_micro_batches: int, num_calls: int, outside: Outside) -> None:
         self.num_layers = num_layers
+        self.outside = outside
         self.num_calls = num_calls
         self.micro_batches = range(num_micro_batches)
         self.index = 0
@@ -81,6 +95,10 @@ class _Walk:
     def concluded(self) -> list[int]:
         """The COMMIT that must be over before anything uses what early steps made or left."""
         return [self.need(Op.COMMIT)] if self.early else []
+
+    def glue(self) -> list[int]:
+        """The FETCHes of the units that the code between two layers may use: those that are there from end to end."""
+        return [self.use(unit) for unit in self.outside.staying]
 
     def values(self, unit: Unit | None) -> list[int]:
         """FETCH of the unit, and the delayed step that made the values it brings."""
@@ -138,36 +156,39 @@ def _release(walk: _Walk, event: Event) -> list[int]:
     return [walk.fetched.pop(unit), *walk.uses[unit]]
 
 
-# `pre` stands for all parameters outside the layers: prefix, suffix and what the model uses between two layers. So
-# every compute event, on whatever layer, uses it.
+# What stays outside the layers may be used by the prefix, the suffix and the code between two layers. So every compute event,
+# on whatever layer, uses it. What is apart is used by the prefix alone, or by the suffix alone.
 def _forward(walk: _Walk, event: Event) -> list[int]:
     layer, micro_batch, last = event.layer, event.micro_batch, walk.num_layers - 1
     if layer == PRE:  # of a further call: the code from the call before on, and the prefix
-        return [*walk.values(PRE), *([walk.forward(last, micro_batch, event.call - 1)] if event.call else [])]
+        used = [need for unit in dict.fromkeys((PRE, *walk.outside.staying)) for need in walk.values(unit)]
+        return [*used, *([walk.forward(last, micro_batch, event.call - 1)] if event.call else [])]
     if layer == SUF:
-        return [walk.use(PRE), walk.forward(last, micro_batch, walk.num_calls - 1)]
+        return [*walk.glue(), walk.forward(last, micro_batch, walk.num_calls - 1)]
     assert isinstance(layer, int)
     before = walk.forward(layer - 1 if layer else PRE, micro_batch, event.call)
-    return [*walk.values(layer), walk.use(PRE), before, *walk.moves.use(Op.SAVE, layer, micro_batch, walk.index)]
+    return [*walk.values(layer), *walk.glue(), before, *walk.moves.use(Op.SAVE, layer, micro_batch, walk.index)]
 
 
 def _head(walk: _Walk, event: Event) -> list[int]:
     last = walk.forward(walk.num_layers - 1, event.micro_batch, walk.num_calls - 1)
-    return [walk.use(PRE), last, *walk.add_gradient(PRE)]
+    used = walk.values(SUF) if SUF in walk.outside.apart else []
+    return [*used, *walk.glue(), last, *(need for unit in walk.outside.added_by_head for need in walk.add_gradient(unit))]
 
 
 def _backward(walk: _Walk, event: Event) -> list[int]:
     layer, micro_batch = event.layer, event.micro_batch
     moved = walk.moves.use(Op.GSAVE, layer, micro_batch, walk.index)
     if layer == PRE:
-        return [walk.use(PRE), walk.need(Op.B, 0, micro_batch), *walk.add_gradient(PRE), *moved]
+        used = [walk.use(unit) for unit in dict.fromkeys((PRE, *walk.outside.staying))]
+        return [*used, walk.need(Op.B, 0, micro_batch), *walk.add_gradient(PRE), *moved]
     assert isinstance(layer, int)
     last = layer == walk.num_layers - 1
     after = walk.need(Op.HEAD, SUF, micro_batch) if last else walk.need(Op.B, layer + 1, micro_batch)
     for save in (Op.SAVE, Op.KSAVE):
         moved += walk.moves.use(save, layer, micro_batch, walk.index)
     made = walk.forward(layer, micro_batch, walk.num_calls - 1)
-    return [made, after, walk.use(layer), walk.use(PRE), *walk.add_gradient(layer), *moved]
+    return [made, after, walk.use(layer), *walk.glue(), *walk.add_gradient(layer), *moved]
 
 
 def _save(walk: _Walk, event: Event) -> list[int]:
@@ -207,8 +228,11 @@ def _drop(walk: _Walk, event: Event) -> list[int]:
 
 def _reduce(walk: _Walk, event: Event) -> list[int]:
     unit = event.layer
-    sums = [walk.need(Op.B, unit, m) for m in walk.micro_batches]
-    if unit == PRE:
+    last: list[Unit | None] = (
+        [PRE] if unit in walk.outside.staying else [] if unit == SUF else [unit]
+    )  # glue adds to what stays
+    sums = [walk.need(Op.B, each, m) for each in last for m in walk.micro_batches]
+    if unit in walk.outside.added_by_head:
         sums += [walk.need(Op.HEAD, SUF, m) for m in walk.micro_batches]
     return [walk.use(unit), *sums]
 
@@ -222,7 +246,8 @@ def _hold(walk: _Walk, event: Event) -> list[int]:
 
 def _norm(walk: _Walk, event: Event) -> list[int]:
     """A step is decided once what it has made is where it waits: a transfer that fails then fails the step as a whole."""
-    return [*(walk.need(Op.REDUCE, unit) for unit in (PRE, *range(walk.num_layers))), *walk.holds, *walk.early]
+    units = walk.outside.around(range(walk.num_layers))
+    return [*(walk.need(Op.REDUCE, unit) for unit in units), *walk.holds, *walk.early]
 
 
 def _step(walk: _Walk, event: Event) -> list[int]:
@@ -312,7 +337,25 @@ def dependencies(events: Sequence[Event]) -> tuple[tuple[int, ...], ...]:
     layers = (event.layer for event in events if isinstance(event.layer, int))
     micro_batches = (event.micro_batch for event in events if event.micro_batch is not None)
     num_calls = 1 + max((event.call for event in events), default=0)
-    return _dependencies(events, _Walk(1 + max(layers, default=-1), 1 + max(micro_batches, default=-1), num_calls))
+    shape = 1 + max(layers, default=-1), 1 + max(micro_batches, default=-1)
+    return _dependencies(events, _Walk(*shape, num_calls, _outside_of(events)))
+
+
+def _outside_of(events: Sequence[Event]) -> Outside:
+    """The units outside the layers, as the events move them: PRE is apart where it is fetched again, SUF where the first prefix
+    does without it."""
+    fetched = [event.layer for event in events if event.op is Op.FETCH and not event.ahead]
+    ahead_of_prefix: set[Unit | None] = set()
+    for event in events:
+        if event.op is Op.F:
+            break
+        ahead_of_prefix |= {event.layer} if event.op is Op.FETCH else set()
+    has_suf = SUF in fetched
+    apart: tuple[Unit, ...] = (
+        *((PRE,) if fetched.count(PRE) > 1 else ()),
+        *((SUF,) if has_suf and SUF not in ahead_of_prefix else ()),
+    )
+    return Outside(has_suf, apart)
 
 
 def _dependencies(events: Sequence[Event], walk: _Walk) -> tuple[tuple[int, ...], ...]:
@@ -334,7 +377,7 @@ def validate(schedule: Schedule) -> None:
     move, at most look_ahead + 1 inputs, gradients and kept cells each are loaded and not yet used, and all saved is dropped.
     """
     _check_once(schedule)
-    _dependencies(schedule.events, _Walk(schedule.num_layers, schedule.num_micro_batches, schedule.calls))
+    _dependencies(schedule.events, _Walk(schedule.num_layers, schedule.num_micro_batches, schedule.calls, schedule.outside))
     _check_complete(schedule)
     _check_window(schedule)
     _check_ahead(schedule)
@@ -346,13 +389,14 @@ def validate(schedule: Schedule) -> None:
 def _once(schedule: Schedule) -> list[Event]:
     """The events that stand exactly once in every schedule of this order and shape, in no particular order."""
     layers, micro_batches = range(schedule.num_layers), range(schedule.num_micro_batches)
-    units: tuple[Unit, ...] = (PRE, *layers)
-    events = [Event(Op.FETCH, PRE), Event(Op.RELEASE, PRE)]
-    events += [Event(Op.F, unit, m, part_of(call)) for unit in units for m in micro_batches for call in range(schedule.calls)]
+    units = schedule.outside.around(layers)
+    run: list[Unit] = [PRE, *layers]
+    events = [Event(op, unit) for op in (Op.FETCH, Op.RELEASE) for unit in schedule.outside.units]
+    events += [Event(Op.F, unit, m, part_of(call)) for unit in run for m in micro_batches for call in range(schedule.calls)]
     if schedule.order == "forward":
         return events + [Event(Op.F, SUF, m) for m in micro_batches]
     events += [Event(Op.HEAD, SUF, m) for m in micro_batches]
-    events += [Event(Op.B, unit, m) for unit in units for m in micro_batches]
+    events += [Event(Op.B, unit, m) for unit in run for m in micro_batches]
     events += [Event(Op.NORM), *(Event(Op.REDUCE, unit) for unit in units)]
     if schedule.early:
         events += [Event(Op.COMMIT), *(Event(Op.STEP, unit, part=EARLY) for unit in units)]
@@ -363,11 +407,12 @@ def _check_once(schedule: Schedule) -> None:
     allowed = set(_once(schedule))
     allowed |= {Event(op, layer) for op in (Op.FETCH, Op.RELEASE) for layer in range(schedule.num_layers)}
     if schedule.order != "forward":
-        units: tuple[Unit, ...] = (PRE, *range(schedule.num_layers))
+        units = schedule.outside.around(range(schedule.num_layers))
         allowed |= {e for u in units for e in (Event(Op.STEP, u, None, DELAYED, -1), Event(Op.FETCH, u, step_offset=1))}
         allowed |= {Event(Op.STEP, u, part=DELAYED) for u in units if schedule.delayed}
         allowed |= {Event(Op.HOLD, u, part=part) for u in units for part in (None, DELAYED)}
-        allowed |= {Event(op, u, m) for op in _MOVES for u in units for m in range(schedule.num_micro_batches)}
+        moved: tuple[Unit, ...] = (PRE, *range(schedule.num_layers))
+        allowed |= {Event(op, u, m) for op in _MOVES for u in moved for m in range(schedule.num_micro_batches)}
         allowed |= {Event(op, *cell) for op in _KEPT_MOVES for cell in schedule.kept}
     seen: Counter[Event] = Counter()
     for index, event in enumerate(schedule.events):
@@ -375,8 +420,18 @@ def _check_once(schedule: Schedule) -> None:
         if event not in allowed:
             shape = f"{schedule.num_layers} layers, {schedule.num_micro_batches} micro-batches"
             raise error_at(schedule.events, index, f"has no place in a schedule of order {schedule.order} with {shape}")
-        if seen[event] > 1 and (event.op not in _REPEATED or event.layer == PRE or event.ahead):
-            raise error_at(schedule.events, index, "stands here a second time; it must happen once")
+        most = 2 if event.layer == PRE and PRE in schedule.outside.apart else 1
+        once = event.op not in _REPEATED or event.ahead
+        if (once and seen[event] > 1) or (event.layer in (PRE, SUF) and seen[event] > most):
+            raise error_at(schedule.events, index, f"stands here {_TOO_OFTEN[most]}")
+    _check_outside(schedule)
+
+
+def _check_outside(schedule: Schedule) -> None:
+    """The executor reads off the events what the header says of the units outside the layers."""
+    if (found := _outside_of(schedule.events)) != schedule.outside:
+        told = schedule.outside.to_text() or " nothing"
+        raise error_at(schedule.events, 0, f"the header says of units outside the layers:{told}; the events:{found.to_text()}")
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -393,7 +448,7 @@ def _check_window(schedule: Schedule) -> None:
     for index, event in enumerate(schedule.events):
         if event.op is Op.RELEASE:
             fetched.discard(event.layer)
-        elif event.op is Op.FETCH and event.layer != PRE:
+        elif event.op is Op.FETCH and isinstance(event.layer, int):
             fetched.add(event.layer)
         if len(fetched) > schedule.window + 1:
             problem = f"is layer number {len(fetched)} fetched at once; window {schedule.window} allows"
@@ -423,7 +478,8 @@ def _check_sums(schedule: Schedule) -> None:
     heads = [Event(Op.HEAD, SUF, m) for m in micro_batches]
     prefix = [Event(Op.B, PRE, m) for m in micro_batches]
     interleaved = [event for pair in zip(heads, prefix, strict=True) for event in pair]
-    expected: dict[Unit | None, list[Event]] = {PRE: interleaved if schedule.order == "horizontal" else heads + prefix}
+    added = interleaved if schedule.order == "horizontal" else heads + prefix
+    expected: dict[Unit | None, list[Event]] = {PRE: added}  # those of SUF are its HEADs
     for layer in range(schedule.num_layers):
         turned = schedule.snake and (schedule.num_layers - 1 - layer) % 2 == 1
         expected[layer] = [Event(Op.B, layer, m) for m in (reversed(micro_batches) if turned else micro_batches)]

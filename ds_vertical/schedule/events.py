@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -56,10 +56,11 @@ class Op(StrEnum):
 
 # Op -> the units it may name ("layer" is any layer number, "none" is no unit at all).
 _UNITS: Final[dict[Op, str]] = {
-    **dict.fromkeys((Op.FETCH, Op.RELEASE, Op.B, Op.REDUCE), "layer pre"),
+    **dict.fromkeys((Op.FETCH, Op.RELEASE, Op.REDUCE), "layer pre suf"),
+    Op.B: "layer pre",
     **dict.fromkeys((Op.F, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP), "layer pre suf"),
     **dict.fromkeys((Op.KSAVE, Op.KLOAD, Op.KDROP), "layer"),
-    **dict.fromkeys((Op.HOLD, Op.STEP), "layer pre"),
+    **dict.fromkeys((Op.HOLD, Op.STEP), "layer pre suf"),
     Op.COMMIT: "layer pre none",
     Op.HEAD: "suf",
     Op.NORM: "none",
@@ -90,7 +91,7 @@ _HEADER = re.compile(
     "# ds_vertical schedule v1 order=(?P<order>[a-z]+) layers=(?P<layers>[0-9]+)"
     " micro_batches=(?P<micro_batches>[0-9]+) snake=(?P<snake>[01]) window=(?P<window>[0-9]+) delayed=(?P<delayed>[01])"
     " early=(?P<early>[01])(?:(?: moved=(?P<moved>[0-9,]+))?(?: kept=(?P<kept>[0-9,-]+))? ahead=(?P<ahead>[0-9]+))?"
-    "(?: calls=(?P<calls>[0-9]+))?"
+    "(?: calls=(?P<calls>[0-9]+))?(?P<suf> suf=1)?(?: apart=(?P<apart>pre|suf|pre,suf))?"
 )
 
 
@@ -151,7 +152,7 @@ def _misfit(event: Event) -> str | None:
         return f"{op} needs a micro-batch number >= 0, got {event.micro_batch!r}"
     if op not in _PER_MICRO_BATCH and event.micro_batch is not None:
         return f"{op} takes no micro-batch, got {event.micro_batch!r}"
-    form, parts = _PARTS_OF.get(op, (None, "no part")) if layer != SUF else (None, "no part")
+    form, parts = _PARTS_OF.get(op, (None, "no part")) if (op, layer) != (Op.F, SUF) else (None, "no part")
     if event.part is not None and (form is None or not form.fullmatch(event.part)):
         return f"{op} takes {parts}, got {event.part!r}"
     sign, offsets = _OFFSETS.get(op, (0, "no step offset"))
@@ -218,6 +219,49 @@ def coming_steps(events: Sequence[Event]) -> dict[Event, Event]:
 
 
 @dataclass(frozen=True)
+class Outside:
+    """The parameters outside the layers, as a schedule moves them.
+
+    `has_suf`: those that the code behind the last layer alone uses are a unit of their own, SUF; the others are PRE. `apart`:
+    the units of which no other code uses anything than the prefix (PRE) or the suffix (SUF): they are fetched for it and
+    released behind it. The others are there from end to end, since the glue between two layers may use them. Raises
+    ScheduleError.
+    """
+
+    has_suf: bool = False
+    apart: tuple[Unit, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(unit not in self.units for unit in self.apart):
+            raise ScheduleError(f"apart must name units outside the layers, got {self.apart}: write some of {self.units}")
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units outside the layers."""
+        return (PRE, SUF) if self.has_suf else (PRE,)
+
+    @property
+    def staying(self) -> tuple[Unit, ...]:
+        """The units that are there from end to end."""
+        return tuple(unit for unit in self.units if unit not in self.apart)
+
+    @property
+    def added_by_head(self) -> tuple[Unit, ...]:
+        """The units to whose gradient sums a HEAD adds: what stays may be used in the suffix, too."""
+        return self.units[1:] if PRE in self.apart else self.units
+
+    def around(self, layers: Iterable[int]) -> tuple[Unit, ...]:
+        """All units, in the order in which a forward needs them."""
+        ahead = self.units if SUF in self.staying else (PRE,)
+        return (*ahead, *layers, *(unit for unit in self.units if unit not in ahead))
+
+    def to_text(self) -> str:
+        """The fields of a schedule's header; none where all is one unit that stays."""
+        apart = f" apart={','.join(map(str, self.apart))}" if self.apart else ""
+        return f"{' suf=1' if self.has_suf else ''}{apart}"
+
+
+@dataclass(frozen=True)
 class Schedule:
     """A step (or a forward-only pass) over `num_layers` layers and `num_micro_batches` micro-batches.
 
@@ -225,8 +269,8 @@ class Schedule:
     left to the next schedule, `early` that some are taken during the backward. `moved`: the micro-batches whose layer
     inputs and gradients leave memory between their uses, loaded again `look_ahead` uses ahead; `kept`: the layers and
     micro-batches of which what the forward keeps for the backward does. `calls`: how often each micro-batch's code calls the
-    model; each call is a forward through all layers, and one backward is of all calls. Construction checks the header only;
-    validate() checks the events. Raises ScheduleError.
+    model; each call is a forward through all layers, and one backward is of all calls. `outside`: the parameters outside the
+    layers. Construction checks the header only; validate() checks the events. Raises ScheduleError.
     """
 
     num_layers: int
@@ -241,6 +285,7 @@ class Schedule:
     look_ahead: int = 0
     kept: tuple[Cell, ...] = ()
     calls: int = 1
+    outside: Outside = Outside()
 
     def __post_init__(self) -> None:
         if any(not _is_count(m) or m >= self.num_micro_batches for m in self.moved) or not _is_count(self.look_ahead):
@@ -259,6 +304,11 @@ class Schedule:
             raise ScheduleError(f"snake turns the micro-batches at each layer: write order vertical, got {self.order}")
         if self.moved and self.calls > 1:
             raise ScheduleError(f"moved names micro-batches of one call each, got {self.calls} calls: write moved ()")
+        if self.outside.apart and (self.order != "vertical" or self.calls > 1):
+            raise ScheduleError(
+                f"only order vertical with one call uses {' and '.join(map(str, self.outside.apart))} in one place, got order"
+                f" {self.order} with {self.calls} call(s): write no apart"
+            )
 
     @cached_property
     def coming(self) -> dict[Event, Event]:
@@ -293,6 +343,7 @@ class Schedule:
             header += f" ahead={self.look_ahead}"
         if self.calls > 1:
             header += f" calls={self.calls}"
+        header += self.outside.to_text()
         # Long words and hyphens stay whole: "3STEP.d0@-1" is one event.
         wrap = textwrap.TextWrapper(width=120, break_long_words=False, break_on_hyphens=False).wrap
         return "\n".join([header, *(part for line in _visit_lines(self.events) for part in wrap(line))]) + "\n"
@@ -311,7 +362,9 @@ class Schedule:
         moved = tuple(int(m) for m in (match["moved"] or "").split(",") if m)
         kept = _cells(match["kept"] or "", micro_batches)
         moves = (moved, int(match["ahead"] or 0), kept)
-        given = (match["order"], snake, window, delayed, early, *moves, int(match["calls"] or 1))
+        apart = match["apart"]
+        outside = Outside(bool(match["suf"]), tuple(unit for unit in (PRE, SUF) if apart and unit in apart))
+        given = (match["order"], snake, window, delayed, early, *moves, int(match["calls"] or 1), outside)
         return cls(layers, micro_batches, parse_events("\n".join(lines)), *given)
 
 
@@ -335,8 +388,13 @@ def _cells(text: str, num_micro_batches: int) -> tuple[Cell, ...]:
     return tuple(found)
 
 
+def _is_aside(event: Event) -> bool:
+    return event.op in _ASIDE or (event.op, event.layer) == (Op.REDUCE, SUF)
+
+
 def _visit_lines(events: Sequence[Event]) -> list[str]:
-    """A FETCH opens the line of the work that follows it; a RELEASE, a HEAD and moves stand on the line of the work before."""
+    """A FETCH opens the line of the work that follows it; a RELEASE, a HEAD with its REDUCE, and moves stand on the line of the
+    work before."""
     lines: list[list[str]] = []
     ahead: list[str] = []
     current: Unit | str | None = None
@@ -345,7 +403,7 @@ def _visit_lines(events: Sequence[Event]) -> list[str]:
         if event.op is Op.FETCH:
             ahead.append(str(event))
             continue
-        if ahead or not lines or (unit != current and event.op not in _ASIDE):
+        if ahead or not lines or (unit != current and not _is_aside(event)):
             lines.append(ahead)
             ahead, current = [], unit
         lines[-1].append(str(event))

@@ -8,16 +8,17 @@ build_evaluation() compose and validate; an evaluation keeps what passes between
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import LOOK_AHEAD, place_activations
 from ds_vertical.schedule.dependencies import validate
-from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Cell, Event, Op, Schedule, part_of
+from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Cell, Event, Op, Outside, Schedule, part_of
 from ds_vertical.types import PRE, SUF, Unit
 
 Events = tuple[Event, ...]
+_ONE = Outside()
 
 
 def _sweep(op: Op, unit: Unit, micro_batches: Sequence[int], call: int = 0) -> Iterator[Event]:
@@ -69,14 +70,16 @@ def forward_order(num_layers: int, num_micro_batches: int, calls: int = 1) -> Ev
     return (*sweeps, *_sweep(Op.F, SUF, micro_batches))
 
 
-def place_gradients(events: Sequence[Event]) -> Events:
-    """REDUCE of each unit right after its last B."""
-    last = {event.layer: index for index, event in enumerate(events) if event.op is Op.B}
+def place_gradients(events: Sequence[Event], outside: Outside = _ONE) -> Events:
+    """REDUCE of each unit right after its last B; of SUF after the last HEAD where it is apart, else with `pre`."""
+    makes = (Op.B, Op.HEAD) if SUF in outside.apart else (Op.B,)
+    last = {event.layer: index for index, event in enumerate(events) if event.op in makes}
+    beside = [Event(Op.REDUCE, SUF)] if SUF in outside.staying else []
     placed: list[Event] = []
     for index, event in enumerate(events):
         placed.append(event)
-        if event.op is Op.B and last[event.layer] == index:
-            placed.append(Event(Op.REDUCE, event.layer))
+        if event.op in makes and last[event.layer] == index:
+            placed += (Event(Op.REDUCE, event.layer), *(beside if event.layer == PRE else ()))
     return tuple(placed)
 
 
@@ -110,8 +113,11 @@ def _visits(events: Sequence[Event]) -> list[_Visit]:
     return visits
 
 
-def place_parameters(events: Sequence[Event], window: int, handed_over: Collection[Unit] = ()) -> Events:
-    """FETCH the layers of the next `window` visits before a visit, RELEASE after it; `pre` is there from end to end.
+def place_parameters(
+    events: Sequence[Event], window: int, handed_over: Collection[Unit] = (), outside: Outside = _ONE
+) -> Events:
+    """FETCH the layers of the next `window` visits before a visit, RELEASE after it; units outside the layers are there from
+    end to end, unless `outside` has them apart (`_place_apart`).
 
     A layer that comes back within the next window + 1 visits is kept (at the turn from forward to backward, for one).
     So whatever is fetched while visit i runs belongs to visits i .. i + window: at most window + 1 layers at a time.
@@ -133,23 +139,43 @@ def place_parameters(events: Sequence[Event], window: int, handed_over: Collecti
         if visit.layer not in (coming.layer for coming in visits[i + 1 : i + 2 + window]):
             after[visit.last] = Event(Op.RELEASE, visit.layer)
             fetched.remove(visit.layer)
-    placed = [Event(Op.FETCH, PRE)]
+    if SUF in outside.apart:
+        head = next(i for i, visit in enumerate(visits) if any(e.op is Op.HEAD for e in events[visit.first : visit.last + 1]))
+        first = visits[head if SUF in handed_over else max(0, head - window)].first
+        before.setdefault(first, []).append(Event(Op.FETCH, SUF))
+    placed = [Event(Op.FETCH, unit) for unit in outside.staying]
     for index, event in enumerate(events):
         placed += (*before.get(index, ()), event)
         if index in after:
             placed.append(after[index])
-    return (*placed, Event(Op.RELEASE, PRE))
+    return _place_apart((*placed, *(Event(Op.RELEASE, unit) for unit in outside.staying)), outside)
 
 
-def place_optimizer(events: Sequence[Event], delayed: bool) -> Events:
-    """NORM at the end and, unless the steps are delayed into the next forward, all steps after it: `pre`, then the layers
-    in the order in which the next forward needs them.
+def _place_apart(events: Events, outside: Outside) -> Events:
+    """Where PRE is apart, FETCH it ahead of the prefixes' forwards and of their backwards, and RELEASE it behind each; where
+    SUF is, RELEASE it once its gradient is complete. FETCH of SUF stands where layers are read ahead (`place_parameters`)."""
+    first = {event.op: index for index, event in reversed(list(enumerate(events))) if event.layer == PRE}
+    last = {event.op: index for index, event in enumerate(events) if event.layer == PRE}
+    before, after = ({first[Op.F], first[Op.B]}, {last[Op.F], last[Op.REDUCE]}) if PRE in outside.apart else (set(), set())
+    placed: list[Event] = []
+    for index, event in enumerate(events):
+        placed += (Event(Op.FETCH, PRE), event) if index in before else (event,)
+        if index in after:
+            placed.append(Event(Op.RELEASE, PRE))
+        elif SUF in outside.apart and (event.op, event.layer) == (Op.REDUCE, SUF):
+            placed.append(Event(Op.RELEASE, SUF))
+    return tuple(placed)
+
+
+def place_optimizer(events: Sequence[Event], delayed: bool, outside: Outside = _ONE) -> Events:
+    """NORM at the end and, unless the steps are delayed into the next forward, all steps after it: the units in the order in
+    which the next forward needs them, `pre` first.
 
     Right whatever the clipping and the loss scale. Another regime (early part, speculation) is another pass beside this
     one, with its rules in dependencies.py; it is not a branch in here.
     """
     layers = sorted(event.layer for event in events if event.op is Op.REDUCE and isinstance(event.layer, int))
-    steps = () if delayed else (Event(Op.STEP, unit) for unit in (PRE, *layers))
+    steps = () if delayed else (Event(Op.STEP, unit) for unit in outside.around(layers))
     return (*events, Event(Op.NORM), *steps)
 
 
@@ -169,8 +195,9 @@ def place_early(events: Sequence[Event]) -> Events:
     return tuple(placed)
 
 
-def place_delayed(events: Sequence[Event], due: Collection[Unit], lead: int) -> Events:
-    """STEP what the step before left, `lead` visits ahead of the visit that needs it; `pre` first of all.
+def place_delayed(events: Sequence[Event], due: Collection[Unit], lead: int, outside: Outside = _ONE) -> Events:
+    """STEP what the step before left, `lead` visits ahead of the visit that needs it; `pre` first of all, and what else stays
+    outside the layers. SUF, where it is apart, goes behind the last layer, whose visit needs it.
 
     At most `lead` layers besides the one about to be fetched are stepped and not yet fetched.
     """
@@ -178,26 +205,30 @@ def place_delayed(events: Sequence[Event], due: Collection[Unit], lead: int) -> 
         raise ScheduleError(f"lead must be a number of layers >= 1, got {lead}")
     order = list(dict.fromkeys(visit.layer for visit in _visits(events)))
     starts = {layer: min(i for i, e in enumerate(events) if e.layer == layer) for layer in order}
-    before: dict[int, list[Event]] = {0: [Event(Op.STEP, PRE, part=DELAYED, step_offset=-1)] if PRE in due else []}
+    behind: tuple[Unit, ...] = (SUF,) if SUF in outside.apart else ()
+    ahead: tuple[Unit, ...] = tuple(unit for unit in outside.units if unit not in behind)
+    before: dict[int, list[Event]] = {0: [Event(Op.STEP, unit, part=DELAYED, step_offset=-1) for unit in ahead if unit in due]}
     for position, layer in enumerate(order):
-        if layer in due:
-            index = 0 if position < lead else starts[order[position - lead]]
-            before.setdefault(index, []).append(Event(Op.STEP, layer, part=DELAYED, step_offset=-1))
+        index = 0 if position < lead else starts[order[position - lead]]
+        units: list[Unit] = [layer, *behind] if layer == max(order) else [layer]
+        steps = [Event(Op.STEP, unit, part=DELAYED, step_offset=-1) for unit in units if unit in due]
+        before[index] = before.get(index, []) + steps
     placed: list[Event] = []
     for index, event in enumerate(events):
         placed += (*before.get(index, ()), event)
     return tuple(placed)
 
 
-def place_ahead(events: Sequence[Event], window: int, lead: int, delayed: bool) -> Events:
+def place_ahead(events: Sequence[Event], window: int, lead: int, delayed: bool, outside: Outside = _ONE) -> Events:
     """At the end, issue what the next forward waits for first, so that it is under way while nobody trains: the delayed steps
-    of `pre` and `lead` layers, the reads of `pre` and `window` layers.
+    of `pre` and `lead` layers, the reads of `pre` and `window` layers. What else stays outside the layers goes with `pre`.
 
     Of what is `delayed` only those stepped here are read: another's file is about to change.
     """
     layers = sorted(event.layer for event in events if event.op is Op.REDUCE and isinstance(event.layer, int))
-    stepped: tuple[Unit, ...] = (PRE, *layers[:lead]) if delayed else ()
-    read = (PRE, *layers[: min(window, lead) if delayed else window])
+    first = (PRE,) if SUF in outside.apart else outside.units
+    stepped: tuple[Unit, ...] = (*first, *layers[:lead]) if delayed else ()
+    read = (*first, *layers[: min(window, lead) if delayed else window])
     steps = (Event(Op.STEP, unit, part=DELAYED) for unit in stepped)
     return (*events, *steps, *(Event(Op.FETCH, unit, step_offset=1) for unit in read))
 
@@ -216,7 +247,7 @@ class TrainingStep:
     delayed step is issued. `ahead`: what the next step needs first is issued at the end. `hold`: what of the gradients may
     have to wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory; `kept`:
     the layers and micro-batches of which what the forward keeps for the backward does.
-    `order`, `snake`, `window` and `calls`: as in `Schedule`.
+    `order`, `snake`, `window`, `calls` and `outside`: as in `Schedule`.
     """
 
     num_layers: int
@@ -233,6 +264,7 @@ class TrainingStep:
     moved: tuple[int, ...] = ()
     kept: tuple[Cell, ...] = ()
     calls: int = 1
+    outside: Outside = Outside()
 
 
 @lru_cache(maxsize=64)
@@ -242,24 +274,27 @@ def build_training(step: TrainingStep) -> Schedule:
         raise ScheduleError("order 'forward' has no backward; write 'vertical' or 'horizontal' to train")
     # An empty schedule first: its header check refuses bad settings before any pass sees them.
     look_ahead = LOOK_AHEAD if step.moved or step.kept else 0
-    shape = (step.num_layers, step.num_micro_batches)
-    Schedule(*shape, (), step.order, step.snake, step.window, moved=step.moved, kept=step.kept, calls=step.calls)
+    flags = (step.order, step.snake, step.window, step.delayed, step.early, step.moved, look_ahead, step.kept, step.calls)
+    empty = Schedule(step.num_layers, step.num_micro_batches, (), *flags, step.outside)
     if step.order == "vertical":
         compute = vertical_order(step.num_layers, step.num_micro_batches, step.snake, step.calls)
     else:
         compute = horizontal_order(step.num_layers, step.num_micro_batches, step.calls)
-    events = place_optimizer(place_parameters(place_gradients(compute), step.window, step.due), step.delayed)
+    outside = step.outside
+    events = place_parameters(place_gradients(compute, outside), step.window, step.due, outside)
+    events = place_optimizer(events, step.delayed, outside)
     events = place_holding(events, step.hold) if step.hold else events
-    events = place_delayed(place_early(events) if step.early else events, step.due, step.lead)
-    events = place_ahead(events, step.window, step.lead, step.delayed) if step.ahead else events
-    events = place_activations(events, step.moved, look_ahead, step.kept)
-    flags = (step.order, step.snake, step.window, step.delayed, step.early, step.moved, look_ahead, step.kept, step.calls)
-    return _checked(Schedule(*shape, events, *flags))
+    events = place_delayed(place_early(events) if step.early else events, step.due, step.lead, outside)
+    events = place_ahead(events, step.window, step.lead, step.delayed, outside) if step.ahead else events
+    return _checked(replace(empty, events=place_activations(events, step.moved, look_ahead, step.kept)))
 
 
 @lru_cache(maxsize=64)
-def build_evaluation(num_layers: int, num_micro_batches: int, *, window: int = 1, calls: int = 1) -> Schedule:
-    """The validated forward-only schedule; raises ScheduleError."""
-    Schedule(num_layers, num_micro_batches, (), "forward", False, window, calls=calls)
-    events = place_parameters(forward_order(num_layers, num_micro_batches, calls), window)
-    return _checked(Schedule(num_layers, num_micro_batches, events, "forward", False, window, calls=calls))
+def build_evaluation(
+    num_layers: int, num_micro_batches: int, *, window: int = 1, calls: int = 1, outside: Outside = _ONE
+) -> Schedule:
+    """The validated forward-only schedule; raises ScheduleError. Units outside the layers stay from end to end."""
+    stay = replace(outside, apart=())
+    empty = Schedule(num_layers, num_micro_batches, (), "forward", False, window, calls=calls, outside=stay)
+    events = place_parameters(forward_order(num_layers, num_micro_batches, calls), window, outside=stay)
+    return _checked(replace(empty, events=events))

@@ -330,3 +330,28 @@ def test_memory_through_which_ranks_of_a_host_reduce_ends_with_them() -> None:
     done = subprocess.run(command, env=os.environ | launched, capture_output=True, text=True, timeout=280, check=True)
     name = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_29631_0"
     assert f"{name} (deleted)" in done.stdout, "DeepSpeed has not made it, or it is still there"
+
+
+@pytest.mark.slow
+def test_ends_that_are_fetched_where_they_are_used_change_no_bit_on_either_rank(tmp_path: Path) -> None:
+    """Where one rank alone uses an end elsewhere, the step starts over on both, and both keep that end."""
+    description = tmp_path / "job.json"
+    description.write_text(json.dumps({"folder": str(tmp_path / "swap"), "out": str(tmp_path), "ends": True}))
+    start_ranks([sys.executable, str(WORKER), str(description)], tmp_path)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    for rank in ranks:
+        resident, fetched = rank["resident"], rank["fetched"]
+        assert (resident["losses"], resident["norms"]) == (fetched["losses"], fetched["norms"])
+        assert differing(resident["weights"], fetched["weights"]) == []
+        kept, missed = rank["one rank, resident"], rank["one rank, fetched"]
+        assert (missed["apart"], missed["steps"]) == (("suf",), rank_worker.NUM_STEPS)
+        assert kept["losses"] == missed["losses"] and differing(kept["weights"], missed["weights"]) == []
+    assert differing(*(whole_state(ranks, value) for value in ("resident", "fetched"))) == []
+    assert differing(*(rank["one rank, fetched"]["weights"] for rank in ranks)) == []
+
+
+def whole_state(ranks: list[dict[str, Any]], run: str) -> Tensors:
+    """Both ranks' shares joined, without the last one's padding, which nobody initializes."""
+    sizes = {name: weight.numel() for name, weight in ranks[0][run]["weights"].items()}
+    states = [rank[run]["state"] for rank in ranks]
+    return {key: torch.cat([state[key].flatten() for state in states])[: sizes[key.split("/")[0]]] for key in states[0]}

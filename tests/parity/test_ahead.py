@@ -198,7 +198,7 @@ def trained(config: dict[str, Any], between: Callable[[Any, Any], list[float]], 
         if arrive is not None:
             held = [unit for unit in params.ahead if unit != "pre"]
             assert params.buffers.layers.num_free + len(held) == params.buffers.layers.num_buffers
-            assert params.buffers.pre.num_free + ("pre" in params.ahead) == 1
+            assert params.buffers.outside["pre"].num_free + ("pre" in params.ahead) == 1
             assert reads.issued
         return seen, contents(engine, model)
 

@@ -21,7 +21,7 @@ from ds_vertical.planner.memory_budget import (
     total_bytes,
 )
 from ds_vertical.planner.memory_timeline import changes
-from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.dependencies import dependencies
 from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
@@ -31,6 +31,9 @@ from ds_vertical.types import Placement, Tier
 DEVICE = Machine(1e6, 5e5, 1e5, 2, False, 4e6, 2e6)
 ONE_MEMORY = replace(DEVICE, one_memory=True)
 SHAPE = ModelShape(100, (1000,) * 4, 1.0, 2.0, 700, head_s=1.0, part_elements=500)
+
+
+APART = replace(SHAPE, pre_elements=900, suf=SufShape(800, 800), apart=("pre", "suf"))
 
 
 def settings(machine: Machine, num_micro_batches: int, window: int, **others: float) -> BudgetTerms:
@@ -53,6 +56,22 @@ def test_the_items_by_hand() -> None:
         ("device", "gradient sums"): (2 * 1000 + 100) * 4,
         ("device", "activations between layers"): (3 * 4 + 2) * 700,
     }
+
+
+def test_ends_that_are_away_count_where_they_are_used() -> None:
+    """The device holds most at the last layer, with the suffix; no moment has both ends."""
+    terms = BudgetTerms(num_micro_batches=3, window=1)
+    apart, together = sizes(APART, terms), sizes(replace(SHAPE, pre_elements=1700), terms)
+    assert apart["device", "parameters"] == (2 * 1000 + 800) * 2
+    assert apart["device", "gradient sums"] == (1000 + 800) * 4
+    assert together["device", "parameters"] == (2 * 1000 + 1700) * 2
+    assert together["device", "gradient sums"] == (2 * 1000 + 1700) * 4
+    for item in ("parameter buffers", "gradients", "optimizer slots"):
+        assert apart["host", item] == together["host", item]
+    between = sizes(replace(APART, pre_elements=90, suf=SufShape(80, 80)), terms)
+    assert (between["device", "parameters"], between["device", "gradient sums"]) == (2 * 1000 * 2, 2 * 1000 * 4)
+    stays = sizes(replace(APART, pre_elements=90, apart=("suf",)), terms)
+    assert (stays["device", "parameters"], stays["device", "gradient sums"]) == ((2890) * 2, (1890) * 4)
 
 
 def test_what_a_forward_keeps_counts_in_its_tier_with_the_buffers_on_its_way() -> None:
@@ -231,6 +250,20 @@ def test_what_is_in_use_stays_within_the_formulas(machine: Machine, window: int,
         activations = owners["activations"] + owners["activation gradients"]
         assert activations <= by_item["device", "activations between layers"]
         assert found["device"].num_bytes >= 0.7 * total_bytes(items, "device")
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("early", [False, True])
+def test_ends_in_use_stay_within_the_formulas(window: int, early: bool) -> None:
+    step = TrainingStep(4, 3, window=window, early=early, outside=APART.outside)
+    timeline = simulate(build_training(step), DEVICE, APART, SimulationSettings(steps=2))
+    terms = settings(DEVICE, 3, window)
+    found = peaks(timeline, DEVICE, APART)
+    for tier in ("host", "device"):
+        assert found[tier].num_bytes <= total_bytes(budget(APART, terms), tier)
+    staying = replace(APART, apart=())
+    stayed = simulate(build_training(replace(step, outside=staying.outside)), DEVICE, staying, SimulationSettings(steps=2))
+    assert found["device"].num_bytes < peaks(stayed, DEVICE, staying)["device"].num_bytes
 
 
 def test_activations_peak_at_the_turn_as_the_formula_says() -> None:

@@ -60,7 +60,7 @@ def test_event_text(text: str, event: Event) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "F", "3", "3F", "F0", "3f0", "03F0", "3F00", "3F-1", "-1F0", "3FETCH0", "sufFETCH", "sufB0", "preHEAD0"]
+    ["", "F", "3", "3F", "F0", "3f0", "03F0", "3F00", "3F-1", "-1F0", "3FETCH0", "midFETCH", "sufB0", "preHEAD0"]
     + ["HEAD0", "3NORM", "NORM0", "3STEP.x1", "3STEP.e", "3STEP.e01", "3STEP@1", "3STEP@0", "3STEP@-0", "3F0.e1"]
     + ["3F0@-1", "3JUMP", "3F0 3F1", " 3F0", "3F0\n", "midF0"],
 )  # fmt: skip
@@ -79,7 +79,7 @@ def test_bad_event_text_is_refused_with_the_text_and_the_form(text: str) -> None
         ({"op": Op.F, "layer": True, "micro_batch": 0}, "layer must be a number >= 0, 'pre' or 'suf', got True"),
         ({"op": Op.F, "layer": 0}, "F needs a micro-batch number >= 0, got None"),
         ({"op": Op.FETCH, "layer": 0, "micro_batch": 1}, "FETCH takes no micro-batch, got 1"),
-        ({"op": Op.FETCH}, "FETCH goes with layer or pre, got none"),
+        ({"op": Op.FETCH}, "FETCH goes with layer or pre or suf, got none"),
         ({"op": Op.HEAD, "layer": 2, "micro_batch": 0}, "HEAD goes with suf, got 2"),
         ({"op": Op.STEP, "layer": 0, "part": "2"}, "STEP takes e<chunk> or d<chunk> as part, got '2'"),
         ({"op": Op.STEP, "layer": 0, "step_offset": 1}, "STEP takes a step offset <= 0, got 1"),

@@ -387,6 +387,36 @@ def exits(folder: Path, rank: int, dtype: str) -> dict[str, Any]:
     }
 
 
+def ends(folder: Path, rank: int) -> dict[str, Any]:
+    """A run with what lies outside the layers on the device all step, one with it fetched where it is used, and one in which
+    the second rank's loss computes with the embedding, too: what is known of the ends by then, and the weights."""
+    results: dict[str, Any] = {}
+    for value in ("resident", "fetched"):
+        made = config(folder, "fp32", delay=0.3, clip=0.0)
+        made["vertical_schedule"] |= {"outside_layers": value}
+        results[value] = vars(harness.run_arm(made, OddModel, batches(rank, 2), vertical=True))
+        results[f"one rank, {value}"] = penalised(folder, rank, value)
+    return results
+
+
+def penalised(folder: Path, rank: int, value: str) -> dict[str, Any]:
+    """The steps of a run in which the second rank's loss computes with the embedding."""
+    made = config(folder, "fp32")
+    made["vertical_schedule"] |= {"outside_layers": value}
+    with harness.running(made, OddModel, vertical=True) as (engine, model):
+
+        def loss_fn(loss: torch.Tensor, _: Any) -> torch.Tensor:
+            return loss + 0.1 * model.embed.weight.square().mean() if rank == 1 else loss
+
+        losses = [engine.train_batch(iter(step), loss_fn).item() for step in batches(rank, 2)]
+        return {
+            "apart": engine.ran.outside.apart,
+            "losses": losses,
+            "weights": harness.read_weights(model),
+            "steps": engine.global_steps,
+        }
+
+
 def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
@@ -397,6 +427,9 @@ def main() -> int:
     if "exits" in job:
         results = {dtype: exits(Path(job["folder"]), rank, dtype) for dtype in job["exits"]}
         torch.save(results, Path(job["out"]) / f"rank{rank}.pt")
+        return 0
+    if "ends" in job:
+        torch.save(ends(Path(job["folder"]), rank), Path(job["out"]) / f"rank{rank}.pt")
         return 0
     results: dict[str, Any] = {"folders": {}}
     original = config(Path(job["folder"]), "bf16")

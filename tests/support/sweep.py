@@ -2,7 +2,7 @@
 
 The oracle has what decides stock's bits: ZeRO-3's own linear, and the identity nodes that its hooks put around every module.
 `python tests/support/sweep.py OUT.jsonl [--shard 0/2] [TYPE ...]` writes a line per type; each is tried in a process of its
-own.
+own. With DS_VERTICAL_ENDS=fetched in the environment what lies outside the layers is fetched where it is used.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ class _Trained(MemoryOptimizer):
 
 def run_vertical(model: nn.Module, bodies: Sequence[Callable[[], torch.Tensor]]) -> tuple[list[torch.Tensor], Grads, str]:
     check_trainable(model, print)
-    layers = map_layers(model)
+    layers = map_layers(model, apart=os.environ.get("DS_VERTICAL_ENDS") == "fetched")
     params = MemoryParams(layers)
     optimizer = _Trained(params)
     numel, dtype = (lambda p: params.home[id(p)].numel()), (lambda p: p.dtype)
-    schedule = build_training(TrainingStep(layers.num_layers, len(bodies)))
     runs = [Body(body, 100 + index) for index, body in enumerate(bodies)]
     state = ForwardState(model, layers, lambda: 0)
 
     def step() -> list[torch.Tensor]:
+        schedule = build_training(TrainingStep(layers.num_layers, len(bodies), outside=layers.outside))
         sums = GradientStore(layers.units, torch.float32, ParamFacts(numel, dtype), pairs=True)
         sweeps = ScheduleRunner(layers, params, overlap=True, state=state)
         return sweeps.train(schedule, runs, sums, optimizer, lambda loss: loss / len(runs))

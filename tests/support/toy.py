@@ -86,7 +86,7 @@ class MemoryParams:
         self.num_ahead += 1
         return Ticket(f"fetch {unit} ahead", lambda: None)
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, comes_back: bool = False) -> None:
         self.fetched.remove(unit)
         self._forget(unit)
 
@@ -175,9 +175,9 @@ class MemoryOptimizer:
 class ToyTraining:
     """Sweeps over the toy model; `step` gives losses and gradients by name, `weights` the weights' homes."""
 
-    def __init__(self, model: ToyModel, overlap: bool = True, early: bool = False) -> None:
+    def __init__(self, model: ToyModel, overlap: bool = True, early: bool = False, apart: bool = False) -> None:
         self.model = model
-        self.layers = map_layers(model, ["blocks"])
+        self.layers = map_layers(model, ["blocks"], apart=apart)
         self.params = MemoryParams(self.layers)
         self.optimizer = MemoryOptimizer(self.params, early)
         self.gradients = GradientStore(

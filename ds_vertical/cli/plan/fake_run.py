@@ -24,7 +24,8 @@ from ds_vertical.cli.plan.block_ops import BlockRecord
 from ds_vertical.errors import ConfigError, LayerError
 from ds_vertical.model.hf import build_model, refused
 from ds_vertical.model.layers import LayerMap, map_layers
-from ds_vertical.planner.model_shape import CountedMenu, ModelSpec
+from ds_vertical.planner.model_shape import CountedMenu, ModelSpec, SufShape
+from ds_vertical.types import SUF
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -164,7 +165,7 @@ def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -
     if positions and 0 < positions < sequence_length:  # XLNet's are -1: no limit
         raise ConfigError(f"--sequence-length {sequence_length}: {name} has {positions} positions; write {positions} or less")
     try:
-        layers = map_layers(model)
+        layers = map_layers(model, apart=True)
     except LayerError as error:
         raise ConfigError(f"--model {name}: {error}") from error
     blocks = [block.module for block in layers.blocks]
@@ -179,7 +180,7 @@ def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -
         name=name,
         sequence_length=sequence_length,
         dtype=dtype,
-        pre_elements=sum(map(nn.Parameter.numel, layers.units["pre"])),
+        pre_elements=sum(param.numel() for unit in layers.outside.units for param in layers.units[unit]),
         block_elements=tuple(sum(param.numel() for param in block.parameters()) for block in blocks),
         largest_parameter=max(param.numel() for param in model.parameters()),
         block_flops=sum(flops) / len(flops),
@@ -189,8 +190,17 @@ def _read(name: str, model: PreTrainedModel, sequence_length: int, dtype: str) -
         block_saved_bytes=max(kept),
         head_saved_bytes=end.kept_bytes - marks[-1].kept_bytes,
         menus=menus,
+        suf=_suf(layers),
+        apart=layers.outside.apart,
         **_frozen(model, layers, sequence_length, end.flops - marks[-1].flops, sum(flops) / len(flops)),
     )
+
+
+def _suf(layers: LayerMap) -> SufShape | None:
+    if SUF not in layers.units:
+        return None
+    params = layers.units[SUF]
+    return SufShape(sum(map(nn.Parameter.numel, params)), sum(param.numel() for param in params if param.requires_grad))
 
 
 def _frozen(
@@ -201,7 +211,8 @@ def _frozen(
         return {}
     blocks = [block.module for block in layers.blocks]
     trained = [sum(param.numel() for param in block.parameters() if param.requires_grad) for block in blocks]
-    around = sum(param.numel() for param in layers.units["pre"] if param.requires_grad)
+    outside = [param for unit in layers.outside.units for param in layers.units[unit]]
+    around = sum(param.numel() for param in outside if param.requires_grad)
     per_token = 2 * sum(map(_frozen_weights, blocks)) / len(blocks)
     head = model.get_output_embeddings()
     return {

@@ -112,7 +112,7 @@ def _seconds(
         pre = times.median_s(Op.F, pre=True), times.median_s(Op.B, pre=True)
         return Seconds(forward, backward, *pre, times.median_s(Op.HEAD))
     each = sum(param.numel() for block in blocks for param in block.parameters()) / len(blocks) or 1.0
-    outside = sum(param.numel() for param in layers.units[PRE])
+    outside = sum(param.numel() for unit in layers.outside.units for param in layers.units[unit])
     return Seconds(forward, backward, 0.0, 0.0, 3 * forward * outside / 2 / each)
 
 

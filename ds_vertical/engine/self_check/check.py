@@ -16,15 +16,15 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from greenlet import getcurrent
 from torch import nn
 
+from ds_vertical.engine.assembly import StepParts
 from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.engine.self_check.backward_hooks import survey_backward
 from ds_vertical.engine.self_check.comparison import Comparison, Record, agrees, state_differences
@@ -40,31 +40,47 @@ from ds_vertical.model.state.survey import survey
 from ds_vertical.model.stubs import Coroutine
 from ds_vertical.model.thread_state import ThreadState, applied, preserved
 from ds_vertical.offload.grad_accumulator import GradientStore
-from ds_vertical.schedule.events import Schedule
+from ds_vertical.schedule.passes import TrainingStep, build_training
+from ds_vertical.types import Unit
 
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What is checked: a model's layers, and how a step over them runs. `folder`: for what does not fit into memory."""
+    """What is checked: a model's layers, and how a step over them runs."""
 
-    model: nn.Module
-    layers: LayerMap
-    runner: ScheduleRunner
-    gradients: GradientStore
-    schedule: Schedule
+    parts: StepParts
+    step: TrainingStep
     scale: Callable[[torch.Tensor], torch.Tensor]
-    folder: Path | None
+
+    @property
+    def layers(self) -> LayerMap:
+        """Of the model."""
+        return self.parts.layers
+
+    @property
+    def runner(self) -> ScheduleRunner:
+        """What runs the steps."""
+        return self.parts.runner
+
+    @property
+    def gradients(self) -> GradientStore:
+        """The sums of the steps."""
+        return self.parts.gradients
 
     @property
     def _diagnosis(self) -> Diagnosis:
-        return Diagnosis(self.layers, self.schedule.order, self.runner.state)
+        return Diagnosis(self.layers, self.step.order, self.runner.state)
+
+    @property
+    def _around(self) -> tuple[Unit, ...]:
+        return self.layers.outside.units
 
     def run(self, bodies: Sequence[Body]) -> tuple[str, SelfCheckError | None]:
         """Compare both orders over these micro-batches. Returns a line of what it took, and what is wrong."""
         functions = [function for body in bodies for function in body.functions]
         blocks = [block.module for block in self.layers.blocks]
-        snapshot = Snapshot(*survey(self.model, blocks, functions)[:2])
-        undo = partial(put_state_back, snapshot, Snapshot(*survey_backward(self.model)))
+        snapshot = Snapshot(*survey(self.parts.module, blocks, functions)[:2])
+        undo = partial(put_state_back, snapshot, Snapshot(*survey_backward(self.parts.module)))
         failed = Changed(self.gradients.drop_all, only_if_failed=True)
         with preserved(), generators_kept(), Changed(undo), failed:
             start = time.perf_counter()
@@ -76,7 +92,8 @@ class SelfCheck:
             own = [change.item.capture() for change, _ in left]
             self._choose_last(left, own)
         if ours is not None:
-            comparison = Comparison(self.model, self.layers, self.gradients.params("pre"))
+            around = [param for unit in self._around for param in self.gradients.params(unit)]
+            comparison = Comparison(self.parts.module, self.layers, around)
             found = (*comparison.differences(plain, ours), *state_differences(left, own, self._of_backward()))
             error = self._diagnosis.of_difference(found[0]) if found else None
         took = f"{middle - start:.1f} s in torch's order, {time.perf_counter() - middle:.1f} s in the schedule's"
@@ -92,13 +109,14 @@ class SelfCheck:
         def note_gradient(param: nn.Parameter) -> None:
             record.note_gradient(number, param)
 
-        order = PlainOrder(self.layers, self.runner.params, self.folder)
+        order = PlainOrder(self.layers, self.runner.params, self.parts.folder)
         try:
             with order.opened(note_output, note_gradient):
                 for number, body in enumerate(bodies):  # noqa: B007 - the closures read it
                     with _seeded(body.seed):
                         record.losses.append(digest(order.run(body.run, self.scale)))
-                    self.gradients.add("pre")
+                    for unit in self._around:
+                        self.gradients.add(unit)
         except Exception as failure:
             error = self._diagnosis.of_plain_order(failure, order.place, number)
             if error is failure:
@@ -123,7 +141,7 @@ class SelfCheck:
             return self._run_schedule(bodies)
         state.learned.compares = True
         try:
-            return until_known(partial(self._run_schedule, bodies), state.forget)
+            return until_known(partial(self._run_schedule, bodies), self.parts.start_over)
         finally:
             state.learned.compares = False
 
@@ -132,7 +150,8 @@ class SelfCheck:
         with contextlib.ExitStack() as hooks:
             for number, block in enumerate(self.layers.blocks):
                 hooks.callback(block.module.register_forward_hook(_noting(record, number)).remove)
-            losses = self.runner.check(self.schedule, bodies, self.gradients, self.scale, record.note_gradient)
+            schedule = build_training(replace(self.step, outside=self.parts.outside_of(1)))
+            losses = self.runner.check(schedule, bodies, self.gradients, self.scale, record.note_gradient)
         record.losses = [digest(loss) for loss in losses]
         record.around = self._sums()
         return record
@@ -158,11 +177,14 @@ class SelfCheck:
         )
 
     def _sums(self) -> list[Digest]:
-        pairs = zip(self.gradients.take("pre"), self.gradients.params("pre"), strict=True)
+        pairs = [
+            pair for unit in self._around for pair in zip(self.gradients.take(unit), self.gradients.params(unit), strict=True)
+        ]
         # fp32 sums of bf16 gradients have bf16's rounding
         coarser = partial(min, key=lambda dtype: torch.finfo(dtype).bits)
         sums = [digest(total, coarser((total.dtype, param.dtype))) for total, param in pairs]
-        self.gradients.drop("pre")
+        for unit in self._around:
+            self.gradients.drop(unit)
         return sums
 
 

@@ -25,7 +25,7 @@ from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
 from ds_vertical.model.batch import own_loss
 from ds_vertical.model.thread_state import preserved
-from ds_vertical.schedule.passes import TrainingStep, build_training
+from ds_vertical.schedule.passes import TrainingStep
 
 NUM_MICRO_BATCHES: Final = 2
 
@@ -66,7 +66,7 @@ class FirstStepCheck:
     def run_again(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:
         """Before a step over these micro-batches is run again, and learns anew: see [Note: late state]. Collective. Raises as
         `run` does."""
-        self._parts.state.forget()
+        self._parts.start_over()
         if not (self._is_done and any(ranks.all_gathered(not self.checked_state >= self._parts.state.unsure))):
             return
         model, self.checked_model = self.checked_model, None
@@ -84,12 +84,12 @@ class FirstStepCheck:
     def _compare(self, bodies: list[Body], scale: LossScale) -> None:
         parts, vertical = self._parts, self._parts.vertical
         order, snake, window = vertical.order, vertical.snake, vertical.prefetch_layers
-        schedule = build_training(TrainingStep(parts.layers.num_layers, len(bodies), order, snake, window))
+        step = TrainingStep(parts.layers.num_layers, len(bodies), order, snake, window)
         with parts.optimizer.live.agreed("self_check"):
             parts.params.check_open()
             parts.gradients.refuse_strays()
             parts.optimizer.flush()
-        check = SelfCheck(parts.module, parts.layers, parts.runner, parts.gradients, schedule, scale, parts.folder)
+        check = SelfCheck(parts, step, scale)
         with (
             parts.optimizer.calls.running(),
             WATCH.watching(),

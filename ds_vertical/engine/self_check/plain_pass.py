@@ -77,12 +77,13 @@ class PlainOrder:
                 module = self._layers.blocks[number].module
                 stack.enter_context(calls_through(module, partial(self._call, number, layer, note_output)))
             for unit, params in self._layers.units.items():
-                for param in params if unit != "pre" else ():
+                for param in params if isinstance(unit, int) else ():
                     if param.requires_grad:
                         stack.callback(param.register_post_accumulate_grad_hook(note_gradient).remove)
-            ticket = self._params.fetch("pre")
-            stack.callback(self._params.release, "pre")
-            ticket.wait()
+            for unit in self._layers.outside.units:
+                ticket = self._params.fetch(unit)
+                stack.callback(self._params.release, unit)
+                ticket.wait()
             yield self
 
     def run(self, body: Callable[[], torch.Tensor], scale: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

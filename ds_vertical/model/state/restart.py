@@ -9,6 +9,7 @@ from ds_vertical.errors import LayerError
 
 T = TypeVar("T")
 _MOST_RUNS = 10  # of a step
+_ENDS = {"pre": "the code ahead of the first layer", "suf": "the code behind the last layer"}
 HORIZONTAL = 'or set vertical_schedule.order to "horizontal", which runs one micro-batch after the other'
 
 
@@ -45,6 +46,27 @@ class HooksMissed(StateMissed):
     def fact(self) -> str:  # override
         """What is known now, for the user."""
         return f"hooks on {self.path} compute with its parameters"
+
+
+class UseMissed(StateMissed):
+    """Code has computed with parameters outside the layers, of the unit `unit`, where they are away. They stay from now on: the
+    step is to be run again. `LayerMap.apart` knows it by then."""
+
+    def __init__(self, unit: str) -> None:
+        LayerError.__init__(
+            self,
+            f"code other than {_ENDS[unit]} computes with parameters that only that end of the model was taken to use; set"
+            ' vertical_schedule.outside_layers to "resident"',
+        )
+        self.path = self.unit = unit
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return type(self), (self.unit,)
+
+    @property
+    def fact(self) -> str:  # override
+        """What is known now, for the user."""
+        return f"not only {_ENDS[self.unit]} uses its parameters, which therefore stay on the device"
 
 
 class CallsMissed(StateMissed):

@@ -29,6 +29,7 @@ from ds_vertical.model import hf
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
+from ds_vertical.planner.model_shape import ModelShape
 
 SHAPES = ROOT / "configs" / "models"
 
@@ -232,7 +233,8 @@ def test_what_a_plan_writes_trains_as_it_stands(tmp_path: Path, capsys: pytest.C
         choice = Choice.from_json(fields)
         nothing: Any = None
         machine = profile.read_profile(str(tmp_path / "machine.json")).machine
-        simulated = Candidate(choice, LpProblem(nothing, machine, nothing, nothing, nothing, nothing), 0.0, ())
+        shape = ModelShape(1, (1,) * engine.layers.num_layers, 0.0, 0.0, 0)  # on the host's memory nothing is apart
+        simulated = Candidate(choice, LpProblem(shape, machine, nothing, nothing, nothing, nothing), 0.0, ())
         assert engine.ran == simulated.schedule(engine.layers.num_layers), "another schedule was planned with"
     finally:
         dispose(engine)

@@ -1,0 +1,73 @@
+"""What the handlers of a schedule ask of the parameters and of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.types import Unit
+
+
+class Params(Protocol):
+    """Where a unit's parameters come from."""
+
+    def fetch(self, unit: Unit) -> Ticket:
+        """Have the unit's full parameters on the device once the ticket has been waited for."""
+        ...
+
+    def fetch_ahead(self, unit: Unit) -> Ticket | None:
+        """Start reading what the next `fetch` of the unit needs, if that is not in memory."""
+
+    def release(self, unit: Unit, comes_back: bool = False) -> None:
+        """Give the unit's full parameters up. `comes_back`: it is fetched once more before its values change."""
+
+    def release_all(self) -> None:
+        """Give up all units' full parameters, wherever a pass was cut."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory in its buffers."""
+        ...
+
+
+class Optimizer(Protocol):
+    """What takes a unit's gradient sums and steps the unit."""
+
+    def reduce_unit(
+        self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
+    ) -> bool:
+        """Average a unit's sums over the ranks and hold this rank's share. Returns whether `flat` is held now."""
+        ...
+
+    def hold_unit(self, unit: Unit) -> Ticket | None:
+        """Start writing what of a unit's gradients waits on SSD."""
+
+    def open_step(self) -> None:
+        """Take the global norm, and decide whether the step counts."""
+
+    def step_early(self, unit: Unit) -> Ticket | None:
+        """Issue the parts of a unit that are stepped before the norm is known."""
+
+    def expect_step(self, unit: Unit, early: bool) -> None:
+        """A hint: this is the next step that will be issued."""
+
+    def early_writes(self) -> Ticket | None:
+        """What the norm waits for: a write of an early step that fails fails the step as a whole."""
+
+    def conclude_early(self) -> None:
+        """Commit the early steps, or discard them, as the norm says."""
+
+    def step_unit(self, unit: Unit) -> Ticket | None:
+        """Issue what is due of a unit; None where nothing is."""
+
+    def step_ahead(self, unit: Unit) -> Ticket | None:
+        """As `step_unit`, for the next schedule."""
+
+    def stepped_ahead(self, unit: Unit) -> Ticket | None:
+        """Once after `step_ahead`: what the unit's parameters wait for; None where there is nothing."""
+
+    def abandon(self) -> None:
+        """After an error in the middle of a step: complete the steps under way, and let early ones not have been."""
