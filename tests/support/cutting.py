@@ -126,7 +126,7 @@ Make = Callable[[Path], tuple[Any, nn.Module]]
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nobody interrupts: losses, digests after the last steps (where engines end), what its third step passes."""
+    """A run that nobody interrupts: losses, digests after the last steps, where engines end, and what the third step passes."""
 
     losses: list[float]
     digests: dict[int, str]
