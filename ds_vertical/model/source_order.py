@@ -32,8 +32,9 @@ def called_in_turn(module: nn.Module) -> list[list[str]]:
 
 def end_of(model: nn.Module, path: str, first: str, last: str) -> End:
     """Whether the module at `path` runs ahead of the block at `first`, behind the one at `last`, or between. A module that
-    holds blocks counts as ahead: of its own parameters the source tells nothing."""
-    if _runs_before(model, path, first) is not False:
+    holds blocks counts as ahead, and so does one that nobody calls, as a list of parameters: of its own parameters the source
+    tells nothing."""
+    if type(model.get_submodule(path)).forward is nn.Module.forward or _runs_before(model, path, first) is not False:
         return "ahead"
     return "behind" if _runs_before(model, last, path) else "between"
 

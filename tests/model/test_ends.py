@@ -59,6 +59,13 @@ def test_tied_weights_leave_one_unit_that_stays() -> None:
     assert set(layers.units) == {"pre", 0, 1} and layers.outside.apart == ()
 
 
+def test_a_list_of_parameters_is_not_the_suffixs_though_it_is_defined_behind_the_head() -> None:
+    model = Bare()
+    model.late = nn.ParameterList([torch.ones(4)])
+    units = names_of(model, paths=["blocks"])
+    assert "late.0" in units["pre"] and all(name.startswith("head") for name in units["suf"])
+
+
 def test_what_runs_between_two_stacks_stays() -> None:
     layers = map_layers(t5(), apart=True)
     assert "pre" not in layers.outside.apart

@@ -59,6 +59,7 @@ def tiny_llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+KEPT_ON_SSD = {"device": "ssd", "keep": "everything", "keep_device": "ssd"}
 BOTH = ("pre", "suf")
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "neox": (partial(tiny_neox, num_layers=NUM_LAYERS, dropout=0.1), BOTH),
@@ -119,6 +120,10 @@ class Watched:
         pytest.param("neox", "bf16", 3, {"clip": 1.0, "section": {"gradient_host_share": 0.3}}, marks=pytest.mark.slow),
         pytest.param("glue", "bf16", 3, {"clip": 1.0, "section": {"overlap": False}}, marks=pytest.mark.slow),
         pytest.param("neox", "bf16", 3, {"clip": 1.0, "section": {"self_check": True, "verify": True}}, marks=pytest.mark.slow),
+        *(
+            pytest.param(name, "bf16", 3, {"clip": 1.0, "section": {"activations": own}}, marks=pytest.mark.slow)
+            for name, own in (("neox", KEPT_ON_SSD), ("glue", KEPT_ON_SSD), ("plain", {"device": "ssd", "keep": "products"}))
+        ),
     ],
 )
 def test_ends_that_are_fetched_where_they_are_used_have_stocks_bits(
