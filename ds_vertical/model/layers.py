@@ -51,8 +51,8 @@ class Block:
 class LayerMap:
     """The model cut into layers.
 
-    `blocks` in order of execution; `layers[l]` the range of block indices of layer l; `units` maps every layer index
-    and `pre` to its parameters, each parameter in exactly one unit (a parameter that several layers share is in `pre`).
+    `blocks` in order of execution; `layers[l]` the range of block indices of layer l; `units` maps every layer index, `pre`
+    and, where it is a unit, `suf` to its parameters, each parameter in exactly one unit (one that several layers share: `pre`).
     `whole`: blocks of which a hook has computed with a parameter of the block, as steps find them: see `stubs`. `apart`: the
     units outside the layers that, as far as steps have found, the prefix alone (`pre`) or the suffix alone (`suf`) uses.
     """
@@ -306,8 +306,8 @@ def _assign_units(model: nn.Module, blocks: Sequence[Block], layers: Sequence[ra
 
 
 def _with_ends_apart(model: nn.Module, whole: LayerMap) -> LayerMap:
-    """`whole` with its unit outside the layers cut in two. A parameter of both ends (tied weights) leaves it one unit that
-    stays; so does one that a layer uses, or code between two layers: but what the suffix alone uses is then still apart."""
+    """`whole` with its unit outside the layers cut in two. With a parameter of both ends (tied weights) it stays one unit. With
+    one that a layer uses, or code between two layers, `pre` stays on the device, and what the suffix alone uses is apart."""
     first, last = whole.blocks[0].path, whole.blocks[-1].path
     in_blocks = {id(module) for block in whole.blocks for module in block.module.modules()}
     ends: dict[int, set[End]] = {}

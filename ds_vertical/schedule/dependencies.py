@@ -423,15 +423,16 @@ def _check_once(schedule: Schedule) -> None:
         most = 2 if event.layer == PRE and PRE in schedule.outside.apart else 1
         once = event.op not in _REPEATED or event.ahead
         if (once and seen[event] > 1) or (event.layer in (PRE, SUF) and seen[event] > most):
-            raise error_at(schedule.events, index, f"stands here {_TOO_OFTEN[most]}")
+            raise error_at(schedule.events, index, f"stands here {_TOO_OFTEN[1 if once else most]}")
     _check_outside(schedule)
 
 
 def _check_outside(schedule: Schedule) -> None:
     """The executor reads off the events what the header says of the units outside the layers."""
     if (found := _outside_of(schedule.events)) != schedule.outside:
-        told = schedule.outside.to_text() or " nothing"
-        raise error_at(schedule.events, 0, f"the header says of units outside the layers:{told}; the events:{found.to_text()}")
+        told, shown = (outside.to_text() or " nothing" for outside in (schedule.outside, found))
+        said = f"the header says of units outside the layers:{told}; the events:{shown}; write in the header what the events do"
+        raise error_at(schedule.events, 0, said)
 
 
 def _check_complete(schedule: Schedule) -> None:

@@ -306,8 +306,8 @@ class Schedule:
             raise ScheduleError(f"moved names micro-batches of one call each, got {self.calls} calls: write moved ()")
         if self.outside.apart and (self.order != "vertical" or self.calls > 1):
             raise ScheduleError(
-                f"only order vertical with one call uses {' and '.join(map(str, self.outside.apart))} in one place, got order"
-                f" {self.order} with {self.calls} call(s): write no apart"
+                f"apart={','.join(map(str, self.outside.apart))} needs order vertical and one call, got order {self.order} with"
+                f" {self.calls} call(s): leave apart out"
             )
 
     @cached_property

@@ -129,7 +129,7 @@ def test_the_norm_waits_for_the_suffix() -> None:
 
 @pytest.mark.parametrize("options", [{"order": "horizontal"}, {"calls": 2}])
 def test_where_micro_batches_use_both_ends_in_turn_none_is_apart(options: dict[str, Any]) -> None:
-    with pytest.raises(ScheduleError, match="write no apart"):
+    with pytest.raises(ScheduleError, match="leave apart out"):
         build_training(TrainingStep(2, 2, outside=BOTH, **options))
     build_training(TrainingStep(2, 2, outside=Outside(True), **options))
     with pytest.raises(ScheduleError, match="apart must name units outside the layers"):

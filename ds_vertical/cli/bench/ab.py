@@ -105,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--machine", type=Path, help="rates for the bound, from `ds-vertical limits` (default: measured)")
     parser.add_argument("--no-bound", action="store_true", help="do not measure the machine, print no bound")
-    parser.add_argument("--no-local-rank", action="store_true", help="do not give SCRIPT --local_rank, as `deepspeed` does")
+    parser.add_argument(
+        "--no-local-rank", action="store_true", help="start SCRIPT without --local_rank, which `deepspeed` adds"
+    )
     parser.add_argument("--out", type=Path, help="folder for ab.json, both JSONs and logs (default runs/ab-<date>)")
     return parser
 

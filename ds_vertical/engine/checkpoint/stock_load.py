@@ -63,7 +63,7 @@ class StockSource:
         self.saved = self._described(engine, state["loss_scaler"], inner["param_groups"], states)
         if len(steps := {each.step for each in self.saved.tensors.values() if each.group is not None}) > 1:
             raise self._refusal(
-                f"its sub-groups have taken {min(steps)} and {max(steps)} steps, and an optimizer step takes all"
+                f"its sub-groups have taken {min(steps)} and {max(steps)} steps, but a step of the optimizer takes all of them"
             )
 
     def verify(self) -> None:

@@ -145,10 +145,10 @@ class TagFolder:
         if other is not None:
             what = "is no part of a checkpoint"
             if leftovers.is_deepspeeds(other):
-                what = f"DeepSpeed's own save has written (beside one of ours stands {leftovers.PORTABLE})"
+                what = f"has the name of a file of DeepSpeed's, without the {leftovers.PORTABLE} that says that it is ours"
             raise CheckpointError(
                 f"{self.path}: holds {other}, which {what}, and would be deleted with the folder that the new one replaces;"
-                " give another tag, or move that away"
+                f" give another tag, or move it away"
             )
 
     def _unlock(self) -> None:

@@ -138,7 +138,7 @@ class Bridge:
             name = type(self._trainer).__name__
             raise LoopError(
                 f"{name}.evaluate, or predict, was called ahead of train, and has made this Trainer's engine, which has no"
-                f" optimizer; evaluate the untrained model in a {name} of its own, on a model of its own, or after train"
+                f" optimizer; call it behind train, or in another {name} with a copy of the model"
             )
 
     def _refuse_generation(self) -> None:

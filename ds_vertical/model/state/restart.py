@@ -66,7 +66,7 @@ class UseMissed(StateMissed):
     @property
     def fact(self) -> str:  # override
         """What is known now, for the user."""
-        return f"not only {_ENDS[self.unit]} uses its parameters, which therefore stay on the device"
+        return f"other code, too, uses the parameters of {_ENDS[self.unit]}, which therefore stay on the device"
 
 
 class CallsMissed(StateMissed):

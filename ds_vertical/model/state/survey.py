@@ -249,7 +249,7 @@ def _refuse_one_way(path: str, value: object) -> None:
     else:
         what, instead = (
             "whose place can be neither read nor put back",
-            "a number that counts up, with a list or a function of it",
+            "a number that the forward counts up, and a list that it indexes,",
         )
     raise LayerError(
         f"{path}: holds a {type(value).__name__}, {what}; forwards of several micro-batches share it, and the backward runs"
