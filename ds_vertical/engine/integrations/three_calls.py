@@ -436,8 +436,8 @@ class _Turn:
         if name != "training" and not self._is_forwarded() and module in self._all_modules:
             raise LoopError(
                 f"{type(module).__name__}.{name}: set in the middle of a step, {self._place()}; most blocks have run for"
-                " the step's other micro-batches already, and would not see it: set it ahead of the step's first engine(...), or"
-                " behind its engine.step()"
+                " the step's other micro-batches already, and would not see it: set it ahead of the step's first engine(...),"
+                " or behind its engine.step()"
             )
 
     def watch(self, outputs: object) -> None:

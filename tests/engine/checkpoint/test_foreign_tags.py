@@ -188,7 +188,7 @@ def test_a_file_of_deepspeeds_is_ours_only_beside_the_mark_of_a_portable_save(tm
     if beside == "ds_vertical.portable":
         (tmp_path / "tag" / beside).write_text("{}")
     before = digest(tmp_path)
-    with pytest.raises(CheckpointError, match=f"tag: holds {DEEPSPEEDS}, which has the name of a file of DeepSpeed's.*another tag"):
+    with pytest.raises(CheckpointError, match=f"tag: holds {DEEPSPEEDS}, which has the name.*another tag"):
         TagFolder(tmp_path, "tag", "00000002").make()
     assert digest(tmp_path) == before
     if beside == "ds_vertical.portable":
