@@ -82,7 +82,7 @@ class SelfCheck:
         snapshot = Snapshot(*survey(self.parts.module, blocks, functions)[:2])
         undo = partial(put_state_back, snapshot, Snapshot(*survey_backward(self.parts.module)))
         failed = Changed(self.gradients.drop_all, only_if_failed=True)
-        with preserved(), generators_kept(), Changed(undo), failed:
+        with preserved(), generators_kept(), Changed(partial(undo, refuse=False)), failed:
             start = time.perf_counter()
             plain = self._plain(bodies)
             middle = time.perf_counter()
@@ -91,6 +91,7 @@ class SelfCheck:
             ours, error = self._tried(bodies)
             own = [change.item.capture() for change, _ in left]
             self._choose_last(left, own)
+            undo()
         if ours is not None:
             around = [param for unit in self._around for param in self.gradients.params(unit)]
             comparison = Comparison(self.parts.module, self.layers, around)
@@ -232,9 +233,13 @@ def generators_kept() -> Iterator[None]:
             item.install(state)
 
 
-def put_state_back(*snapshots: Snapshot) -> None:
-    """Let all state hold what it held as the snapshots were taken. Raises LayerError for a tensor of which there is no copy."""
-    for change in [change for snapshot in snapshots for change in snapshot.changes(whole=True)]:
+def put_state_back(*snapshots: Snapshot, refuse: bool = True) -> None:
+    """Let all state hold what it held as the snapshots were taken. Raises LayerError for a tensor of which there is no copy;
+    without `refuse` it stays as it is."""
+    changes = [change for snapshot in snapshots for change in snapshot.changes(whole=refuse)]
+    for change in changes:
+        if change.before is not None:
+            change.item.install(change.before)
+    for change in changes if refuse else ():
         if change.before is None:
             refuse_large(change.item)
-        change.item.install(change.before)

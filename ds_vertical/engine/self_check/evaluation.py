@@ -52,10 +52,11 @@ class EvaluationCheck:
         functions = [function for body in bodies for function in body.functions]
         blocks = [block.module for block in parts.layers.blocks]
         undo = partial(put_state_back, Snapshot(*survey(parts.module, blocks, functions)[:2]))
-        with preserved(), generators_kept(), Changed(undo):
+        with preserved(), generators_kept(), Changed(partial(undo, refuse=False)):
             together = evaluate(bodies)  # first: it learns of the state
             undo()
             apart = [evaluate([body])[0] for body in bodies]
+            undo()
             found = next(_differences(together, apart), None)
         if found is None:
             return None
