@@ -21,6 +21,7 @@ PLAIN = (
     "import runpy, sys; from ds_vertical.compat.ops import cache; cache.activate(); del sys.argv[0];"
     " sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
 )
+PRETRAINED = "a folder that `save_pretrained` has written"
 LAUNCHER = ("-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--num_accelerators", "1")
 EVALUATING = ["--eval_strategy", "steps", "--eval_steps", "2"]
 pytestmark = pytest.mark.timeout(620)  # two arms of 280 s at most
@@ -72,6 +73,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     [
         pytest.param("trainer", EVALUATING, False, id="trainer"),  # the launcher's two processes cost as much as the script's
         pytest.param("trainer", EVALUATING, True, id="trainer by the launcher", marks=pytest.mark.slow),
+        pytest.param("trainer", ["--model_name_or_path", PRETRAINED], True, id="trainer, pretrained", marks=pytest.mark.slow),
         pytest.param("trl_sft", [], True, id="trl_sft", marks=pytest.mark.slow),
         pytest.param("trl_sft", ["--lora", "true"], True, id="trl_sft with LoRA", marks=pytest.mark.slow),
         pytest.param("lora", [], True, id="lora", marks=pytest.mark.slow),
@@ -80,8 +82,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_trainers_script_has_stocks_numbers_and_weights(
     script: str, arguments: list[str], launcher: bool, tmp_path: Path
 ) -> None:
-    if script == "trainer":
-        arguments = [*arguments, "--model_name_or_path", str(pretrained_model(tmp_path / "model"))]
+    if PRETRAINED in arguments:
+        arguments = [str(pretrained_model(tmp_path / "model")) if each == PRETRAINED else each for each in arguments]
     printed = {}
     for vertical in (False, True):
         printed[vertical] = launch(script, tmp_path / str(vertical), vertical, *arguments, launcher=launcher)
