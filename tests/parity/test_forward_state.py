@@ -246,7 +246,7 @@ def holding(what: Callable[[], Any]) -> type[Base]:
     [
         (
             endless,
-            r"blocks\.0\.source: holds a generator, whose place can be neither read nor put back.*a number that counts up",
+            r"blocks\.0\.source: holds a generator, whose place can be neither read.*a number that the forward counts up",
         ),
         (lambda: [itertools.count()], r"blocks\.0\.source: holds a count, whose place"),
         (lambda: {"of": itertools.cycle([1, 2])}, r"blocks\.0\.source: holds a cycle, whose place"),

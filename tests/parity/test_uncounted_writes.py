@@ -187,12 +187,29 @@ def test_a_fingerprint_tells_each_element(dtype: torch.dtype, numel: int) -> Non
 
 
 def test_a_fingerprint_is_of_elements_wherever_they_lie() -> None:
-    tensor = torch.arange(24.0).view(4, 6)
-    assert same_fingerprint(fingerprint(tensor.t()), fingerprint(tensor.t().contiguous()))
+    for tensor in (torch.arange(24.0).view(4, 6).t(), torch.arange(3.0).as_strided((2, 2), (1, 1))):
+        before = fingerprint(tensor)
+        assert same_fingerprint(before, fingerprint(tensor))
+        tensor.data[1, 0] += 1
+        assert not same_fingerprint(before, fingerprint(tensor))
     expanded = torch.zeros(1).expand(1 << 40)
     before = fingerprint(expanded)
     expanded.untyped_storage().fill_(1)
     assert not same_fingerprint(before, fingerprint(expanded))
+
+
+def test_a_part_of_larger_memory_has_no_fingerprint() -> None:
+    """It may lie in a buffer of parameters, where others come and go."""
+    part = torch.zeros(24)[4:12]
+    before = fingerprint(part)
+    part += 1
+    assert same_fingerprint(before, fingerprint(part))
+
+
+def test_sums_of_bits_tell_that_elements_have_changed_places() -> None:
+    for numel in (5000, 100):
+        tensor = torch.zeros(numel).index_fill_(0, torch.tensor([3]), 1)
+        assert not torch.equal(sums_of_bits(tensor), sums_of_bits(tensor.roll(1)))
 
 
 def test_of_a_huge_tensor_blocks_are_looked_at() -> None:

@@ -35,10 +35,11 @@ class EvaluationCheck:
     def run(self, bodies: Sequence[Body], evaluate: Evaluate) -> None:
         """Ahead of an evaluation of these micro-batches, or of its next run where it starts over. Collective. Modules hold
         afterwards what they held before. Raises SelfCheckError on every rank."""
-        if self._parts.vertical.self_check is False or len(bodies) < NUM_MICRO_BATCHES:
+        if self._parts.vertical.self_check is False:
             return
-        if not any(ranks.all_gathered(not self._checked >= self._parts.state.unsure)):
-            return
+        asked = ranks.all_gathered((len(bodies), not self._checked >= self._parts.state.unsure))
+        if min(count for count, _ in asked) < NUM_MICRO_BATCHES or not any(is_asked for _, is_asked in asked):
+            return  # on all ranks, whose numbers of micro-batches may differ
         error = self._compared(bodies[:NUM_MICRO_BATCHES], evaluate)
         said = "agree" if error is None else "differ"
         accelerator.log(f"ds_vertical: self_check: {NUM_MICRO_BATCHES} micro-batches of an evaluation: they {said}")

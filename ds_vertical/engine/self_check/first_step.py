@@ -60,6 +60,7 @@ class FirstStepCheck:
             return
         model = model_fingerprint(self._parts.module, vertical)
         if wanted or self.checked_model != model:
+            self.checked_state.clear()  # another model's, or another order's
             self._check(bodies, scale_of)
         self._is_done, self.checked_model = True, model
 
@@ -71,7 +72,7 @@ class FirstStepCheck:
             return
         model, self.checked_model = self.checked_model, None
         self._is_done = False  # and stays so where this check fails: the next step is checked, too
-        self._check(bodies, scale_of)
+        self._check(bodies[-NUM_MICRO_BATCHES:], scale_of)  # the last ones: what has begun late goes on in them
         self._is_done, self.checked_model = True, model
 
     def _check(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:

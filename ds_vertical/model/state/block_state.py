@@ -45,13 +45,18 @@ _SMALL: Final = 1 << 12  # elements of a tensor of which a block gets a copy tha
 class FoundElements:
     """The elements, at a block's call, of the tensors without gradient, and of the NumPy arrays, that the block finds.
 
-    `copies`: the elements are kept; else their fingerprints, and the step is to start over with copies once a tensor was
-    written, or was given other memory.
+    `copies`: the elements are kept; else, of what stands `near`, their fingerprints. The step is to start over with copies once
+    a tensor was written, or was given other memory. Of what other blocks have made, torch's count alone tells that it was
+    written: with a look at all of it in each block a step would take the square of the time.
     """
 
-    def __init__(self, tracked: TrackedState, pairs: Pairs, copies: bool) -> None:
+    def __init__(self, tracked: TrackedState, pairs: Pairs, near: Pairs, copies: bool) -> None:
         self._tracked = tracked
-        self._found = [(each, each._version, each.data, _kept(each, copies)) for each in _without_gradient(pairs)]
+        watched = {id(tensor): tensor for tensor in _without_gradient(near)}
+        others = [tensor for tensor in _without_gradient(pairs) if id(tensor) not in watched]
+        self._found = [(each, each._version, each.data, _kept(each, copies)) for each in watched.values()]
+        self._found += [(each, each._version, each.data, Elements.of(each) if copies else None) for each in others]
+        self._num_watched = len(watched)
 
     def restore(self) -> list[tuple[torch.Tensor, Elements]]:
         """Give tensors that were written in place since the call, or given other memory, what they held then. Returns what they
@@ -61,8 +66,10 @@ class FoundElements:
         """
         written = [
             (tensor, before)
-            for tensor, count, memory, before in self._found
-            if tensor._version != count or not lies_over(tensor, memory) or not _is_as_kept(tensor, before)
+            for index, (tensor, count, memory, before) in enumerate(self._found)
+            if tensor._version != count
+            or not lies_over(tensor, memory)
+            or (index < self._num_watched and not _is_as_kept(tensor, before))
         ]
         if not all(isinstance(before, Elements) for _, before in written):
             self._tracked.copy_from_now_on(f"a tensor of shape {tuple(written[0][0].shape)} that a block finds in state")
@@ -97,7 +104,8 @@ class BlockState:
         self._versions: list[tuple[Track, Version]] = [(track, self._now_of(track, track.installed)) for track in tracks]
         self._carried: Pairs = tuple((container, container.read()) for container in carriers)
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a copy of a twin, and the twin
-        self._elements = FoundElements(tracked, self._pairs(), copies)
+        near = [t for t, _ in self._versions if t.item.region in (OUTSIDE, block)]
+        self._elements = FoundElements(tracked, self._pairs(), self._pairs(near), copies)
 
     def _found_nothing(self) -> bool:
         """Whether no state changes, and the block was given no objects but empty lists and dicts."""
@@ -111,9 +119,11 @@ class BlockState:
     def _now_of(self, track: Track, last: Version) -> Version:
         return last if id(track) in self._quiet else track.item.capture(last)
 
-    def _pairs(self) -> Pairs:
-        """All places and containers with their contents at the call."""
-        places = (pair for track, version in self._versions if isinstance(track.item, PlaceItem) for pair in version)
+    def _pairs(self, tracks: Collection[Track] | None = None) -> Pairs:
+        """All places and containers with their contents at the call; of places those of these tracks alone."""
+        wanted = None if tracks is None else set(map(id, tracks))
+        versions = (pair for pair in self._versions if wanted is None or id(pair[0]) in wanted)
+        places = (pair for track, version in versions if isinstance(track.item, PlaceItem) for pair in version)
         return _once((*places, *self._carried))
 
     def inputs(self) -> list[torch.Tensor]:
@@ -240,11 +250,11 @@ def _kept(tensor: torch.Tensor, copies: bool) -> Elements | Fingerprint:
     return Elements.of(tensor) if copies else fingerprint(tensor)
 
 
-def _is_as_kept(tensor: torch.Tensor, kept: Elements | Fingerprint) -> bool:
+def _is_as_kept(tensor: torch.Tensor, kept: Elements | Fingerprint | None) -> bool:
     """Whether a tensor holds what it held, by its elements or their fingerprint: torch does not count writes by `.data`."""
     if isinstance(kept, Elements):
         return same_bits(tensor, kept.copy)
-    return same_fingerprint(kept, fingerprint(tensor))
+    return kept is None or same_fingerprint(kept, fingerprint(tensor))
 
 
 def _without_gradient(pairs: Pairs) -> list[torch.Tensor]:

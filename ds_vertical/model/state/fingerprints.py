@@ -2,6 +2,10 @@
 
 `tensor.data.add_()`, NumPy's writes, and some kernels change elements without a trace in the tensor's count of in-place writes.
 Where no copy of the elements is kept, their fingerprint is.
+
+[Note: others' memory] A tensor that is a part of larger memory has no fingerprint: it may lie in a buffer in which a parameter
+was when the tensor was made (`self.seen = self.weight.detach()`), and another one is now. Nor has a subclass that wraps other
+tensors. Both have NOTHING in its place.
 """
 
 from __future__ import annotations
@@ -11,17 +15,21 @@ from typing import Final
 import numpy as np
 import torch
 import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Fingerprint = int | torch.Tensor
 
 LARGEST_NUMEL: Final = 1 << 24  # elements of a tensor of which each one counts
 _BLOCK: Final = 1 << 16  # elements; of a larger tensor as many blocks are looked at, evenly spread, as make LARGEST_NUMEL
 _SUMMED: Final = 1 << 12  # elements behind one sum
+NOTHING: Final = 0  # of which nothing is looked at: see [Note: others' memory]
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     """Of a tensor's elements now: XXH3 in host memory, sums of its bits as integers on a device, which nobody waits for."""
+    if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg() or not _has_own_memory(tensor):
+        return NOTHING
     blocks = _blocks(tensor.detach())
     if tensor.device.type != "cpu":
         return torch.cat([sums_of_bits(block) for block in blocks])
@@ -44,11 +52,28 @@ def flat_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of_bits(flat: torch.Tensor) -> torch.Tensor:
-    """The bits of a flat tensor as integers, summed piece by piece."""
+    """The bits of a flat tensor as integers, summed piece by piece, each times an odd number of its place: elements that change
+    places give another sum."""
     integers = _INTEGERS[min(flat.element_size(), 8)]  # complex numbers are two
     bits = flat.view(integers)
     whole = bits.numel() // _SUMMED * _SUMMED
-    return torch.cat([bits[:whole].view(-1, _SUMMED).sum(1, dtype=torch.int64), bits[whole:].sum(dtype=torch.int64).view(1)])
+    weights = torch.arange(1, 2 * _SUMMED, 2, device=flat.device)
+    rest = bits[whole:]
+    return torch.cat([(bits[:whole].view(-1, _SUMMED) * weights).sum(1), (rest * weights[: rest.numel()]).sum().view(1)])
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last one in memory, both included."""
+    return (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel()
+        else 0
+    )
+
+
+def _has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether all memory below a tensor is the tensor's."""
+    return tensor.untyped_storage().nbytes() <= _span(tensor) * tensor.element_size()
 
 
 def _blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -56,7 +81,8 @@ def _blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
-    flat = flat_of(tensor)
+    is_dense = _span(tensor) == tensor.numel()  # then in the order of memory, without a copy
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if is_dense else flat_of(tensor)
     if flat.numel() <= LARGEST_NUMEL:
         return [flat]
     starts = np.linspace(0, flat.numel() - _BLOCK, LARGEST_NUMEL // _BLOCK, dtype=np.int64).tolist()

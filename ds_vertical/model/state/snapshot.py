@@ -50,7 +50,7 @@ class StateChange:
 @dataclass(frozen=True, eq=False)
 class _Elements:
     """A tensor, or a NumPy array (`owner`), in a snapshot. `before`: a copy of its elements; None where it is too large.
-    `memory`: what it lay over. `version`: torch's count of its in-place writes; None where there is none. `print`: of the
+    `memory`: what it lay over. `version`: torch's count of its in-place writes; None where there is none. `told`: of the
     elements without a copy; None of an array in a file."""
 
     path: str
@@ -60,7 +60,7 @@ class _Elements:
     before: Elements | None
     memory: torch.Tensor
     version: int | None
-    print: Fingerprint | None
+    told: Fingerprint | None
 
     def has_changed(self, whole: bool) -> bool:
         """Whether the elements, or their memory, are others than then. Without a copy only if `whole` by the elements, else by
@@ -71,7 +71,7 @@ class _Elements:
             return not same_bits(self.tensor, self.before.copy)
         if self.version is not None and self.tensor._version != self.version:
             return True
-        return whole and self.print is not None and not same_fingerprint(self.print, fingerprint(self.tensor))
+        return whole and self.told is not None and not same_fingerprint(self.told, fingerprint(self.tensor))
 
 
 _VALUES: Final = operator.methodcaller("values")
