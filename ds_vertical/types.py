@@ -214,7 +214,7 @@ class RunSettings:
     """The settings of a run: the section `vertical_schedule` with every null replaced by its rule, or by what was chosen.
 
     `reasons` says for each key where its value comes from. `layers` stays None where the model is to be searched, `seed` where
-    the caller has not given torch's yet, `outside_layers` until the device is known. Each field is the key of that name: see
+    the caller has not given torch's yet. Each field is the key of that name: see
     `config.section`."""
 
     enabled: bool
@@ -230,7 +230,7 @@ class RunSettings:
     gradient_host_share: float
     keep_gradients: bool
     host_memory_bytes: int | None
-    outside_layers: OutsideLayers | None
+    outside_layers: OutsideLayers
     nvme_paths: tuple[str, ...] | None
     activations: ActivationSettings
     seed_micro_batches: bool

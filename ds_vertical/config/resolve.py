@@ -18,7 +18,6 @@ _LATER: Mapping[str, str] = {
     "optimizer_delay": "0.25 where layers can be stepped during the backward, else 1",
     "optimizer_speculation": "where it would lately have come true",
     "host_memory_bytes": "what the machine has at start",
-    "outside_layers": "fetched where used if the device has memory of its own",
     "nvme_paths": "nvme_path alone",
     "progress": "where rank 0's stderr is a terminal",
     "self_check": "at the start of a run, and after a resume with another model",

@@ -111,10 +111,9 @@ class VerticalConfig(BaseModel):
     parameter) until the next step sums new ones."""
     host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     """Host memory for all ranks of a host; null: what is available. Checked before anything is allocated."""
-    outside_layers: OutsideLayers | None = None
-    """Embedding and head: resident, or fetched where used; null: chosen. "resident": on the device all step; "fetched": what
-    the code ahead of the first layer uses is there for that code, what the code behind the last layer uses for that one. Null:
-    "fetched" in vertical order where the device has memory of its own and nothing is compiled. Same values."""
+    outside_layers: OutsideLayers = "resident"
+    """Embedding and head: on the device all step, or fetched where used. "fetched": what the code ahead of the first layer uses
+    is there for that code, what the code behind the last layer uses for that one. Same values."""
     nvme_paths: NvmePaths | None = None
     """Folders on several SSDs, nvme_path the first; null: nvme_path alone. Each file is spread over all of them."""
     activations: Activations = Activations()
@@ -151,7 +150,7 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "on_nonfinite": ('"skip" or "stop"', '"skip"'),
     "gradient_host_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "host_memory_bytes": ("an integer >= 1, or null (what the machine has)", "32000000000 or null"),
-    "outside_layers": ('"resident", "fetched" or null', '"fetched"'),
+    "outside_layers": ('"resident" or "fetched"', '"fetched"'),
     "nvme_paths": ("null or a list of folders, one on each SSD, the first as in nvme_path", '["/ssd0", "/ssd1"] or null'),
     "activations": (
         'an object with "device", "share", "host_share", "keep", "keep_device", "keep_share", "keep_host_share"',

@@ -25,7 +25,7 @@ from ds_vertical.config.section import SECTION, load_section
 from ds_vertical.distributed import ranks
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.assembly import HostBudget
-from ds_vertical.engine.autotune import choose_gradient_tier, choose_outside, choose_timing
+from ds_vertical.engine.autotune import choose_gradient_tier, choose_timing, refuse_fetched_compiled
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
@@ -285,7 +285,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
 def _cut(model: nn.Module, resolved: RunSettings) -> tuple[RunSettings, LayerMap]:
     """The model's layers, and `resolved` with what follows from the model. Raises LayerError and ConfigError."""
     check_trainable(model, lambda line: accelerator.log(f"ds_vertical: {line}"))
-    resolved = choose_outside(resolved, model)
+    refuse_fetched_compiled(resolved, model)
     layers = map_layers(model, resolved.layers, resolved.blocks_per_layer, apart=resolved.outside_layers == "fetched")
     refuse_compiled_around(model, layers.blocks)
     return resolved, layers

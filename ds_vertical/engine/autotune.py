@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from torch import nn
 
-from ds_vertical.compat import accelerator
 from ds_vertical.config.section import SECTION, VerticalConfig
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.memory_check import Forecast
@@ -61,26 +60,13 @@ def choose_gradient_tier(
     return replace(resolved, gradient_host_share=share, reasons=reasons)
 
 
-def choose_outside(resolved: RunSettings, model: nn.Module) -> RunSettings:
-    """`resolved` with `outside_layers` chosen where the JSON leaves it null: where the device's memory is the host's, what lies
-    outside the layers takes no less of it for being away. A compiled module is not watched (`stubs.OutsideWatch`)."""
-    compiled = any_compiled(model)
-    if compiled and resolved.outside_layers == "fetched":
+def refuse_fetched_compiled(resolved: RunSettings, model: nn.Module) -> None:
+    """Raise ConfigError where `outside_layers` is "fetched" beside compiled modules, which nobody can watch (`OutsideWatch`)."""
+    if resolved.outside_layers == "fetched" and any_compiled(model):
         raise ConfigError(
             f'{SECTION}.outside_layers: got "fetched" for a model with compiled modules, in which uses of parameters cannot be'
-            ' seen; write "resident" or null'
+            ' seen; write "resident"'
         )
-    if resolved.outside_layers is not None:
-        return resolved
-    causes = {
-        "each micro-batch uses both ends in turn": resolved.order != "vertical",
-        "the device's memory is the host's": accelerator.is_one_memory(),
-        "the model has compiled modules": compiled,
-    }
-    cause = next((why for why, holds in causes.items() if holds), None)
-    value, why = ("fetched", "the device has memory of its own") if cause is None else ("resident", cause)
-    reasons = MappingProxyType({**resolved.reasons, "outside_layers": f"null: {value}, {why}"})
-    return replace(resolved, outside_layers=value, reasons=reasons)
 
 
 def choose_timing(

@@ -242,7 +242,7 @@ class _Search:
             generations=2 if early and not timing.in_place else 1,
             part_elements=memory_budget.PART_ELEMENTS,
             placement=Placement.of(state_on_ssd=timing.state_on_ssd),
-            apart=not self.machine.one_memory,  # as the engine chooses where the JSON says nothing
+            apart=not self.machine.one_memory,  # which the plan writes: `outside_layers`
         )
         held = delay if early and self.task.clip == 0 else 1.0  # what may be redone is kept
         terms = memory_budget.BudgetTerms(sizes.num_micro_batches, 1, held_share=held, one_memory=self.machine.one_memory)

@@ -192,7 +192,7 @@ def test_absent_section_is_none_and_empty_section_is_all_defaults() -> None:
         "gradient_host_share": None,
         "keep_gradients": False,
         "host_memory_bytes": None,
-        "outside_layers": None,
+        "outside_layers": "resident",
         "nvme_paths": None,
         "activations": {
             **{"device": None, "share": 1.0, "host_share": 0.0},
