@@ -96,7 +96,7 @@ class StepParts:
     def start_over(self) -> None:
         """Ahead of a further run of a step, which all ranks make: what has been learned holds on all of them."""
         self.state.forget()
-        self.layers.apart.intersection_update(*ranks.all_gathered(set(self.layers.apart)))
+        self.layers.apart.difference_update(*ranks.all_gathered(set(self.layers.missed)))
 
     def as_given(self, _num_micro_batches: int) -> LossScale:
         """What the backward of each micro-batch starts from where the user's code has divided the loss: it, times the loss

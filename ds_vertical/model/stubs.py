@@ -306,7 +306,7 @@ class OutsideWatch(TorchFunctionMode):
 
     def miss(self, unit: Unit) -> NoReturn:
         """The unit may be away no longer. Raises UseMissed."""
-        self._layers.apart.discard(unit)
+        self._layers.missed.add(unit)
         self._missed = UseMissed(str(unit))
         raise self._missed
 

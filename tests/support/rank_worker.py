@@ -396,6 +396,7 @@ def ends(folder: Path, rank: int) -> dict[str, Any]:
         made["vertical_schedule"] |= {"outside_layers": value}
         results[value] = vars(harness.run_arm(made, OddModel, batches(rank, 2), vertical=True))
         results[f"one rank, {value}"] = penalised(folder, rank, value)
+    results["one rank fails"] = failing(folder, rank)
     return results
 
 
@@ -415,6 +416,27 @@ def penalised(folder: Path, rank: int, value: str) -> dict[str, Any]:
             "weights": harness.read_weights(model),
             "steps": engine.global_steps,
         }
+
+
+def failing(folder: Path, rank: int) -> dict[str, Any]:
+    """A step in which the second rank's loss computes with the embedding, and the first one's fails, and then one that does
+    not."""
+    made = config(folder, "fp32")
+    made["vertical_schedule"] |= {"outside_layers": "fetched"}
+    with harness.running(made, OddModel, vertical=True) as (engine, model):
+
+        def loss_fn(loss: torch.Tensor, _: Any) -> torch.Tensor:
+            if rank == 0:
+                raise ArithmeticError("no loss")
+            return loss + 0.1 * model.embed.weight.square().mean()
+
+        first, *_ = batches(rank, 2)
+        try:
+            engine.train_batch(iter(first), loss_fn)
+        except Exception as error:
+            failure = type(error).__name__
+        loss = engine.train_batch(iter(first)).item()
+        return {"failure": failure, "apart": engine.ran.outside.apart, "loss": loss, "steps": engine.global_steps}
 
 
 def main() -> int:
