@@ -238,8 +238,8 @@ def _traced(traced: Sequence[Ran], measured: float, conditions: Mapping[int, Con
 
 
 def _operations(account: Account, index: int, trace: StepTrace, conditions: Conditions) -> dict[str, tuple[float, float]]:
-    """Per kind of computing event ("F", "HEAD", "preB", "sufREDUCE", ...) and for "STEP" its seconds in the step: as traced, and at
-    the machine's rates."""
+    """Per kind of computing event ("F", "HEAD", "preB", "sufREDUCE", ...) and for "STEP" its seconds in the step: as traced,
+    and at the machine's rates."""
     taken: dict[str, float] = defaultdict(float)
     priced: dict[str, float] = defaultdict(float)
     for span in trace.spans:
