@@ -312,7 +312,7 @@ class _WithBackward(_Pass):
         micro_batch.backward_suffix(self.scale(loss))
         self.add_outside()
 
-    def _finish(self, event: Event) -> Any:
+    def _finish(self, event: Event) -> object:
         """The forward's suffix alone is watched: `loss_of` may let a loop's own code run, ahead of it and behind it."""
         with self.watching(event):
             return self.micro_batch(event).finish()
