@@ -96,7 +96,19 @@ class StepParts:
     def start_over(self) -> None:
         """Ahead of a further run of a step, which all ranks make: what has been learned holds on all of them."""
         self.state.forget()
-        self.layers.apart.intersection_update(*ranks.all_gathered(set(self.layers.apart)))
+        missed = self.layers.apart & set[Unit]().union(*ranks.all_gathered(set(self.layers.missed)))
+        self.layers.apart.difference_update(missed)
+        for unit in sorted(missed, key=str):
+            accelerator.log(
+                f"ds_vertical: unit {unit} stays on the device all step: {self._device_bytes(unit) / 2**20:.1f} MiB of"
+                " parameters and gradient sums, which the table of memory at the start does not count between the two ends"
+            )
+
+    def _device_bytes(self, unit: Unit) -> int:
+        """Of a unit's whole parameters and the sums of its gradients."""
+        sum_bytes = self.optimizer.gradient_accumulation_dtype.itemsize
+        sizes = [(zero_params.full_numel(p), p.element_size() + p.requires_grad * sum_bytes) for p in self.layers.units[unit]]
+        return sum(numel * each for numel, each in sizes)
 
     def as_given(self, _num_micro_batches: int) -> LossScale:
         """What the backward of each micro-batch starts from where the user's code has divided the loss: it, times the loss

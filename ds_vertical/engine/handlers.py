@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -305,12 +306,16 @@ class _WithBackward(_Pass):
         """Suffix, loss and the suffix's backward: one micro-batch's logits alive at a time."""
         assert event.micro_batch is not None
         micro_batch = self.micro_batch(event)
-        with self.watching(event):
-            loss = self.bodies[event.micro_batch].loss_of(micro_batch.finish)
+        loss = self.bodies[event.micro_batch].loss_of(partial(self._finish, event))
         self.gradients.refuse_own_backward()
         self.losses[event.micro_batch] = loss.detach()
         micro_batch.backward_suffix(self.scale(loss))
         self.add_outside()
+
+    def _finish(self, event: Event) -> object:
+        """The forward's suffix alone is watched: `loss_of` may let a loop's own code run, ahead of it and behind it."""
+        with self.watching(event):
+            return self.micro_batch(event).finish()
 
     def add_outside(self) -> None:
         """Sum the gradients of parameters outside the layers: the suffix, the glue before a layer and the prefix use them."""

@@ -6,7 +6,8 @@ suffix alone uses is a unit of its own, `suf`: see [Note: two ends].
 
 [Note: two ends] Which code uses a parameter is guessed before there is a batch, from the order in which sources call modules
 (`source_order.end_of`). The steps verify it: where other code computes with a parameter of a unit that is `apart`, the unit is
-apart no longer, and the step starts over (`stubs.OutsideWatch`).
+`missed` (`stubs.OutsideWatch`). The step starts over, and ahead of that the unit is apart no longer, on all ranks at once:
+their schedules must not differ.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class LayerMap:
     and, where it is a unit, `suf` to its parameters, each parameter in exactly one unit (one that several layers share: `pre`).
     `whole`: blocks of which a hook has computed with a parameter of the block, as steps find them: see `stubs`. `apart`: the
     units outside the layers that, as far as steps have found, the prefix alone (`pre`) or the suffix alone (`suf`) uses.
+    `missed`: those of which this rank has found otherwise.
     """
 
     blocks: tuple[Block, ...]
@@ -62,6 +64,7 @@ class LayerMap:
     units: dict[Unit, tuple[nn.Parameter, ...]]
     whole: set[int] = field(default_factory=set)
     apart: set[Unit] = field(default_factory=set)
+    missed: set[Unit] = field(default_factory=set)
 
     @property
     def outside(self) -> Outside:

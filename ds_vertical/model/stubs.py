@@ -285,11 +285,8 @@ class OutsideWatch(TorchFunctionMode):
     def watching(self, end: Unit) -> Iterator[None]:
         """Within the block code of `end` runs: PRE, SUF, or a layer with the glue ahead of it. Raises UseMissed."""
         self._away = {key: unit for key, unit in self._unit_of.items() if unit != end}
-        self._enter()
-        try:
+        with Changed(self._leave, self._enter):
             yield
-        finally:
-            self._leave()
         if self._missed is not None:  # the user's code has caught it
             raise self._missed
 
@@ -309,7 +306,7 @@ class OutsideWatch(TorchFunctionMode):
 
     def miss(self, unit: Unit) -> NoReturn:
         """The unit may be away no longer. Raises UseMissed."""
-        self._layers.apart.discard(unit)
+        self._layers.missed.add(unit)
         self._missed = UseMissed(str(unit))
         raise self._missed
 
@@ -339,18 +336,35 @@ class OutsideWatch(TorchFunctionMode):
                 self.miss(unit)
 
     def _enter(self) -> None:
-        self.__enter__()
         self._is_active = True
+        try:
+            self.__enter__()
+        except BaseException:  # an interrupt, ahead of it or behind it
+            self._is_active = self in _get_current_function_mode_stack()
+            raise
 
     def _leave(self) -> None:
         """Leave the user's modes as they would be without this one: a forward may have parked inside one, or have left one,
-        which takes the uppermost off."""
-        self._is_active = False
+        which takes the uppermost off. May run twice, and where the watch is not active."""
         modes = _get_current_function_mode_stack()
-        for _ in modes:
-            _pop_mode()
-        for mode in [mode for mode in modes if mode is not self] if self in modes else modes[:-1]:
-            _push_mode(mode)
+        if self not in modes and not self._is_active:
+            return
+        others = [mode for mode in modes if mode is not self] if self in modes else modes[:-1]
+        try:
+            _replace_modes(others)
+        except BaseException:  # an interrupt: some of them may be off
+            _replace_modes(others)
+            raise
+        finally:
+            self._is_active = False
+
+
+def _replace_modes(modes: Iterable[TorchFunctionMode]) -> None:
+    """Let these be the function modes of this thread, the uppermost last."""
+    for _ in _get_current_function_mode_stack():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 # What may be asked of a parameter that is away: it has these whether or not its values are there.

@@ -10,7 +10,8 @@ import pytest
 from toy import ToyTraining, toy_inputs, toy_model
 
 from ds_vertical.engine.handlers import Body
-from ds_vertical.errors import StepLeft
+from ds_vertical.errors import OtherRankError, StepLeft
+from ds_vertical.model.state.restart import StateMissed
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 
@@ -148,6 +149,27 @@ def test_where_the_others_leave_a_step_the_one_that_failed_leaves_it_too(overlap
     assert expected.count("vote") == 4 and expected[-1] == "vote"
     for at in range(3):
         assert left(("gather", at)) == left(("release", at)) == expected
+
+
+class Missing(Ranks):
+    """This rank is to start over, and another one has failed."""
+
+    def fail_if_due(self, what: str) -> None:
+        try:
+            super().fail_if_due(what)
+        except Fault as fault:
+            raise StateMissed("state") from fault
+
+    def agree(self, error: Exception | None) -> None:
+        raise OtherRankError("rank 1 failed")
+
+
+def test_no_rank_starts_over_alone() -> None:
+    training = ToyTraining(toy_model(NUM_LAYERS))
+    ranks = Missing(training, ("gather", 3))
+    with pytest.raises(OtherRankError, match="rank 1 failed") as raised:
+        training.step(build_training(TrainingStep(NUM_LAYERS, 2)), [partial(training.model, each) for each in toy_inputs(2)], 1)
+    assert isinstance(raised.value.__cause__, StateMissed) and training.params.fetched == [] and ranks.done
 
 
 def test_an_evaluation_is_decided_at_its_end() -> None:

@@ -334,7 +334,8 @@ def test_memory_through_which_ranks_of_a_host_reduce_ends_with_them() -> None:
 
 @pytest.mark.slow
 def test_ends_that_are_fetched_where_they_are_used_change_no_bit_on_either_rank(tmp_path: Path) -> None:
-    """Where one rank alone uses an end elsewhere, the step starts over on both, and both keep that end."""
+    """Where one rank alone uses an end elsewhere, the step starts over on both, and both keep that end. Where the step fails
+    on the other one meanwhile, neither keeps it."""
     description = tmp_path / "job.json"
     description.write_text(json.dumps({"folder": str(tmp_path / "swap"), "out": str(tmp_path), "ends": True}))
     start_ranks([sys.executable, str(WORKER), str(description)], tmp_path)
@@ -346,6 +347,8 @@ def test_ends_that_are_fetched_where_they_are_used_change_no_bit_on_either_rank(
         kept, missed = rank["one rank, resident"], rank["one rank, fetched"]
         assert (missed["apart"], missed["steps"]) == (("suf",), rank_worker.NUM_STEPS)
         assert kept["losses"] == missed["losses"] and differing(kept["weights"], missed["weights"]) == []
+        assert (rank["one rank fails"]["apart"], rank["one rank fails"]["steps"]) == (("pre", "suf"), 2)
+    assert [rank["one rank fails"]["failure"] for rank in ranks] == ["ArithmeticError", "OtherRankError"]
     assert differing(*(whole_state(ranks, value) for value in ("resident", "fetched"))) == []
     assert differing(*(rank["one rank, fetched"]["weights"] for rank in ranks)) == []
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from cutting import Cut, recorded
 from models import tiny_gpt2, tiny_neox
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from toy import ToyBlock, ToyModel, ToyTraining, plain_step, toy_inputs
 
+from ds_vertical import interrupts
 from ds_vertical.model.layers import map_layers
 from ds_vertical.model.state.restart import UseMissed
 from ds_vertical.schedule.passes import TrainingStep, build_training
@@ -170,6 +173,7 @@ def test_a_use_elsewhere_is_found_and_the_step_has_the_bits_of_plain_autograd(
                 return training.step(schedule, bodies(model, count), 7)
             except UseMissed as miss:
                 missed.append(miss.unit)
+                training.layers.apart.difference_update(training.layers.missed)  # as all ranks do ahead of the next run
                 assert len(missed) < 3
 
     for _ in range(2):
@@ -183,19 +187,75 @@ def test_a_use_elsewhere_is_found_and_the_step_has_the_bits_of_plain_autograd(
     assert set(training.layers.outside.apart) == {"pre", "suf"} - set(found)
 
 
+class Failing(Bare):
+    """Another error hides what was found."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(inputs)
+        try:
+            return loss + self.embed.bias.sum()
+        except Exception as error:
+            raise ArithmeticError("no loss") from error
+
+
+def test_a_step_that_fails_leaves_the_next_schedule_as_it_was() -> None:
+    """Other ranks have not found it, and their schedules must not differ from this one's."""
+    model = made(Failing)
+    training = ToyTraining(model, apart=True)
+    schedule = build_training(TrainingStep(4, 2, outside=training.layers.outside))
+    with pytest.raises(ArithmeticError, match="no loss"):
+        training.step(schedule, bodies(model, 2), 7)
+    assert training.layers.outside.apart == ("pre", "suf") and training.layers.missed == {"pre"}
+
+
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+class Within(Bare):
+    """A mode of the user's around all blocks, and one around each of them."""
+
+    def body(self, side: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        with Passing():
+            for block in self.blocks:
+                with Passing():
+                    hidden = block(hidden, side)
+            return self.head(hidden)
+
+
+def modes_on() -> list[Any]:
+    return torch.overrides._get_current_function_mode_stack()
+
+
 def test_a_mode_of_the_users_around_the_blocks_outlives_the_watch() -> None:
-    class Counting(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **kwargs or {})
-
-    class Within(Bare):
-        def body(self, side: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-            with Counting():
-                return super().body(side, hidden)
-
     model, plain = made(Within), made(Bare)
     training = ToyTraining(model, apart=True)
     schedule = build_training(TrainingStep(4, 2, outside=training.layers.outside))
     losses, _ = training.step(schedule, bodies(model, 2), 3)
     assert losses == plain_step(plain, bodies(plain, 2), 3)[0]
-    assert torch.overrides._get_current_function_mode_stack() == []
+    assert modes_on() == []
+
+
+def test_an_interrupt_in_the_watch_leaves_the_users_modes_as_they_were() -> None:
+    model = made(Within)
+    training = ToyTraining(model, apart=True)
+    schedule = build_training(TrainingStep(4, 1, outside=training.layers.outside))
+
+    def step() -> None:
+        try:
+            training.step(schedule, bodies(model, 1), 3)
+        finally:
+            interrupts.take_back()  # as where a call of the engine is over
+
+    with recorded() as found:
+        step()
+    names = ("_replace_modes", *(f"OutsideWatch.{name}" for name in ("watching", "paused", "_enter", "_leave", "_look_at")))
+    own = [site for site in found if site.function.startswith(names)]
+    cuts = [Cut(site, number) for site in own for number in range(1, found[site] + 1)]
+    assert len(cuts) > 50
+    with Passing() as outer:
+        for cut in cuts:
+            with contextlib.suppress(KeyboardInterrupt), cut:
+                step()
+            assert cut.done and modes_on() == [outer], str(cut)

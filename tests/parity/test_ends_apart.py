@@ -152,6 +152,17 @@ def test_an_end_is_read_once_a_step_though_it_is_fetched_twice(tmp_path: Path, m
             assert not engine._params.fetched and max(seen.reads_of[0]) >= 1
 
 
+def test_the_log_says_how_much_stays_where_an_end_is_found_in_use_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(config_in(tmp_path, num_micro_batches=1, dtype="bf16"), Scaled, vertical=True) as (engine, _):
+        (micro_batches,) = token_batches(1, 1, rows=1, shortest=4)
+        engine.train_batch(iter(micro_batches))
+        elements = sum(param.ds_numel for param in engine.layers.units["pre"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "unit pre stays on the device all step" in line]
+    assert len(lines) == 1 and f": {elements * (2 + 4) / 2**20:.1f} MiB of parameters and gradient sums" in lines[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_has_the_same_bits_either_way(tmp_path: Path, family: Family) -> None:

@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "in place": {"clip": 0.0, "section": SECTION | {"on_nonfinite": "stop"}},
     "activations": {"clip": 0.0, "section": SECTION | {"activations": {"device": "ssd"}}},
     "gradients": {"clip": 0.05, "section": SECTION | {"gradient_host_share": 0.0, "optimizer_speculation": False}},
+    "fetched": {"clip": 0.05, "section": SECTION | {"outside_layers": "fetched"}},
     "no overlap": {"clip": 0.0, "section": SECTION | {"overlap": False}},
     "memory": {"clip": 0.05, "params": "cpu", "optimizer": "cpu"},
     "persistent": {"clip": 0.0, "persistence": None},

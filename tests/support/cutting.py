@@ -108,6 +108,7 @@ def surroundings(model: nn.Module) -> dict[str, Any]:
     """What a call of the engine's has to leave as it was, besides the state."""
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
     found: dict[str, Any] = {
+        "function modes": torch.overrides._get_current_function_mode_stack(),
         "thread": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, torch.get_rng_state().tolist()),
         "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
     }

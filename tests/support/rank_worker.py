@@ -396,6 +396,7 @@ def ends(folder: Path, rank: int) -> dict[str, Any]:
         made["vertical_schedule"] |= {"outside_layers": value}
         results[value] = vars(harness.run_arm(made, OddModel, batches(rank, 2), vertical=True))
         results[f"one rank, {value}"] = penalised(folder, rank, value)
+    results["one rank fails"] = failing(folder, rank)
     return results
 
 
@@ -415,6 +416,28 @@ def penalised(folder: Path, rank: int, value: str) -> dict[str, Any]:
             "weights": harness.read_weights(model),
             "steps": engine.global_steps,
         }
+
+
+def failing(folder: Path, rank: int) -> dict[str, Any]:
+    """A step in which the second rank's loss computes with the embedding while the first one's fails, between two that do
+    neither."""
+    made = config(folder, "fp32")
+    made["vertical_schedule"] |= {"outside_layers": "fetched"}
+    with harness.running(made, OddModel, vertical=True) as (engine, model):
+
+        def loss_fn(loss: torch.Tensor, _: Any) -> torch.Tensor:
+            if rank == 0:
+                raise ArithmeticError("no loss")
+            return loss + 0.1 * model.embed.weight.square().mean()
+
+        first, second, *_ = batches(rank, 2)
+        engine.train_batch(iter(first))
+        try:
+            engine.train_batch(iter(second), loss_fn)
+        except Exception as error:
+            failure = type(error).__name__
+        engine.train_batch(iter(second))
+        return {"failure": failure, "apart": engine.ran.outside.apart, "steps": engine.global_steps}
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ from ds_vertical.planner.costs import event_costs
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.run_record import DTYPES, Account, ExecutedStep, read_account
 from ds_vertical.planner.simulate import SimulationSettings, simulate
-from ds_vertical.schedule.events import PRE, Event, Op, parse_event
+from ds_vertical.schedule.events import Event, Op, parse_event
 from ds_vertical.schedule.trace import StepTrace, cost_share, optimizer_overlap, read_trace, record_s, summarize
 
 _STEADY_STEPS = 3
@@ -238,8 +238,8 @@ def _traced(traced: Sequence[Ran], measured: float, conditions: Mapping[int, Con
 
 
 def _operations(account: Account, index: int, trace: StepTrace, conditions: Conditions) -> dict[str, tuple[float, float]]:
-    """Per kind of computing event ("F", "B", "HEAD", "preF", "preB") and for "STEP" its seconds in the step: as traced, and at
-    the machine's rates."""
+    """Per kind of computing event ("F", "HEAD", "preB", "sufREDUCE", ...) and for "STEP" its seconds in the step: as traced,
+    and at the machine's rates."""
     taken: dict[str, float] = defaultdict(float)
     priced: dict[str, float] = defaultdict(float)
     for span in trace.spans:
@@ -258,7 +258,8 @@ def _operations(account: Account, index: int, trace: StepTrace, conditions: Cond
 
 
 def _kind(event: Event) -> str:
-    return f"{PRE if event.layer == PRE and event.op is not Op.STEP else ''}{event.op}"
+    is_told_apart = isinstance(event.layer, str) and event.op not in (Op.HEAD, Op.STEP)
+    return f"{event.layer if is_told_apart else ''}{event.op}"
 
 
 # ---- lines

@@ -30,6 +30,7 @@ STREAMS: Final[dict[str, tuple[str, str]]] = {
     "HEAD": ("head", "rail_animation"),
     "REDUCE": ("gradients", "olive"),
     "preREDUCE": ("gradients", "olive"),
+    "sufREDUCE": ("gradients", "olive"),
     "NORM": ("gradients", "olive"),
     "HOLD": ("gradients", "olive"),
     "FETCH": ("parameters", "good"),

@@ -22,7 +22,7 @@ from ds_vertical.planner.run_record import Account, ExecutedStep
 from ds_vertical.planner.simulate import SimulatedRun as Simulated
 from ds_vertical.planner.simulate import SimulatedSpan as Stage
 from ds_vertical.planner.simulate import SimulationSettings, simulate
-from ds_vertical.schedule.events import PRE, Event, Op, parse_event
+from ds_vertical.schedule.events import Event, Op, parse_event
 from ds_vertical.schedule.trace import Count, Span, StepTrace, Wait, union
 from ds_vertical.types import Tier
 
@@ -70,7 +70,7 @@ def by_time(steps: Sequence[StepTrace]) -> list[StepTrace]:
 
 
 def kind_of(span: Span) -> str:
-    """What kind of event a span works for: "F", "B", "HEAD", "preF", "FETCH", "STEP read", "STEP adam", "STEP write", ...
+    """What kind of event a span works for: "F", "B", "HEAD", "preF", "sufREDUCE", "STEP read", "STEP adam", "STEP write", ...
 
     A measured transfer is known by its file, a simulated one by its event. Raises ScheduleError for computation of no event.
     """
@@ -83,7 +83,7 @@ def kind_of(span: Span) -> str:
     event = parse_event(span.name)
     if span.resource in ("copy_in", "copy_out"):
         return f"{event.op} copy"
-    return f"{PRE if event.layer == PRE else ''}{event.op}"
+    return f"{event.layer if isinstance(event.layer, str) and event.op is not Op.HEAD else ''}{event.op}"
 
 
 def _event(name: str) -> Event | None:

@@ -50,7 +50,7 @@ class HooksMissed(StateMissed):
 
 class UseMissed(StateMissed):
     """Code has computed with parameters outside the layers, of the unit `unit`, where they are away. They stay from now on: the
-    step is to be run again. `LayerMap.apart` knows it by then."""
+    step is to be run again. `LayerMap.missed` knows it by then."""
 
     def __init__(self, unit: str) -> None:
         LayerError.__init__(

@@ -276,12 +276,15 @@ def test_a_trace_gives_time_outside_and_its_own_cost(tmp_path: Path) -> None:
             while now() - begin < 0.01:
                 pass
             tracer.span("compute", "0F0", begin, begin + 0.005)
+            for unit in ("0", "pre", "suf"):
+                tracer.span("compute", f"{unit}REDUCE", begin, begin)
             tracer.span("adam", "0STEP", begin, begin + 0.0025)
     found = efficiency.figures([each, traced], {0: [REPORT]}, None, tmp_path)
     assert 0 < found["outside_share"] < 1 and found["optimizer_overlap"] == pytest.approx(1.0)
     taken, priced = found["operations_s"]["F"]
     # pre's apart; two layers forward and the last one, two micro-batches, 2 blocks of 0.5 s each
-    assert taken == pytest.approx(0.005) and priced == pytest.approx(6.0) and set(found["operations_s"]) == {"F", "STEP"}
+    assert taken == pytest.approx(0.005) and priced == pytest.approx(6.0)
+    assert set(found["operations_s"]) == {"F", "REDUCE", "preREDUCE", "sufREDUCE", "STEP"}
     assert found["traced_over_untraced"] == 1.0 and found["trace_cost_share"] > 0
     assert any(line.startswith("tracing: ") for line in efficiency.efficiency_lines(found))
     assert [path.name for path in (tmp_path / "trace.cost").iterdir()] == []

@@ -81,6 +81,25 @@ def shortened(batch: Any) -> dict[str, torch.Tensor]:
     return {name: tensor[:, :-2].flip(0) for name, tensor in batch.items()}
 
 
+def modes_on() -> list[Any]:
+    """This thread's function modes."""
+    return torch.overrides._get_current_function_mode_stack()
+
+
+def with_modes_and_reads_of_its_own(engine: Any, loader: Any) -> Iterator[torch.Tensor]:
+    for batch in loader:
+        with torch.device("cpu"):
+            loss = engine(**batch)
+        assert modes_on() == []
+        assert all(engine.module.get_parameter(name).detach().norm() >= 0 for name in ("embed.weight", "head.weight"))
+        with torch.device("cpu"):
+            engine.backward(loss)
+            assert len(modes_on()) == 1
+        assert modes_on() == []
+        engine.step()
+        yield loss
+
+
 def by_deepspeeds_loader(engine: Any, _: Any) -> Iterator[torch.Tensor]:
     """Which `initialize(training_data=...)` makes, too."""
     yield from by_name(engine, engine.deepspeed_io(make_loader().dataset, batch_size=2))
@@ -132,7 +151,31 @@ def test_deepspeeds_own_loader_is_looked_ahead_into(tmp_path: Path, monkeypatch:
     compare(tmp_path, by_deepspeeds_loader, dtype="fp32")
 
 
+FETCHED = {"outside_layers": "fetched"}
+
+
+def test_ends_that_are_away_are_not_watched_in_the_loops_turn(tmp_path: Path) -> None:
+    compare(tmp_path, with_modes_and_reads_of_its_own, section=FETCHED, dtype="fp32")
+
+
 # ---- what is refused, and what a loop may leave
+
+
+@pytest.mark.parametrize("is_behind_backward", [False, True])
+def test_a_loop_that_breaks_off_leaves_no_watch_behind(tmp_path: Path, is_behind_backward: bool) -> None:
+    with harness.running(make_config(tmp_path, section=FETCHED), make_model, vertical=True) as (engine, model):
+        rig = Rig(engine, model)
+        rig.train()
+        assert engine.ran.outside.apart == ("pre", "suf")
+        for batch in ahead():
+            loss = engine(**batch)
+            if is_behind_backward:
+                engine.backward(loss)
+            break
+        assert modes_on() == []
+        with pytest.raises(LoopError, match="micro-batch 1 of 3"):
+            engine.eval_batch(ahead())
+        assert modes_on() == []
 
 
 def test_a_snake_is_refused_ahead_of_the_step(tmp_path: Path) -> None:
