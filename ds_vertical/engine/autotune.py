@@ -61,7 +61,7 @@ def choose_gradient_tier(
 
 
 def refuse_fetched_compiled(resolved: RunSettings, model: nn.Module) -> None:
-    """Raise ConfigError where `outside_layers` is "fetched" beside compiled modules, which nobody can watch (`OutsideWatch`)."""
+    """Raise ConfigError for `outside_layers` "fetched" beside compiled modules, in which `OutsideWatch` sees no uses."""
     if resolved.outside_layers == "fetched" and any_compiled(model):
         raise ConfigError(
             f'{SECTION}.outside_layers: got "fetched" for a model with compiled modules, in which uses of parameters cannot be'
