@@ -5,7 +5,7 @@ Where no copy of the elements is kept, their fingerprint is.
 
 [Note: others' memory] A tensor that is a part of larger memory has no fingerprint: it may lie in a buffer in which a parameter
 was when the tensor was made (`self.seen = self.weight.detach()`), and another one is now. Nor has a subclass that wraps other
-tensors. Both have NOTHING in its place.
+tensors. Both have UNREAD in its place.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Fingerprint = int | torch.Tensor
 LARGEST_NUMEL: Final = 1 << 24  # elements of a tensor of which each one counts
 _BLOCK: Final = 1 << 16  # elements; of a larger tensor as many blocks are looked at, evenly spread, as make LARGEST_NUMEL
 _SUMMED: Final = 1 << 12  # elements behind one sum
-NOTHING: Final = 0  # of which nothing is looked at: see [Note: others' memory]
+UNREAD: Final = 0  # of which nothing is looked at: see [Note: others' memory]
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     """Of a tensor's elements now: XXH3 in host memory, sums of its bits as integers on a device, which nobody waits for."""
     if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg() or not _has_own_memory(tensor):
-        return NOTHING
+        return UNREAD
     blocks = _blocks(tensor.detach())
     if tensor.device.type != "cpu":
         return torch.cat([sums_of_bits(block) for block in blocks])
