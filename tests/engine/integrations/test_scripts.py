@@ -74,9 +74,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         pytest.param("trainer", EVALUATING, False, id="trainer"),  # the launcher's two processes cost as much as the script's
         pytest.param("trainer", EVALUATING, True, id="trainer by the launcher", marks=pytest.mark.slow),
         pytest.param("trainer", ["--model_name_or_path", PRETRAINED], True, id="trainer, pretrained", marks=pytest.mark.slow),
-        pytest.param("trl_sft", [], True, id="trl_sft", marks=pytest.mark.slow),
+        pytest.param("trl_sft", [], False, id="trl_sft"),
         pytest.param("trl_sft", ["--lora", "true"], True, id="trl_sft with LoRA", marks=pytest.mark.slow),
-        pytest.param("lora", [], True, id="lora", marks=pytest.mark.slow),
+        pytest.param("lora", [], False, id="lora"),
+        pytest.param("lora", [], True, id="lora by the launcher", marks=pytest.mark.slow),
     ],
 )
 def test_a_trainers_script_has_stocks_numbers_and_weights(
@@ -102,10 +103,10 @@ def masters(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("script", ["three_calls", "accelerate_loop"])
-def test_a_loops_script_has_stocks_losses_and_weights(script: str, tmp_path: Path) -> None:
-    printed = {vertical: launch(script, tmp_path / str(vertical), vertical) for vertical in (False, True)}
+def test_a_loops_script_has_stocks_losses_and_weights(script: str, launcher: bool, tmp_path: Path) -> None:
+    printed = {vertical: launch(script, tmp_path / str(vertical), vertical, launcher=launcher) for vertical in (False, True)}
     assert numbers(printed[True]) == numbers(printed[False]) and len(numbers(printed[False])) >= 6
     stock, ours = masters(tmp_path / "False"), masters(tmp_path / "True")
     assert stock and stock.keys() == ours.keys()
