@@ -72,7 +72,7 @@ def test_a_save_over_a_checkpoint_of_stocks_is_refused_and_deletes_nothing(tmp_p
     with running(config_in(tmp_path / "ssd", "fp32"), build, vertical=True) as (engine, model):
         train(engine, range(2))
         for portable in (False, True):
-            with pytest.raises(CheckpointError, match=r"saved/best: holds .*_states\.pt, which has the name of a file of DeepSpeed's.*another tag"):
+            with pytest.raises(CheckpointError, match=r"saved/best: holds .*_states\.pt, which has the name.*another tag"):
                 engine.save_checkpoint(str(saved), tag="best", portable=portable)
         assert digest(saved) == before
         for steps, portable in ((range(2, 3), True), (range(3, 4), True), (range(4, 5), False)):
