@@ -264,7 +264,7 @@ def test_a_training_behind_an_evaluation_is_refused_where_stock_breaks(tmp_path:
         trainer = Trainer(model=tiny_llama(), args=arguments_for(folder, config), callbacks=[recorder(seen)], **rows)
         assert trainer.evaluate()["eval_loss"] > 0
         kind, message = (
-            (LoopError, "Trainer.evaluate.*ahead of train.*in a Trainer of its own")
+            (LoopError, "Trainer.evaluate.*ahead of train.*in another Trainer with a copy")
             if vertical
             else (AttributeError, "backward")
         )
