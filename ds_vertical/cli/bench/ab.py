@@ -26,7 +26,7 @@ from ds_vertical.cli.bench.comparison import (
     describe_losses,
     summarize_arm,
 )
-from ds_vertical.cli.bench.launch import RunError, Script, terminations_raised
+from ds_vertical.cli.bench.launch import RunError, Script, is_same_file, terminations_raised
 from ds_vertical.cli.bench.machine_info import describe_machine, versions
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.section import SECTION
@@ -122,9 +122,7 @@ def parse(arguments: Sequence[str]) -> AbPlan:
     path = Path(script[0])
     if not path.is_file():
         raise ConfigError(f"{path}: no such script; write the path of a Python file after `--`")
-    given = [argument for argument in script[1:] if argument.split("=")[0] == "--deepspeed_config"]
-    if given:
-        raise ConfigError(f"{given[0]} in SCRIPT's arguments: leave it out, each arm gets its own file; use --config")
+    _refuse_other_config(script[1:], options.config)
     if options.machine is not None and options.no_bound:
         raise ConfigError(f"--machine {options.machine}: it is for the bound; leave it out, or --no-bound")
     limit = disk_limit.parse_limit(options.ssd_limit) if options.ssd_limit is not None else None
@@ -150,6 +148,15 @@ def parse(arguments: Sequence[str]) -> AbPlan:
         with_bound=not options.no_bound,
         with_local_rank=not options.no_local_rank,
     )
+
+
+def _refuse_other_config(arguments: Sequence[str], config: Path) -> None:
+    """Raise ConfigError where SCRIPT's arguments name another JSON as --deepspeed_config than the one that both arms have."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        named = value if equals else "".join(arguments[index + 1 : index + 2])
+        if name == "--deepspeed_config" and not is_same_file(named, config):
+            raise ConfigError(f"{argument} in SCRIPT's arguments: leave it out, each arm gets its own file; use --config")
 
 
 def _check_counts(options: argparse.Namespace) -> None:

@@ -76,10 +76,11 @@ class Script:
 
     def _with_config(self, argument: str, config: Path) -> str:
         option, equals, value = argument.rpartition("=")
-        return f"{option}{equals}{config}" if _is_same_file(value, self.config) else argument
+        return f"{option}{equals}{config}" if is_same_file(value, self.config) else argument
 
 
-def _is_same_file(path: str, other: Path | None) -> bool:
+def is_same_file(path: str, other: Path | None) -> bool:
+    """Whether an argument is the path of a file."""
     try:
         return other is not None and Path(path).samefile(other)
     except OSError:  # the argument is no path

@@ -257,6 +257,14 @@ def test_bad_input_is_refused_with_status_2(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("named", [["--deepspeed_config", "{config}"], ["--deepspeed_config={config}"]])
+def test_a_scripts_arguments_may_name_the_json_that_both_arms_start_from(tmp_path: Path, named: list[str]) -> None:
+    config, script = write(tmp_path, "config.json", BASE), write(tmp_path, "script.py", "")
+    words = [each.format(config=config) for each in named]
+    plan = ab.parse(["--config", str(config), "--out", str(tmp_path / "ab"), "--", str(script), *words])
+    assert plan.script_arguments == tuple(words)
+
+
 # --- the verdict ---------------------------------------------------------------------------------------------------
 
 
