@@ -33,7 +33,7 @@ import portable
 import predictions
 import report
 import run
-from kept_plan import DELAY, WINDOW, Planner, activations_of
+from kept_plan import DELAY, LIBRARIES, WINDOW, Planner, activations_of
 
 from ds_vertical.cli.bench import disk_limit
 from ds_vertical.cli.bench.arms import build_arms
@@ -55,7 +55,8 @@ PLAN_S: Final = 45.0  # measuring the machine and a block, once per disk and len
 @dataclass(frozen=True)
 class Row:
     """One setting. `tiers`: where its plan may keep; `others`: further arms; `shares`: of the cells, of which the plan's policy
-    keeps on SSD in further arms; `most`: of the step without keeping, by arm; `step_s`: what that step usually takes."""
+    keeps on SSD in further arms; `most`: of the step without keeping, by arm; `step_s`: what that step usually takes.
+    `host_bytes`: of host memory that the run may take beside the interpreter and its libraries (None: what the machine has)."""
 
     micro_batches: int
     tokens: int
@@ -74,6 +75,11 @@ class Row:
         host = f"_{self.host_bytes / 1e9:g}gb" if self.host_bytes else ""
         ssd = "_on_ssd" * (self.tiers == (Tier.SSD,))
         return f"m{self.micro_batches}_s{self.tokens}{'_300_500' * self.limited}{ssd}{host}"
+
+    @property
+    def host_limit(self) -> int | None:
+        """The JSON's `host_memory_bytes`."""
+        return self.host_bytes + LIBRARIES.num_bytes if self.host_bytes else None
 
     @property
     def is_control(self) -> bool:
@@ -142,7 +148,7 @@ class Plans:
     def planner(self, row: Row) -> Planner:
         """Of a row, with the machine and the model as they are now."""
         spec, seconds = self._pieces(row.tokens)
-        return Planner(spec, seconds, self.profile(row.limited), row.micro_batches, row.host_bytes)
+        return Planner(spec, seconds, self.profile(row.limited), row.micro_batches, row.host_limit)
 
     def _profile(self, limited: bool) -> Profile:
         given = self._options.limited_machine if limited else self._options.machine
@@ -176,7 +182,7 @@ def arms_of(row: Row, planner: Planner) -> dict[str, dict[str, Any]]:
 def config_of(row: Row, activations: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """An arm's JSON. Raises ConfigError."""
     section: dict[str, Any] = {"prefetch_layers": WINDOW, "optimizer_delay": DELAY, "gradient_host_share": 1.0}
-    section |= {"self_check": False, "host_memory_bytes": row.host_bytes, "activations": activations}
+    section |= {"self_check": False, "host_memory_bytes": row.host_limit, "activations": activations}
     keys = {"gradient_accumulation_steps": row.micro_batches, "gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 1}
     keys |= {f"{SECTION}.{key}": value for key, value in section.items()}
     return build_arms(options.config, None, [f"{key}={json.dumps(value)}" for key, value in keys.items()]).vertical
@@ -275,7 +281,7 @@ def measure(row: Row, options: argparse.Namespace, plans: Plans) -> dict[str, An
         words = _words(row, options, folder)
         rounds = [run_round(number, options, configs, words, folder, group) for number in range(options.rounds)]
     content = commits.made_of() | {"checkout": commits.describe(run.ROOT), "row": row.name, "model": options.model}
-    content |= {"micro_batches": row.micro_batches, "tokens": row.tokens, "clip": 0.0, "host_memory_bytes": row.host_bytes}
+    content |= {"micro_batches": row.micro_batches, "tokens": row.tokens, "clip": 0.0, "host_memory_bytes": row.host_limit}
     content |= {"ssd_limit": None if group is None else group.to_json(), "warm_up": options.warm_up}
     content["planned_with"] = _planned_with(planner)
     content["configs"] = {arm: inturn.placed(config, inturn.NVME_PATH) for arm, config in configs.items()}

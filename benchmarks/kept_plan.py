@@ -29,7 +29,7 @@ _MOVES_NOTHING: Final = {
     "activations_on_ssd": 0.0,
     "gradients_on_ssd": 0.0,
 }
-_LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, "(measured)")
+LIBRARIES: Final = memory_budget.BudgetItem(Tier.HOST, "interpreter and libraries", 800 << 20, "(measured)")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Planner:
         limits = {**self.profile.capacity, Tier.HOST: self.host_bytes or self.profile.capacity[Tier.HOST]}
         copy = memory_budget.norm_copy(Tier.HOST if machine.one_memory else Tier.DEVICE, spec.largest_parameter)
         shape = shape_of(spec, self.seconds, division)
-        return LpProblem(shape, machine, terms, limits, DELAY, True, (_LIBRARIES, copy), fixed=_MOVES_NOTHING)
+        return LpProblem(shape, machine, terms, limits, DELAY, True, (LIBRARIES, copy), fixed=_MOVES_NOTHING)
 
     def _ways(self, tiers: Sequence[Tier]) -> Iterator[Candidate]:
         """Nothing kept; each policy in the shares that the program gives it, and of all cells in one tier."""

@@ -251,7 +251,8 @@ def kept_table(contents: Sequence[Mapping[str, Any]]) -> str:
     title = (
         "## What forwards keep\n\nSeconds of a step by what a layer's forward keeps for its backward (`activations.keep`), and"
         " over those of the arm that keeps nothing, all of one checkout (`kept.py`): clipping 0, medians of the turns; a ratio"
-        " is the median of those within the turns. Predicted: the simulation at the rates measured first."
+        " is the median of those within the turns. Predicted: the simulation at the rates measured first. Host GB:"
+        " `host_memory_bytes`, of which the plan counts 0.84 for the interpreter and its libraries."
     )
     columns = ("M", "tokens", "disk", "host GB", "arm", "keeps", "step s", "over none", "required", "predicted ratio")
     columns += ("predicted / measured s", "losses", "date, processor, commit")
@@ -270,7 +271,7 @@ def _kept_cells(content: Mapping[str, Any]) -> Iterator[list[str]]:
             str(content["micro_batches"]),
             str(content["tokens"]),
             _disk(content["ssd_limit"]),
-            _NONE if host is None else f"{host / 1e9:g}",
+            _NONE if host is None else f"{host / 1e9:.2f}",
             arm,
             _keeps(content["configs"][arm]["vertical_schedule"]["activations"]),
             _number(seconds),
