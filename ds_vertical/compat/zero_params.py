@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3, zero3_lin
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from deepspeed.runtime.zero.utils import apply_to_tensors_only  # noqa: F401 - used by others
+from torch.distributed import ProcessGroup
 
 from ds_vertical.compat.accelerator import get_accelerator
 from ds_vertical.types import Tier
@@ -214,16 +215,40 @@ def _noting(
     return noted
 
 
-def gather(params: Sequence[ZeroParam]) -> list[torch.Tensor]:
-    """Assemble the full parameters on the device from all ranks' shards; returns them."""
-    try:
-        if params:
-            params[0].all_gather_coalesced(params).wait()
-    except BaseException:  # another rank is gone: nothing is under way any more
+def gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Assemble the full parameters on the device from all ranks' shards; returns them. `group`: see `start_gather`."""
+    start_gather(params, group)()
+    return [param.data for param in params]
+
+
+def start_gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None) -> Callable[[], None]:
+    """Start to assemble the full parameters on the device; returns what waits for them. The shards may be overwritten at once.
+    `group`: of all ranks, for the collective; None: DeepSpeed's own, in which other code has collectives, too."""
+    groups = [param.ds_process_group for param in params]
+
+    def forget() -> None:  # another rank is gone: nothing is under way any more
         for param in (param for param in params if param.ds_status == ZeroParamStatus.INFLIGHT):
             param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    def wait() -> None:
+        try:
+            if handle is not None:
+                handle.wait()
+        except BaseException:
+            forget()
+            raise
+
+    try:
+        for param in params if group is not None else ():
+            param.ds_process_group = group
+        handle = params[0].all_gather_coalesced(params) if params else None
+    except BaseException:
+        forget()
         raise
-    return [param.data for param in params]
+    finally:
+        for param, own in zip(params, groups, strict=True):
+            param.ds_process_group = own
+    return wait
 
 
 def partition(params: Iterable[ZeroParam]) -> None:

@@ -1,6 +1,7 @@
 """What a rank does whose part of a pass has failed: the rest of what all ranks do together, so that none is left alone in it.
 
-Gathers, reductions and votes come in the order of the schedule's events, the same on all ranks, and end where the ranks decide
+Gathers are issued in the order of the schedule's fetches; reductions and votes come in the order of its events. Both are the
+same on all ranks, and end where the ranks decide
 together whether the pass counts: a step at its NORM, an evaluation at its end, either where a vote has all leave it. A rank
 that fails before goes through the schedule once more, takes part in those that it has not begun, with values that nobody will
 use, and raises its error where the others raise that there was one. That takes no longer than the rest of the pass.
@@ -18,7 +19,7 @@ from typing import Protocol
 
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.schedule.events import Event, Op, Schedule, Unit
-from ds_vertical.schedule.executor import Executor
+from ds_vertical.schedule.executor import Executor, Handler
 
 
 class Others(Protocol):
@@ -26,7 +27,7 @@ class Others(Protocol):
 
     @property
     def num_gathers(self) -> int:
-        """Gathers of units that this rank has taken part in, or was about to when all were."""
+        """Gathers of units that this rank has issued, in the order in which it fetched them."""
         ...
 
     @property
@@ -107,35 +108,56 @@ class CollectiveReplay:
     def _go(self, schedule: Schedule, overlap: bool) -> None:
         done = self._counts()
         done.subtract(self._before)
-
-        def is_done(kind: str) -> bool:
-            done[kind] -= 1
-            return done[kind] >= 0
-
-        def gather(unit: Unit) -> None:
-            if not is_done("gathers"):
-                self._others.gather(unit)
-
-        def fetch(event: Event) -> Ticket | None:
-            unit = _unit(event)
-            return None if event.ahead else Ticket(f"fetch {unit}", lambda: gather(unit))
-
-        def reduce(event: Event) -> None:
-            if not self._only_gathers and not is_done("reductions"):
-                self._others.reduce(_unit(event))
-
-        def vote(_: Event) -> None:
-            if not self._only_gathers and not is_done("votes") and self._others.vote():
-                raise _ReachedEndError
-
-        def reach(_: Event) -> None:
-            raise _ReachedEndError
-
-        handlers = dict.fromkeys(Op, lambda _: None) | {Op.FETCH: fetch, Op.REDUCE: reduce, Op.RELEASE: vote, Op.NORM: reach}
+        rest = _Rest(self._others, done, self._only_gathers)
         try:
-            Executor(handlers, overlap=overlap).run(schedule)
+            Executor(rest.handlers(), overlap=overlap).run(schedule)
         except _ReachedEndError:
             return
+
+
+class _Rest:
+    """The collectives of a pass that this rank has not begun. `done`: how many of each kind it has."""
+
+    def __init__(self, others: Others, done: Counter[str], only_gathers: bool) -> None:
+        self._others = others
+        self._done = done
+        self._only_gathers = only_gathers
+        self._fetched: list[Unit] = []  # whose gather this rank has not issued; the others do so where they use it, or before
+
+    def handlers(self) -> dict[Op, Handler]:
+        own = {Op.FETCH: self.fetch, Op.REDUCE: self.reduce, Op.RELEASE: self.vote, Op.NORM: self.reach}
+        nothing: dict[Op, Handler] = dict.fromkeys(Op, lambda _: None)
+        return nothing | own
+
+    def fetch(self, event: Event) -> Ticket | None:
+        if event.ahead:
+            return None
+        unit = _unit(event)
+        if not self._is_done("gathers"):  # in the order of the fetches, as gathers are issued
+            self._fetched.append(unit)
+        return Ticket(f"fetch {unit}", lambda: self._gather(unit))
+
+    def reduce(self, event: Event) -> None:
+        if not self._only_gathers and not self._is_done("reductions"):
+            self._others.reduce(_unit(event))
+
+    def vote(self, _: Event) -> None:
+        if not self._only_gathers and not self._is_done("votes") and self._others.vote():
+            while self._fetched:  # the others issue what they have fetched before they leave
+                self._gather(self._fetched[-1])
+            self.reach()
+
+    def reach(self, _: Event | None = None) -> None:
+        raise _ReachedEndError
+
+    def _is_done(self, kind: str) -> bool:
+        self._done[kind] -= 1
+        return self._done[kind] >= 0
+
+    def _gather(self, unit: Unit) -> None:
+        """Of all units up to this one, in the order of their fetches."""
+        while unit in self._fetched:
+            self._others.gather(self._fetched.pop(0))
 
 
 def _unit(event: Event) -> Unit:

@@ -15,7 +15,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 import torch
 
 from ds_vertical.compat import accelerator
-from ds_vertical.compat.accelerator import dist, init_distributed
+from ds_vertical.compat.accelerator import default_pg_timeout, dist, init_distributed
 from ds_vertical.distributed.failure_watch import FailureWatch, end_process
 from ds_vertical.errors import OtherRankError
 from ds_vertical.io.runs import run_dir
@@ -24,6 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
+_groups: dict[str, tuple[object, torch.distributed.ProcessGroup]] = {}  # by purpose, with the process group's store
 _watch: FailureWatch | None = None
 _watched: object = None  # the process group's store
 
@@ -36,6 +37,19 @@ def rank() -> int:
 def world_size() -> int:
     """The number of ranks."""
     return dist.get_world_size()
+
+
+def own_group(purpose: str) -> torch.distributed.ProcessGroup | None:
+    """A process group of all ranks, in which nothing but the collectives of one purpose is issued; None with one rank.
+    Collective, at the first call for a purpose."""
+    if world_size() == 1:
+        return None
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if purpose not in _groups or _groups[purpose][0] is not store:
+        made = torch.distributed.new_group(timeout=default_pg_timeout)
+        assert isinstance(made, torch.distributed.ProcessGroup)  # this rank is in it
+        _groups[purpose] = store, made
+    return _groups[purpose][1]
 
 
 def all_gathered(value: T) -> list[T]:

@@ -139,7 +139,15 @@ class Assembly:
         window = self.vertical.prefetch_layers
         num_buffers = layer_buffers(window, self.layers.num_layers)
         optimizer, new_queue = self.optimizer, self._new_queue
-        settings = ParamSettings(self._device, num_buffers, window, optimizer.timing.generations, optimizer.checksums)
+        settings = ParamSettings(
+            self._device,
+            num_buffers,
+            window,
+            optimizer.timing.generations,
+            optimizer.checksums,
+            group=ranks.own_group("gathers"),
+            overlap=self.vertical.overlap,
+        )
         return ParamStore(self.layers.units, new_queue, new_queue(), settings)
 
     def start_pipeline(self, params: ParamStore) -> None:
@@ -325,8 +333,8 @@ class OtherRanks:
 
     @property
     def num_gathers(self) -> int:
-        """Gathers of units that this rank has begun."""
-        return self._params.num_gathers
+        """Gathers of units that this rank has issued."""
+        return self._params.gathers.num_issued
 
     @property
     def num_reductions(self) -> int:

@@ -199,6 +199,7 @@ class ScheduleRunner:
         executor = Executor(
             handlers,
             before={} if optimizer is None else {Op.NORM: optimizer.early_writes},
+            advance=self.params.gathers.advance,
             overlap=self.overlap,
             held_bytes=held_bytes,
             counters=memory_bytes,
@@ -266,6 +267,7 @@ class _Pass:
         unit = _unit(event)
         self.params.release(unit, not isinstance(unit, int) and self._coming[unit] > 0)
         if self.leave():
+            self.params.gathers.issue_all()
             if self.replay is not None:
                 self.replay.conclude()
             raise StepLeft
@@ -337,6 +339,7 @@ class _Training(_WithBackward):
         self.hints = hints
         self.activations, self.kept = stores
         self.optimizer = optimizer
+        self._stepped: dict[Unit, Ticket] = {}  # delayed steps that make what a unit's fetch brings
 
     def handlers(self) -> dict[Op, Handler]:
         stores = [store for store in (self.activations, self.kept) if store is not None]
@@ -375,9 +378,9 @@ class _Training(_WithBackward):
     def fetch(self, event: Event) -> Ticket | None:
         if event.ahead:
             return self.params.fetch_ahead(_unit(event))
-        step, ticket = self.optimizer.stepped_ahead(_unit(event)), super().fetch(event)
-        assert ticket is not None
-        return ticket if step is None else ticket.after(step)
+        unit = _unit(event)
+        self._coming[unit] -= 1
+        return self.params.fetch(unit, self.optimizer.stepped_ahead(unit) or self._stepped.pop(unit, None))
 
     def head(self, event: Event) -> None:
         self._hint(event)
@@ -417,6 +420,8 @@ class _Training(_WithBackward):
         optimizer = self.optimizer
         late = optimizer.step_ahead if event.ahead else optimizer.step_unit
         ticket = (optimizer.step_early if event.part == EARLY else late)(_unit(event))
+        if ticket is not None and event.step_offset < 0:
+            self._stepped[_unit(event)] = ticket
         self._hint(event)
         return ticket
 

@@ -19,7 +19,6 @@ from ds_vertical.io.aio import DiskQueue, Transfer
 from ds_vertical.io.buffers import BufferPool, HostBuffer
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.runs import stripes
-from ds_vertical.io.ticket import Ticket
 from ds_vertical.schedule.events import Unit
 
 ElementRange = tuple[int, int]  # first element in a shard, and how many
@@ -246,7 +245,11 @@ class Resident:
     buffer: HostBuffer | None
     partitioned: list[nn.Parameter]
     gathered: list[nn.Parameter]
-    ticket: Ticket
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing of the unit is being read any more."""
+        return self.buffer is None or all(read.done for read in self.buffer.reads)
 
 
 @dataclass(frozen=True)

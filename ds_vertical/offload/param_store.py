@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ds_vertical.compat import zero_params
 from ds_vertical.io.aio import DiskQueue, Transfer, complete
-from ds_vertical.io.buffers import BufferPool, HostBuffer
+from ds_vertical.io.buffers import BufferPool, HostBuffer, nothing_to_wait_for
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.streams import CopyStream, EventWindow, recorder
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.offload.gather_queue import GatherQueue, UnitGather
 from ds_vertical.offload.param_shards import Copy, ElementRange, Resident, Shard, ShardFiles, ShardPiece, UnitBuffers, Update
 from ds_vertical.schedule.events import Unit
 
@@ -169,7 +171,8 @@ class ParamSettings:
     """How parameters are fetched. `num_buffers`: layers that may be fetched at a time, besides what is outside them. A unit
     arrives once the device has computed all but the last `most_behind` released before it: their memory is not free yet.
 
-    `generations`: of each file; with one, early steps are written in place. `checksums`: those of the files.
+    `generations`: of each file; with one, early steps are written in place. `checksums`: those of the files. `group`: of the
+    ranks, for gathers alone; None: there is one rank. `overlap`: where false, a gather is issued when it is waited for.
     """
 
     device: torch.device
@@ -177,6 +180,8 @@ class ParamSettings:
     most_behind: int
     generations: int
     checksums: Checksums
+    group: ProcessGroup | None = None
+    overlap: bool = True
 
 
 class ParamStore:
@@ -188,7 +193,7 @@ class ParamStore:
     `files`: the shards on SSD; `buffers`: what they are read into; `updates`: takes the optimizer's new values.
 
     `ahead`: by unit, the shards that are read before their fetch. `host_bytes`: of the buffers. `reads`: the queue of all
-    reads, None where no shard is on SSD; `writer`: of all writes. `num_gathers`: so far, by this rank.
+    reads, None where no shard is on SSD; `writer`: of all writes. `gathers`: of the units that are fetched.
     """
 
     def __init__(
@@ -208,7 +213,9 @@ class ParamStore:
         self.buffers = UnitBuffers(self.files, new_queue, settings.num_buffers)
         self.updates = ParamUpdates(self.files, self.buffers, writer, self._take)
         self.host_bytes, self.reads = self.buffers.num_bytes, self.buffers.reads
-        self.num_gathers = 0
+        self._group = settings.group
+        self._in_flight = settings.group is not None and settings.device.type == "cpu"
+        self.gathers = GatherQueue(in_order=settings.group is not None, early=self._in_flight and settings.overlap)
         self._closed = False
 
     @property
@@ -216,18 +223,24 @@ class ParamStore:
         """Units that are fetched or on their way."""
         return list(self._resident)
 
-    def fetch(self, unit: Unit) -> Ticket:
-        """Start reading a unit's shards; the ticket's wait gathers the full parameters on the device."""
+    def fetch(self, unit: Unit, step: Ticket | None = None) -> Ticket:
+        """Start reading a unit's shards; once the ticket has been waited for, the full parameters are on the device. `step`: it
+        makes the unit's values, and is waited for first."""
         self._check_absent(unit)
         shards = [shard for shard in self.files.by_unit[unit] if zero_params.needs_read(shard.param)]
         buffer = self._in_memory(unit)
         missing = shards if buffer is None else []
         if missing:
             buffer = self._take(unit)
-        ticket = Ticket(f"fetch {unit}", lambda: self._arrive(unit, shards), sum(s.num_bytes for s in missing))
-        self._resident[unit] = Resident(buffer, [p for p in self._units[unit] if zero_params.is_partitioned(p)], [], ticket)
+        partitioned = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
+        self._resident[unit] = resident = Resident(buffer, partitioned, [])
+        gather = UnitGather(
+            lambda: self._gather(unit, shards, step), lambda: (step is None or step.is_over) and resident.is_read
+        )
+        ticket = Ticket(f"fetch {unit}", lambda: self.gathers.complete(gather), sum(s.num_bytes for s in missing))
         if buffer is not None:
             self._read(unit, missing, buffer)
+        self.gathers.add(gather)
         return ticket
 
     def fetch_ahead(self, unit: Unit) -> Ticket | None:
@@ -279,7 +292,10 @@ class ParamStore:
         for shard in shards:
             buffer.issue_read(shard.path, shard.start, shard.num_bytes)
 
-    def _arrive(self, unit: Unit, shards: Sequence[Shard]) -> None:
+    def _gather(self, unit: Unit, shards: Sequence[Shard], step: Ticket | None) -> Callable[[], None]:
+        """Have the unit's shards in memory and start to gather its parameters; returns what waits for that."""
+        if step is not None:
+            step.wait()
         resident = self._resident[unit]
         if resident.buffer is not None:
             resident.buffer.wait_reads()
@@ -288,10 +304,12 @@ class ParamStore:
                 zero_params.bind_shard(shard.param, shard.view(resident.buffer.data))
         self._backlog.wait()
         resident.gathered = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
-        wait_copies = self._lane.run(lambda: zero_params.gather(resident.gathered))
-        self.num_gathers += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
+        if self._in_flight:
+            return zero_params.start_gather(resident.gathered, self._group)
+        wait_copies = self._lane.run(lambda: zero_params.gather(resident.gathered, self._group))
         if resident.buffer is not None:
             resident.buffer.wait_copies = wait_copies
+        return nothing_to_wait_for
 
     def gather_for_others(self, unit: Unit) -> None:
         """Take part in the gather of a unit with values that are used nowhere: this rank's part of the pass has failed."""
@@ -299,7 +317,7 @@ class ParamStore:
             if zero_params.needs_read(shard.param):
                 zero_params.bind_shard(shard.param, torch.zeros(shard.numel, dtype=shard.param.dtype))
         gathered = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
-        self._lane.run(lambda: zero_params.gather(gathered))
+        self._lane.run(lambda: zero_params.gather(gathered, self._group))
         zero_params.partition(param for param in gathered if not zero_params.is_persistent(param))
 
     def release(self, unit: Unit, comes_back: bool = False) -> None:
@@ -336,6 +354,7 @@ class ParamStore:
         self.updates.complete_writes()
         for resident in self._resident.values():
             zero_params.leave_shards(resident.partitioned)
+        self.gathers.clear()
         self._resident.clear()
         self.ahead.clear()
         self._backlog.clear()

@@ -73,6 +73,11 @@ class JobGroup:
         self.finish = finish
         self.error: BaseException | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is left to compute, or will be computed any more."""
+        return self.left == 0 or self.error is not None
+
 
 @dataclass(frozen=True)
 class PipelineSettings:
@@ -284,7 +289,7 @@ class StepPipeline:
             self._submitted.extend((job, batch) for job in jobs)
             self._idle = False
         num_bytes = sum(extent.num_bytes for job in jobs for extent in job.sources)
-        return Ticket(what, lambda: self._wait(batch), num_bytes)
+        return Ticket(what, lambda: self._wait(batch), num_bytes, lambda: batch.is_over)
 
     def expect(self, jobs: Sequence[PrefetchJob]) -> None:
         """Read the state of jobs that will be submitted soon, in this order, as far as slots are free. A hint: whether
@@ -334,7 +339,7 @@ class StepPipeline:
         self.writer.close()
 
     def _wait(self, batch: JobGroup) -> None:
-        self.changes.wait_until(lambda: batch.left == 0 or batch.error is not None)
+        self.changes.wait_until(lambda: batch.is_over)
         if batch.error is not None:
             raise batch.error
 

@@ -12,6 +12,7 @@ from toy import ToyTraining, toy_inputs, toy_model
 from ds_vertical.engine.handlers import Body
 from ds_vertical.errors import OtherRankError, StepLeft
 from ds_vertical.model.state.restart import StateMissed
+from ds_vertical.offload.gather_queue import GatherQueue
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 
@@ -35,21 +36,14 @@ class Ranks:
         self.agreed: list[BaseException | None] = []
         params: Any = training.params
         optimizer: Any = training.optimizer
-        fetch, reduce_unit, open_step = params.fetch, optimizer.reduce_unit, optimizer.open_step
+        issue, reduce_unit, open_step = params.issue, optimizer.reduce_unit, optimizer.open_step
         step_unit = optimizer.step_unit
 
-        def arriving(unit: Any) -> Any:
-            ticket = fetch(unit)
-            arrive = ticket._wait
-
-            def wait() -> None:
-                self.fail_if_due("gather")
-                self.num_gathers += 1
-                self.done.append(f"gather {unit}")
-                arrive()
-
-            ticket._wait = wait
-            return ticket
+        def issuing(unit: Any, step: Any) -> Any:
+            self.fail_if_due("gather")
+            self.num_gathers += 1
+            self.done.append(f"gather {unit}")
+            return issue(unit, step)
 
         def reducing(unit: Any, *args: Any) -> bool:
             self.fail_if_due("reduce")
@@ -72,14 +66,16 @@ class Ranks:
             self.done.append(f"step {unit}")
             return step_unit(unit)
 
-        params.fetch, optimizer.reduce_unit, optimizer.open_step = arriving, reducing, deciding
+        params.issue, optimizer.reduce_unit, optimizer.open_step = issuing, reducing, deciding
         optimizer.step_unit = stepping
         training.sweeps.others, training.sweeps.leave = self, voting
 
     @property
-    def together(self) -> list[str]:
-        """What of it the ranks do together: all but their own steps."""
-        return [each for each in self.done if not each.startswith("step")]
+    def together(self) -> tuple[list[str], list[str]]:
+        """What of it the ranks do together, all but their own steps: gathers, which have a process group of their own, and the
+        rest."""
+        gathers = [each for each in self.done if each.startswith("gather")]
+        return gathers, [each for each in self.done if not each.startswith(("gather", "step"))]
 
     def fail_if_due(self, what: str) -> None:
         if what == self.fails_at[0]:
@@ -132,23 +128,28 @@ def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: st
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_where_the_others_leave_a_step_the_one_that_failed_leaves_it_too(overlap: bool) -> None:
-    """And says there that it has failed: the others must not go on to a checkpoint without it."""
+@pytest.mark.parametrize("early", [True, False])
+def test_where_the_others_leave_a_step_the_one_that_failed_leaves_it_too(overlap: bool, early: bool) -> None:
+    """And says there that it has failed: the others must not go on to a checkpoint without it. Whether or not the shards of
+    what is fetched had come: all leave with the same gathers issued."""
     schedule = build_training(TrainingStep(NUM_LAYERS, 2))
 
-    def left(fails_at: tuple[str, int]) -> list[str]:
+    def left(fails_at: tuple[str, int], leaves_at: int) -> tuple[list[str], list[str]]:
         training = ToyTraining(toy_model(NUM_LAYERS), overlap)
+        training.params.gathers = GatherQueue(in_order=True, early=early)
         ranks = Ranks(training, fails_at)
-        ranks.leaves_at = 3
+        ranks.leaves_at = leaves_at
         with pytest.raises(Fault if fails_at[0] else StepLeft) as raised:
             training.step(schedule, [partial(training.model, each) for each in toy_inputs(2)], 1)
         assert ranks.agreed == [raised.value if fails_at[0] else None] and training.params.fetched == []
-        return ranks.done
+        return ranks.together
 
-    expected = left(("", 0))
-    assert expected.count("vote") == 4 and expected[-1] == "vote"
-    for at in range(3):
-        assert left(("gather", at)) == left(("release", at)) == expected
+    assert left(("", 0), 0) == (["gather pre", "gather 0", "gather 1"], ["vote"])
+    for leaves_at in (0, 3):
+        expected = left(("", 0), leaves_at)
+        assert expected[1].count("vote") == leaves_at + 1 and expected[1][-1] == "vote"
+        for at in range(leaves_at or 1):
+            assert left(("gather", at), leaves_at) == left(("release", at), leaves_at) == expected
 
 
 class Missing(Ranks):
@@ -186,5 +187,5 @@ def test_an_evaluation_is_decided_at_its_end() -> None:
             with pytest.raises(Fault) as raised:
                 training.sweeps.evaluate(schedule, bodies)
             assert ranks.agreed == [raised.value]
-        done.append(ranks.done)
-    assert done[0] == done[1] == done[2] != []
+        done.append(ranks.together)
+    assert done[0] == done[1] == done[2] != ([], [])

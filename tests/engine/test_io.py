@@ -74,9 +74,9 @@ class RecordingParams:
         for buffer in store.buffers.every:
             buffer.issue_read = partial(self._issue_read, buffer.issue_read)
 
-    def fetch(self, unit: Unit) -> Ticket:
+    def fetch(self, unit: Unit, step: Ticket | None = None) -> Ticket:
         self.fetched.append(unit)
-        return self.store.fetch(unit)
+        return self.store.fetch(unit, step)
 
     def _issue_read(self, issue: Any, path: str, start: int, num_bytes: int, offset: int = 0) -> None:
         self.files[path] += 1

@@ -13,6 +13,7 @@ from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap, map_layers
 from ds_vertical.model.thread_state import ThreadState, applied
+from ds_vertical.offload.gather_queue import GatherQueue, UnitGather
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.events import Event, Op, Schedule, Unit
 from ds_vertical.schedule.executor import Handler
@@ -75,12 +76,20 @@ class MemoryParams:
         self.fetched: list[Unit] = []
         self.num_ahead = 0
         self.host_bytes = 12345
+        self.gathers = GatherQueue(in_order=True, early=True)
         for unit in self.units:
             self._forget(unit)
 
-    def fetch(self, unit: Unit) -> Ticket:
+    def fetch(self, unit: Unit, step: Ticket | None = None) -> Ticket:
         self.fetched.append(unit)
-        return Ticket(f"fetch {unit}", lambda: self._arrive(unit), 4 * sum(p.numel() for p in self.units[unit]))
+        gather = UnitGather(lambda: self.issue(unit, step), lambda: step is None or step.is_over)
+        self.gathers.add(gather)
+        return Ticket(f"fetch {unit}", lambda: self.gathers.complete(gather), 4 * sum(p.numel() for p in self.units[unit]))
+
+    def issue(self, unit: Unit, step: Ticket | None) -> Callable[[], None]:
+        if step is not None:
+            step.wait()
+        return lambda: self._arrive(unit)
 
     def fetch_ahead(self, unit: Unit) -> Ticket:
         self.num_ahead += 1
@@ -91,6 +100,7 @@ class MemoryParams:
         self._forget(unit)
 
     def release_all(self) -> None:
+        self.gathers.clear()
         for unit in list(self.fetched):
             self.release(unit)
 

@@ -31,6 +31,7 @@ from ds_vertical.cli.bench.ssd_bench import median_s
 from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import map_layers
+from ds_vertical.offload.gather_queue import GatherQueue
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.events import Op, Unit
 from ds_vertical.schedule.passes import TrainingStep, build_training
@@ -151,8 +152,9 @@ class _Memory:
     """Parameters that are where they are, and an optimizer that steps none."""
 
     host_bytes = 0
+    gathers = GatherQueue(in_order=False, early=False)
 
-    def fetch(self, unit: Unit) -> Ticket:
+    def fetch(self, unit: Unit, step: Ticket | None = None) -> Ticket:
         return Ticket(f"fetch {unit}", lambda: None)
 
     def fetch_ahead(self, unit: Unit) -> Ticket | None:

@@ -8,14 +8,20 @@ from typing import Protocol
 import torch
 
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.offload.gather_queue import GatherQueue
 from ds_vertical.types import Unit
 
 
 class Params(Protocol):
     """Where a unit's parameters come from."""
 
-    def fetch(self, unit: Unit) -> Ticket:
-        """Have the unit's full parameters on the device once the ticket has been waited for."""
+    def fetch(self, unit: Unit, step: Ticket | None = None) -> Ticket:
+        """Have the unit's full parameters on the device once the ticket has been waited for. `step`: makes their values."""
+        ...
+
+    @property
+    def gathers(self) -> GatherQueue:
+        """Those of the units that are fetched, over the ranks."""
         ...
 
     def fetch_ahead(self, unit: Unit) -> Ticket | None:

@@ -1,0 +1,99 @@
+"""The order of gathers, whenever shards come and whichever unit is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ds_vertical.offload.gather_queue import GatherQueue, UnitGather
+
+
+class Unit:
+    """Shards that come when told, and a note of what is issued and waited for."""
+
+    def __init__(self, name: str, log: list[str], error: OSError | None = None) -> None:
+        self.name, self.log, self.error = name, log, error
+        self.is_there = False
+        self.gather = UnitGather(self.issue, lambda: self.is_there)
+
+    def issue(self) -> Callable[[], None]:
+        if self.error is not None:
+            raise self.error
+        self.log.append(f"issue {self.name}")
+        return lambda: self.log.append(f"wait {self.name}")
+
+
+def fetched(queue: GatherQueue, names: str, log: list[str]) -> list[Unit]:
+    units = [Unit(name, log) for name in names]
+    for unit in units:
+        queue.add(unit.gather)
+    return units
+
+
+def test_a_gather_is_issued_ahead_of_its_use_once_its_shards_and_those_before_it_have_come() -> None:
+    log: list[str] = []
+    queue = GatherQueue(in_order=True, early=True)
+    a, b, c = fetched(queue, "abc", log)
+    b.is_there = True
+    queue.advance()
+    assert log == []  # it is the turn of a
+    a.is_there = True
+    queue.advance()
+    assert (log, queue.num_issued) == (["issue a", "issue b"], 2)
+    queue.complete(c.gather)
+    queue.complete(a.gather)
+    assert log[2:] == ["issue c", "wait c", "wait a"]
+
+
+def test_who_waits_for_a_later_unit_issues_the_earlier_ones_first() -> None:
+    log: list[str] = []
+    queue = GatherQueue(in_order=True, early=True)
+    _, b = fetched(queue, "ab", log)
+    queue.complete(b.gather)
+    assert log == ["issue a", "issue b", "wait b"]
+
+
+def test_without_overlap_and_with_one_rank_nothing_is_issued_ahead_of_its_use() -> None:
+    for in_order, expected in ((True, ["issue a", "issue b", "wait b"]), (False, ["issue b", "wait b"])):
+        log: list[str] = []
+        queue = GatherQueue(in_order=in_order, early=False)
+        a, b = fetched(queue, "ab", log)
+        a.is_there = b.is_there = True
+        queue.advance()
+        assert log == []
+        queue.complete(b.gather)
+        assert log == expected
+
+
+def test_ranks_that_leave_have_issued_the_same() -> None:
+    log: list[str] = []
+    queue = GatherQueue(in_order=True, early=True)
+    fetched(queue, "ab", log)
+    queue.issue_all()
+    queue.issue_all()
+    assert log == ["issue a", "issue b"]
+
+
+def test_a_gather_whose_shards_failed_does_not_count_and_is_tried_again() -> None:
+    log: list[str] = []
+    queue = GatherQueue(in_order=True, early=True)
+    (a,) = fetched(queue, "a", log)
+    a.error, a.is_there = OSError("no such disk"), True
+    with pytest.raises(OSError, match="no such disk"):
+        queue.advance()
+    assert queue.num_issued == 0
+    a.error = None
+    queue.complete(a.gather)
+    assert (log, queue.num_issued) == (["issue a", "wait a"], 1)
+
+
+def test_a_pass_that_failed_leaves_nothing_to_issue() -> None:
+    log: list[str] = []
+    queue = GatherQueue(in_order=True, early=True)
+    a, _ = fetched(queue, "ab", log)
+    queue.clear()
+    a.is_there = True
+    queue.advance()
+    queue.issue_all()
+    assert log == []
