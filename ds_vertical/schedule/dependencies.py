@@ -57,6 +57,7 @@ class _Walk:
         self.ahead: dict[Unit | None, int] = {}
         self.under_way: list[int] = []
         self.holds: list[int] = []
+        self.reduces: list[int] = []
         self.kept_saves: list[int] = []
         self.moves = Moves()
 
@@ -227,6 +228,8 @@ def _drop(walk: _Walk, event: Event) -> list[int]:
 
 
 def _reduce(walk: _Walk, event: Event) -> list[int]:
+    """The unit's gradients are complete, and the reduction before it is over: one is under way at a time. It reads no
+    parameters, so their RELEASE does not wait for it."""
     unit = event.layer
     last: list[Unit | None] = (
         [PRE] if unit in walk.outside.staying else [] if unit == SUF else [unit]
@@ -234,7 +237,9 @@ def _reduce(walk: _Walk, event: Event) -> list[int]:
     sums = [walk.need(Op.B, each, m) for each in last for m in walk.micro_batches]
     if unit in walk.outside.added_by_head:
         sums += [walk.need(Op.HEAD, SUF, m) for m in walk.micro_batches]
-    return [walk.use(unit), *sums]
+    before = walk.reduces[-1:]
+    walk.reduces.append(walk.index)
+    return [*sums, *before]
 
 
 def _hold(walk: _Walk, event: Event) -> list[int]:

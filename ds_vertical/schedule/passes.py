@@ -1,7 +1,7 @@
 """Lowering: from a bare compute order to a whole schedule, by pure passes of one policy each.
 
 An order (vertical, horizontal, forward) lists F, HEAD and B. Then place_gradients adds REDUCE, place_parameters adds FETCH and
-RELEASE, place_optimizer adds NORM and STEP, place_activations (`activations`) what leaves memory. build_training() and
+RELEASE, place_optimizer adds NORM and STEP, place_behind lets reductions run beside the next backward, place_activations (`activations`) what leaves memory. build_training() and
 build_evaluation() compose and validate; an evaluation keeps what passes between its layers in memory.
 """
 
@@ -195,6 +195,22 @@ def place_early(events: Sequence[Event]) -> Events:
     return tuple(placed)
 
 
+def place_behind(events: Sequence[Event]) -> Events:
+    """What waits for a unit's reduction (HOLD, the early STEP) comes behind the next unit's backward, right ahead of its REDUCE,
+    so that the reduction is under way in that backward; the last unit's ahead of NORM."""
+    placed: list[Event] = []
+    waiting: list[Event] = []
+    for event in events:
+        if event.op is Op.HOLD or (event.op is Op.STEP and event.part == EARLY):
+            waiting.append(event)
+        elif event.op in (Op.REDUCE, Op.NORM):
+            placed += (*waiting, event)
+            waiting.clear()
+        else:
+            placed.append(event)
+    return (*placed, *waiting)
+
+
 def place_delayed(events: Sequence[Event], due: Collection[Unit], lead: int, outside: Outside = _ONE) -> Events:
     """STEP what the step before left, `lead` visits ahead of the visit that needs it; `pre` first of all, and what else stays
     outside the layers. SUF, where it is apart, goes behind the last layer, whose visit needs it.
@@ -246,7 +262,8 @@ class TrainingStep:
     `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a
     delayed step is issued. `ahead`: what the next step needs first is issued at the end. `hold`: what of the gradients may
     have to wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory; `kept`:
-    the layers and micro-batches of which what the forward keeps for the backward does.
+    the layers and micro-batches of which what the forward keeps for the backward does. `reduces_beside`: a unit's reduction is
+    under way in the next one's backward.
     `order`, `snake`, `window`, `calls` and `outside`: as in `Schedule`.
     """
 
@@ -265,6 +282,7 @@ class TrainingStep:
     kept: tuple[Cell, ...] = ()
     calls: int = 1
     outside: Outside = Outside()
+    reduces_beside: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -284,7 +302,9 @@ def build_training(step: TrainingStep) -> Schedule:
     events = place_parameters(place_gradients(compute, outside), step.window, step.due, outside)
     events = place_optimizer(events, step.delayed, outside)
     events = place_holding(events, step.hold) if step.hold else events
-    events = place_delayed(place_early(events) if step.early else events, step.due, step.lead, outside)
+    events = place_early(events) if step.early else events
+    events = place_behind(events) if step.reduces_beside else events
+    events = place_delayed(events, step.due, step.lead, outside)
     events = place_ahead(events, step.window, step.lead, step.delayed, outside) if step.ahead else events
     return _checked(replace(empty, events=place_activations(events, step.moved, look_ahead, step.kept)))
 

@@ -92,8 +92,8 @@ def test_every_regime_is_valid_and_has_a_text(outside: Outside) -> None:
         ("preF0", "preFETCH"),
         ("0F0", "preF0 0FETCH"),
         ("sufHEAD0", "sufFETCH 2F0"),
-        ("sufREDUCE", "sufFETCH sufHEAD0 sufHEAD1"),
-        ("preREDUCE", "preFETCH preB0 preB1"),
+        ("sufREDUCE", "sufHEAD0 sufHEAD1"),
+        ("preREDUCE", "0REDUCE preB0 preB1"),
         ("NORM", "sufREDUCE 2REDUCE 1REDUCE 0REDUCE preREDUCE"),
     ],
 )

@@ -12,7 +12,7 @@ from places import GOLDEN
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.dependencies import dependencies, validate
-from ds_vertical.schedule.events import Event, Op, Schedule, Unit, parse_events
+from ds_vertical.schedule.events import Event, Op, Outside, Schedule, Unit, parse_events
 from ds_vertical.schedule.passes import (
     TrainingStep,
     build_evaluation,
@@ -21,6 +21,7 @@ from ds_vertical.schedule.passes import (
     horizontal_order,
     place_ahead,
     place_delayed,
+    place_behind,
     place_early,
     place_gradients,
     place_optimizer,
@@ -165,6 +166,31 @@ def test_place_optimizer_steps_everything_after_the_norm() -> None:
 )
 def test_place_early_steps_released_units_whose_gradient_is_complete(before: str, after: str) -> None:
     assert text(place_early(parse_events(before))) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "1REDUCE 1HOLD 1RELEASE 1STEP.e0 0FETCH 0B0 0B1 0REDUCE 0RELEASE 0STEP.e0 preB0 preREDUCE preSTEP.e0 NORM COMMIT",
+            "1REDUCE 1RELEASE 0FETCH 0B0 0B1 1HOLD 1STEP.e0 0REDUCE 0RELEASE preB0 0STEP.e0 preREDUCE preSTEP.e0 NORM COMMIT",
+        ),
+        ("0B0 0REDUCE preB0 preREDUCE NORM 0STEP", "0B0 0REDUCE preB0 preREDUCE NORM 0STEP"),
+    ],
+)
+def test_place_behind_leaves_a_reduction_the_next_units_backward(before: str, after: str) -> None:
+    assert text(place_behind(parse_events(before))) == after
+
+
+@pytest.mark.parametrize("hold", [None, "d0"])
+@pytest.mark.parametrize("outside", [Outside(), Outside(True, ("pre", "suf"))])
+def test_a_step_whose_reductions_run_beside_the_backward_is_valid(hold: str | None, outside: Outside) -> None:
+    step = TrainingStep(3, 2, delayed=True, early=True, hold=hold, ahead=True, outside=outside, reduces_beside=True)
+    events, needs = build_training(step).events, dependencies(build_training(step).events)
+    for index, event in enumerate(events):
+        if event.op is Op.B and event.layer != "pre":
+            assert not [needed for needed in needs[index] if events[needed].op is Op.REDUCE], "no backward waits for one"
+    assert [e for e in build_training(replace(step, reduces_beside=False)).events if e not in events] == []
 
 
 FORWARD = "preFETCH preF0 0FETCH 0F0 1FETCH 1F0 2FETCH 2F0 3FETCH 3F0"

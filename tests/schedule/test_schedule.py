@@ -180,16 +180,16 @@ def test_dependencies_of_a_training_step() -> None:
         "sufHEAD1": "preFETCH sufHEAD0 1F1",
         "1B0": "preFETCH 1FETCH 1F0 sufHEAD0",
         "1B1": "preFETCH 1FETCH 1B0 1F1 sufHEAD1",
-        "1REDUCE": "1FETCH 1B0 1B1",
-        "1RELEASE": "1FETCH 1F0 1B0 1F1 1B1 1REDUCE",
+        "1REDUCE": "1B0 1B1",
+        "1RELEASE": "1FETCH 1F0 1B0 1F1 1B1",
         "0B0": "preFETCH 0FETCH 0F0 1B0",
         "0B1": "preFETCH 0FETCH 0F1 1B1 0B0",
-        "0REDUCE": "0FETCH 0B0 0B1",
-        "0RELEASE": "0FETCH 0F0 0F1 0B0 0B1 0REDUCE",
+        "0REDUCE": "1REDUCE 0B0 0B1",
+        "0RELEASE": "0FETCH 0F0 0F1 0B0 0B1",
         "preB0": "preFETCH sufHEAD1 0B0",
         "preB1": "preFETCH 0B1 preB0",
-        "preREDUCE": "preFETCH sufHEAD0 sufHEAD1 preB0 preB1",
-        "preRELEASE": "preFETCH preF0 preF1 0F0 0F1 1F0 sufHEAD0 1B0 1F1 sufHEAD1 1B1 0B0 0B1 preB0 preB1 preREDUCE",
+        "preREDUCE": "sufHEAD0 sufHEAD1 0REDUCE preB0 preB1",
+        "preRELEASE": "preFETCH preF0 preF1 0F0 0F1 1F0 sufHEAD0 1B0 1F1 sufHEAD1 1B1 0B0 0B1 preB0 preB1",
         "NORM": "1REDUCE 0REDUCE preREDUCE",
         "preSTEP": "preRELEASE NORM",
         "0STEP": "0RELEASE NORM",
@@ -357,10 +357,10 @@ def most_fetched(events: tuple[Event, ...]) -> int:
 
 
 def related(events: tuple[Event, ...], needs: tuple[tuple[int, ...], ...], i: int, k: int) -> bool:
-    """Whether two events may not pass each other. Steps take turns, so two of them are free; a FETCH stays behind the
-    delayed step whose values it brings, although it need not wait for it."""
+    """Whether two events may not pass each other. Steps and reductions take turns, so two of a kind are free; a FETCH stays
+    behind the delayed step whose values it brings, although it need not wait for it."""
     one, other = events[min(i, k)], events[max(i, k)]
-    if one.op is other.op is Op.STEP:
+    if one.op is other.op and one.op in (Op.STEP, Op.REDUCE):
         return False
     handed_over = one.step_offset == -1 and other.op is Op.FETCH and one.layer == other.layer
     return handed_over or min(i, k) in needs[max(i, k)]
@@ -381,8 +381,8 @@ def test_one_event_elsewhere_is_refused_unless_it_passes_nothing_related_and_the
 
 
 def test_the_free_moves_of_the_smallest_step() -> None:
-    """By hand: 0FETCH waits for nothing; 0RELEASE and preB0 do not touch, and 0RELEASE only has to come before 0STEP;
-    preRELEASE and NORM do not touch; the steps of two units are free. All else is a chain."""
+    """By hand: 0FETCH waits for nothing; 0RELEASE and preB0 do not touch, and 0RELEASE only has to come before 0STEP; a REDUCE
+    touches its unit's B and NORM; preRELEASE and NORM do not touch; the steps of two units are free. All else is a chain."""
     schedule = SMALL["one of each"]
     free: dict[str, list[str]] = {}
     for i, j in moves(len(schedule.events)):
@@ -391,9 +391,11 @@ def test_the_free_moves_of_the_smallest_step() -> None:
     assert free == {
         "preF0": ["0FETCH"],
         "0FETCH": ["preFETCH", "preF0"],
-        "0RELEASE": ["preB0", "preREDUCE", "preRELEASE", "NORM", "preSTEP"],
+        "0REDUCE": ["0RELEASE", "preB0", "preREDUCE", "preRELEASE"],
+        "0RELEASE": ["0REDUCE", "preB0", "preREDUCE", "preRELEASE", "NORM", "preSTEP"],
         "preB0": ["0REDUCE", "0RELEASE"],
-        "preRELEASE": ["NORM"],
+        "preREDUCE": ["preRELEASE"],
+        "preRELEASE": ["preREDUCE", "NORM"],
         "NORM": ["preRELEASE"],
         "preSTEP": ["0STEP"],
         "0STEP": ["preSTEP"],
