@@ -1,8 +1,9 @@
 """Lowering: from a bare compute order to a whole schedule, by pure passes of one policy each.
 
 An order (vertical, horizontal, forward) lists F, HEAD and B. Then place_gradients adds REDUCE, place_parameters adds FETCH and
-RELEASE, place_optimizer adds NORM and STEP, place_behind lets reductions run beside the next backward, place_activations (`activations`) what leaves memory. build_training() and
-build_evaluation() compose and validate; an evaluation keeps what passes between its layers in memory.
+RELEASE, place_optimizer adds NORM and STEP, place_behind makes way for reductions beside the next backward, place_activations
+(`activations`) adds what leaves memory. build_training() and build_evaluation() compose and validate; an evaluation keeps what
+passes between its layers in memory.
 """
 
 from __future__ import annotations
@@ -196,8 +197,8 @@ def place_early(events: Sequence[Event]) -> Events:
 
 
 def place_behind(events: Sequence[Event]) -> Events:
-    """What waits for a unit's reduction (HOLD, the early STEP) comes behind the next unit's backward, right ahead of its REDUCE,
-    so that the reduction is under way in that backward; the last unit's ahead of NORM."""
+    """What waits for a unit's reduction (HOLD, the early STEP) comes behind the next unit's backward, right ahead of its
+    REDUCE: so the reduction is under way in that backward. What waits for the last unit's comes ahead of NORM."""
     placed: list[Event] = []
     waiting: list[Event] = []
     for event in events:
