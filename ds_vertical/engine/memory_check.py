@@ -29,7 +29,7 @@ from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
-from ds_vertical.types import PRE, SUF, Placement, RunSettings, TensorKind, Tier
+from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
 _LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
@@ -257,8 +257,11 @@ class Forecast:
             if self._certain
             else FP32_BYTES * min(memory_budget.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
         )
+        largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
+        copied = gradient_norm.copied_bytes(largest) if self._one_memory and largest else 0
         return (
             BudgetItem(Tier.HOST, "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
+            BudgetItem(Tier.HOST, "fp64 copy for a norm", copied, "(largest parameter)"),
             BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
             BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
@@ -329,16 +332,14 @@ class Forecast:
 
     @property
     def _reduce_bytes(self) -> int:
-        """What the REDUCE of the largest parameter needs beside the sums: for the norm of this rank's share, and where sums
-        have memory of their own for a copy in fp32, or in the order of the ranks."""
+        """What the REDUCE of the largest parameter needs beside the sums: on a device for the norm of this rank's share, and
+        where sums have memory of their own for a copy in fp32, or in the order of the ranks."""
         largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
         whole = max((zero_params.full_numel(param) for chunk in self.chunks for param in chunk.params), default=0)
         together = REDUCED_TOGETHER if self._shards.num_shards > 1 else 0
-        if not self._one_memory:
-            copied = min(largest, memory_budget.NORM_ELEMENTS) * stock_config.norm_bytes()
-            return copied + FP32_BYTES * max(whole, together)
-        copied = gradient_norm.copied_bytes(largest) if largest else 0
-        return copied + (FP32_BYTES * max(whole, together) if self._shards.num_shards > 1 else 0)
+        if self._one_memory:
+            return FP32_BYTES * max(whole, together) if self._shards.num_shards > 1 else 0
+        return min(largest, NORM_ELEMENTS) * stock_config.norm_bytes() + FP32_BYTES * max(whole, together)
 
 
 def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[list[nn.Parameter]]:

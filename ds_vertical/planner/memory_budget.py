@@ -35,11 +35,10 @@ from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.planner.model_shape import ModelShape, suf_files
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import LEAD, MAX_SAVES, MAX_STEPS
-from ds_vertical.types import PRE, SUF, TensorKind, Tier, TierBytes, Unit, check_number
+from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, TierBytes, Unit, check_number
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
-NORM_ELEMENTS: Final = 250_000_000  # of which stock takes the norm at a time
 STOCK_BUFFERS: Final = 4  # what stock needs for its own uses of a chunk of state: master, moments, gradient
 _KEEP: Final = "vertical_schedule.activations.keep"
 _IN_FLIGHT: Final = f"(up to {SLOTS} pieces; one without overlap)"
@@ -104,9 +103,15 @@ class BudgetItem:
 
 
 def reduce_bytes(largest_parameter: int, one_memory: bool) -> int:
-    """What a REDUCE needs beside the sums: on a device an fp32 copy of a parameter's gradient, and the fp64 copy from which
-    stock takes its norm; in host memory norms take pieces, which are nothing to a layer. `largest_parameter`: elements."""
+    """What a REDUCE on a device needs beside the sums: an fp32 copy of a parameter's gradient, and the fp64 copy from which
+    stock takes its norm. `largest_parameter`: elements."""
     return 0 if one_memory else 4 * largest_parameter + 8 * min(largest_parameter, NORM_ELEMENTS)
+
+
+def norm_copy(largest_parameter: int, one_memory: bool) -> BudgetItem:
+    """The copy of a gradient in host memory of which its norm is taken; of a larger one there is none."""
+    num_bytes = 8 * min(largest_parameter, NORM_COPIED) if one_memory else 0
+    return BudgetItem(Tier.HOST, "fp64 copy for a norm", num_bytes, "(largest parameter)")
 
 
 def layer_buffers(window: int, num_layers: int) -> int:

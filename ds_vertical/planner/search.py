@@ -114,7 +114,8 @@ def choose(
     task: Task, machine: Machine, limits: TierBytes, further: tuple[memory_budget.BudgetItem, ...] = (_LIBRARIES,)
 ) -> Plan:
     """See [Note: choosing]. `limits`: bytes per tier for one rank. Raises PlanError where no setting fits."""
-    search = _Search(task, machine, limits, further)
+    norm = memory_budget.norm_copy(task.spec.largest_parameter, machine.one_memory)
+    search = _Search(task, machine, limits, (*further, norm))
     fitting = search.fitting() or (search := replace(search, window=0)).fitting()
     if not fitting:
         raise PlanError(_shortage(search))
@@ -275,7 +276,7 @@ class _Search:
             for timing in timings:
                 case = self._case(_Sizes(size, count, 1), timing)
                 solution = linear_program.solve(case)
-                if solution is not None and _fits(_candidate(case, size, 1, solution)):
+                if solution is not None and _fits(_candidate(case, size, 1, solution, window=self.window)):
                     return True
         return False
 
@@ -342,7 +343,7 @@ def _in_place(case: LpProblem) -> bool:
 def _ways_to_keep(entry: _Entry) -> Iterator[Candidate]:
     """See [Note: keeping]."""
     case, size, blocks, _ = entry
-    found = [_candidate(given, size, blocks, solution) for given, solution in _solved_ways(case)]
+    found = [_candidate(given, size, blocks, solution, window=given.terms.window) for given, solution in _solved_ways(case)]
     found.sort(key=lambda candidate: candidate.program_s)
     keeping = [c for c in found if c.choice.policy != "none" and c.program_s <= _NEAR * found[0].program_s]
     yield from [c for c in found if c.choice.policy == "none"][:1]
@@ -385,14 +386,14 @@ def _spread(solved: Sequence[_Entry]) -> list[_Entry]:
     return list(chosen.values())[:_SIMULATED]
 
 
-def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution) -> Candidate:
-    count, window = case.terms.num_micro_batches, case.terms.window
+def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, window: int) -> Candidate:
+    count = case.terms.num_micro_batches
     placement = _rounded(solution.placement(case.shape.in_files(TensorKind.STATE)), count)
     kept = _kept_share(solution, case)
-    shape = replace(case.shape, placement=placement, kept=kept)
+    shape, terms = replace(case.shape, placement=placement, kept=kept), replace(case.terms, window=window)
     guessed = case.early and case.terms.held_share > case.delay
     choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed, kept, _in_place(case))
-    own = replace(case, shape=shape)
+    own = replace(case, shape=shape, terms=terms)
     return _in_pairs(Candidate(choice, own, solution.seconds, solution.binding))
 
 

@@ -66,15 +66,20 @@ def test_ends_that_are_away_count_where_they_are_used() -> None:
     assert apart["device", "parameters"] == (2 * 1000 + 800) * 2
     assert apart["device", "gradient sums"] == (1000 + 800) * 4
     assert together["device", "parameters"] == (2 * 1000 + 1700) * 2
-    assert together["device", "gradient sums"] == (2 * 1000 + 1700) * 4
+    assert together["device", "gradient sums"] == (1000 + 1700) * 4
     for item in ("parameter buffers", "gradients", "optimizer slots"):
         assert apart["host", item] == together["host", item]
-    between = sizes(replace(APART, pre_elements=90, suf=SufShape(80, 80)), terms)
-    assert (between["device", "parameters"], between["device", "gradient sums"]) == (2 * 1000 * 2, 2 * 1000 * 4)
+    small = sizes(replace(APART, pre_elements=90, suf=SufShape(80, 80)), terms)
+    assert (small["device", "parameters"], small["device", "gradient sums"]) == (2080 * 2, 1080 * 4)
+    prefix = sizes(replace(APART, pre_elements=2900, suf=SufShape(80, 80)), terms)
+    assert (prefix["device", "parameters"], prefix["device", "gradient sums"]) == ((1000 + 2900) * 2, 2900 * 4)
     stays = sizes(replace(APART, pre_elements=90, apart=("suf",)), terms)
     assert (stays["device", "parameters"], stays["device", "gradient sums"]) == ((2890) * 2, (1890) * 4)
+
+
 def test_one_micro_batch_has_no_sums_beside_its_gradients() -> None:
-    assert sizes(SHAPE, BudgetTerms(1))["device", "gradient sums"] == (1000 + 100) * 2
+    """Outside the layers there are: tied weights have two gradients."""
+    assert sizes(SHAPE, BudgetTerms(1))["device", "gradient sums"] == 1000 * 2 + 100 * 4
 
 
 def test_a_norm_counts_as_far_as_it_needs_more_than_a_backward() -> None:

@@ -184,6 +184,7 @@ class StepDriver:
         scale_as_before = partial(zero_optimizer.set_loss_scaler_numbers, optimizer, numbers)
         with Changed(lambda: self.phase.counts or scale_as_before(), only_if_failed=True):
             norm = zero_optimizer.open_step(optimizer)
+            self._norm_memory.clear()
             if norm is None and optimizer.timing.stops:
                 error = NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
                 ranks.raise_after(error, optimizer.gather_persistent)
