@@ -57,7 +57,8 @@ class UnitSums:
     the other; None where each has its own.
 
     [Note: no sum yet] A sum with memory of its own is made for a parameter's second gradient. The first one waits as autograd
-    has made it, in the model's dtype. So with one micro-batch there is no sum beside the gradients.
+    has made it, in the model's dtype. So with one micro-batch there is no sum beside the gradients. Where that is the sum's
+    dtype, too, the first gradient becomes the sum.
     """
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, new: Callable[[int], torch.Tensor], joined: bool) -> None:
@@ -70,6 +71,7 @@ class UnitSums:
             self._memory = list(self.flat.narrow(0, 0, sum(sizes)).split(list(sizes)))
         self._touched = [False] * len(sizes)  # whether anything has been added; the memory's content is undefined before
         self._waiting: list[torch.Tensor | None] = [None] * len(sizes)
+        self._adopted: set[int] = set()  # whose sums lie where autograd has made the first gradient
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +94,9 @@ class UnitSums:
     def add(self, index: int, *grads: torch.Tensor) -> None:
         """Add gradients to a parameter's sum, one after the other, behind the one that waits."""
         earlier, self._waiting[index] = self._waiting[index], None
+        if earlier is not None and self._memory[index] is None and earlier.dtype is self._dtype and earlier.is_contiguous():
+            self._memory[index], self._touched[index], earlier = earlier.view(-1), True, None
+            self._adopted.add(index)
         contributions = grads if earlier is None else (earlier, *grads)
         total = self._total(index)
         for piece, *parts in _pieces(total, contributions):
@@ -123,8 +128,9 @@ class UnitSums:
         return total
 
     def memory(self) -> list[torch.Tensor]:
-        """The memory of the sums that have not left."""
-        return [each for each in self._memory if each is not None] if self.flat is None else [self.flat]
+        """The memory, made for them, of the sums that have not left."""
+        own = (each for index, each in enumerate(self._memory) if index not in self._adopted)
+        return [each for each in own if each is not None] if self.flat is None else [self.flat]
 
     def _total(self, index: int) -> torch.Tensor:
         total = self._memory[index]
@@ -285,6 +291,8 @@ class GradientStore(UnitGradients):
     def adding(self, unit: Unit) -> Iterator[None]:
         """Within the block a layer's backward runs, once, and gradients are added as they are made; `add` follows with the
         rest. Raises GradientMissed where the step has to start over: see [Note: as they are made]."""
+        if unit in self._sums and not self._pairs:
+            self._sums[unit].settle()  # the first gradients: ahead of the next ones
         if not self._one_by_one or self._late or self._facts.is_watched(unit):
             yield
             return

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from ds_vertical.model.kept.block_backward import Leaves
 from ds_vertical.model.state.restart import GradientMissed
@@ -416,3 +419,56 @@ def test_what_autograd_makes_itself_waits_as_it_is_made() -> None:
         linear(torch.ones(2, 600)).sum().backward()
     store.add(0)
     assert store.num_bytes == 2 * 4 * (600 * 600 + 600)
+
+
+# ---- memory, as the allocator counts it
+
+
+def most_alive(run: Callable[[], object]) -> int:
+    """The most bytes that `run` has of what it allocates, at any moment."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    changes = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
+
+
+class Chain(nn.Module):
+    """Matrices one behind the other: each gradient is made by itself."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.links = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for link in self.links:
+            x = link(x)
+        return x
+
+
+def train_layer(store: GradientStore, model: nn.Module, num_micro_batches: int) -> None:
+    """Backwards of a layer and its REDUCE, which takes each sum and gives it up."""
+    width = model.links[0].in_features
+    store.expect(num_micro_batches)
+    for number in range(num_micro_batches):
+        with store.adding(0):
+            model(torch.full((1, width), 1.0 + number, dtype=model.links[0].weight.dtype)).sum().backward()
+        store.add(0)
+    deque(store.hand_over(0), maxlen=0)  # holds none
+    store.drop(0)
+
+
+@pytest.mark.parametrize(("num_micro_batches", "dtype"), list(itertools.product((1, 3), (torch.bfloat16, torch.float32))))
+def test_a_step_has_one_sum_and_one_gradient_at_a_time(num_micro_batches: int, dtype: torch.dtype) -> None:
+    """One micro-batch has no sum: its gradients, and one of them in fp32. Otherwise all sums and a gradient beside them, which
+    the kernel on the CPU copies to the sum's dtype."""
+    width, count = 640, 6
+    model, one = Chain(width, count).to(dtype), width * width
+    store = new_store({0: list(model.parameters())}, joined=False, pairs=False)
+    found = most_alive(lambda: train_layer(store, model, num_micro_batches))
+    copied = one * (4 if dtype is torch.bfloat16 else 0)
+    expected = copied + (count * one * dtype.itemsize if num_micro_batches == 1 else count * one * 4 + one * dtype.itemsize)
+    assert expected <= found < expected + one
+    late = new_store({0: list(model.parameters())}, joined=False, pairs=False)
+    late._late = True
+    if num_micro_batches > 1:
+        assert most_alive(lambda: train_layer(late, model, num_micro_batches)) >= expected + (count - 2) * one * dtype.itemsize
