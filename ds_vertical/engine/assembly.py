@@ -46,8 +46,8 @@ class HostBudget:
     """Bytes of this rank's host memory, as the memory check has counted them before the engine is built.
 
     `needed`: in all, without activations. `kept`: of what one layer's backward frees, kept for the next one's. `left`: for
-    activations, whose use `planner` chooses as far as the JSON leaves it open (None: it does not). `pairs`: whether there is room
-    for a layer's gradients that wait for the next micro-batch's.
+    activations, whose use `planner` chooses as far as the JSON leaves it open (None: it does not). `pairs`: whether there is
+    room for a layer's gradients that wait for the next micro-batch's.
     """
 
     needed: int

@@ -370,11 +370,9 @@ def _working_bytes(spec: ModelSpec, division: Division) -> int:
     param_bytes, trained = DTYPE_BYTES[spec.dtype], spec.gradients(division.blocks_per_layer)
     outside, *layers = trained or (spec.pre_elements, *spec.layers(division.blocks_per_layer))
     suf = spec.suf.gradients if division.apart and spec.suf is not None else None
-    saved = division.sequences * division.blocks_per_layer * spec.block_saved_bytes
-    in_layer = param_bytes * min(spec.largest_parameter, max(layers)) + saved
-    in_head = param_bytes * (outside if suf is None else suf) + division.sequences * (
-        spec.head_saved_bytes + spec.block_saved_bytes
-    )
+    in_block, in_suffix = (division.sequences * saved for saved in (spec.block_saved_bytes, spec.head_saved_bytes))
+    in_layer = param_bytes * min(spec.largest_parameter, max(layers)) + division.blocks_per_layer * in_block
+    in_head = param_bytes * (outside if suf is None else suf) + in_suffix + in_block
     in_prefix = param_bytes * (outside - (suf or 0))
     copied = 0 if trained is None else spec.largest_parameter * param_bytes
     return copied + max(in_layer, in_head, in_prefix)
