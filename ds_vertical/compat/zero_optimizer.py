@@ -6,7 +6,6 @@ from ds_vertical.compat import version  # noqa: F401 - refuses another DeepSpeed
 
 # isort: split
 
-import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,10 @@ from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesce
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from ds_vertical.compat.accelerator import get_accelerator
+from ds_vertical.compat.gradient_norm import NormMemory
 from ds_vertical.compat.zero_params import ZeroParam, is_persistent, second_generation
-
-_NORM_PIECE = 250_000_000  # elements that stock's norm takes at a time
 
 # ---- the step of the ZeRO-3 optimizer, taken apart
 
@@ -92,41 +89,15 @@ def reduce(
     return reduce_scatter_coalesced(list(sums), group) if dist.get_world_size(group) > 1 else list(sums)
 
 
-class NormMemory:
-    """Host memory for the fp64 copy of a gradient of which stock takes the norm.
-
-    Kept from one gradient to the next, where each new mapping would be zeroed page by page; `clear` gives it up at the step's
-    end. Mapped and not allocated: the C library's heap would keep every copy's memory below the small tensors that live on.
-    """
-
-    def __init__(self) -> None:
-        self._bytes: torch.Tensor | None = None
-
-    def norm(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Stock's norm of a flat gradient in host memory, bit for bit."""
-        dtype = get_norm_dtype()
-        num_bytes = gradient.numel() * dtype.itemsize
-        if self._bytes is None or self._bytes.numel() < num_bytes:
-            self._bytes = None  # before the larger one is mapped
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE)
-            self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
-        copy = self._bytes[:num_bytes].view(dtype)
-        return (copy.copy_(gradient.view(-1)).norm(2) ** 2.0) ** 0.5
-
-    def clear(self) -> None:
-        """Unmap."""
-        self._bytes = None
-
-
 def note_gradient(optimizer: DeepSpeedZeroOptimizer_Stage3, param: ZeroParam, share: torch.Tensor, memory: NormMemory) -> None:
-    """Tell stock of a gradient's norm, given this rank's share of it (flat).
+    """Tell stock of a gradient's norm, given this rank's share of it (flat). On a GPU the norm is stock's own, which copies up
+    to 250 million elements at a time to fp64: the order of additions there is the kernel's, and differs with the size.
 
     A rank whose share lies wholly in the padding has nothing to add to the norm.
     """
     if param.partition_numel() * optimizer._get_param_partition_rank(param) < param.ds_numel:
-        copied = share.device.type == "cpu" and share.dtype != get_norm_dtype() and 0 < share.numel() <= _NORM_PIECE
-        norm = memory.norm(share) if copied else optimizer._constant_buffered_norm2(share)
+        in_host = share.device.type == "cpu" and share.numel() > 0
+        norm = memory.norm(share) if in_host else optimizer._constant_buffered_norm2(share)
         optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = norm
 
 

@@ -32,7 +32,7 @@ class Others(Protocol):
 
     @property
     def num_reductions(self) -> int:
-        """Of units' gradients, likewise."""
+        """Of gradients, likewise: a unit has `reductions_of` such."""
         ...
 
     @property
@@ -44,8 +44,12 @@ class Others(Protocol):
         """Take part in a gather with values that nobody will use."""
         ...
 
-    def reduce(self, unit: Unit) -> None:
-        """Take part in a reduction with zeros."""
+    def reductions_of(self, unit: Unit) -> int:
+        """Into how many collectives the reduction of a unit's gradients is cut, on all ranks alike."""
+        ...
+
+    def reduce(self, unit: Unit, number: int) -> None:
+        """Take part in one of them with zeros."""
         ...
 
     def vote(self) -> bool:
@@ -138,8 +142,9 @@ class _Rest:
         return Ticket(f"fetch {unit}", lambda: self._gather(unit))
 
     def reduce(self, event: Event) -> None:
-        if not self._only_gathers and not self._is_done("reductions"):
-            self._others.reduce(_unit(event))
+        for number in range(0 if self._only_gathers else self._others.reductions_of(_unit(event))):
+            if not self._is_done("reductions"):
+                self._others.reduce(_unit(event), number)
 
     def vote(self, _: Event) -> None:
         if not self._only_gathers and not self._is_done("votes") and self._others.vote():

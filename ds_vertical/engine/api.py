@@ -266,15 +266,15 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     room = host_room(model.parameters(), resolved.host_memory_bytes)
     resolved = choose_gradient_tier(section, resolved, forecast_of, room)
     report = machine_cache.training_report(run_folder(config), several_paths(config)[1:])
-    resolved = choose_timing(section, resolved, forecast_of(resolved), model, report, room)
-    resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved), resolved, report, *room))
+    resolved = choose_timing(section, resolved, forecast_of(resolved).paired(room), model, report, room)
+    resolved, planner = open_choice(KeepPlanner(forecast := forecast_of(resolved).paired(room), resolved, report, *room))
     needs, host_bytes, left = check_memory(forecast, model.parameters(), resolved.host_memory_bytes)
     needs += disk_check.check_disk(forecast, config, resolved)
     prepared = prepare(config)
     for line in [*(f"warning: {warning}" for warning in warnings), *explain(resolved), *needs]:
         accelerator.log(f"ds_vertical: {line}")
     kept_bytes = backward_bytes(forecast.shape, forecast.terms) if accelerator.is_one_memory() else 0
-    budget = HostBudget(host_bytes, kept_bytes, left, planner)
+    budget = HostBudget(host_bytes, kept_bytes, left, planner, forecast.pairs)
     factory = partial(VerticalEngine, vertical=resolved, layers=layers, folder=run_folder(prepared), budget=budget)
     with compat_engine.substituted_engine(factory):
         returned = compat_engine.stock_initialize(config=prepared, **kwargs)

@@ -25,10 +25,11 @@ from ds_vertical.errors import ConfigError
 from ds_vertical.io import host
 from ds_vertical.io.aio import DiskQueue
 from ds_vertical.io.runs import stripes
+from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.offload.activation_store import ActivationStore
-from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
+from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts, SumPlace
 from ds_vertical.offload.kept_store import KEPT_REMEDY, KeptStore
 from ds_vertical.offload.param_store import ParamSettings, ParamStore
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
@@ -45,13 +46,15 @@ class HostBudget:
     """Bytes of this rank's host memory, as the memory check has counted them before the engine is built.
 
     `needed`: in all, without activations. `kept`: of what one layer's backward frees, kept for the next one's. `left`: for
-    activations, whose use `planner` chooses as far as the JSON leaves it open (None: it does not).
+    activations, whose use `planner` chooses as far as the JSON leaves it open (None: it does not). `pairs`: whether there is
+    room for a layer's gradients that wait for the next micro-batch's.
     """
 
     needed: int
     kept: int
     left: int
     planner: KeepPlanner | None = None
+    pairs: bool = True
 
 
 @dataclass(frozen=True)
@@ -158,15 +161,19 @@ class Assembly:
         every = [param for members in self.layers.units.values() for param in members]
         zero_params.guard_parameters(every, self.optimizer.flush, params.files.note_writing, params.files.note_write)
 
-    def open_gradients(self) -> GradientStore:
-        """The sums of the micro-batches' gradients."""
+    def open_gradients(self, pairs: bool) -> GradientStore:
+        """The sums of the micro-batches' gradients. `pairs`: the memory budget has room for gradients that wait."""
+        optimizer, dtype = self.optimizer, self.optimizer.gradient_accumulation_dtype
+        rounding = partial(zero_optimizer.rounding_dtype, optimizer)
+        one_memory = accelerator.is_one_memory()
+        held = one_memory and ranks.world_size() == 1 and dtype is torch.float32  # see [Note: gradients in place]
         return GradientStore(
-            in_chunk_order(self.layers, self.optimizer),
-            self.optimizer.gradient_accumulation_dtype,
-            ParamFacts(zero_params.full_numel, partial(zero_optimizer.rounding_dtype, self.optimizer), self.optimizer.steps),
-            self.optimizer.gradients.drop,
-            accelerator.device_name(),
-            pairs=accelerator.is_one_memory() and self.vertical.order == "vertical",  # otherwise layers take turns
+            in_chunk_order(self.layers, optimizer),
+            dtype,
+            ParamFacts(zero_params.full_numel, rounding, optimizer.steps, partial(runs_others_code, self.layers)),
+            optimizer.gradients.drop,
+            SumPlace(accelerator.device_name(), joined=held),
+            pairs=pairs and one_memory and self.vertical.order == "vertical",  # otherwise layers take turns
         )
 
     def open_activations(self, folder: Path | None, host_limit: int) -> ActivationStore | None:
@@ -338,7 +345,7 @@ class OtherRanks:
 
     @property
     def num_reductions(self) -> int:
-        """Reductions of units' gradients that this rank has begun."""
+        """Reductions of gradients that this rank has taken part in."""
         return self._optimizer.driver.num_reductions
 
     @property
@@ -350,9 +357,13 @@ class OtherRanks:
         """Take part in the gather of a unit, whose values nobody will use."""
         self._params.gather_for_others(unit)
 
-    def reduce(self, unit: Unit) -> None:
-        """Take part in the reduction of a unit's gradients, with zeros."""
-        self._optimizer.reduce_for_others(unit)
+    def reductions_of(self, unit: Unit) -> int:
+        """Collectives that reduce a unit's gradients."""
+        return len(self._optimizer.reductions(unit))
+
+    def reduce(self, unit: Unit, number: int) -> None:
+        """Take part in one of them, with zeros."""
+        self._optimizer.reduce_for_others(unit, number)
 
     def vote(self) -> bool:
         """Take part in a vote: whether all ranks leave the pass."""

@@ -47,7 +47,8 @@ def choose_gradient_tier(
 
     def needed(share: float) -> int:
         forecast = forecast_of(replace(resolved, gradient_host_share=share))
-        items = memory_budget.budget(forecast.shape, forecast.terms, forecast.further(baseline))
+        least = replace(forecast.terms, pairs=False)  # which gives up less speed than gradients on SSD
+        items = memory_budget.budget(forecast.shape, least, forecast.further(baseline))
         return memory_budget.total_bytes(items, Tier.HOST)
 
     shares = [count / _SHARES for count in range(_SHARES, -1, -1)]

@@ -107,6 +107,7 @@ class ScheduleRunner:
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
         with preserved(), self._stubs() as stubs, self._state_of(bodies) as modules:
+            gradients.expect(len(bodies), schedule.calls)
             watch = self._watch(schedule)
             shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, self.kinds, self.probe, watch)
             micro_batches = self._micro_batches(bodies, shared, moved=schedule.moved)
@@ -394,7 +395,8 @@ class _Training(_WithBackward):
             assert isinstance(event.layer, int) and event.micro_batch is not None
             if self.activations is not None:
                 self.activations.require(event.layer, event.micro_batch)
-            micro_batch.backward_layer(event.layer)
+            with self.gradients.adding(event.layer):
+                micro_batch.backward_layer(event.layer)
             if self.kept is not None:
                 self.kept.forget(cell_of(event))
             self.gradients.add(event.layer)
@@ -402,8 +404,8 @@ class _Training(_WithBackward):
 
     def reduce(self, event: Event) -> None:
         unit = _unit(event)
-        sums = self.gradients.take(unit)
-        if self.optimizer.reduce_unit(unit, sums, self.gradients.flat(unit), self.gradients.reserve.put_back):
+        sums, flat = self.gradients.hand_over(unit), self.gradients.flat(unit)
+        if self.optimizer.reduce_unit(unit, sums, flat, self.gradients.reserve.put_back):
             self.gradients.give_away(unit)
         else:
             self.gradients.drop(unit)

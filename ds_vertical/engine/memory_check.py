@@ -13,19 +13,23 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ds_vertical.compat import accelerator, pinned_memory, stock_config, swap_buffers, zero_params
+from ds_vertical.compat import accelerator, gradient_norm, pinned_memory, stock_config, swap_buffers, zero_params
 from ds_vertical.config.section import SECTION
 from ds_vertical.distributed import ranks as distributed_ranks
+from ds_vertical.engine.zero3.chunks import REDUCED_TOGETHER
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.io import host
+from ds_vertical.model.compiled_blocks import is_compiled
+from ds_vertical.model.kept.kinds import runs_others_code
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.offload.chunking import FP32_BYTES, boundary, chunk_layout, split_chunk
+from ds_vertical.offload.grad_accumulator import LARGE
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
-from ds_vertical.types import PRE, SUF, Placement, RunSettings, TensorKind, Tier
+from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
 _LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
@@ -146,6 +150,7 @@ class Forecast:
         self._certain = clip == 0.0 and not dynamic
         delay, speculation = resolved.optimizer_delay, resolved.optimizer_speculation
         self.timing = StepTiming(delay, speculation, self._certain, self._json.state_in_files, resolved.on_nonfinite == "stop")
+        self.pairs = resolved.order == "vertical"  # otherwise layers take turns
         self._num_micro_batches = int(config.get("gradient_accumulation_steps") or 1)
         self.micro_batch_size = int(config.get("train_micro_batch_size_per_gpu") or 1)
 
@@ -198,7 +203,8 @@ class Forecast:
             num_shards=shards.num_shards,
             generations=self.timing.generations,
             part_elements=memory_budget.PART_ELEMENTS,
-            working_bytes=self._working_bytes(max(trained.values())),
+            working_bytes=self._working_bytes,
+            reduce_bytes=self._reduce_bytes,
             placement=Placement(
                 {
                     TensorKind.PARAMETERS: {Tier.SSD: _share(1 - resting / rank)},
@@ -222,8 +228,21 @@ class Forecast:
             slots=memory_budget.num_slots(len(self._piece_bytes), self._resolved.overlap),
             held_share=self._held_share,
             one_memory=self._one_memory,
-            layer_major=self._resolved.order == "vertical",
+            pairs=self.pairs,
         )
+
+    @property
+    def waits_for_no_pair(self) -> bool:
+        """Whether memory keeps gradients from waiting that otherwise would."""
+        in_turn = self._resolved.order != "vertical" or self._num_micro_batches == 1
+        return self._one_memory and not (in_turn or self.pairs)
+
+    def paired(self, room: tuple[int, int]) -> Forecast:
+        """This forecast, with gradients that wait for the next micro-batch's only where they fit. `room`: see `host_room`."""
+        allowed, baseline = room
+        items = memory_budget.budget(self.shape, self.terms, self.further(baseline))
+        self.pairs = self.pairs and memory_budget.total_bytes(items, Tier.HOST) <= allowed
+        return self
 
     @property
     def _held_share(self) -> float:
@@ -232,17 +251,17 @@ class Forecast:
 
     def further(self, baseline_bytes: int) -> tuple[BudgetItem, ...]:
         """What the formulas do not know: `baseline_bytes` of the process as it is, and working memory beside the buffers."""
-        largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
-        tier = Tier.HOST if self._one_memory else Tier.DEVICE
         kept = self.shape.working_bytes if self._one_memory else 0  # of what is freed, for pieces of other sizes
         scaled = (
             0
             if self._certain
             else FP32_BYTES * min(memory_budget.PART_ELEMENTS, max((c.numel for c in self.chunks), default=0))
         )
+        largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
+        copied = gradient_norm.copied_bytes(largest) if self._one_memory and largest else 0
         return (
             BudgetItem(Tier.HOST, "interpreter and libraries", baseline_bytes + _LATER_BYTES, _MEASURED),
-            memory_budget.norm_copy(tier, largest, stock_config.norm_bytes()),
+            BudgetItem(Tier.HOST, "fp64 copy for a norm", copied, "(largest parameter)"),
             BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
             BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
@@ -290,13 +309,37 @@ class Forecast:
                     found.append(FP32_BYTES * (_MOMENTS * numel + recalled))
         return found
 
-    def _working_bytes(self, gradients: int) -> int:
+    @property
+    def _working_bytes(self) -> int:
         """A layer's gradients as autograd makes them, and a kernel's own copy of the largest one, which it sums in fp32; of the
         largest parameter that is not trained, a copy in the kernel's order."""
         params = (param for params in self._layers.units.values() for param in params)
         stepped = (param for chunk in self.chunks for param in chunk.params)
         summed = max(map(zero_params.full_numel, stepped), default=0) * FP32_BYTES
+        gradients = max(map(self._made_at_once, self._layers.units))
         return gradients * self._param_bytes + max(summed, max(map(zero_params.full_numel, params)) * self._param_bytes)
+
+    def _made_at_once(self, unit: Unit) -> int:
+        """Elements of a unit's gradients that are there at a time: see [Note: as they are made] in `grad_accumulator`. A
+        compiled block makes all of its gradients in one operation."""
+        stepped = {id(param) for chunk in self.chunks for param in chunk.params}
+        sizes = [zero_params.full_numel(param) for param in self._layers.units[unit] if id(param) in stepped]
+        blocks = self._layers.layers[unit] if isinstance(unit, int) else ()
+        compiled = any(is_compiled(m) for block in blocks for m in self._layers.blocks[block].module.modules())
+        if not isinstance(unit, int) or compiled or runs_others_code(self._layers, unit):
+            return sum(sizes)
+        return sum(size for size in sizes if size < LARGE) + max((size for size in sizes if size >= LARGE), default=0)
+
+    @property
+    def _reduce_bytes(self) -> int:
+        """What the REDUCE of the largest parameter needs beside the sums: on a device for the norm of this rank's share, and
+        where sums have memory of their own for a copy in fp32, or in the order of the ranks."""
+        largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
+        whole = max((zero_params.full_numel(param) for chunk in self.chunks for param in chunk.params), default=0)
+        together = REDUCED_TOGETHER if self._shards.num_shards > 1 else 0
+        if self._one_memory:
+            return FP32_BYTES * max(whole, together) if self._shards.num_shards > 1 else 0
+        return min(largest, NORM_ELEMENTS) * stock_config.norm_bytes() + FP32_BYTES * max(whole, together)
 
 
 def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[list[nn.Parameter]]:
@@ -343,7 +386,12 @@ def check_memory(forecast: Forecast, params: Iterable[nn.Parameter], limit: int 
     items = memory_budget.budget(shape, terms, further)
     needed = memory_budget.total_bytes(items, Tier.HOST)
     left = max(0, allowed - needed + max(0, setup))  # the set-up is over by then
-    return [title, *memory_budget.budget_lines(items)], needed, left
+    lines = [title, *memory_budget.budget_lines(items)]
+    if forecast.waits_for_no_pair:
+        lines.append(
+            "no room for gradients that wait for the next micro-batch's: each is added to its sum by itself; same values"
+        )
+    return lines, needed, left
 
 
 def _fault(

@@ -49,11 +49,12 @@ class Parted(Protocol):
 class ReducedSums:
     """This rank's shares of a unit's summed gradients, one per parameter in the order of the unit's chunks.
 
-    `flat`: the memory that the sums lie in, 1-d, which goes to `give_back`, from any thread, where it is held.
+    `flat`: the memory that the sums lie in, 1-d, which goes to `give_back`, from any thread, where it is held. None where each
+    has its own: a share is then asked for when the one before has been copied, and its memory is free.
     """
 
-    shares: Sequence[torch.Tensor]
-    flat: torch.Tensor
+    shares: Iterable[torch.Tensor]
+    flat: torch.Tensor | None
     give_back: Callable[[torch.Tensor], None]
 
 
@@ -151,7 +152,6 @@ class HeldGradients:
         `final`: for good. Returns whether `sums.flat` itself is held: then `sums.give_back` will be called with it.
         """
         self.drop(unit)
-        shares, flat = sums.shares, sums.flat
         held = self._units[unit] = _Unit(self._lock)
         uses = {
             part: self._uses(part, is_early and early, final)
@@ -160,26 +160,28 @@ class HeldGradients:
         }
         held.on_ssd = {part for part in uses if "write" in uses[part]}
         all_wait = all("step" in use or "reader" in use for use in uses.values())
-        in_place = _lie_in(flat, shares, [size for index in indices for size in self._chunks[index].sizes])
-        whole = _Memory(flat, sums.give_back)
-        start, left = 0, iter(shares)
+        flat = sums.flat
+        whole = None
+        if flat is not None and _lie_in(flat, sums.shares, [size for index in indices for size in self._chunks[index].sizes]):
+            whole = _Memory(flat, sums.give_back)
+        start, left, copied = 0, iter(sums.shares), None
         for index in indices:
             self._owner[index] = unit
-            sizes = self._chunks[index].sizes
-            pieces = [next(left) for _ in sizes]
+            copies: dict[Part, torch.Tensor] = {}
             for part in (part for part, _ in _parts_of(self._chunks[index])):
-                if in_place and (all_wait or uses[part] == {"early step"}):
+                if whole is not None and (all_wait or uses[part] == {"early step"}):
                     whole.num_users += 1
-                    held.parts[part] = _Held(flat.narrow(0, start + part.start, part.numel), whole, uses[part])
+                    held.parts[part] = _Held(whole.tensor.narrow(0, start + part.start, part.numel), whole, uses[part])
                 else:
                     memory = _Memory(self._reserve.take(aligned_numel(part)), self._reserve.put_back, 1)
-                    held.parts[part] = _Held(_filled(memory.tensor, part, sizes, pieces), memory, uses[part])
-            start += sum(sizes)
-        if flat.device.type == "cuda":
-            copied = torch.cuda.current_stream(flat.device).record_event()
-            for part in held.parts.values():
-                part.copied = copied
-        return whole.num_users > 0
+                    copies[part] = memory.tensor.narrow(0, 0, part.numel)
+                    held.parts[part] = _Held(copies[part], memory, uses[part])
+            copied = _fill(copies, self._chunks[index].sizes, left) or copied
+            start += sum(self._chunks[index].sizes)
+        for part in held.parts.values():
+            part.copied = copied
+        next(left, None)  # what gives the shares comes to its end
+        return whole is not None and whole.num_users > 0
 
     def write(self, unit: Unit) -> Ticket | None:
         """Start writing what of a unit waits on SSD; the ticket's wait gives its memory back. Raises DiskError there."""
@@ -298,27 +300,32 @@ def _parts_of(chunk: Parted) -> Iterator[tuple[Part, bool]]:
     yield from ((part, False) for part in chunk.delayed)
 
 
-def _filled(memory: torch.Tensor, part: Part, sizes: Sequence[int], pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A part's elements, copied into `memory` out of its chunk's shares; zeros where a share is shorter than its place."""
-    data = memory.narrow(0, 0, part.numel)
-    start = 0
-    for size, piece in zip(sizes, pieces, strict=True):
-        first, last = max(part.start, start), min(part.start + part.numel, start + size)
-        filled = min(last, start + piece.numel())
-        if first < filled:
-            source = piece.narrow(0, first - start, filled - first)
-            data.narrow(0, first - part.start, filled - first).copy_(source, non_blocking=True)
-        if max(first, filled) < last:
-            data.narrow(0, max(first, filled) - part.start, last - max(first, filled)).zero_()
+def _fill(copies: Mapping[Part, torch.Tensor], sizes: Sequence[int], shares: Iterator[torch.Tensor]) -> CopyEvent | None:
+    """Copy a chunk's shares, which come one after the other, into the memory of its parts; zeros where a share is shorter than
+    its place. Returns what the host has to wait for ahead of a read; None where that is nothing."""
+    start, copied = 0, None
+    for size in sizes:
+        share = next(shares)
+        for part, data in copies.items():
+            first, last = max(part.start, start), min(part.start + part.numel, start + size)
+            filled = max(first, min(last, start + share.numel()))
+            if first < filled:
+                source = share.narrow(0, first - start, filled - first)
+                data.narrow(0, first - part.start, filled - first).copy_(source, non_blocking=True)
+            if filled < last:
+                data.narrow(0, filled - part.start, last - filled).zero_()
+        if share.is_cuda:
+            copied = torch.cuda.current_stream(share.device).record_event()
+        del share  # ahead of the next one, whose reduction may need the memory
         start += size
-    return data
+    return copied
 
 
 def _page_locked(numel: int) -> torch.Tensor:
     return torch.empty(numel, dtype=torch.float32, pin_memory=True)
 
 
-def _lie_in(flat: torch.Tensor, shares: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
+def _lie_in(flat: torch.Tensor, shares: Iterable[torch.Tensor], sizes: Sequence[int]) -> bool:
     """Whether the shares are fp32 host memory, one after the other from the start of `flat`, each in its whole size."""
     position = flat.data_ptr()
     for share, size in zip(shares, sizes, strict=True):

@@ -9,11 +9,13 @@ P elements of this rank, M micro-batches, L layers, layers of at most N elements
             kept for the backward  M K of all layers that rests there, K of a micro-batch; buffers of cells, where some move
             at rest              parameters and state that are not on SSD
     device  parameters           (w + 1) N and `pre`, gathered (none where they are the host's buffers)
-            gradient sums        4N of one layer (two while one is copied out) and of `pre`; where `pre` and `suf` are apart,
-                                 the moment counts that has most of parameters and sums (`_of_units`)
+            gradient sums        4N of one layer (with M = 1 its gradients as autograd makes them) and of `pre`: a layer's sums
+                                 leave one by one, ahead of the next layer's; where `pre` and `suf` are apart, the moment counts
+                                 that has most of parameters and sums (`_of_units`)
             activations          M L A + 2 A: layer inputs, and the gradients between two layers
             kept                 M K_device of what forwards keep, and 4 cells where any move
             working              what one layer's backward needs for one micro-batch, and on the host the gradients of the last
+            norm of a gradient   what a REDUCE needs beside the sums, beyond the working memory, which is free then
 
 Where device and host are one memory, all of it is the host's; with one rank the gathered parameters are then the buffers and
 the sums the gradients that wait, and count once. The total is what is allocated, so it is at least what `memory_timeline`
@@ -33,7 +35,7 @@ from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.planner.model_shape import ModelShape, suf_files
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import LEAD, MAX_SAVES, MAX_STEPS
-from ds_vertical.types import PRE, SUF, TensorKind, Tier, TierBytes, Unit, check_number
+from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, TierBytes, Unit, check_number
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
@@ -76,7 +78,8 @@ class BudgetTerms:
     `slots`: pieces of state in memory at a time. `held_share`: of all gradients, the share that waits for its step (1
     where steps follow NORM or may be redone, alpha for delayed parts, 0 where every step is early). `gradient_layers`:
     layers whose gradients are under way otherwise: as many as are stepped or written to SSD at a time, and one more.
-    `layer_major`: the order of the micro-batches. `kept`: what a forward keeps for its backward.
+    `pairs`: whether a layer's gradients wait for those of the next micro-batch, where device and host are one memory: in
+    layer-major order, and where there is room. `kept`: what a forward keeps for its backward.
     """
 
     num_micro_batches: int
@@ -85,7 +88,7 @@ class BudgetTerms:
     held_share: float = 1.0
     gradient_layers: int = MAX_STEPS + 1
     one_memory: bool = False
-    layer_major: bool = True
+    pairs: bool = True
     kept: KeptBytes = KeptBytes()
 
 
@@ -99,9 +102,16 @@ class BudgetItem:
     key: str
 
 
-def norm_copy(tier: Tier, largest_parameter: int, element_bytes: int = 8) -> BudgetItem:
-    """Stock takes the norm of a gradient from a copy, in fp64 as a rule; `largest_parameter`: elements."""
-    return BudgetItem(tier, "fp64 copy for a norm", element_bytes * largest_parameter, "(largest parameter)")
+def reduce_bytes(largest_parameter: int, one_memory: bool) -> int:
+    """What a REDUCE on a device needs beside the sums: an fp32 copy of a parameter's gradient, and the fp64 copy from which
+    stock takes its norm. `largest_parameter`: elements."""
+    return 0 if one_memory else 4 * largest_parameter + 8 * min(largest_parameter, NORM_ELEMENTS)
+
+
+def norm_copy(largest_parameter: int, one_memory: bool) -> BudgetItem:
+    """The copy of a gradient in host memory of which its norm is taken; of a larger one there is none."""
+    num_bytes = 8 * min(largest_parameter, NORM_COPIED) if one_memory else 0
+    return BudgetItem(Tier.HOST, "fp64 copy for a norm", num_bytes, "(largest parameter)")
 
 
 def layer_buffers(window: int, num_layers: int) -> int:
@@ -175,6 +185,8 @@ def _device(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     inputs = inputs * (1 - off) + passing * off
     yield _item(Tier.DEVICE, "activations between layers", inputs * shape.activation_bytes, "gradient_accumulation_steps")
     yield _item(Tier.DEVICE, "one layer's backward", backward_bytes(shape, terms), "train_micro_batch_size_per_gpu")
+    reducing = max(0, shape.reduce_bytes - backward_bytes(shape, terms))
+    yield _item(Tier.DEVICE, "norm of a gradient", reducing, "(largest parameter)")
     yield from _kept(shape, terms, Tier.DEVICE)
 
 
@@ -194,8 +206,8 @@ def _kept(shape: ModelShape, terms: BudgetTerms, tier: Tier) -> Iterator[BudgetI
 
 def backward_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
     """What one layer's backward needs for one micro-batch; on the host it has the gradients of the one before beside it, which
-    wait in layer-major order: see [Note: gradients in pairs] in `grad_accumulator`."""
-    waits = terms.one_memory and terms.layer_major and terms.num_micro_batches > 1
+    may wait for them: see [Note: gradients in pairs] in `grad_accumulator`."""
+    waits = terms.one_memory and terms.pairs and terms.num_micro_batches > 1
     return shape.working_bytes + waits * max(shape.unit_gradients[1:]) * shape.param_bytes
 
 
@@ -218,14 +230,14 @@ def _of_units(shape: ModelShape, terms: BudgetTerms) -> tuple[int, int]:
     pre, *layers = shape.unit_gradients
     outside: dict[Unit, tuple[int, int]] = {PRE: (shape.pre_elements, pre), SUF: (shape.suf_elements, shape.suf_gradients)}
     largest = sorted(shape.layer_elements, reverse=True)
-    at_once = 1 if terms.one_memory else min(2, shape.num_layers)  # sums: one, two while one is copied out
-    moments = [(sum(largest[: terms.window + 1]), at_once * max(layers))]
+    layer_sums = max(layers) * (shape.gradient_bytes if terms.num_micro_batches > 1 else shape.param_bytes)
+    moments = [(sum(largest[: terms.window + 1]), layer_sums, 0)]
     if SUF in shape.apart:
-        moments.append((moments[0][0] + outside[SUF][0], max(layers) + outside[SUF][1]))
+        moments.append((moments[0][0] + outside[SUF][0], layer_sums, outside[SUF][1]))
     if PRE in shape.apart:
-        moments.append((sum(largest[: terms.window]) + outside[PRE][0], (at_once - 1) * max(layers) + outside[PRE][1]))
+        moments.append((sum(largest[: terms.window]) + outside[PRE][0], 0, outside[PRE][1]))
     stays, sums = (sum(outside[unit][n] for unit in shape.outside.staying) for n in (0, 1))
-    found = [(shape.param_bytes * (p + stays), shape.gradient_bytes * (g + sums)) for p, g in moments]
+    found = [(shape.param_bytes * (p + stays), g + shape.gradient_bytes * (s + sums)) for p, g, s in moments]
     return max(found, key=sum)
 
 

@@ -117,13 +117,13 @@ class _Ledger:
                 yield MemoryChange(self.end_s(index), Tier.DEVICE, "parameters", -gathered)
 
     def gradients(self) -> Iterator[MemoryChange]:
-        """The sum on the device from its first B to REDUCE, then this rank's share until the step that takes it: in host
-        memory, and from HOLD on (REDUCE, where there is none) its share of it on SSD."""
+        """The sum on the device from its first B to REDUCE, which empties it ahead of the next unit's; then this rank's share
+        until the step that takes it: in host memory, and from HOLD on (REDUCE, where there is none) its share of it on SSD."""
         summing: set[Unit] = set()
         for index, event in enumerate(self.timeline.events):
             for added in self._added_to(event) - summing:
                 summing.add(added)
-                yield self._gradient(self.start_s(index), Tier.DEVICE, self.shape.stepped(added) * self.shape.num_shards)
+                yield self._summed(self.start_s(index), added, 1)
             unit = event.layer
             if unit is None:
                 continue
@@ -131,7 +131,7 @@ class _Ledger:
             on_ssd = elements * self._share_on_ssd(event)
             if event.op is Op.REDUCE:
                 summing.discard(unit)
-                yield self._gradient(self.end_s(index), Tier.DEVICE, -self.shape.stepped(unit) * self.shape.num_shards)
+                yield self._summed(self.start_s(index), unit, -1)
                 yield from self._gradients(self.start_s(index), elements - on_ssd, on_ssd)
             elif event.op is Op.HOLD:
                 yield self._gradient(self.start_s(index), Tier.SSD, on_ssd)
@@ -140,6 +140,14 @@ class _Ledger:
                 if event.step_offset and index < self.count:  # left by the step before the first one
                     yield from self._gradients(0.0, elements - on_ssd, on_ssd)
                 yield from self._gradients(self.end_s(index), on_ssd - elements, -on_ssd)
+
+    def _summed(self, at_s: float, unit: Unit, sign: int) -> MemoryChange:
+        """A unit's gradients on the device: summed, or of a lone micro-batch those of a layer as autograd makes them."""
+        shape = self.shape
+        held = self.machine.one_memory and shape.num_shards == 1  # the sums wait for their step
+        lone = len(self.tiers) == 1 and isinstance(unit, int) and not held
+        each = shape.param_bytes if lone else shape.gradient_bytes
+        return MemoryChange(at_s, Tier.DEVICE, "gradients", sign * shape.stepped(unit) * shape.num_shards * each)
 
     def _added_to(self, event: Event) -> set[Unit]:
         """The units whose gradient sums an event begins or adds to: what stays outside the layers begins with the suffix."""

@@ -36,7 +36,8 @@ class ModelShape:
     parameter. `state_bytes`: per element, fp32 master and two moments. `generations`: copies of the files of state and
     parameters on SSD (2 where steps may be discarded). `part_elements`: most elements of a piece that
     goes through the optimizer pipeline by itself (null: a unit or its part at once). `working_bytes`: what a layer needs on
-    the device while it runs backward for one micro-batch. `files`: bytes of the parameter files of `pre` and of each layer on
+    the device while it runs backward for one micro-batch.
+    `reduce_bytes`: what a REDUCE needs beside the sums. `files`: bytes of the parameter files of `pre` and of each layer on
     this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
     placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). `suf`: the unit of
     what the suffix alone uses (null: that belongs to `pre`); `apart`: the units outside the layers that are away where other
@@ -59,6 +60,7 @@ class ModelShape:
     part_elements: int | None = None
     recompute_last: bool = True
     working_bytes: int = 0
+    reduce_bytes: int = 0
     placement: Placement = Placement()
     files: tuple[int, ...] | None = None
     gradients: tuple[int, ...] | None = None
@@ -74,7 +76,7 @@ class ModelShape:
             check_number("model", "layer_elements and pre_elements", elements, 0, "whole numbers, 0 or more", whole=True)
         for key in ("forward_s", "backward_s", "pre_forward_s", "pre_backward_s", "head_s"):
             check_number("model", key, getattr(self, key), 0.0, "seconds, 0 or more")
-        for key in ("activation_bytes", "gradient_bytes", "state_bytes", "working_bytes"):
+        for key in ("activation_bytes", "gradient_bytes", "state_bytes", "working_bytes", "reduce_bytes"):
             check_number("model", key, getattr(self, key), 0, "bytes, 0 or more", whole=True)
         for key in ("param_bytes", "num_shards", "generations"):
             check_number("model", key, getattr(self, key), 1, "a whole number, 1 or more", whole=True)
@@ -361,6 +363,21 @@ class Division:
     apart: bool = False
 
 
+def _working_bytes(spec: ModelSpec, division: Division) -> int:
+    """What a backward needs besides parameters and sums: gradients that have been made and not added yet (of a layer one at a
+    time, of the code around the layers all), and what autograd keeps of the forward; of a frozen parameter a copy in a
+    kernel's order."""
+    param_bytes, trained = DTYPE_BYTES[spec.dtype], spec.gradients(division.blocks_per_layer)
+    outside, *layers = trained or (spec.pre_elements, *spec.layers(division.blocks_per_layer))
+    suf = spec.suf.gradients if division.apart and spec.suf is not None else None
+    in_block, in_suffix = (division.sequences * saved for saved in (spec.block_saved_bytes, spec.head_saved_bytes))
+    in_layer = param_bytes * min(spec.largest_parameter, max(layers)) + division.blocks_per_layer * in_block
+    in_head = param_bytes * (outside if suf is None else suf) + in_suffix + in_block
+    in_prefix = param_bytes * (outside - (suf or 0))
+    copied = 0 if trained is None else spec.largest_parameter * param_bytes
+    return copied + max(in_layer, in_head, in_prefix)
+
+
 def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShape:
     """The model as the schedule sees it. `seconds`: of one micro-batch of that many sequences."""
     blocks_per_layer, sequences = division.blocks_per_layer, division.sequences
@@ -368,13 +385,9 @@ def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShap
     param_bytes = DTYPE_BYTES[spec.dtype]
     gradients = spec.gradients(blocks_per_layer)
     suf = spec.suf if division.apart else None
-    copied = 0 if gradients is None else spec.largest_parameter * param_bytes  # of a frozen one, in a kernel's order
-    kept = max(blocks_per_layer * spec.block_saved_bytes, spec.head_saved_bytes + spec.block_saved_bytes)
     pre_elements = spec.pre_elements - (0 if suf is None else suf.elements)
     if gradients is not None and suf is not None:
         gradients = (gradients[0] - suf.gradients, *gradients[1:])
-    ends = (pre_elements if gradients is None else gradients[0], 0 if suf is None else suf.gradients)
-    made = max(*(elements if gradients is None else gradients[1:]), *ends) * param_bytes  # gradients as autograd makes them
     shape = ModelShape(
         pre_elements,
         elements,
@@ -385,7 +398,7 @@ def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShap
         num_shards=division.num_shards,
         generations=division.generations,
         part_elements=division.part_elements,
-        working_bytes=made + copied + sequences * kept,
+        working_bytes=_working_bytes(spec, division),
         placement=division.placement,
         gradients=gradients,
         suf=suf,

@@ -3,7 +3,8 @@
 [Note: choosing] Every micro-batch size, number of blocks per layer and share of delayed steps makes a case of the linear
 program (`linear_program`), which places what can rest in several tiers and bounds both sweeps. The best cases, and of them the
 best with every window, are then run through the simulator on the very schedule that the executor would run; its seconds
-decide, and among plans that differ by less than a hundredth the simplest. Models of many layers are judged by two runs with
+decide, and among plans that differ by less than a hundredth the simplest. Where no setting fits with a layer fetched ahead, all
+are tried without (window 0). Models of many layers are judged by two runs with
 fewer (a layer costs the same however many there are). The optimizer's pieces are taken coarser there than they are: some to a
 layer, which overlap as the real ones do.
 
@@ -113,26 +114,14 @@ def choose(
     task: Task, machine: Machine, limits: TierBytes, further: tuple[memory_budget.BudgetItem, ...] = (_LIBRARIES,)
 ) -> Plan:
     """See [Note: choosing]. `limits`: bytes per tier for one rank. Raises PlanError where no setting fits."""
-    search = _Search(task, machine, limits, (*further, _norm_copy(task, machine)))
-    cases = list(search.cases())
-    solved = [
-        (case, size, blocks, solution) for case, size, blocks in cases if (solution := linear_program.solve(case)) is not None
-    ]
-    if not solved:
-        raise PlanError(_shortage(search, cases))
-    solved.sort(key=lambda entry: entry[3].seconds)
-    fitting = [c for entry in _spread(_preferred(solved, task)) for c in _ways_to_keep(entry) if _fits(c)]
+    norm = memory_budget.norm_copy(task.spec.largest_parameter, machine.one_memory)
+    search = _Search(task, machine, limits, (*further, norm))
+    fitting = search.fitting() or (search := replace(search, window=0)).fitting()
     if not fitting:
-        raise PlanError(_shortage(search, cases))
+        raise PlanError(_shortage(search))
     fitting.sort(key=lambda c: c.estimate_s)
     fitting += [wider for c in fitting[:_VARIED] for window in WINDOWS[1:] if _fits(wider := _with_window(c, window))]
     return _decide(sorted(fitting, key=lambda c: c.estimate_s))
-
-
-def _norm_copy(task: Task, machine: Machine) -> memory_budget.BudgetItem:
-    """Stock's norm of a gradient copies it: of the largest parameter at most."""
-    tier = Tier.HOST if machine.one_memory else Tier.DEVICE
-    return memory_budget.norm_copy(tier, task.spec.largest_parameter)
 
 
 def tune_timing(
@@ -182,12 +171,21 @@ def tune_keeping(case: LpProblem, choice: Choice) -> tuple[Candidate, Candidate]
 
 @dataclass(frozen=True)
 class _Search:
-    """What every case of a search shares; `limits`: bytes per tier for one rank, `further`: what takes memory besides."""
+    """What every case of a search shares; `limits`: bytes per tier for one rank, `further`: what takes memory besides;
+    `window`: layers fetched ahead, the first one that is tried."""
 
     task: Task
     machine: Machine
     limits: TierBytes
     further: tuple[memory_budget.BudgetItem, ...]
+    window: int = WINDOWS[0]
+
+    def fitting(self) -> list[Candidate]:
+        """What the simulator is to rank, in no order; empty where nothing fits."""
+        found = ((*entry, linear_program.solve(entry[0])) for entry in self.cases())
+        solved = [(case, size, blocks, solution) for case, size, blocks, solution in found if solution is not None]
+        solved.sort(key=lambda entry: entry[3].seconds)
+        return [c for entry in _spread(_preferred(solved, self.task)) for c in _ways_to_keep(entry) if _fits(c)]
 
     def cases(self) -> Iterator[tuple[LpProblem, int, int]]:
         """(case, sequences per micro-batch, blocks per layer)"""
@@ -245,8 +243,12 @@ class _Search:
             apart=not self.machine.one_memory,  # which the plan writes: `outside_layers`
         )
         held = delay if early and self.task.clip == 0 else 1.0  # what may be redone is kept
-        terms = memory_budget.BudgetTerms(sizes.num_micro_batches, 1, held_share=held, one_memory=self.machine.one_memory)
-        shape = shape_of(task.spec, seconds or _NO_SECONDS, division)
+        one_memory = self.machine.one_memory
+        terms = memory_budget.BudgetTerms(
+            sizes.num_micro_batches, self.window, held_share=held, one_memory=one_memory, pairs=False
+        )
+        reduce_bytes = memory_budget.reduce_bytes(task.spec.largest_parameter, one_memory)
+        shape = replace(shape_of(task.spec, seconds or _NO_SECONDS, division), reduce_bytes=reduce_bytes)
         menu = None
         if seconds is not None and task.keep:
             menu = task.spec.menu(sizes.sequences, sizes.blocks_per_layer, seconds, task.flops_per_byte)
@@ -274,7 +276,7 @@ class _Search:
             for timing in timings:
                 case = self._case(_Sizes(size, count, 1), timing)
                 solution = linear_program.solve(case)
-                if solution is not None and _fits(_candidate(case, size, 1, solution, window=WINDOWS[0])):
+                if solution is not None and _fits(_candidate(case, size, 1, solution, window=self.window)):
                     return True
         return False
 
@@ -341,7 +343,7 @@ def _in_place(case: LpProblem) -> bool:
 def _ways_to_keep(entry: _Entry) -> Iterator[Candidate]:
     """See [Note: keeping]."""
     case, size, blocks, _ = entry
-    found = [_candidate(given, size, blocks, solution, window=WINDOWS[0]) for given, solution in _solved_ways(case)]
+    found = [_candidate(given, size, blocks, solution, window=given.terms.window) for given, solution in _solved_ways(case)]
     found.sort(key=lambda candidate: candidate.program_s)
     keeping = [c for c in found if c.choice.policy != "none" and c.program_s <= _NEAR * found[0].program_s]
     yield from [c for c in found if c.choice.policy == "none"][:1]
@@ -392,7 +394,14 @@ def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, w
     guessed = case.early and case.terms.held_share > case.delay
     choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed, kept, _in_place(case))
     own = replace(case, shape=shape, terms=terms)
-    return Candidate(choice, own, solution.seconds, solution.binding)
+    return _in_pairs(Candidate(choice, own, solution.seconds, solution.binding))
+
+
+def _in_pairs(candidate: Candidate) -> Candidate:
+    """With gradients that wait for the next micro-batch's where there is room for them, as a run decides."""
+    case = candidate.case
+    paired = replace(candidate, case=replace(case, terms=replace(case.terms, pairs=True)))
+    return paired if _fits(paired) else candidate
 
 
 def _kept_share(solution: Solution, case: LpProblem) -> KeptShare | None:
@@ -409,8 +418,8 @@ def _kept_share(solution: Solution, case: LpProblem) -> KeptShare | None:
 
 
 def _with_window(candidate: Candidate, window: int) -> Candidate:
-    case = replace(candidate.case, terms=replace(candidate.case.terms, window=window))
-    return replace(candidate, choice=replace(candidate.choice, window=window), case=case)
+    case = replace(candidate.case, terms=replace(candidate.case.terms, window=window, pairs=False))
+    return _in_pairs(replace(candidate, choice=replace(candidate.choice, window=window), case=case))
 
 
 def _rounded(placement: Placement, num_micro_batches: int) -> Placement:
@@ -448,9 +457,9 @@ def _decide(fitting: Sequence[Candidate]) -> Plan:
 # ---- no plan
 
 
-def _shortage(search: _Search, cases: Sequence[tuple[LpProblem, int, int]]) -> str:
+def _shortage(search: _Search) -> str:
     """Which tier is too small at any setting, by how much at the setting that needs least, and what of it would fit."""
-    lacking = [(linear_program.shortage(case), case, size) for case, size, _ in cases]
+    lacking = [(linear_program.shortage(case), case, size) for case, size, _ in search.cases()]
     least, _, size = min(lacking, key=lambda entry: sum(entry[0].values()))
     advice = " or ".join(search.remedies(least))
     if not least:

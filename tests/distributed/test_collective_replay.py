@@ -86,7 +86,10 @@ class Ranks:
     def gather(self, unit: Any) -> None:
         self.done.append(f"gather {unit}")
 
-    def reduce(self, unit: Any) -> None:
+    def reductions_of(self, unit: Any) -> int:
+        return 1
+
+    def reduce(self, unit: Any, number: int) -> None:
         self.done.append(f"reduce {unit}")
 
     def vote(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,9 +33,11 @@ from models import MixerModel, next_token_loss, token_batches
 from spoilt import GOOD, INF, SPOILT, SpoilableModel, spoilt_batches
 from torch import nn
 
-from ds_vertical.compat.zero_optimizer import NormMemory
+from ds_vertical.compat import gradient_norm
+from ds_vertical.compat.gradient_norm import NormMemory
 from ds_vertical.engine.assembly import bytes_by_tier
 from ds_vertical.offload.chunking import LANE
+from ds_vertical.types import NORM_COPIED
 
 CLIP = 0.05  # far below every gradient norm here, so clipping acts on every step
 
@@ -40,13 +45,93 @@ CLIP = 0.05  # far below every gradient norm here, so clipping acts on every ste
 # ---- N1: the norm
 
 
-def test_the_norm_of_a_gradient_is_stocks_in_memory_that_is_used_again() -> None:
-    memory, generator = NormMemory(), torch.Generator().manual_seed(3)
-    stock = DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2
-    for numel in (1, 1_000_003, 17, 300_000, 2_000_001, 4096):
-        gradient = torch.randn(numel, generator=generator) * torch.logspace(-20, 3, numel)
-        assert memory.norm(gradient).item() == stock(None, gradient).item() > 0
-        memory.clear() if numel == 17 else None
+SIZES = (
+    1,
+    2,
+    17,
+    4096,
+    32_765,
+    32_766,
+    32_767,
+    32_768,
+    32_769,
+    65_534,
+    65_535,
+    65_536,
+    65_537,
+    98_304,
+    98_305,
+    300_000,
+    1_000_003,
+)
+
+
+def hard(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Numbers of very different sizes in a random order: each order of additions has a sum of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.logspace(-20, 3, numel)[torch.randperm(numel, generator=generator)]
+    return (torch.randn(numel, generator=generator) * scales).to(dtype)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+def test_the_norm_of_a_gradient_is_stocks_without_an_fp64_copy_of_it(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_norm, "NORM_COPIED", 0)
+    memory, stock = NormMemory(), DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        lanes = gradient_norm.num_lanes()
+        for seed, numel in enumerate(SIZES):
+            for dtype in (torch.float32, torch.bfloat16):
+                gradient = hard(numel + 3, dtype, seed)[3:]  # begins anywhere
+                assert memory.norm(gradient).item() == stock(None, gradient).item() > 0
+        assert lanes is not None and memory._bytes is not None and memory._bytes.numel() < SIZES[-1]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("spoil", [float("inf"), float("nan"), 3e38])
+def test_the_norm_of_what_is_not_finite_is_stocks(spoil: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_norm, "NORM_COPIED", 0)
+    gradient = hard(70_000, torch.float32, 1)
+    gradient[40_000] = spoil
+    mine, stock = NormMemory().norm(gradient), DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2(None, gradient)
+    assert torch.equal(mine, stock) or (mine.isnan() and stock.isnan())
+
+
+def test_norms_of_parts_that_stock_takes_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_norm, "NORM_ELEMENTS", 100_000)
+    monkeypatch.setattr(gradient_norm, "NORM_COPIED", 0)
+    gradient = hard(250_001, torch.float32, 5)
+    stock = DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2(None, gradient, buffer_size=100_000)
+    assert torch.equal(NormMemory().norm(gradient), stock)
+
+
+def test_where_torch_adds_in_another_order_the_norm_is_taken_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_norm, "_LANES", (3, 5))
+    gradient_norm._found_lanes.cache_clear()
+    try:
+        assert gradient_norm.num_lanes() is None and gradient_norm.copied_bytes(10**8) == 8 * 10**8
+        gradient = hard(100_000, torch.float32, 2)
+        assert torch.equal(NormMemory().norm(gradient), DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2(None, gradient))
+    finally:
+        gradient_norm._found_lanes.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_torch_adds_in_the_expected_order_with_all_instructions(capability: str) -> None:
+    """So a large gradient is never copied here: `plan` counts on that. In a process of its own, which reads the variable."""
+    code = "from ds_vertical.compat import gradient_norm as norm; print(norm.num_lanes(), norm.copied_bytes(10**9))"
+    variables = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split()[-2:] == ["4", str(8 * NORM_COPIED)]
+
+
+def test_an_fp64_gradient_has_stocks_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_norm, "NORM_COPIED", 0)
+    gradient = hard(100_000, torch.float64, 2)
+    assert torch.equal(NormMemory().norm(gradient), DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2(None, gradient))
 
 
 # ---- N1: sizes

@@ -18,6 +18,7 @@ from ds_vertical.planner.memory_budget import (
     budget,
     budget_lines,
     check_budget,
+    reduce_bytes,
     total_bytes,
 )
 from ds_vertical.planner.memory_timeline import changes
@@ -53,7 +54,7 @@ def test_the_items_by_hand() -> None:
         ("host", "optimizer slots"): 3 * 500 * 14,
         ("host", "gradients"): 4100 * 4,
         ("device", "parameters"): (2 * 1000 + 100) * 2,
-        ("device", "gradient sums"): (2 * 1000 + 100) * 4,
+        ("device", "gradient sums"): (1000 + 100) * 4,
         ("device", "activations between layers"): (3 * 4 + 2) * 700,
     }
 
@@ -65,13 +66,28 @@ def test_ends_that_are_away_count_where_they_are_used() -> None:
     assert apart["device", "parameters"] == (2 * 1000 + 800) * 2
     assert apart["device", "gradient sums"] == (1000 + 800) * 4
     assert together["device", "parameters"] == (2 * 1000 + 1700) * 2
-    assert together["device", "gradient sums"] == (2 * 1000 + 1700) * 4
+    assert together["device", "gradient sums"] == (1000 + 1700) * 4
     for item in ("parameter buffers", "gradients", "optimizer slots"):
         assert apart["host", item] == together["host", item]
-    between = sizes(replace(APART, pre_elements=90, suf=SufShape(80, 80)), terms)
-    assert (between["device", "parameters"], between["device", "gradient sums"]) == (2 * 1000 * 2, 2 * 1000 * 4)
+    small = sizes(replace(APART, pre_elements=90, suf=SufShape(80, 80)), terms)
+    assert (small["device", "parameters"], small["device", "gradient sums"]) == (2080 * 2, 1080 * 4)
+    prefix = sizes(replace(APART, pre_elements=2900, suf=SufShape(80, 80)), terms)
+    assert (prefix["device", "parameters"], prefix["device", "gradient sums"]) == ((1000 + 2900) * 2, 2900 * 4)
     stays = sizes(replace(APART, pre_elements=90, apart=("suf",)), terms)
     assert (stays["device", "parameters"], stays["device", "gradient sums"]) == ((2890) * 2, (1890) * 4)
+
+
+def test_one_micro_batch_has_no_sums_beside_its_gradients() -> None:
+    """Outside the layers there are: tied weights have two gradients."""
+    assert sizes(SHAPE, BudgetTerms(1))["device", "gradient sums"] == 1000 * 2 + 100 * 4
+
+
+def test_a_norm_counts_as_far_as_it_needs_more_than_a_backward() -> None:
+    large = replace(SHAPE, working_bytes=700, reduce_bytes=900)
+    assert sizes(large, BudgetTerms(3))["device", "norm of a gradient"] == 200
+    assert ("device", "norm of a gradient") not in sizes(replace(large, working_bytes=900), BudgetTerms(3))
+    assert reduce_bytes(1000, one_memory=False) == 12_000 and reduce_bytes(1000, one_memory=True) == 0
+    assert reduce_bytes(10**9, one_memory=False) == 4 * 10**9 + 8 * 250_000_000, "stock copies no more at a time"
 
 
 def test_what_a_forward_keeps_counts_in_its_tier_with_the_buffers_on_its_way() -> None:
@@ -96,7 +112,7 @@ def test_one_memory_counts_parameters_and_sums_once() -> None:
         ("host", "one layer's backward"): 1000 * 2,  # gradients that wait for the next micro-batch's
     }
     assert ("host", "one layer's backward") not in sizes(SHAPE, BudgetTerms(1, slots=3, one_memory=True))
-    assert ("host", "one layer's backward") not in sizes(SHAPE, BudgetTerms(3, slots=3, one_memory=True, layer_major=False))
+    assert ("host", "one layer's backward") not in sizes(SHAPE, BudgetTerms(3, slots=3, one_memory=True, pairs=False))
 
 
 @pytest.mark.parametrize(("window", "buffers"), [(0, 3), (1, 4), (2, 5), (30, 8)])
@@ -159,7 +175,7 @@ def test_shards_tiers_and_working_memory() -> None:
         ("host", "gradients"): 1550 * 4,
         ("host", "activations"): 3 * 4 * 350,
         ("device", "parameters"): 4200,
-        ("device", "gradient sums"): 8400,
+        ("device", "gradient sums"): 4400,
         ("device", "activations between layers"): (3 * 2 + 1) * 700,
         ("device", "one layer's backward"): 9000,
     }

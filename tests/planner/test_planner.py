@@ -11,6 +11,7 @@ import pytest
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program, search
 from ds_vertical.planner.candidate import Candidate, Choice
+from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of
 from ds_vertical.planner.search import PlanError, Task, choose
@@ -110,6 +111,23 @@ def test_a_second_generation_needs_room_on_the_ssd() -> None:
 def test_a_machine_that_is_too_small_is_told_which_tier_and_how_much(limits: TierBytes, names: str) -> None:
     with pytest.raises(PlanError, match=rf"({names}): \d+ MiB short"):
         choose(task(), GPU, limits)
+
+
+def test_a_device_too_small_for_a_layer_ahead_is_planned_for_without() -> None:
+    """A device of a byte less than any setting with a layer ahead needs."""
+    given = task(clip=0.0, micro_batch_size=1)
+    search_of = search._Search(given, GPU, ROOM, (search._LIBRARIES,))
+    needed = min(
+        linear_program.tier_bytes(case, all_away(case), Tier.DEVICE) for case, _, blocks in search_of.cases() if blocks == 1
+    )
+    plan = choose(given, GPU, ROOM | {Tier.DEVICE: needed - 1})
+    assert plan.chosen.choice.window == 0
+    assert linear_program.tier_bytes(plan.chosen.case, plan.chosen.shape.placement, Tier.DEVICE) < needed
+    assert search._Search(given, GPU, ROOM | {Tier.DEVICE: 1.01 * needed}, search_of.further).fits()
+
+
+def all_away(case: LpProblem) -> Placement:
+    return Placement.of(parameters_on_ssd=1.0, state_on_ssd=case.shape.in_files(TensorKind.STATE), activations_on_ssd=1.0)
 
 
 def test_runners_up_differ_in_what_they_say() -> None:

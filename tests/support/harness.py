@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +164,14 @@ def _record_gradients(engine: Any) -> None:
     hold, optimizer.recorded = optimizer.gradients.hold, {}
 
     def recording(unit: Any, indices: Sequence[int], sums: Any, **options: Any) -> bool:
-        for param, share in zip(optimizer.in_chunk_order(unit), sums.shares, strict=True):
-            padding = torch.zeros(param.partition_numel() - share.numel())
-            optimizer.recorded[param.ds_id] = torch.cat([share.detach().to("cpu", torch.float32), padding])
-        return hold(unit, indices, sums, **options)
+        def noted() -> Iterator[torch.Tensor]:
+            for param, share in zip(optimizer.in_chunk_order(unit), sums.shares, strict=True):
+                padding = torch.zeros(param.partition_numel() - share.numel())
+                optimizer.recorded[param.ds_id] = torch.cat([share.detach().to("cpu", torch.float32), padding])
+                yield share
+
+        shares = noted() if sums.flat is None else list(noted())
+        return hold(unit, indices, replace(sums, shares=shares), **options)
 
     optimizer.gradients.hold = recording
 

@@ -66,7 +66,7 @@ def run_plain(model: nn.Module, bodies: Sequence[Callable[[], torch.Tensor]]) ->
 class _Trained(MemoryOptimizer):
     """Frozen parameters have no sum."""
 
-    def reduce_unit(self, unit: Any, sums: Sequence[torch.Tensor], *_: Any) -> bool:
+    def reduce_unit(self, unit: Any, sums: Iterator[torch.Tensor], *_: Any) -> bool:
         trained = [param for param in self.params.units[unit] if param.requires_grad]
         self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(trained, sums, strict=True)}
         return False

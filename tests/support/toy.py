@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -129,7 +129,7 @@ class MemoryOptimizer:
         self._early: dict[int, torch.Tensor] = {}
 
     def reduce_unit(
-        self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
+        self, unit: Unit, sums: Iterator[torch.Tensor], flat: torch.Tensor | None, give_back: Callable[[torch.Tensor], None]
     ) -> bool:
         params = self.params.units[unit]
         self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(params, sums, strict=True)}

@@ -27,7 +27,7 @@ from ds_vertical.model.compiled_blocks import is_compiled
 from ds_vertical.model.hf import build_model, read_fields
 from ds_vertical.model.kept.probe import Probe
 from ds_vertical.model.layers import LayerMap, map_layers
-from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
+from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts, SumPlace
 from ds_vertical.types import HOLDING
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class BlockTimer:
         self.ids = torch.zeros(batch.sequences, batch.tokens // batch.sequences, dtype=torch.long, device=device)
         facts = ParamFacts(nn.Parameter.numel, lambda param: param.dtype)
         self.on_host = device == "cpu"
-        self.sums = GradientStore(self.layers.units, torch.float32, facts, device=device, pairs=self.on_host)
+        self.sums = GradientStore(self.layers.units, torch.float32, facts, place=SumPlace(device), pairs=self.on_host)
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     @cached_property

@@ -386,10 +386,10 @@ def norm_rate(rounds: int, numel: int = 1 << 22) -> dict[str, float]:
     """Elements/s of the norm that stock takes of an fp32 gradient on the device; each again only when no cache has it."""
     import torch
 
-    from ds_vertical.compat import zero_optimizer
+    from ds_vertical.compat.gradient_norm import NormMemory
 
     gradients = cycle([torch.ones(numel, device=accelerator()) for _ in range(_PIECES)])
-    memory = zero_optimizer.NormMemory()
+    memory = NormMemory()
 
     def norm() -> None:
         gradient = next(gradients)

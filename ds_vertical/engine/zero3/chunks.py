@@ -27,6 +27,8 @@ from ds_vertical.offload.state_files import Chunk
 from ds_vertical.planner.memory_budget import PART_ELEMENTS
 from ds_vertical.schedule.events import Unit
 
+REDUCED_TOGETHER = 1 << 22  # elements of the parameters that one collective reduces, or one larger parameter
+
 
 def check_optimizer(optimizer: object) -> None:
     """Raise ConfigError unless `optimizer` is DeepSpeed's CPU Adam, whose rounding the chunks reproduce."""
@@ -112,14 +114,25 @@ class ChunkedStage3(StateRoutes):
         """The unit's parameters that the optimizer has, chunk by chunk: so a chunk's gradient sums are neighbours."""
         return [param for index in self.chunks_of(unit) for param in self.fp16_groups[index]]
 
-    def reduce_for_others(self, unit: Unit) -> None:
-        """Take part in the reduction of a unit's gradients with zeros: this rank's part of the step has failed."""
-        params, dtype = self.in_chunk_order(unit), self.gradient_accumulation_dtype
-        if params:
-            device = accelerator.device_name()
-            zero_optimizer.reduce(
-                self, params, [torch.zeros(zero_params.full_numel(p), dtype=dtype, device=device) for p in params]
-            )
+    def reductions(self, unit: Unit) -> list[list[nn.Parameter]]:
+        """The unit's parameters that the optimizer has, as they are reduced: large ones one by one, small ones together, since
+        each collective takes its time and several tensors are copied for it."""
+        together: list[list[nn.Parameter]] = []
+        room = 0
+        for param in self.in_chunk_order(unit):
+            numel = zero_params.full_numel(param)
+            if numel > room:
+                together.append([])
+                room = REDUCED_TOGETHER
+            together[-1].append(param)
+            room -= numel
+        return together
+
+    def reduce_for_others(self, unit: Unit, number: int) -> None:
+        """Take part in one of the `reductions` of a unit with zeros: this rank's part of the step has failed."""
+        params, dtype, device = self.reductions(unit)[number], self.gradient_accumulation_dtype, accelerator.device_name()
+        zeros = [torch.zeros(zero_params.full_numel(param), dtype=dtype, device=device) for param in params]
+        zero_optimizer.reduce(self, params, zeros)
 
 
 def make_chunks(optimizer: ChunkedStage3, early_share: float, generations: int) -> list[Chunk]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -43,7 +43,7 @@ class Optimizer(Protocol):
     """What takes a unit's gradient sums and steps the unit."""
 
     def reduce_unit(
-        self, unit: Unit, sums: Sequence[torch.Tensor], flat: torch.Tensor, give_back: Callable[[torch.Tensor], None]
+        self, unit: Unit, sums: Iterator[torch.Tensor], flat: torch.Tensor | None, give_back: Callable[[torch.Tensor], None]
     ) -> bool:
         """Average a unit's sums over the ranks and hold this rank's share. Returns whether `flat` is held now."""
         ...

@@ -13,6 +13,7 @@ from ds_vertical.model.autograd_segments import take_as_it_comes
 from ds_vertical.model.block_call import BlockGraph, requires_grad
 
 InputGradients = dict[int, torch.Tensor]  # of a block's inputs, by the inputs' ids
+_apart: set[int] = set()  # ids of leaves that `Leaves.apart` holds
 
 
 def roots_of(graph: BlockGraph, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor | GradientEdge, torch.Tensor]]:
@@ -70,14 +71,17 @@ class Leaves:
 
     @contextlib.contextmanager
     def apart(self, made: list[torch.Tensor | None]) -> Iterator[None]:
-        """Within the block the leaves have no gradient; what they have at its end goes to `made`, and they have theirs back."""
+        """Within the block the leaves have no gradient; what they have at its end goes to `made`, and they have theirs back.
+        `is_apart` says so of each leaf meanwhile."""
         before = [leaf.grad for leaf in self.tensors]
         for leaf in self.tensors:
             leaf.grad = None
+        _apart.update(map(id, self.tensors))
         try:
             yield
             made += (leaf.grad for leaf in self.tensors)
         finally:
+            _apart.clear()
             for leaf, grad in zip(self.tensors, before, strict=True):
                 leaf.grad = grad
 
@@ -86,6 +90,11 @@ class Leaves:
         for leaf, grad in zip(self.tensors, grads, strict=True):
             if grad is not None:
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
+
+def is_apart(leaf: torch.Tensor) -> bool:
+    """Whether the gradient that a leaf gets now is only compared, and no part of the step's."""
+    return id(leaf) in _apart
 
 
 def same_gradients(mine: Sequence[torch.Tensor | None], theirs: Sequence[torch.Tensor | None]) -> bool:

@@ -19,7 +19,7 @@ from ds_vertical.model.compiled_blocks import is_compiled
 from ds_vertical.model.kept.recording import CallPlan
 from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.containers import SIMPLE, is_internal
-from ds_vertical.schedule.events import Cell
+from ds_vertical.schedule.events import Cell, Unit
 from ds_vertical.types import ActivationPolicy
 
 _MOST_KINDS = 256  # with a plan of their own each; calls of further kinds keep nothing
@@ -118,15 +118,26 @@ def obstacle(module: nn.Module, policy: ActivationPolicy, compiled: bool) -> str
             return "it is compiled, and one operation cannot be left out of a compiled kernel"
         if any(not is_internal(hook) for hook in _hooks_of(module, ("_forward_hooks", "_forward_pre_hooks"))):
             return "modules inside it have forward hooks, which may read what the backward leaves out"
-    hooks = _hooks_of(module, ("_backward_hooks", "_backward_pre_hooks"))
-    params = list(module.parameters())
-    tables = (getattr(param, name, None) or {} for param in params for name in _PARAM_HOOKS)
-    if any(not is_internal(hook) for hook in (*hooks, *(hook for table in tables for hook in table.values()))):
+    if _has_backward_hooks(module):
         return "it has hooks of the backward, which would run twice in the trial"
     return None
 
 
 _PARAM_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    """Whether users' hooks run in a module's backward: its modules' and its parameters'."""
+    hooks = _hooks_of(module, ("_backward_hooks", "_backward_pre_hooks"))
+    tables = (getattr(param, name, None) or {} for param in module.parameters() for name in _PARAM_HOOKS)
+    return any(not is_internal(hook) for hook in (*hooks, *(hook for table in tables for hook in table.values())))
+
+
+def runs_others_code(layers: LayerMap, unit: Unit) -> bool:
+    """Whether hooks of users run in the backward of a layer, those of all modules included; False for `pre`."""
+    if any(getattr(nn.modules.module, name, None) for name in ("_global_backward_hooks", "_global_backward_pre_hooks")):
+        return True
+    return isinstance(unit, int) and any(_has_backward_hooks(layers.blocks[block].module) for block in layers.layers[unit])
 
 
 def _hooks_of(module: nn.Module, names: Sequence[str]) -> Iterator[object]:

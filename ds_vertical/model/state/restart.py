@@ -69,6 +69,16 @@ class UseMissed(StateMissed):
         return f"other code, too, uses the parameters of {_ENDS[self.unit]}, which therefore stay on the device"
 
 
+class GradientMissed(StateMissed):
+    """Autograd has come twice to a parameter of the layer `path` in one backward of it. It is known now: the step is to be run
+    again, with gradients taken behind the whole backward of a layer."""
+
+    @property
+    def fact(self) -> str:  # override
+        """What is known now, for the user."""
+        return f"autograd comes to a parameter of {self.path} several times in one backward"
+
+
 class CallsMissed(StateMissed):
     """The code of a micro-batch calls the model another number of times than was known as the step began: the step is to be run
     again. `number`: how often, or more often than that."""
