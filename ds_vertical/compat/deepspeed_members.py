@@ -152,7 +152,6 @@ CALLED: Final[Mapping[str, Rows]] = {
         ("reset_cpu_buffers", "compat.zero_optimizer", "self"),
         ("invalidate_secondary_tensor", "compat.zero_optimizer", "self"),
         ("complete_grad_norm_calculation_for_cpu_offload", "compat.zero_optimizer", "self, params"),
-        ("_get_param_partition_group", "compat.zero_optimizer", "self, param"),
         ("_get_param_partition_rank", "compat.zero_optimizer", "self, param"),
         ("_constant_buffered_norm2", "compat.zero_optimizer", "self, input, buffer_size=..."),
         ("get_param_id", "compat.zero_optimizer", "self, param"),
@@ -190,9 +189,6 @@ CALLED: Final[Mapping[str, Rows]] = {
     "deepspeed.runtime.zero.linear": (("zero3_linear_wrap", "compat.zero_params", "input, weight, bias=..."),),
     "deepspeed.runtime.zero.linear:LinearFunctionForZeroStage3": (
         ("forward", "compat.zero_params", "input, weight, bias=..."),
-    ),
-    "deepspeed.runtime.comm.coalesced_collectives": (
-        ("reduce_scatter_coalesced", "compat.zero_optimizer", "tensors, group=..."),
     ),
     "deepspeed.runtime.utils": (
         ("combine_grad_norm_groups", "compat.zero_optimizer", "norm_groups, norm_type=..."),
@@ -264,7 +260,7 @@ READ: Final[Mapping[str, Rows]] = {
         (
             "compat.zero_params",
             "ds_tensor ds_status ds_persist ds_id ds_numel ds_shape nvme_swapper all_gather all_gather_coalesced partition"
-            " partition_numel final_location status",
+            " partition_numel final_location status ds_process_group",
         ),
     ),
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus": (

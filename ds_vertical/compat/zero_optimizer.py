@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: F401 - used by others
-from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch.distributed import ProcessGroup
 
 from ds_vertical.compat.accelerator import get_accelerator
 from ds_vertical.compat.gradient_norm import NormMemory
@@ -78,15 +78,35 @@ def group_norm(optimizer: DeepSpeedZeroOptimizer_Stage3, params: Sequence[ZeroPa
     return optimizer.complete_grad_norm_calculation_for_cpu_offload(params)
 
 
-def reduce(
-    optimizer: DeepSpeedZeroOptimizer_Stage3, params: Sequence[ZeroParam], sums: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Average summed gradients over the ranks, once. Returns this rank's share of each, flat.
+def start_reduction(sums: Sequence[torch.Tensor], group: ProcessGroup | None) -> Callable[[], list[torch.Tensor]]:
+    """Start to average summed gradients over the ranks, once. Returns what waits for that: this rank's share of each, flat.
 
-    `sums`: flat gradients of full parameters in the accumulation dtype; overwritten.
+    `sums`: flat gradients of full parameters in the accumulation dtype. With several ranks they are copied, as DeepSpeed's
+    `reduce_scatter_coalesced` does: of each rank's shares, one behind the other, the sums' quotients by the number of ranks.
+    `group`: of all ranks, for reductions alone; None: there is one rank, whose shares the sums are.
     """
-    group: Any = optimizer._get_param_partition_group(params[0])  # DeepSpeed declares an optional one
-    return reduce_scatter_coalesced(list(sums), group) if dist.get_world_size(group) > 1 else list(sums)
+    if group is None:
+        own = list(sums)
+        return lambda: own
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    sizes = [-(-total.numel() // count) for total in sums]
+    pieces: list[torch.Tensor] = []
+    for number in range(count):
+        for total, size in zip(sums, sizes, strict=True):
+            piece = total[number * size : (number + 1) * size]
+            pieces += (piece, piece.new_zeros(size - piece.numel()))  # padding, where ranks do not share it evenly
+    buffer = torch.cat(pieces).div_(count)
+    share = buffer.chunk(count)[rank]
+    work = torch.distributed.reduce_scatter_tensor(share, buffer, group=group, async_op=True)
+    lengths = [piece.numel() for piece in pieces[2 * len(sums) * rank : 2 * len(sums) * (rank + 1) : 2]]
+    del pieces  # the sums' memory is the caller's
+
+    def finish() -> list[torch.Tensor]:
+        assert work is not None  # this rank is in the group
+        work.wait()
+        return [place[:length] for place, length in zip(share.split(sizes), lengths, strict=True)]
+
+    return finish
 
 
 def note_gradient(optimizer: DeepSpeedZeroOptimizer_Stage3, param: ZeroParam, share: torch.Tensor, memory: NormMemory) -> None:

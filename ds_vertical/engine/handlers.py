@@ -402,13 +402,14 @@ class _Training(_WithBackward):
             self.gradients.add(event.layer)
         self.add_outside()
 
-    def reduce(self, event: Event) -> None:
+    def reduce(self, event: Event) -> Ticket | None:
         unit = _unit(event)
         sums, flat = self.gradients.hand_over(unit), self.gradients.flat(unit)
         if self.optimizer.reduce_unit(unit, sums, flat, self.gradients.reserve.put_back):
             self.gradients.give_away(unit)
         else:
             self.gradients.drop(unit)
+        return self.optimizer.reducing(unit)
 
     def hold(self, event: Event) -> Ticket | None:
         return self.optimizer.hold_unit(_unit(event))

@@ -401,6 +401,7 @@ class VerticalLoop(TrainLoop):
                 calls=self._calls.number,
                 kept=kept,
                 outside=self._parts.outside_of(self._calls.number),
+                reduces_beside=vertical.overlap and ranks.world_size() > 1,
             )
         )
 

@@ -135,6 +135,9 @@ class MemoryOptimizer:
         self.grads |= {id(p): total.view(p.shape).clone() for p, total in zip(params, sums, strict=True)}
         return False
 
+    def reducing(self, unit: Unit) -> None:
+        """There is one rank."""
+
     def hold_unit(self, unit: Unit) -> None:
         """Nothing waits on SSD."""
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ds_vertical.compat import accelerator, zero_optimizer, zero_params
 from ds_vertical.compat.zero_optimizer import DeepSpeedCPUAdam
+from ds_vertical.distributed import ranks
 from ds_vertical.engine.zero3.state import StateRoutes
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.ticket import Ticket
@@ -27,6 +28,7 @@ from ds_vertical.offload.state_files import Chunk
 from ds_vertical.planner.memory_budget import PART_ELEMENTS
 from ds_vertical.schedule.events import Unit
 
+REDUCTIONS: Final = "reductions"  # the process group in which gradients are reduced
 REDUCED_TOGETHER = 1 << 22  # elements of the parameters that one collective reduces, or one larger parameter
 
 
@@ -132,7 +134,7 @@ class ChunkedStage3(StateRoutes):
         """Take part in one of the `reductions` of a unit with zeros: this rank's part of the step has failed."""
         params, dtype, device = self.reductions(unit)[number], self.gradient_accumulation_dtype, accelerator.device_name()
         zeros = [torch.zeros(zero_params.full_numel(param), dtype=dtype, device=device) for param in params]
-        zero_optimizer.reduce(self, params, zeros)
+        zero_optimizer.start_reduction(zeros, ranks.own_group(REDUCTIONS))()
 
 
 def make_chunks(optimizer: ChunkedStage3, early_share: float, generations: int) -> list[Chunk]:

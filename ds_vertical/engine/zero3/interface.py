@@ -48,6 +48,9 @@ class Optimizer(Protocol):
         """Average a unit's sums over the ranks and hold this rank's share. Returns whether `flat` is held now."""
         ...
 
+    def reducing(self, unit: Unit) -> Ticket | None:
+        """Once after `reduce_unit`: what waits for the other ranks' part of it; None where there is none."""
+
     def hold_unit(self, unit: Unit) -> Ticket | None:
         """Start writing what of a unit's gradients waits on SSD."""
 

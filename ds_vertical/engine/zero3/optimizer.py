@@ -18,9 +18,10 @@ from torch import nn
 from ds_vertical.compat import accelerator, pinned_memory, striped_swapping, zero_optimizer, zero_params
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_optimizer import DeepSpeedCPUAdam
+from ds_vertical.distributed import ranks
 from ds_vertical.engine import disk_check
 from ds_vertical.engine.call_guard import FLUSHED, Calls
-from ds_vertical.engine.zero3.chunks import ChunkedStage3, make_chunks
+from ds_vertical.engine.zero3.chunks import REDUCTIONS, ChunkedStage3, make_chunks
 from ds_vertical.engine.zero3.live_state import LiveState
 from ds_vertical.engine.zero3.step_driver import StepDriver, StepPhase
 from ds_vertical.io import files
@@ -69,6 +70,7 @@ class VerticalStage3(ChunkedStage3):
         self, new_queue: Callable[[], DiskQueue], updates: Updates, tracer: Tracer, begin: Callable[[], None]
     ) -> None:
         """Make the optimizer's own pipeline; `updates` takes the new parameters, `begin` is called on its thread."""
+        ranks.own_group(REDUCTIONS)  # not first where one rank's step has failed ahead of it
         early_share = 1.0 - self.timing.delay if self.timing.possible else 0.0
         chunks = make_chunks(self, early_share, self.timing.generations)
         share: StepShare = "delayed" if self.timing.final else "all"

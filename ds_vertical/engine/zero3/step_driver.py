@@ -14,7 +14,7 @@ finds in the phase all that it needs to know of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -23,14 +23,14 @@ from typing import Final
 import torch
 
 from ds_vertical.compat import zero_optimizer
-from ds_vertical.compat.gradient_norm import NormMemory
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.zero3.chunks import ChunkedStage3
+from ds_vertical.engine.zero3.reductions import UnitReductions
 from ds_vertical.errors import NonFiniteError
 from ds_vertical.interrupts import Changed
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.cpu_adam import AdamSettings, Powers
-from ds_vertical.offload.grad_store import HeldGradients, ReducedSums
+from ds_vertical.offload.grad_store import HeldGradients
 from ds_vertical.offload.state_files import StepShare
 from ds_vertical.offload.step_pipeline import StepPipeline
 from ds_vertical.offload.stepper import PendingStep, Stepper
@@ -86,28 +86,25 @@ class Backlog:
         return (*self.ahead, *self.units)
 
 
-class StepDriver:
+class StepDriver(UnitReductions):
     """Takes the optimizer steps of one rank: what the events REDUCE, HOLD, STEP, NORM and COMMIT of a schedule call.
 
     A step is `reduce_unit` for each unit, with `step_early` where it is tried; `open_step` (norm, overflow); `conclude_early`;
     then `step_unit` for each unit that is due, at once or in the next forward.
 
-    `powers`: CPU Adam's powers of beta after the last step that counts. `num_reductions`: collectives so far in which this rank
-    has reduced gradients; `num_decided`: steps so far that count.
+    `powers`: CPU Adam's powers of beta after the last step that counts. `num_decided`: steps so far that count.
     """
 
     def __init__(
         self, optimizer: ChunkedStage3, stepper: Stepper, pipeline: StepPipeline, gradients: HeldGradients, powers: Powers
     ) -> None:
+        super().__init__(optimizer, gradients)
         self.phase = StepPhase.IDLE
         self.backlog = Backlog()
         self.powers = powers
-        self.num_reductions = self.num_decided = 0
-        self._optimizer = optimizer
+        self.num_decided = 0
         self._stepper = stepper
         self._pipeline = pipeline
-        self._gradients = gradients
-        self._norm_memory = NormMemory()
 
     def transition(self, to: StepPhase) -> None:
         """Be in the phase `to`. Raises RuntimeError, with nothing changed, where no arrow leads there."""
@@ -116,37 +113,6 @@ class StepDriver:
         self.phase = to
 
     # ---- gradients
-
-    def reduce_unit(
-        self, unit: Unit, sums: Iterator[torch.Tensor], flat: torch.Tensor | None, give_back: Callable[[torch.Tensor], None]
-    ) -> bool:
-        """Average a unit's summed gradients over the ranks and hold each rank's share until its step.
-
-        `sums`: one flat sum per parameter of `in_chunk_order(unit)`, in the accumulation dtype (overwritten), all of them
-        neighbours in `flat`; without it each is taken, reduced, copied and given up ahead of the next. Returns whether `flat`
-        itself is held now: then it goes to `give_back`, from any thread.
-        """
-        optimizer, timing = self._optimizer, self._optimizer.timing
-        if not optimizer.in_chunk_order(unit):
-            return False
-        shares = self._shares(unit, sums)
-        early = timing.early
-        final = early and timing.final and optimizer.clip_grad == 0.0
-        reduced = ReducedSums(shares if flat is None else list(shares), flat, give_back)
-        return self._gradients.hold(unit, optimizer.chunks_of(unit), reduced, early=early, final=final)
-
-    def _shares(self, unit: Unit, sums: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """This rank's share of each sum, one after the other; its norm is noted."""
-        for params in self._optimizer.reductions(unit):
-            shares = zero_optimizer.reduce(self._optimizer, params, [next(sums) for _ in params])
-            self.num_reductions += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
-            for param in params:
-                share = shares.pop(0)
-                zero_optimizer.note_gradient(self._optimizer, param, share, self._norm_memory)
-                yield share
-                del share  # the sum's memory is free for what is reduced next
-        for _ in sums:  # it has none left, and ends
-            raise RuntimeError(f"unit {unit} has more sums than parameters")
 
     def hold_unit(self, unit: Unit) -> Ticket | None:
         """Start writing what of a unit's gradients waits on SSD."""
@@ -184,7 +150,7 @@ class StepDriver:
         scale_as_before = partial(zero_optimizer.set_loss_scaler_numbers, optimizer, numbers)
         with Changed(lambda: self.phase.counts or scale_as_before(), only_if_failed=True):
             norm = zero_optimizer.open_step(optimizer)
-            self._norm_memory.clear()
+            self.norm_memory.clear()
             if norm is None and optimizer.timing.stops:
                 error = NonFiniteError('the norm of the gradients is not finite, and vertical_schedule.on_nonfinite is "stop"')
                 ranks.raise_after(error, optimizer.gather_persistent)

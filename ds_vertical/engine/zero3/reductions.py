@@ -1,0 +1,92 @@
+"""Gradients of one unit at a time: averaged over the ranks, their norms noted, and held until their step.
+
+[Note: reductions in flight] With several ranks a unit's REDUCE copies the sums and issues the collectives, in a process group
+of their own. What waits for them, the unit's early step for one, stands behind the next unit's backward (`place_behind`). The
+reduction is under way in that backward, in which one unit's gradients are in memory besides the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ds_vertical.compat import zero_optimizer
+from ds_vertical.compat.gradient_norm import NormMemory
+from ds_vertical.distributed import ranks
+from ds_vertical.engine.zero3.chunks import REDUCTIONS, ChunkedStage3
+from ds_vertical.io.ticket import Ticket
+from ds_vertical.offload.grad_store import HeldGradients, ReducedSums
+from ds_vertical.schedule.events import Unit
+
+_Reduction = tuple[Sequence[nn.Parameter], Callable[[], list[torch.Tensor]]]  # of parameters, and what waits for their shares
+
+
+class UnitReductions:
+    """What the event REDUCE of a schedule calls.
+
+    `num_reductions`: collectives so far in which this rank has reduced gradients. `norm_memory`: for the norms of a step.
+    """
+
+    def __init__(self, optimizer: ChunkedStage3, gradients: HeldGradients) -> None:
+        self.num_reductions = 0
+        self.norm_memory = NormMemory()
+        self._optimizer = optimizer
+        self._gradients = gradients
+        self._under_way: dict[Unit, Ticket] = {}
+
+    def reduce_unit(
+        self, unit: Unit, sums: Iterator[torch.Tensor], flat: torch.Tensor | None, give_back: Callable[[torch.Tensor], None]
+    ) -> bool:
+        """Average a unit's summed gradients over the ranks and hold each rank's share until its step: with one rank at once, else
+        when `reducing` is waited for.
+
+        `sums`: one flat sum per parameter of `in_chunk_order(unit)`, in the accumulation dtype (overwritten), all of them
+        neighbours in `flat`; without it each is taken, reduced, copied and given up ahead of the next. Returns whether `flat`
+        itself is held now: then it goes to `give_back`, from any thread.
+        """
+        if not self._optimizer.in_chunk_order(unit):
+            return False
+        reductions = self._start(unit, sums)
+        if ranks.world_size() == 1:
+            return self._hold(unit, ReducedSums(self._shares(reductions), flat, give_back))
+        started = list(reductions)
+
+        def finish() -> None:
+            self._hold(unit, ReducedSums(self._shares(started), None, give_back))
+
+        self._under_way[unit] = Ticket(f"reduce {unit}", finish)
+        return False
+
+    def reducing(self, unit: Unit) -> Ticket | None:
+        """Once after `reduce_unit`: what waits for the unit's gradients from the other ranks; None with one rank."""
+        return self._under_way.pop(unit, None)
+
+    def _start(self, unit: Unit, sums: Iterator[torch.Tensor]) -> Iterator[_Reduction]:
+        """Start the unit's reductions, one after the other."""
+        group = ranks.own_group(REDUCTIONS)
+        for params in self._optimizer.reductions(unit):
+            finish = zero_optimizer.start_reduction([next(sums) for _ in params], group)
+            self.num_reductions += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
+            yield params, finish
+        for _ in sums:  # it has none left, and ends
+            raise RuntimeError(f"unit {unit} has more sums than parameters")
+
+    def _shares(self, reductions: Iterable[_Reduction]) -> Iterator[torch.Tensor]:
+        """This rank's share of each sum, one after the other; its norm is noted."""
+        for params, finish in reductions:
+            shares = finish()
+            for param in params:
+                share = shares.pop(0)
+                zero_optimizer.note_gradient(self._optimizer, param, share, self.norm_memory)
+                yield share
+                del share  # the sum's memory is free for what is reduced next
+
+    def _hold(self, unit: Unit, reduced: ReducedSums) -> bool:
+        optimizer, timing = self._optimizer, self._optimizer.timing
+        early = timing.early
+        final = early and timing.final and optimizer.clip_grad == 0.0
+        if reduced.flat is not None:
+            reduced = ReducedSums(list(reduced.shares), reduced.flat, reduced.give_back)
+        return self._gradients.hold(unit, optimizer.chunks_of(unit), reduced, early=early, final=final)
