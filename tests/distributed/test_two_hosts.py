@@ -1,0 +1,116 @@
+"""Two hosts of their own network, hostname, processes, /dev/shm and SSD folder, and a training over the link between them through
+DeepSpeed's own launcher. The hosts are benchmarks/rig's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import two_hosts
+from places import ROOT, SUPPORT
+from processes import start_ranks
+from two_hosts import Launch, TwoHosts, results, wait_for
+
+slow = pytest.mark.slow
+pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(500)]
+RATE = "500mbit"
+SEND = """
+import socket, sys, time
+peer = socket.create_connection(("nodeB", 5000))
+peer.sendall(bytes(25_000_000))
+peer.shutdown(socket.SHUT_WR)
+peer.recv(1)
+"""
+RECEIVE = """
+import socket, time
+with socket.create_server(("", 5000)) as server:
+    print("listening", flush=True)
+    peer, _ = server.accept()
+    start, count = time.monotonic(), 0
+    while piece := peer.recv(1 << 20):
+        count += len(piece)
+    print(count / (time.monotonic() - start), flush=True)
+"""
+
+
+def interfaces() -> str:
+    """The machine's own, with their addresses and settings."""
+    shown = subprocess.run(["ip", "-details", "address"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return shown + subprocess.run(["ip", "route"], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_hosts_have_their_own_and_the_machine_stays_as_it_was(tmp_path: Path) -> None:
+    before, name = interfaces(), os.uname().nodename
+    with TwoHosts(tmp_path) as hosts:
+        for host in hosts.hosts:
+            said = hosts.run(host.name, f"hostname; hostname -I; echo x > /dev/shm/x; echo {host.name} > {hosts.ssd}/x; ls /dev/shm")
+            assert said.split() == [host.name, host.address, "x"]
+            assert (host.own / "ssd" / "x").read_text().strip() == host.name
+            assert len(hosts.run(host.name, "ls -d /proc/[0-9]*").split()) < 10, "another host's processes"
+        boots = {hosts.run(host.name, "cat /proc/sys/kernel/random/boot_id") for host in hosts.hosts}
+        assert len(boots) == 2
+        assert interfaces() == before
+    assert (interfaces(), os.uname().nodename, list(tmp_path.iterdir())) == (before, name, [])
+
+
+def test_the_link_has_its_rate_and_counts(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path, RATE) as hosts:
+        receiver = [str(hosts.bin / "ssh"), "nodeB", f"exec {sys.executable} -c '{RECEIVE}'"]
+        with subprocess.Popen(receiver, stdout=subprocess.PIPE, text=True) as listening:
+            assert listening.stdout is not None and listening.stdout.readline() == "listening\n"
+            hosts.run("nodeA", f"{sys.executable} -c '{SEND}'")
+            rate = float(listening.stdout.readline())
+        assert rate == pytest.approx(500e6 / 8, rel=0.1)
+        counted = hosts.inbound_bytes()
+        assert counted["nodeB"] == pytest.approx(25_000_000, rel=0.01) and counted["nodeA"] < 500_000
+
+
+def test_a_killed_driver_leaves_nothing_that_the_next_one_does_not_remove(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from two_hosts import TwoHosts; from pathlib import Path\n"
+        f"with TwoHosts(Path({str(tmp_path)!r}), slow={{'nodeB': 25.0}}) as hosts:\n"
+        "    print(*(host.pid for host in hosts.hosts), flush=True); time.sleep(100)"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(SUPPORT)}, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None
+    pids = driver.stdout.readline().split()
+    assert len(pids) == 2 and len(list(tmp_path.iterdir())) == 1
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
+    with TwoHosts(tmp_path) as hosts:
+        assert list(tmp_path.iterdir()) == [hosts.folder]
+    groups = [path for path in Path("/sys/fs/cgroup").glob(f"*/ds_vertical_rig.{driver.pid}.*")]
+    assert groups == []
+
+
+def on_one_host(folder: Path, num_ranks: int, steps: int = 2) -> Path:
+    """The same training, all ranks on this machine."""
+    out = folder / "one"
+    out.mkdir()
+    words = ["--nvme", str(folder / "nvme"), "--out", str(out), "--steps", str(steps)]
+    start_ranks([sys.executable, str(two_hosts.WORKER), *words], out, num_ranks=num_ranks)
+    return out
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, pytest.param(2, marks=slow)])
+def test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says(tmp_path: Path, ranks_per_host: int) -> None:
+    num_ranks = 2 * ranks_per_host
+    with TwoHosts(tmp_path, RATE) as hosts:
+        launched = Launch(hosts, ranks_per_host=ranks_per_host)
+        one = on_one_host(tmp_path, num_ranks)
+        assert launched.wait() == 0, launched.log()
+        two = results(launched.out, num_ranks)
+        assert sorted(path.name for path in hosts.own.iterdir()) == [], "a host's own folder is not the machine's"
+    for host, here in zip(two, results(one, num_ranks), strict=True):
+        assert (host["losses"], host["digest"]) == (here["losses"], here["digest"])
+        assert set(here["inbound"]) == {0}
+    for host in two[::ranks_per_host]:
+        assert host["inbound"][-1] == pytest.approx(host["formula"][-1], rel=0.02)
