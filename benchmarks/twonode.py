@@ -6,8 +6,8 @@
 The two hosts are this machine's (`rig/hosts.py`: network namespaces, a shaped link, DeepSpeed's own launcher with a hostfile).
 All arms are launched at once, and take a step in turn while the others wait; who is first changes from step to step. The first
 step of each does not count. Bytes are what the interface of a host has counted from the first rank's start of a step to the
-last one's end, so the little that waiting arms say to each other is among them. `--slow`: the percentage of a host's own half of
-the cores. Needs root. Nothing else may run on the machine.
+last one's end, so the little that waiting arms say to each other is among them. `--slow`: the percentage that a host has of its
+half of the cores; the other one then has its half. Needs root. Nothing else may run on the machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import datetime
 import itertools
 import json
 import subprocess

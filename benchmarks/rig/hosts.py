@@ -88,7 +88,7 @@ class Host:
         self._network = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
 
     def set_up(self, rate: str | None) -> None:
-        """Give the interface its address, and its rate as tc(8) writes rates (None: as fast as the machine). Raises RigError."""
+        """Give the interface its address, and its rate as tc(8) writes it (None: the machine's own). Raises RigError."""
         # no own address by IPv6, which would be asked for and announced now and then: bytes that nobody has sent
         self.in_network("ip", "link", "set", INTERFACE, "addrgenmode", "none")
         self.in_network("ip", "address", "add", f"{self.address}/24", "dev", INTERFACE)
@@ -100,7 +100,9 @@ class Host:
 
     def in_network(self, *command: str) -> str:
         """Run a command of this machine in the host's network; its output. Raises RigError."""
-        done = subprocess.run(["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._network}", *command], capture_output=True, text=True)
+        done = subprocess.run(
+            ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._network}", *command], capture_output=True, text=True
+        )
         if done.returncode:
             raise RigError(f"{self.name}: {' '.join(command)}: {done.stderr.strip()}")
         return done.stdout

@@ -49,5 +49,10 @@ def start(hosts: TwoHosts, script: Path, words: Sequence[str], log: Path, port: 
     env = os.environ | {"PATH": f"{hosts.bin}:{os.environ['PATH']}", "PYTHONPATH": python_path, "DS_ACCELERATOR": "cpu"}
     with log.open("wb") as out:
         return subprocess.Popen(
-            command(script, words, port), cwd=hosts.shared, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+            command(script, words, port),
+            cwd=hosts.shared,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )

@@ -18,13 +18,13 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NoReturn
 
 UNREACHABLE: Final = 255  # ssh's own status
 LOGIN_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def ssh(rig: Path, words: Sequence[str]) -> int:
+def ssh(rig: Path, words: Sequence[str]) -> NoReturn:
     """Become the command on the host."""
     rest = list(words)
     while rest and rest[0].startswith("-"):
@@ -33,7 +33,7 @@ def ssh(rig: Path, words: Sequence[str]) -> int:
     host = json.loads((rig / "table.json").read_text()).get(name)
     if host is None or not Path(f"/proc/{host['pid']}").exists():
         print(f"ssh: connect to host {name} port 22: No route to host", file=sys.stderr)
-        return UNREACHABLE
+        sys.exit(UNREACHABLE)
     if host["group"] is not None:
         (Path(host["group"]) / "cgroup.procs").write_text(str(os.getpid()))
     home = str(Path.home())

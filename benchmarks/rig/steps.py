@@ -63,10 +63,10 @@ def _train(options: argparse.Namespace) -> None:
     import model_config
     import torch
     import train
-    from rig import traffic
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     import ds_vertical
+    from rig import traffic
 
     rank = int(os.environ["RANK"])
     shape = model_config.resolve(options.model, [], None, options.tokens)

@@ -17,7 +17,7 @@ def scheduled_bytes(engine: Any) -> dict[str, int]:
     found = {"gathered": 0, "reduced": 0}
     for event in engine.ran.events:
         kind = {"FETCH": "gathered", "REDUCE": "reduced"}.get(event.op.name)
-        if kind is None:
+        if kind is None or event.ahead:  # read for the next step, not gathered yet
             continue
         for param in engine.layers.units[event.layer]:
             num_elements = param.ds_tensor.ds_numel * world_size

@@ -1,14 +1,14 @@
 """One rank's failure ends all: what ranks tell each other of it, while some wait in a collective for the one that has failed.
 
 [Note: the log] Failures go into the store through which the process group was made, one entry after another: the first is the
-cause, those behind it mostly its consequences. A thread of each rank follows that log. All calls of the store are that thread's,
-so that nobody else waits for a network. Another thread, the watch, looks whether the ranks of this host are alive, and whether
-the other hosts are: a process that was killed writes nothing, nor does a host that is cut off.
+cause, those behind it mostly its consequences. A thread of each rank follows that log. All calls of the store are that
+thread's, so that nobody else waits for a network. Another thread, the watch, looks whether the ranks of this host are alive,
+and whether the other hosts are: a process that was killed writes nothing, nor does a host that is cut off.
 
 [Note: the end of the others] A rank that fails tells the others, and raises. One that waits for it in a collective is woken
 where the process group notices that the other process is gone (gloo: its sockets close), and raises OtherRankError with the
-cause instead of the socket's error. One that nobody wakes (NCCL; the rank that failed lives on; its host is cut off) is ended by
-the watch.
+cause instead of the socket's error. One that nobody wakes (NCCL; the rank that failed lives on; its host is cut off) is ended
+by the watch.
 
 [Note: going on] A failure that all ranks share, such as a norm that is not finite, leaves them in step, and they may go on. So
 whoever has failed goes on only where all others have failed in the same section: its next collective would otherwise meet the
@@ -172,8 +172,8 @@ class FailureWatch:
                 self._changed.wait_for(lambda: self._closing, POLL_S)
 
     def _look(self) -> None:
-        """See which ranks of this host have died and which hosts are lost, and end this process where it has waited GRACE_S for a
-        rank that failed."""
+        """See which ranks of this host have died and which hosts are lost, and end this process where it has waited for such a
+        rank, or for one that failed, for as long as that one's kind of end allows."""
         with self._changed:
             ended = {entry.rank for entry in self.log.entries if entry.kind != "failed" or entry.section > self._settled}
             for rank, process in self.peers.gone(ended):

@@ -1,9 +1,9 @@
 """Which hosts are alive: one that has lost its power or its network tells nobody.
 
 [Note: who judges] Every rank counts its host's number up in the process group's store, once a second. The store lies in the
-process of rank 0, which alone reads the numbers, so its work does not grow with the square of the hosts. A host is lost when its
-number stands still. The other ranks hear of that in the log of failures. They themselves judge only rank 0's host: it is lost
-when the store does not answer.
+process of rank 0, which alone reads the numbers: the store's work does not grow with the square of the hosts. A host is lost
+when its number stands still. The other ranks hear of that in the log of failures. They themselves judge only rank 0's host: it
+is lost when the store does not answer.
 
 [Note: a patient clock] A process that was stopped for a while (by a debugger, or with its whole machine) has heard nothing
 meanwhile, and that is nobody's silence. So the clock here advances at a tick of the watch, by a second at most.
@@ -28,8 +28,8 @@ _ALWAYS: Final = 1 << 62  # a section that is never settled
 
 
 class HostBeats:
-    """This rank's part in the hosts' heartbeats, see the notes above. `exchange` is called on the thread that makes all calls of
-    the store, which may wait there for ever; `tick` and `lost` on one that does not.
+    """This rank's part in the hosts' heartbeats, see the notes above. `exchange` is called on the thread that makes all calls
+    of the store, which may wait there for ever; `tick` and `lost` on one that does not.
 
     `hosts`: the ids of all ranks' hosts, in the order of the ranks; empty until all have introduced themselves.
     """

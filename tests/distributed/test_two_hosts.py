@@ -1,5 +1,5 @@
-"""Two hosts of their own network, hostname, processes, /dev/shm and SSD folder, and a training over the link between them through
-DeepSpeed's own launcher. The hosts are benchmarks/rig's."""
+"""Two hosts of their own network, hostname, processes, /dev/shm and SSD folder, and a training over the link between them
+through DeepSpeed's own launcher. The hosts are benchmarks/rig's."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import two_hosts
-from places import ROOT, SUPPORT
+from places import SUPPORT
 from processes import start_ranks
-from two_hosts import Launch, TwoHosts, results, wait_for
+from two_hosts import NAMES, Launch, TwoHosts, results, wait_for
 
 slow = pytest.mark.slow
 pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(500)]
@@ -48,7 +47,9 @@ def test_hosts_have_their_own_and_the_machine_stays_as_it_was(tmp_path: Path) ->
     before, name = interfaces(), os.uname().nodename
     with TwoHosts(tmp_path) as hosts:
         for host in hosts.hosts:
-            said = hosts.run(host.name, f"hostname; hostname -I; echo x > /dev/shm/x; echo {host.name} > {hosts.ssd}/x; ls /dev/shm")
+            said = hosts.run(
+                host.name, f"hostname; hostname -I; echo x > /dev/shm/x; echo {host.name} > {hosts.ssd}/x; ls /dev/shm"
+            )
             assert said.split() == [host.name, host.address, "x"]
             assert (host.own / "ssd" / "x").read_text().strip() == host.name
             assert len(hosts.run(host.name, "ls -d /proc/[0-9]*").split()) < 10, "another host's processes"
@@ -114,3 +115,48 @@ def test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says(tmp_path:
         assert set(here["inbound"]) == {0}
     for host in two[::ranks_per_host]:
         assert host["inbound"][-1] == pytest.approx(host["formula"][-1], rel=0.02)
+
+
+def loop_on(hosts: TwoHosts) -> Launch:
+    """A run whose steps have no end, in its third step or a later one."""
+    launched = Launch(hosts, ["--loop"])
+    launched.wait_for_step(2)
+    return launched
+
+
+@slow
+@pytest.mark.parametrize("lost", NAMES)
+@pytest.mark.parametrize("how", ["vanishes", "is emptied"])
+def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: str, lost: str) -> None:
+    """Rank 0, and the group's store with it, are on nodeA."""
+    with TwoHosts(tmp_path, RATE) as hosts:
+        launched = loop_on(hosts)
+        gone, left = hosts.hosts if lost == "nodeA" else hosts.hosts[::-1]
+        if how == "vanishes":
+            gone.vanish()
+        else:
+            hosts.run(gone.name, "pkill -9 -f python")
+        seconds = wait_for(lambda: not ranks_on(hosts, left.name), 60)
+        log = launched.log()
+        said = next(line for line in log.splitlines() if "OtherRankError: " in line and line.startswith(left.name))
+        assert f"OtherRankError: train_batch: host {lost} (rank {NAMES.index(lost)}) has " in said, log
+        assert seconds < 15, log
+
+
+def ranks_on(hosts: TwoHosts, name: str) -> list[str]:
+    """Processes of the script on a host."""
+    return hosts.run(name, f"pgrep -f '^{sys.executable} -u {two_hosts.WORKER}' || true").split()
+
+
+@slow
+def test_a_link_that_comes_back_is_used_again(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path, RATE) as hosts:
+        launched = Launch(hosts, ["--steps", "40"])
+        one = on_one_host(tmp_path, 2, steps=40)
+        wait_for(lambda: hosts.inbound_bytes()["nodeB"] > 200e6, 200)
+        hosts.hosts[1].set_link(False)
+        time.sleep(5)
+        hosts.hosts[1].set_link(True)
+        assert launched.wait() == 0, launched.log()
+        two = results(launched.out, 2)
+    assert [rank["digest"] for rank in two] == [rank["digest"] for rank in results(one, 2)]

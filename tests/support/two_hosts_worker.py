@@ -1,4 +1,4 @@
-"""One rank of a run on two hosts, or on one, for tests/distributed/test_two_hosts.py: a small model, parameters and state on SSD.
+"""One rank of a run on two hosts, or on one, for test_two_hosts.py: a small model, parameters and state on SSD.
 
     deepspeed --hostfile hostfile tests/support/two_hosts_worker.py --nvme FOLDER --out FOLDER [--steps 2] [--loop]
 
@@ -21,9 +21,8 @@ import harness
 import rank_worker
 import torch
 import torch.distributed as dist
-from failing_worker import state_without_padding
-
 import two_hosts
+from failing_worker import state_without_padding
 from rig import traffic  # two_hosts has put benchmarks/ on the path
 
 

@@ -1,5 +1,5 @@
-"""What tells this host from all others. A hostname does not where hosts start from copies of one image. Imports neither torch nor
-deepspeed."""
+"""What tells this host from all others. A hostname does not where hosts start from copies of one image. Imports neither torch
+nor deepspeed."""
 
 from __future__ import annotations
 
