@@ -199,7 +199,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             print(f"{name}: ready", flush=True)
         taken = measure(arms, options.steps)
     num_samples = len(NAMES) * options.ranks_per_node * options.micro_batches
-    num_samples *= next(iter(configs.values())).get("train_micro_batch_size_per_gpu", 1)
+    num_samples *= next(iter(configs.values()))["train_micro_batch_size_per_gpu"]
     rate = rate_of(options.rate)
     keys = ("model", "rate", "dtype", "micro_batches", "ranks_per_node", "tokens", "clip", "slow")
     content = commits.made_of() | {"commit": commits.describe(ROOT), "command": sys.argv}

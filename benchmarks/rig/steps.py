@@ -49,14 +49,14 @@ def _is_told(turns: Path, number: int) -> bool:
     return True
 
 
-def _batches(rank: int, vocabulary: int, tokens: int, device: Any) -> Iterator[Any]:
-    """Micro-batches without end, other ones on each rank."""
+def _batches(rank: int, vocabulary: int, size: tuple[int, int], device: Any) -> Iterator[Any]:
+    """Micro-batches of so many rows and tokens, without end, other ones on each rank."""
     import torch
     import train
 
     for number in itertools.count():
         generator = torch.Generator().manual_seed(1_000_003 * rank + number)
-        yield train.to_batch(torch.randint(0, vocabulary, (1, tokens), generator=generator).numpy(), device)
+        yield train.to_batch(torch.randint(0, vocabulary, size, generator=generator).numpy(), device)
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -75,7 +75,8 @@ def _train(options: argparse.Namespace) -> None:
     zero_init = HfDeepSpeedConfig(config)  # zero.Init while it lives
     model = train.build_model(shape, config)
     engine, *_ = ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    batches = _batches(rank, shape.vocab_size, options.tokens, engine.device)
+    size = engine.train_micro_batch_size_per_gpu(), options.tokens
+    batches = _batches(rank, shape.vocab_size, size, engine.device)
     _say(done_path(options.turns, 0, rank), "ready")
     for number in itertools.count(1):
         if not _is_told(options.turns, number):

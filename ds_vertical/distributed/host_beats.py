@@ -23,6 +23,7 @@ from ds_vertical.io.runs.this_host import host_id
 
 BEAT_S: Final = 1.0
 SILENCE_S: Final = 10.0  # after which a host is lost; a link that comes back within 5 s is used again 1 to 4 s later
+DOUBT_S: Final = 3.0  # the same once a collective has failed: its connections are closed already
 _TICK_S: Final = 1.0
 _ALWAYS: Final = 1 << 62  # a section that is never settled
 
@@ -47,15 +48,17 @@ class HostBeats:
         self._numbers: dict[str, tuple[int, float]] = {}  # by host: its number, and since when it stands
         self._closed = False  # the store, by the other side
         self._reported: set[str] = set()
+        self._silence_s = SILENCE_S
 
     @property
     def are_several(self) -> bool:
         """Whether the ranks run on more than one host, as far as is known."""
         return len(set(self.hosts)) > 1
 
-    @property
-    def patience_s(self) -> float:
-        """For how long an error of the network may have a lost host as its cause that is not known yet."""
+    def doubt(self) -> float:
+        """A collective has failed by an error of the network. Returns for how many seconds a lost host may turn out as the cause:
+        here, or where rank 0 has no such error."""
+        self._silence_s = DOUBT_S
         return SILENCE_S + 3 * BEAT_S if self.are_several else 0.0
 
     def tick(self) -> None:
@@ -102,12 +105,12 @@ class HostBeats:
         first = self.hosts[0]
         if self._rank == 0:
             for host, (_, since) in list(self._numbers.items()):
-                if host != self._host and self._clock - since > SILENCE_S:
-                    found += self._report(host, f"has said nothing for {SILENCE_S:.0f} s", ended)
+                if host != self._host and self._clock - since > self._silence_s:
+                    found += self._report(host, f"has said nothing for {self._silence_s:.0f} s", ended)
         elif self._host != first and self._closed:
             found += self._report(first, "has closed the store of the process group, without a word of rank 0", ended)
-        elif self._host != first and self._clock - self._answered > SILENCE_S:
-            found += self._report(first, f"has not answered for {SILENCE_S:.0f} s", ended)
+        elif self._host != first and self._clock - self._answered > self._silence_s:
+            found += self._report(first, f"has not answered for {self._silence_s:.0f} s", ended)
         return found
 
     def _report(self, host: str, what: str, ended: Collection[int]) -> list[RankReport]:

@@ -19,6 +19,7 @@ SILENCE_S = 0.4
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_beats, "BEAT_S", 0.02)
     monkeypatch.setattr(host_beats, "SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(host_beats, "DOUBT_S", SILENCE_S / 4)
 
 
 def ranks_of(hosts: str) -> list[HostBeats]:
@@ -51,7 +52,7 @@ def test_nobody_is_lost_while_all_beat() -> None:
 def test_one_host_has_no_heartbeats() -> None:
     ranks = ranks_of("aa")
     let_pass(2 * SILENCE_S, ranks, ranks[:1])
-    assert all(not each.are_several and each.lost(()) == [] and each.patience_s == 0.0 for each in ranks)
+    assert all(not each.are_several and each.lost(()) == [] and each.doubt() == 0.0 for each in ranks)
 
 
 def test_rank_0_finds_a_host_that_is_silent_and_names_its_ranks_once() -> None:
@@ -73,6 +74,14 @@ def test_a_host_whose_ranks_have_ended_is_not_lost() -> None:
     ranks = ranks_of("ab")
     let_pass(2 * SILENCE_S, ranks, ranks[:1])
     assert ranks[0].lost({1}) == []
+
+
+def test_a_failed_collective_makes_a_shorter_silence_suspicious() -> None:
+    ranks = ranks_of("ab")
+    let_pass(SILENCE_S / 2, ranks, ranks[:1])
+    assert ranks[0].lost(()) == []
+    assert ranks[0].doubt() > SILENCE_S
+    assert len(ranks[0].lost(())) == 1
 
 
 def test_the_others_find_that_the_store_does_not_answer() -> None:

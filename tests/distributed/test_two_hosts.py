@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,7 @@ def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: st
         if how == "vanishes":
             gone.vanish()
         else:
-            hosts.run(gone.name, "pkill -9 -f python")
+            hosts.run(gone.name, f"kill -9 {' '.join(ranks_on(hosts, gone.name))}")
         seconds = wait_for(lambda: not ranks_on(hosts, left.name), 60)
         log = launched.log()
         said = next(line for line in log.splitlines() if "OtherRankError: " in line and line.startswith(left.name))
