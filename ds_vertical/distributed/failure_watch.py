@@ -134,9 +134,8 @@ class FailureWatch:
         """What happened elsewhere, if an error, or one that it was raised in the handling of, speaks of nothing else."""
         if isinstance(error, OtherRankError) or not any(map(_is_of_the_group, _chain(error))):
             return None
-        patience_s = max(PATIENCE_S, self.beats.doubt())
-        with self._changed:
-            self._changed.wait_for(lambda: self._cause(*_ENDS) is not None, patience_s)
+        with self.beats.doubt() as patience_s, self._changed:
+            self._changed.wait_for(lambda: self._cause(*_ENDS) is not None, max(PATIENCE_S, patience_s))
             return self._cause(*_ENDS) or self._cause("left")
 
     def _cause(self, *kinds: str) -> RankReport | None:

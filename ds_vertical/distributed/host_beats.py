@@ -11,10 +11,11 @@ meanwhile, and that is nobody's silence. So the clock here advances at a tick of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from ds_vertical.distributed.failure_log import RankReport
@@ -55,11 +56,15 @@ class HostBeats:
         """Whether the ranks run on more than one host, as far as is known."""
         return len(set(self.hosts)) > 1
 
-    def doubt(self) -> float:
-        """A collective has failed by an error of the network. Returns for how many seconds a lost host may turn out as the cause:
-        here, or where rank 0 has no such error."""
+    @contextlib.contextmanager
+    def doubt(self) -> Iterator[float]:
+        """A block in which a shorter silence is suspicious: a collective has failed by an error of the network. Gives for how
+        many seconds a lost host may turn out as the cause; a rank 0 without such an error finds it by the longer limit."""
         self._silence_s = DOUBT_S
-        return SILENCE_S + 3 * BEAT_S if self.are_several else 0.0
+        try:
+            yield SILENCE_S + 3 * BEAT_S if self.are_several else 0.0
+        finally:
+            self._silence_s = SILENCE_S
 
     def tick(self) -> None:
         """Let the clock advance; called several times a second."""

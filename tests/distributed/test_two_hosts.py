@@ -3,6 +3,7 @@ through DeepSpeed's own launcher. The hosts are benchmarks/rig's."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -161,3 +162,39 @@ def test_a_link_that_comes_back_is_used_again(tmp_path: Path) -> None:
         assert launched.wait() == 0, launched.log()
         two = results(launched.out, 2)
     assert [rank["digest"] for rank in two] == [rank["digest"] for rank in results(one, 2)]
+
+
+@slow
+def test_a_folder_that_hosts_do_not_share_is_refused_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path) as hosts:
+        own, shared = hosts.own / "saved", hosts.shared / "saved"
+        launched = Launch(hosts, ["--on-signal", str(own), "--save", str(own), str(shared)])
+        assert launched.wait() == 0, launched.log()
+        first, second = results(launched.out, 2)
+        remedy = "write a path on a file system that they share, such as NFS or Lustre"
+        for told in (second["start"], second["saves"][0]):
+            assert told.startswith(
+                f"CheckpointError: {own}: host nodeB does not see what rank 0 on host nodeA has just written"
+            )
+            assert told.endswith(remedy)
+        for told in (first["start"], first["saves"][0]):
+            assert told.startswith("OtherRankError: ") and "; rank 1: CheckpointError: " in told and told.endswith(remedy)
+        assert [rank["saves"][1] for rank in (first, second)] == ["done", "done"]
+        assert sorted(path.name for path in shared.iterdir()) == ["global_step2", "latest", "zero_to_fp32.py"]
+        assert [list((host.own / "saved").iterdir()) for host in hosts.hosts if (host.own / "saved").exists()] == [[]]
+
+
+@slow
+def test_the_benchmark_of_two_hosts(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    words = ["--model", "gpt_13m", "--rate", "1gbit", "--arms", "flat,stock", "--micro-batches", "2", "--steps", "1"]
+    words += ["--ranks-per-node", "1", "--slow", "nodeB:50", "--folder", str(tmp_path), "--json", str(record)]
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "twonode.py"), *words], check=True)
+    found = json.loads(record.read_text())
+    flat, stock = found["arms"]["flat"], found["arms"]["stock"]
+    assert flat["losses"] == pytest.approx(stock["losses"], rel=1e-3) and len(flat["losses"]) == 2
+    assert flat["inbound_over_formula"] == pytest.approx(1, rel=0.02)
+    assert flat["inbound_bytes_per_step"] < stock["inbound_bytes_per_step"]
+    assert flat["samples_per_s"] == pytest.approx(16 / flat["step_s"])  # 2 ranks, M = 2, 4 rows each
+    assert {"date", "machine", "configs"} <= found.keys() and str(tmp_path) not in record.read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]

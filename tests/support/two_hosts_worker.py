@@ -1,18 +1,23 @@
 """One rank of a run on two hosts, or on one, for test_two_hosts.py: a small model, parameters and state on SSD.
 
     deepspeed --hostfile hostfile tests/support/two_hosts_worker.py --nvme FOLDER --out FOLDER [--steps 2] [--loop]
+        [--save FOLDER ...] [--on-signal FOLDER]
 
 Each rank writes OUT/rank<R>.json at the end: losses, a digest of weights and of its share of the state, and per step the bytes
-that came in over the host's link. `--loop`: steps without end; OUT/step<R> holds the number of the last one.
+that came in over the host's link. `--loop`: steps without end; OUT/step<R> holds the number of the last one. `--save`: saves to
+each folder at the end, and says what came of it, as does `--on-signal` of an engine with that `on_signal.save_dir`.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +56,39 @@ def loop(engine: Any, rank: int, out: Path) -> None:
         (out / f"step{rank}.new").rename(out / f"step{rank}")
 
 
+def told(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--nvme", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--loop", action="store_true")
+    parser.add_argument("--save", type=Path, nargs="*", default=[])
+    parser.add_argument("--on-signal", type=Path)
     parser.add_argument("--local_rank", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)
     harness.start_process_group()
     rank = int(os.environ["RANK"])
-    engine, model = harness.build_engine(rank_worker.config(options.nvme, "fp32"), rank_worker.OddModel, vertical=True)
+    config = rank_worker.config(options.nvme, "fp32")
+    start = None
+    if options.on_signal is not None:
+        asking = copy.deepcopy(config)
+        asking["vertical_schedule"]["on_signal"] = {"save_dir": str(options.on_signal)}
+        start = told(lambda: harness.build_engine(asking, rank_worker.OddModel, vertical=True))
+    engine, model = harness.build_engine(config, rank_worker.OddModel, vertical=True)
     if options.loop:
         loop(engine, rank, options.out)
     found = train(engine, rank, options.steps)
+    found["start"] = start
+    found["saves"] = [told(partial(engine.save_checkpoint, str(folder))) for folder in options.save]
     found["digest"] = harness.digest(harness.read_weights(model) | state_without_padding(engine, model, rank))
     (options.out / f"rank{rank}.json").write_text(json.dumps(found))
     return 0
