@@ -95,7 +95,7 @@ def collective_section(what: str) -> contextlib.AbstractContextManager[None]:
     if _watch is None or _watched is not store:
         number, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
         # a connection of its own: over the group's the watch would wait behind whatever the script waits for there
-        own = store.clone() if hasattr(store, "clone") else store
+        own = getattr(store, "clone", lambda: store)()
         own_keys = torch.distributed.distributed_c10d.PrefixStore("ds_vertical", own)
         _watch, _watched = FailureWatch(own_keys, number, count, lambda cause: end_process(cause, [run_dir.release_all])), store
     return _watch.section(what)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import two_hosts
-from places import SUPPORT
+from places import ROOT, SUPPORT
 from processes import start_ranks
 from two_hosts import NAMES, Launch, TwoHosts, results, wait_for
 
