@@ -107,6 +107,8 @@ def on_one_host(folder: Path, num_ranks: int, steps: int = 2) -> Path:
 def test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says(tmp_path: Path, ranks_per_host: int) -> None:
     num_ranks = 2 * ranks_per_host
     with TwoHosts(tmp_path, RATE) as hosts:
+        for name in NAMES if ranks_per_host > 1 else ():
+            hosts.run(name, "hostname clone")  # as hosts from copies of one image
         launched = Launch(hosts, ranks_per_host=ranks_per_host)
         one = on_one_host(tmp_path, num_ranks)
         assert launched.wait() == 0, launched.log()
@@ -115,6 +117,7 @@ def test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says(tmp_path:
     for host, here in zip(two, results(one, num_ranks), strict=True):
         assert (host["losses"], host["digest"]) == (here["losses"], here["digest"])
         assert set(here["inbound"]) == {0}
+        assert (host["neighbours"], here["neighbours"]) == (ranks_per_host, num_ranks)
     for host in two[::ranks_per_host]:
         assert host["inbound"][-1] == pytest.approx(host["formula"][-1], rel=0.02)
 
@@ -198,3 +201,33 @@ def test_the_benchmark_of_two_hosts(tmp_path: Path) -> None:
     assert flat["samples_per_s"] == pytest.approx(16 / flat["step_s"])  # 2 ranks, M = 2, 4 rows each
     assert {"date", "machine", "configs"} <= found.keys() and str(tmp_path) not in record.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+BUILD = """
+import sys
+from ds_vertical.compat.ops import build_lock, cache
+cache.set_environment()
+with build_lock.build_turn(cache.cache_folder()):
+    lock = cache.jit_folder() / "op" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w"):
+        print("held", flush=True)
+        sys.stdin.read()
+"""
+START = """
+from ds_vertical.compat.ops import build_lock, cache
+cache.activate()
+print(build_lock.builder(cache.cache_folder()), (cache.jit_folder() / "op" / "lock").exists())
+"""
+
+
+@slow
+def test_a_host_leaves_the_lock_of_another_hosts_compile_alone(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path) as hosts:
+        python = f"DS_ACCELERATOR=cpu DS_VERTICAL_CACHE={hosts.shared} PYTHONPATH={ROOT} exec {sys.executable}"
+        words = [str(hosts.bin / "ssh"), "nodeA", f"{python} -c '{BUILD}'"]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as building:
+            assert building.stdout is not None and building.stdout.readline() == "held\n"
+            said = hosts.run("nodeB", f"{python} -c '{START}'").splitlines()[-1]
+            building.communicate("", timeout=60)
+        assert said.endswith(" True") and " on nodeA since " in said

@@ -30,6 +30,8 @@ import two_hosts
 from failing_worker import state_without_padding
 from rig import traffic  # two_hosts has put benchmarks/ on the path
 
+from ds_vertical.distributed import ranks
+
 
 def inbound_bytes() -> int:
     """Of this host's link; 0 where there is none."""
@@ -87,7 +89,7 @@ def main() -> int:
     if options.loop:
         loop(engine, rank, options.out)
     found = train(engine, rank, options.steps)
-    found["start"] = start
+    found |= {"start": start, "neighbours": ranks.ranks_on_this_host()}
     found["saves"] = [told(partial(engine.save_checkpoint, str(folder))) for folder in options.save]
     found["digest"] = harness.digest(harness.read_weights(model) | state_without_padding(engine, model, rank))
     (options.out / f"rank{rank}.json").write_text(json.dumps(found))
