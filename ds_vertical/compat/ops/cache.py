@@ -307,9 +307,8 @@ def activate() -> None:
     Idempotent. Must run before the first op is loaded. A `TORCH_EXTENSIONS_DIR` that the user set is kept.
     """
     set_environment()
-    if (
-        builder_of(cache_folder()) is None
-    ):  # else it may hold a lock on another host of a shared home, where nobody here sees it
+    # whoever compiles may do so on another host of a shared home, where nobody here sees it hold its lock
+    if builder_of(cache_folder()) is None:
         for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
             clear_stale_lock(lock)
     from deepspeed.ops.op_builder.builder import OpBuilder
