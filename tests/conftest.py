@@ -12,6 +12,7 @@ import sys
 import browser
 import pytest
 import torch
+import two_hosts
 
 from ds_vertical.compat.ops import cache
 
@@ -133,6 +134,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     stale = [name for name in SLOW_MEMBERS - members.keys() if files > FIRST and config.args_source.name != "ARGS"]
     if stale:
         raise pytest.UsageError(f"tests/conftest.py, SLOW_MEMBERS: there are no such tests: {sorted(stale)}")
+    need_hosts = [item for item in items if item.get_closest_marker("two_hosts")]
+    refused = two_hosts.refusal() if need_hosts else None
+    for item in need_hosts if refused is not None else ():
+        item.add_marker(pytest.mark.skip(reason=str(refused)))
     without = [item for item in items if any(item.get_closest_marker(marker) for marker in ABSENT)]
     if without:
         config.hook.pytest_deselected(items=without)

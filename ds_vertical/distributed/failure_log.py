@@ -12,10 +12,11 @@ from ds_vertical.distributed.host_peers import Store
 
 @dataclass(frozen=True)
 class RankReport:
-    """What became of a rank. `section`: the number of the one that it was in last; `what`: its name; `text`: the error."""
+    """What became of a rank. `section`: the number of the one that it was in last; `what`: its name; `text`: the error. "lost":
+    with its host, of which `text` tells."""
 
     rank: int
-    kind: Literal["failed", "left", "gone"]
+    kind: Literal["failed", "left", "gone", "lost"]
     section: int
     what: str
     text: str
@@ -26,6 +27,8 @@ class RankReport:
             return f"rank {self.rank} failed{f' in {self.what}' if self.what else ''}: {self.text}"
         if self.kind == "left":
             return f"rank {self.rank} has ended without an error: do all ranks have as many batches, and make the same calls?"
+        if self.kind == "lost":
+            return self.text
         return f"rank {self.rank} is gone without a word ({self.text}): killed, perhaps for want of memory, or ended in C"
 
 

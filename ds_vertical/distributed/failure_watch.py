@@ -1,13 +1,14 @@
 """One rank's failure ends all: what ranks tell each other of it, while some wait in a collective for the one that has failed.
 
 [Note: the log] Failures go into the store through which the process group was made, one entry after another: the first is the
-cause, those behind it mostly its consequences. A thread of each rank follows that log, and looks whether the ranks of its host
-are alive: one that was killed writes nothing. All calls of the store are that thread's, so that nobody else waits for a
-network.
+cause, those behind it mostly its consequences. A thread of each rank follows that log. All calls of the store are that
+thread's, so that nobody else waits for a network. Another thread, the watch, looks whether the ranks of this host are alive,
+and whether the other hosts are: a process that was killed writes nothing, nor does a host that is cut off.
 
 [Note: the end of the others] A rank that fails tells the others, and raises. One that waits for it in a collective is woken
 where the process group notices that the other process is gone (gloo: its sockets close), and raises OtherRankError with the
-cause instead of the socket's error. One that nobody wakes (NCCL; or the rank that failed lives on) is ended by the thread.
+cause instead of the socket's error. One that nobody wakes (NCCL; the rank that failed lives on; its host is cut off) is ended
+by the watch.
 
 [Note: going on] A failure that all ranks share, such as a norm that is not finite, leaves them in step, and they may go on. So
 whoever has failed goes on only where all others have failed in the same section: its next collective would otherwise meet the
@@ -25,6 +26,7 @@ from types import TracebackType
 from typing import Final
 
 from ds_vertical.distributed.failure_log import FailureLog, RankReport
+from ds_vertical.distributed.host_beats import HostBeats
 from ds_vertical.distributed.host_peers import HostPeers, Store
 from ds_vertical.errors import OtherRankError, Unanimous
 
@@ -32,6 +34,8 @@ POLL_S: Final = 0.2
 HEARD_S: Final = 2.0  # to wait until all other ranks have read a report, before a process may end and the store with it
 PATIENCE_S: Final = 3.0  # to wait for the cause of a collective's error: a killed process is not gone at once
 GRACE_S: Final = 10.0  # for a rank to leave a collective by itself once another one has failed
+LOST_GRACE_S: Final = 1.0  # the same once a host is lost: nobody there wakes it
+_ENDS: Final = ("failed", "gone", "lost")  # of another rank: what may be the cause of an error here
 _ALWAYS: Final = 1 << 62  # a section that is never settled
 _LONGEST: Final = 2000  # characters of an error's text
 _SIGNS: Final = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "process group")
@@ -41,7 +45,7 @@ class FailureWatch:
     """This rank's watch over the others, see the notes above. `section` encloses what all ranks do together.
 
     `end` is called on the watch's thread, with the cause, where this rank waits for ever; it must not return. `log`: what the
-    ranks tell each other; `peers`: the processes of this host's ranks.
+    ranks tell each other; `peers`: the processes of this host's ranks; `beats`: the hosts' heartbeats.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, end: Callable[[str], None]) -> None:
@@ -51,13 +55,16 @@ class FailureWatch:
         self._changed = threading.Condition()
         self.log = FailureLog(store, rank, world_size, self._changed)
         self.peers = HostPeers(store, rank, world_size)
+        self.beats = HostBeats(store, rank, world_size)
         self._section, self._settled = 0, -1  # the number of the last one; up to which all failures were shared
         self._inside: list[str] = []
         self._failed = False  # in the last section, and has not gone on
         self._stuck_since: float | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="ds_vertical ranks", daemon=True)
-        self._thread.start()
+        names = {"ds_vertical store": self._exchange, "ds_vertical ranks": self._watch}
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in names.items()]
+        for thread in self._threads:
+            thread.start()
 
     # ---- for the rank's own thread
 
@@ -105,7 +112,8 @@ class FailureWatch:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(HEARD_S)
+        for thread in self._threads:
+            thread.join(HEARD_S)
 
     def _go_on(self, what: str) -> None:
         """Return once all ranks are known to have failed where this one has."""
@@ -126,49 +134,65 @@ class FailureWatch:
         """What happened elsewhere, if an error, or one that it was raised in the handling of, speaks of nothing else."""
         if isinstance(error, OtherRankError) or not any(map(_is_of_the_group, _chain(error))):
             return None
-        with self._changed:
-            self._changed.wait_for(lambda: self._cause("failed", "gone") is not None, PATIENCE_S)
-            return self._cause("failed", "gone") or self._cause("left")
+        with self.beats.doubt() as patience_s, self._changed:
+            self._changed.wait_for(lambda: self._cause(*_ENDS) is not None, max(PATIENCE_S, patience_s))
+            return self._cause(*_ENDS) or self._cause("left")
 
     def _cause(self, *kinds: str) -> RankReport | None:
         """The first that was heard of another rank's end, and not of all ranks'."""
         found = (entry for entry in self.log.entries if entry.rank != self._rank and entry.section > self._settled)
         return next((entry for entry in found if entry.kind in kinds), None)
 
-    # ---- the thread
+    # ---- the threads
 
-    def _run(self) -> None:
-        """Until `close`: exchange reports, look after the others, sleep."""
-        while True:
-            if self.log.is_open:
-                try:
-                    self.peers.introduce()
-                    self.log.exchange()
-                    self.peers.meet()
-                except (RuntimeError, OSError):  # torch raises several kinds of the first
-                    self.log.is_open = False
-            self._look()
+    def _exchange(self) -> None:
+        """Until `close`, or until the store is gone: exchange reports and heartbeats, sleep."""
+        while self.log.is_open:
+            try:
+                self.peers.introduce()
+                self.log.exchange()
+                self.peers.meet()
+                self.beats.exchange()
+            except (RuntimeError, OSError):  # torch raises several kinds of the first
+                self.log.is_open = False
+                self.beats.close()
             with self._changed:
                 self._changed.notify_all()
                 if self._closing and not self.log.has_unsent:
                     return
                 self._changed.wait_for(lambda: self._closing or self.log.has_unsent, POLL_S)
 
+    def _watch(self) -> None:
+        """Until `close`: look after the others, sleep."""
+        while not self._closing:
+            self.beats.tick()
+            self._look()
+            with self._changed:
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closing, POLL_S)
+
     def _look(self) -> None:
-        """See which ranks of this host have died, and end this process where it has waited GRACE_S for a rank that failed."""
+        """See which ranks of this host have died and which hosts are lost, and end this process where it has waited for such a
+        rank, or for one that failed, for as long as that one's kind of end allows."""
         with self._changed:
             ended = {entry.rank for entry in self.log.entries if entry.kind != "failed" or entry.section > self._settled}
             for rank, process in self.peers.gone(ended):
                 self.log.entries.append(RankReport(rank, "gone", _ALWAYS, "", f"pid {process.pid}"))
-            cause = self._cause("failed", "gone") if self._inside else None
+            for report in self.beats.lost(ended):
+                if self._rank == 0:  # for all ranks to read, this one among them
+                    self.log.send(report, 0.0)
+                else:
+                    self.log.entries.append(report)
+            cause = self._cause(*_ENDS) if self._inside else None
             what = self._inside[0] if self._inside else ""
             if cause is None:
                 self._stuck_since = None
-                return
-            self._stuck_since = self._stuck_since or time.monotonic()
-            if time.monotonic() - self._stuck_since < GRACE_S:
-                return
-        self._end(f"{what}: {cause.describe()} (this rank has been waiting for it, and ends {GRACE_S:.0f} s later)")
+            elif self._stuck_since is None:
+                self._stuck_since = time.monotonic()
+            waited_s = 0.0 if self._stuck_since is None else time.monotonic() - self._stuck_since
+        grace_s = LOST_GRACE_S if cause is not None and cause.kind == "lost" else GRACE_S
+        if cause is not None and waited_s >= grace_s:
+            self._end(f"{what}: {cause.describe()} (this rank has been waiting for it, and ends {grace_s:.0f} s later)")
 
 
 class CollectiveSection:

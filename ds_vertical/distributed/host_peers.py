@@ -102,6 +102,6 @@ class HostPeers:
 
     def gone(self, ended: Collection[int]) -> Iterator[tuple[int, Process]]:
         """The other ranks of this host, but those `ended`, whose processes have ended, with these."""
-        for rank, process in self.processes.items():
+        for rank, process in list(self.processes.items()):  # those of this moment: others may introduce themselves now
             if rank not in ended and rank != self._rank and not process.is_alive():
                 yield rank, process

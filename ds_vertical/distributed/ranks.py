@@ -7,7 +7,6 @@ import contextlib
 import functools
 import importlib.util
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn, ParamSpec, TypeVar
@@ -19,6 +18,7 @@ from ds_vertical.compat.accelerator import default_pg_timeout, dist, init_distri
 from ds_vertical.distributed.failure_watch import FailureWatch, end_process
 from ds_vertical.errors import OtherRankError
 from ds_vertical.io.runs import run_dir
+from ds_vertical.io.runs.this_host import host_id
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -108,7 +108,9 @@ def collective_section(what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     if _watch is None or _watched is not store:
         number, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        own_keys = torch.distributed.distributed_c10d.PrefixStore("ds_vertical", store)
+        # a connection of its own: over the group's the watch would wait behind whatever the script waits for there
+        own = getattr(store, "clone", lambda: store)()
+        own_keys = torch.distributed.distributed_c10d.PrefixStore("ds_vertical", own)
         _watch, _watched = FailureWatch(own_keys, number, count, lambda cause: end_process(cause, [run_dir.release_all])), store
     return _watch.section(what)
 
@@ -142,12 +144,12 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 def ranks_on_this_host() -> int:
     """The number of ranks that run on the host of this one. Collective."""
-    return all_gathered(socket.gethostname()).count(socket.gethostname())
+    return all_gathered(host_id()).count(host_id())
 
 
 def ranks_on_these_cores() -> int:
     """Ranks of this host that may run on some core of this one's, itself among them."""
-    host, cores = socket.gethostname(), os.sched_getaffinity(0)
+    host, cores = host_id(), os.sched_getaffinity(0)
     return sum(other == host and bool(theirs & cores) for other, theirs in all_gathered((host, cores)))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import MemoryBudgetError, StorageError
 from ds_vertical.io import files, host
 from ds_vertical.io.runs import stripes
+from ds_vertical.io.runs.this_host import host_id
 from ds_vertical.offload.speculation import StepTiming
 from ds_vertical.types import RunSettings, Tier
 
@@ -110,7 +110,7 @@ def _disks(forecast: Forecast, config: dict[str, Any]) -> list[DiskNeed]:
     """What goes to each file system; nothing where no state of the optimizer is to be on SSD. Collective."""
     wanted = forecast.files
     shares = _shares(config)
-    places = [(socket.gethostname(), device) for device in shares] if wanted.state else []
+    places = [(host_id(), device) for device in shares] if wanted.state else []
     every = ranks.all_gathered(places)
     if not places:
         return []

@@ -14,6 +14,7 @@ from torch import nn
 from ds_vertical.compat import accelerator, engine
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.assembly import Assembly, HostBudget, StepParts, open_tracer
+from ds_vertical.engine.checkpoint import shared_dir
 from ds_vertical.engine.integrations.engine_calls import CallableEngine
 from ds_vertical.engine.integrations.three_calls import ThreeCalls
 from ds_vertical.engine.module_hooks import load_identity_node
@@ -56,6 +57,8 @@ class VerticalEngine(CallableEngine):
         self._gradients = assembly.open_gradients(budget.pairs)
         self._activations = assembly.open_activations(folder, budget.left)
         self._keeping = assembly.open_keeping(budget.planner, folder, budget.left, self._activations)
+        if vertical.on_signal is not None:
+            shared_dir.check_at_start(Path(vertical.on_signal.save_dir))
         self._stopping = Stopping(vertical.on_signal, self.optimizer.timing)
         self._state = assembly.watch_state()
         self._runner = assembly.new_runner(self._params, self._activations, self._stopping, self._state)

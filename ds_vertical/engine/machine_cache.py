@@ -22,6 +22,13 @@ _SHARED_OUT: Final = (
     *("ssd_read_bytes_per_s", "ssd_write_bytes_per_s", "ssd_read_together_bytes_per_s", "ssd_write_together_bytes_per_s"),
     "ssd_bytes",
 )
+_LESS_IS_BETTER: Final = ("_latency_s", "_s_per_byte", "_share")
+# Keys of a machine, and those whose numbers theirs never exceed
+_AT_MOST: Final = {
+    "ssd_read_together_bytes_per_s": "ssd_read_bytes_per_s",
+    "ssd_write_together_bytes_per_s": "ssd_write_bytes_per_s",
+    "adam_cores": "host_cores",
+}
 
 
 def report_path(folder: str | os.PathLike[str]) -> Path:
@@ -83,6 +90,31 @@ def joint_report(reports: Sequence[MeasuredReport], shares: Sequence[float]) -> 
             if key in joint[part] and None not in found:
                 joint[part][key] = min(value / share for value, share in zip(found, shares, strict=True) if value is not None)
     return joint
+
+
+def slowest_report(reports: Sequence[MeasuredReport | None]) -> MeasuredReport | None:
+    """The report that holds on the hosts of all ranks, given each rank's: the first one, with the least of each rate and size,
+    and the most of each latency and share, since ranks wait for each other in every layer. None where a host has none."""
+    known = [report for report in reports if report is not None]
+    if not known or len(known) < len(reports):
+        return None
+    if all(report == known[0] for report in known):
+        return known[0]
+    slowest: MeasuredReport = {**known[0]}
+    for part in ("machine", "rates", "capacity"):
+        tables = [report.get(part) or {} for report in known]
+        slowest[part] = {**tables[0]}
+        for key in {key for table in tables for key in table}:
+            found = [
+                value for table in tables if isinstance(value := table.get(key), int | float) and not isinstance(value, bool)
+            ]
+            if found:
+                slowest[part][key] = (max if key.endswith(_LESS_IS_BETTER) else min)(found)
+    machine = slowest["machine"]
+    for key, most in _AT_MOST.items():
+        if machine.get(key) is not None and machine.get(most) is not None:
+            machine[key] = min(machine[key], machine[most])
+    return slowest
 
 
 def reports_of(folders: Sequence[str | os.PathLike[str]]) -> list[MeasuredReport]:

@@ -35,3 +35,30 @@ def test_several_ssds_have_the_sum_of_their_reads_and_the_slowest_share_decides_
     monkeypatch.setenv("DS_VERTICAL_LIMITS", "")
     assert machine_cache.shares_of(["/ssd0", "/ssd1"]) == (0.5, 0.5)
     assert machine_cache.training_report(Path("/ssd0"), ["/ssd1"]) is None
+
+
+def test_the_slowest_host_decides_each_rate() -> None:
+    quick, slow = report(3e9, 1e9, 100), report(1e9, 2e9, 90)
+    quick["machine"] |= {
+        "ssd_read_together_bytes_per_s": 2e9,
+        "host_cores": 8,
+        "adam_cores": 4,
+        "ssd_latency_s": 1e-5,
+        "one_memory": True,
+    }
+    slow["machine"] |= {"ssd_read_together_bytes_per_s": None, "host_cores": 2, "adam_cores": None, "ssd_latency_s": 1e-4}
+    found = machine_cache.slowest_report([quick, slow])
+    assert found is not None and found["machine"] == {
+        "ssd_read_bytes_per_s": 1e9,
+        "ssd_write_bytes_per_s": 1e9,
+        "ssd_read_together_bytes_per_s": 1e9,
+        "adam_elements_per_s": 5.0,
+        "host_cores": 2,
+        "adam_cores": 2,
+        "ssd_latency_s": 1e-4,
+        "one_memory": True,
+    }
+    assert found["capacity"] == {"ssd_bytes": 90, "host_bytes": 7}
+    assert quick["machine"]["host_cores"] == 8
+    assert machine_cache.slowest_report([quick, quick]) is quick
+    assert machine_cache.slowest_report([quick, None]) is None and machine_cache.slowest_report([None]) is None

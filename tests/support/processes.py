@@ -22,10 +22,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_ranks(command: list[str], folder: Path, limit_s: float = 500) -> None:
-    """Run `command` once per rank; when one fails, end the other and show both."""
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+def start_ranks(command: list[str], folder: Path, limit_s: float = 500, num_ranks: int = 2) -> None:
+    """Run `command` once per rank; when one fails, end the others and show all."""
+    number = str(num_ranks)
+    common = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
     processes = []
     for rank, log in enumerate(logs):
         env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
@@ -43,7 +44,7 @@ def start_ranks(command: list[str], folder: Path, limit_s: float = 500) -> None:
                 process.kill()
             process.wait()
     codes = [process.returncode for process in processes]
-    assert codes == [0, 0], "\n".join([str(codes), *(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)])
+    assert codes == [0] * num_ranks, "\n".join([str(codes), *(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)])
 
 
 def say(word: str, what: object) -> None:

@@ -2,7 +2,7 @@
 
 [Note: two locks] torch guards a build with a file `lock` that outlives a killed compiler and on which every later
 process waits for ever. That file is stale when no process holds it open. Builders that come through this module also
-take turns through `flock`, which the kernel drops with its process.
+take turns through `flock`, which the kernel drops with its process, and which other hosts of a shared home see as well.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ def is_stale(lock: Path) -> bool:
 
 def builder(folder: Path) -> str | None:
     """Who has its turn to build in a cache folder ("process 17 on node7 since 12:01:02"); None where nobody does."""
+    path = folder / TURN_FILE
     try:
-        with (folder / TURN_FILE).open(encoding="utf-8") as turn:
+        # NFS locks only what is open for writing
+        with path.open("r+" if os.access(path, os.W_OK) else "r", encoding="utf-8") as turn:
             return None if _try_flock(turn.fileno()) else turn.read().strip() or "another builder"
     except (FileNotFoundError, NotADirectoryError):
         return None

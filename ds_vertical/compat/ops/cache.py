@@ -32,6 +32,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ds_vertical.compat.ops.build_lock import HEARTBEAT_S, build_turn, clear_stale_lock, say, wait_for_lock
+from ds_vertical.compat.ops.build_lock import builder as builder_of
 
 if TYPE_CHECKING:
     from deepspeed.ops.op_builder.builder import OpBuilder
@@ -306,8 +307,10 @@ def activate() -> None:
     Idempotent. Must run before the first op is loaded. A `TORCH_EXTENSIONS_DIR` that the user set is kept.
     """
     set_environment()
-    for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
-        clear_stale_lock(lock)
+    # whoever compiles may do so on another host of a shared home, where nobody here sees it hold its lock
+    if builder_of(cache_folder()) is None:
+        for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
+            clear_stale_lock(lock)
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     if not getattr(OpBuilder.jit_load, "from_ds_vertical", False):

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest, parts, run_state
 from ds_vertical.engine.checkpoint.manifest import FileRange, RankManifest, SavedFile, TensorEntry
 from ds_vertical.engine.checkpoint.manifest_schema import SIGNPOST
+from ds_vertical.engine.checkpoint.shared_dir import check_seen
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag, sync_file, sync_folder, write_synced
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.interrupts import deferred
@@ -94,7 +96,7 @@ def new_folder(save_dir: Path, tag: str, save_latest: bool) -> Iterator[TagFolde
 
     Raises CheckpointError, StorageError, OtherRankError.
     """
-    asked = ranks.all_gathered((str(save_dir), tag, secrets.token_hex(4)))
+    asked = ranks.all_gathered((str(save_dir), tag, secrets.token_hex(4), socket.gethostname()))
     if any(other[:2] != asked[0][:2] for other in asked):
         raise CheckpointError(f"save_checkpoint: the ranks do not agree on folder and tag: {sorted({a[:2] for a in asked})}")
     with ranks.all_or_none("save_checkpoint"):
@@ -109,6 +111,8 @@ def new_folder(save_dir: Path, tag: str, save_latest: bool) -> Iterator[TagFolde
             if is_first:
                 folder.make()
             reach("folder made")
+        with ranks.all_or_none("save_checkpoint"):
+            check_seen(folder.beside, save_dir, asked[0][3])
         yield folder
         with ranks.all_or_none("save_checkpoint"):
             if is_first:

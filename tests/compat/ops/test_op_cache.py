@@ -218,6 +218,21 @@ def test_lock_of_a_live_compile_is_waited_for_and_named(tmp_path: Path, monkeypa
     assert builder.wait() == 0, "its lock was taken from under it"
 
 
+def test_a_lock_stays_while_somebody_compiles_whom_this_host_does_not_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(cache.jit_folder()))
+    lock = cache.jit_folder() / "op" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    with build_lock.build_turn(cache.cache_folder()):
+        cache.activate()
+        assert lock.exists()
+    cache.activate()
+    assert not lock.exists()
+
+
 # ------------------------------------------------------------------------------------------------------- compile and share
 
 

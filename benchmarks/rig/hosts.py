@@ -1,0 +1,241 @@
+"""Two hosts on one machine, with a link between them: namespaces of the kernel, which vanish with the process that made them.
+
+A host has its own network, hostname, process numbers, /dev/shm and boot id, and one folder of its own, which has the same path
+on both. All else is the machine's: both see the same files, as hosts with a shared home do. The link is a pair of virtual
+Ethernet interfaces that lies in the hosts' networks only, so the machine's own network never changes.
+
+[Note: the end] A host's first process reads a pipe of this process. The kernel closes that pipe however this process ends, a
+`kill -9` too. The first process then ends, and the kernel kills all others of the host and removes network and mounts. What a
+killed process leaves are a folder and a control group, whose names hold its pid; the next rig removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rig import quota
+
+NAMES: Final = ("nodeA", "nodeB")
+INTERFACE: Final = "eth0"  # on each host
+PREFIX: Final = "ds_vertical_rig."
+HERE: Final = Path(__file__).resolve().parent
+KINDS: Final = ("--mount", "--uts", "--ipc", "--net", "--pid")
+READY_S: Final = 30.0
+
+# What a rig asks of the kernel, in namespaces of its own.
+PROBE: Final = "mount -t proc proc /proc && tc qdisc add dev lo root tbf rate 1gbit burst 256k latency 50ms"
+# As the first process of a host; its arguments: name, the rig's folder.
+FIRST_PROCESS: Final = """set -e
+hostname "$1"
+mount -t proc proc /proc
+mount --bind "$2/$1/boot_id" /proc/sys/kernel/random/boot_id
+mount -t tmpfs tmpfs /dev/shm
+mount --bind "$2/$1/own" "$2/own"
+mount --bind "$2/hosts" /etc/hosts
+ip link set lo up
+echo ready
+exec cat
+"""
+
+
+class RigError(RuntimeError):
+    """The machine does not let the rig be built; the message has the kernel's or the tool's words."""
+
+
+def refusal() -> str | None:
+    """Why this machine can have no rig, in one line; None where it can."""
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "tc", "mount", "hostname") if shutil.which(tool) is None]
+    if missing:
+        return f"two hosts need the commands {', '.join(missing)} (util-linux, iproute2, hostname)"
+    done = subprocess.run(["unshare", *KINDS, "--fork", "sh", "-c", PROBE], capture_output=True, text=True)
+    return f"the kernel refuses what two hosts are made of: {done.stderr.strip()}" if done.returncode else None
+
+
+class Host:
+    """One of the two: its first process, and its network, which stays while this object holds it. `own`: its own folder, as
+    this machine sees it. `address`: on the link."""
+
+    def __init__(self, name: str, address: str, folder: Path) -> None:
+        self.name, self.address = name, address
+        self.own = folder / name / "own"
+        (self.own / "ssd").mkdir(parents=True)
+        (folder / name / "boot_id").write_text(f"{uuid.uuid4()}\n")
+        command = ["unshare", *KINDS, "--propagation", "private", "--fork"]
+        self._unshare = subprocess.Popen(
+            [*command, "sh", "-c", FIRST_PROCESS, "sh", name, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._unshare.stdout is not None and self._unshare.stderr is not None
+        if self._unshare.stdout.readline() != "ready\n":
+            raise RigError(f"{name}: {self._unshare.stderr.read().strip()}")
+        children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children").read_text()
+        self.pid = int(children.split()[0])
+        self._network = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
+
+    def set_up(self, rate: str | None) -> None:
+        """Give the interface its address, and its rate as tc(8) writes it (None: the machine's own). Raises RigError."""
+        # no own address by IPv6, which would be asked for and announced now and then: bytes that nobody has sent
+        self.in_network("ip", "link", "set", INTERFACE, "addrgenmode", "none")
+        self.in_network("ip", "address", "add", f"{self.address}/24", "dev", INTERFACE)
+        self.in_network("ip", "link", "set", INTERFACE, "up")
+        if rate is not None:
+            # a burst holds several of the stack's packets of 64 KiB: cut into frames, each would count a header more
+            shaped = ("root", "tbf", "rate", rate, "burst", "256k", "latency", "50ms")
+            self.in_network("tc", "qdisc", "add", "dev", INTERFACE, *shaped)
+
+    def in_network(self, *command: str) -> str:
+        """Run a command of this machine in the host's network; its output. Raises RigError."""
+        done = subprocess.run(
+            ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._network}", *command], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RigError(f"{self.name}: {' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def inbound_bytes(self) -> int:
+        """Bytes that have come in over the link so far, by the interface's own counter. Raises RigError."""
+        shown = json.loads(self.in_network("ip", "-json", "-statistics", "link", "show", "dev", INTERFACE))
+        return shown[0]["stats64"]["rx"]["bytes"]
+
+    def set_link(self, up: bool) -> None:
+        """Pull the cable out, or put it in again. Raises RigError."""
+        self.in_network("ip", "link", "set", INTERFACE, "up" if up else "down")
+
+    def vanish(self) -> None:
+        """Lose the host as a power cut does: nothing that its processes do while they end reaches the other one."""
+        self.set_link(False)
+        self._kill()
+
+    def close(self) -> None:
+        """End the host's processes and give its network up."""
+        self._kill()
+        with contextlib.suppress(OSError):
+            os.close(self._network)
+
+    def _kill(self) -> None:
+        assert self._unshare.stdin is not None
+        self._unshare.stdin.close()  # the first process ends, see the note; it has ended when unshare has
+        try:
+            self._unshare.wait(READY_S)
+        finally:
+            self._unshare.kill()
+            self._unshare.wait()
+
+
+class TwoHosts:
+    """Two hosts in a folder of their own below `base`, linked at `rate`; to be used in a `with` block.
+
+    `slow`: {name: percent}, of the share of this machine's cores that a host has, which is a half. Where it is given, the
+    other host has its half and no more. Raises RigError.
+
+    `folder`: seen by both hosts; `shared`: a folder in it in which commands are run; `ssd`: a path at which each host has a
+    folder of its own; `bin`: with the commands `ssh` and `pdsh` that reach these hosts.
+    """
+
+    def __init__(self, base: Path | None = None, rate: str | None = None, slow: Mapping[str, float] | None = None) -> None:
+        self._base = base or Path(tempfile.gettempdir())
+        self._rate, self._slow = rate, slow or {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> TwoHosts:
+        remove_stale(self._base)
+        with contextlib.ExitStack() as stack:
+            made = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}.", dir=self._base)
+            self.folder = Path(made).resolve()
+            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self._lay_out()
+            groups = stack.enter_context(self._groups())
+            addresses = {name: f"10.9.0.{number}" for number, name in enumerate(NAMES, 1)}
+            lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+            (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+            self.hosts: list[Host] = []
+            for name, address in addresses.items():
+                self.hosts.append(Host(name, address, self.folder))
+                stack.callback(self.hosts[-1].close)
+            self._link()
+            table: dict[str, Any] = {host.name: {"pid": host.pid, "group": groups.get(host.name)} for host in self.hosts}
+            (self.folder / "table.json").write_text(json.dumps(table))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _lay_out(self) -> None:
+        self.shared, self.own, self.bin = (self.folder / name for name in ("shared", "own", "bin"))
+        for each in (self.shared, self.own, self.bin):
+            each.mkdir()
+        self.ssd = self.own / "ssd"
+        for name in ("ssh", "pdsh"):
+            command = self.bin / name
+            script = HERE / "remote.py"
+            command.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "{self.folder}" {name} "$@"\n')
+            command.chmod(0o755)
+
+    @contextlib.contextmanager
+    def _groups(self) -> Iterator[dict[str, str]]:
+        """{name: control group} for as long as the block runs; empty where no host is slow."""
+        shares = {name: self._slow.get(name, 100.0) / 100 / len(NAMES) for name in NAMES} if self._slow else {}
+        with contextlib.ExitStack() as stack:
+            yield {
+                name: str(stack.enter_context(quota.limited(f"{PREFIX}{os.getpid()}.{name}", share)))
+                for name, share in shares.items()
+            }
+
+    def _link(self) -> None:
+        first, second = self.hosts
+        ends = ["netns", str(first.pid), "type", "veth", "peer", "name", INTERFACE, "netns", str(second.pid)]
+        done = subprocess.run(["ip", "link", "add", INTERFACE, *ends], capture_output=True, text=True)
+        if done.returncode:
+            raise RigError(f"ip link add: {done.stderr.strip()}")
+        for host in self.hosts:
+            host.set_up(self._rate)
+
+    def run(self, name: str, command: str) -> str:
+        """A shell command's output on a host. Raises CalledProcessError."""
+        words = [str(self.bin / "ssh"), name, command]
+        return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    def inbound_bytes(self) -> dict[str, int]:
+        """By host, see `Host.inbound_bytes`."""
+        return {host.name: host.inbound_bytes() for host in self.hosts}
+
+
+def remove_stale(base: Path) -> None:
+    """Remove what rigs of processes that live no more have left in `base`, and their control groups."""
+    for folder in base.glob(f"{PREFIX}*"):
+        if not _is_running(folder.name):
+            _remove_when_left(folder)
+    for group in quota.groups(PREFIX):
+        if not _is_running(group.name):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+
+
+def _is_running(name: str) -> bool:
+    found = re.match(re.escape(PREFIX) + r"(\d+)\.", name)
+    return found is None or Path(f"/proc/{found[1]}").exists()
+
+
+def _remove_when_left(folder: Path, attempts: Sequence[float] = (0.1, 0.5, 2.0)) -> None:
+    """The kernel may still be ending the processes of a host that was in it."""
+    for seconds in attempts:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(seconds)

@@ -1,0 +1,35 @@
+"""How many bytes a step brings into one host over the link, by the calls that the step makes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+# Frames and acknowledgements of TCP over this link, and the barriers: seen, not derived
+OVERHEAD: Final = 0.02
+
+
+def scheduled_bytes(engine: Any) -> dict[str, int]:
+    """Of the last step of a vertical engine: `gathered`, full parameters that it gathered, and `reduced`, full gradients that
+    it reduced, in bytes, the padding of shards included."""
+    import torch
+
+    world_size = torch.distributed.get_world_size()
+    found = {"gathered": 0, "reduced": 0}
+    for event in engine.ran.events:
+        kind = {"FETCH": "gathered", "REDUCE": "reduced"}.get(event.op.name)
+        if kind is None or event.ahead:  # read for the next step, not gathered yet
+            continue
+        for param in engine.layers.units[event.layer]:
+            num_elements = param.ds_tensor.ds_numel * world_size
+            if kind == "gathered":
+                found[kind] += num_elements * param.element_size()
+            elif param.requires_grad:
+                found[kind] += num_elements * 4  # gradients are reduced in fp32
+    return found
+
+
+def flat_inbound(scheduled: dict[str, int], world_size: int) -> float:
+    """Bytes into one of two hosts where all ranks are one group, over gloo. Its rings have one edge into each host. A gather
+    sends all but one share over it. A reduction is an all-reduce to gloo, so it sends as much twice."""
+    share = (world_size - 1) / world_size
+    return share * (scheduled["gathered"] + 2 * scheduled["reduced"])

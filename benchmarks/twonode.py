@@ -1,0 +1,287 @@
+"""Arms of one training against each other on two hosts with a slow link: seconds, losses, and the bytes that cross the link.
+
+    python benchmarks/twonode.py --model gpt_13m --rate 500mbit --arms flat,stock --micro-batches 4 --steps 6
+        [--ranks-per-node 2] [--slow nodeB:25] [--tokens 8] [--json FILE]
+
+The two hosts are this machine's (`rig/hosts.py`: network namespaces, a shaped link, DeepSpeed's own launcher with a hostfile).
+All arms are launched at once, and take a step in turn while the others wait; who is first changes from step to step. The first
+step of each does not count. Bytes are what the interface of a host has counted from the first rank's start of a step to the
+last one's end, so the little that waiting arms say to each other is among them. `--slow`: the percentage that a host has of its
+half of the cores; the other one then has its half. Needs root. Nothing else may run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import portable
+from rig import launch, steps, traffic
+from rig.hosts import NAMES, RigError, TwoHosts, refusal
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+READY_S: Final = 600.0  # for a launch to build its models
+STEP_S: Final = 900.0  # for a step
+LOG_LINES: Final = 30
+POLL_S: Final = 0.005
+Config = dict[str, Any]
+
+
+class ArmError(RuntimeError):
+    """A launch that has ended, or that waits for too long; the message has the end of its log."""
+
+
+# ---- the arms
+
+
+def _stock_on_cpu(vertical: Config, stock: Config) -> Config:
+    """Parameters in host memory: what hpZ, which cannot have them on SSD, will be compared with."""
+    found = copy.deepcopy(stock)
+    param = found["zero_optimization"]["offload_param"]
+    found["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": param.get("pin_memory", False)}
+    return found
+
+
+# By name, what makes an arm's JSON of the vertical and the stock one
+ARMS: Final[dict[str, Callable[[Config, Config], Config]]] = {
+    "flat": lambda vertical, stock: vertical,
+    "stock": _stock_on_cpu,
+    "stock_nvme": lambda vertical, stock: stock,
+}
+
+
+def build_configs(options: argparse.Namespace) -> dict[str, Config]:
+    """{arm: its JSON}. Raises ConfigError."""
+    from ds_vertical.cli.bench.arms import build_arms
+
+    settings = [f"gradient_accumulation_steps={options.micro_batches}", f"gradient_clipping={options.clip}"]
+    settings += [] if options.dtype == "bf16" else ["bf16.enabled=false"]
+    source = options.config or ROOT / "configs" / f"{options.model}_cpu.json"
+    made = build_arms(source, None, settings, num_ranks=len(NAMES) * options.ranks_per_node)
+    return {name: ARMS[name](dict(made.vertical), dict(made.stock)) for name in options.arms}
+
+
+class Arm:
+    """One launch over both hosts that takes steps when told to. `port`: of its first rank."""
+
+    def __init__(self, name: str, hosts: TwoHosts, config: Config, port: int, options: argparse.Namespace) -> None:
+        self.name = name
+        self._hosts = hosts
+        self._turns = hosts.shared / name
+        self._turns.mkdir()
+        self._num_ranks = len(NAMES) * options.ranks_per_node
+        self._number = 0
+        path = self._turns / "config.json"
+        path.write_text(json.dumps(_placed(config, str(hosts.ssd))))
+        self._log = self._turns / "log"
+        words = ["--deepspeed_config", str(path), "--model", options.model, "--tokens", str(options.tokens)]
+        words += ["--turns", str(self._turns)]
+        self._process = launch.start(hosts, Path(steps.__file__), words, self._log, port)
+
+    def wait_ready(self) -> None:
+        """Return when all ranks have built their models. Raises ArmError."""
+        self._wait(READY_S)
+
+    def turn(self) -> dict[str, Any]:
+        """Let all ranks take a step; what they and the interfaces say of it. Raises ArmError."""
+        self._number += 1
+        before, busy = self._hosts.inbound_bytes(), _busy_seconds()
+        start = time.perf_counter()
+        steps.turn_path(self._turns, self._number).touch()
+        ranks = self._wait(STEP_S)
+        seconds, after = time.perf_counter() - start, self._hosts.inbound_bytes()
+        found = {
+            "step_s": max(rank["step_s"] for rank in ranks),
+            "inbound_bytes": {name: after[name] - before[name] for name in after},
+            "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
+            "busy_cores": (_busy_seconds() - busy) / seconds,
+        }
+        if "scheduled" in ranks[0]:
+            found["formula_bytes"] = traffic.flat_inbound(ranks[0]["scheduled"], self._num_ranks)
+        return found
+
+    def close(self) -> None:
+        """End all ranks; their hosts would end them too."""
+        (self._turns / steps.END).touch()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _wait(self, limit_s: float) -> list[Any]:
+        """What each rank has said of the present step."""
+        paths = [steps.done_path(self._turns, self._number, rank) for rank in range(self._num_ranks)]
+        deadline = time.monotonic() + limit_s
+        while not all(path.exists() for path in paths):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                end = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                state = "waits" if self._process.returncode is None else f"ended with status {self._process.returncode}"
+                raise ArmError(f"{self.name}, step {self._number}: the launch {state}; the end of its log:\n" + "\n".join(end))
+            time.sleep(POLL_S)
+        return [json.loads(path.read_text()) for path in paths]
+
+
+def _placed(config: Config, nvme_path: str) -> Config:
+    found = copy.deepcopy(config)
+    for name in ("offload_param", "offload_optimizer"):
+        if "nvme_path" in found["zero_optimization"].get(name, {}):
+            found["zero_optimization"][name]["nvme_path"] = nvme_path
+    return found
+
+
+def _busy_seconds() -> float:
+    """Of all cores, since boot."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / 100  # all but idle and waiting for disks, in the kernel's USER_HZ
+
+
+# ---- the measurement
+
+
+def measure(arms: Mapping[str, Arm], num_steps: int) -> dict[str, list[dict[str, Any]]]:
+    """{arm: its steps}, after one of each that does not count."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for name, arm in arms.items():
+        found[name].append(arm.turn())
+        print(f"{name}: first step {found[name][0]['step_s']:.2f} s", flush=True)
+    for number in range(num_steps):
+        for name in itertools.islice(itertools.cycle(arms), number % len(arms), number % len(arms) + len(arms)):
+            step = arms[name].turn()
+            found[name].append(step)
+            inbound = ", ".join(f"{count / 1e6:.1f} MB into {host}" for host, count in step["inbound_bytes"].items())
+            print(f"step {number + 1}, {name}: {step['step_s']:.2f} s, {inbound}, loss {step['loss']:.4f}", flush=True)
+    return found
+
+
+def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | None) -> dict[str, Any]:
+    """Of one arm. `num_samples`: of a step; `link_bound_s`: the least that its bytes take on the link."""
+    counted = taken[1:]
+    by_host = {name: median(step["inbound_bytes"][name] for step in counted) for name in NAMES}
+    inbound = max(by_host.values())
+    step_s = median(step["step_s"] for step in counted)
+    found = {
+        "step_s": step_s,
+        "inbound_bytes_per_step": inbound,
+        "samples_per_s": num_samples / step_s,
+        "losses": [step["loss"] for step in taken],
+        "busy_cores": median(step["busy_cores"] for step in counted),
+        "link_bound_s": inbound / rate_bytes if rate_bytes else None,
+        "steps": taken,
+    }
+    if "formula_bytes" in counted[-1]:
+        found["inbound_over_formula"] = inbound / counted[-1]["formula_bytes"]
+    return found
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All arms; what is written. Raises ConfigError, RigError, ArmError."""
+    import commits
+
+    configs = build_configs(options)
+    with TwoHosts(options.folder, options.rate, options.slow) as hosts, contextlib.ExitStack() as stack:
+        launch.write_settings(hosts, options.ranks_per_node)
+        arms = {}
+        for number, (name, config) in enumerate(configs.items()):
+            arms[name] = Arm(name, hosts, config, launch.PORT + number, options)
+            stack.callback(arms[name].close)
+            arms[name].wait_ready()
+            print(f"{name}: ready", flush=True)
+        taken = measure(arms, options.steps)
+    num_samples = len(NAMES) * options.ranks_per_node * options.micro_batches
+    num_samples *= next(iter(configs.values()))["train_micro_batch_size_per_gpu"]
+    rate = rate_of(options.rate)
+    keys = ("model", "rate", "dtype", "micro_batches", "ranks_per_node", "tokens", "clip", "slow")
+    content = commits.made_of() | {"commit": commits.describe(ROOT), "command": sys.argv}
+    content |= {key: getattr(options, key) for key in keys}
+    content["arms"] = {name: summary(each, num_samples, rate) for name, each in taken.items()}
+    content["configs"] = {name: _placed(config, "NVME_PATH") for name, config in configs.items()}
+    return content
+
+
+def rate_of(text: str | None) -> float | None:
+    """Bytes/s of a rate as tc(8) writes it in bits. Raises ValueError."""
+    if text is None:
+        return None
+    for unit, factor in (("gbit", 1e9), ("mbit", 1e6), ("kbit", 1e3), ("bit", 1.0)):
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)) * factor / 8
+    raise ValueError(f"{text}: write a rate as tc(8) does, e.g. 500mbit or 2gbit")
+
+
+# ---- the command line
+
+
+def _slow(text: str) -> dict[str, float]:
+    name, _, percent = text.partition(":")
+    if name not in NAMES or not 0 < float(percent or 0) <= 100:
+        raise ValueError(text)
+    return {name: float(percent)}
+
+
+def _arms(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in ARMS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]}: there are {', '.join(ARMS)}")
+    return names
+
+
+def _rate(text: str) -> str:
+    rate_of(text)
+    return text
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt_13m", help="shape in configs/models")
+    parser.add_argument("--config", type=Path, help="of the vertical arm (default: configs/MODEL_cpu.json)")
+    parser.add_argument("--rate", type=_rate, help="of the link in each direction, as tc(8) writes it (default: unlimited)")
+    parser.add_argument("--arms", type=_arms, default=["flat"], metavar="ARM,ARM", help=", ".join(ARMS))
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5, help="of each arm, besides a first one that does not count")
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--slow", type=_slow, metavar="NODE:PERCENT", help=f"NODE: {' or '.join(NAMES)}")
+    parser.add_argument("--tokens", type=int, default=8, help="per micro-batch")
+    parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--folder", type=Path, help="for all files, on the SSD (default: the folder for temporary files)")
+    parser.add_argument("--json", type=Path, help="write the result there")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures, prints, records."""
+    options = parse(argv)
+    if (reason := refusal()) is not None:
+        print(f"twonode.py: {reason}", file=sys.stderr)
+        return 1
+    try:
+        content = run(options)
+    except (RigError, ArmError) as error:
+        print(f"twonode.py: {error}", file=sys.stderr)
+        return 1
+    for name, found in content["arms"].items():
+        bound = "" if found["link_bound_s"] is None else f", link alone {found['link_bound_s']:.2f} s"
+        over = f" ({found['inbound_over_formula']:.3f} of the formula)" if "inbound_over_formula" in found else ""
+        print(
+            f"{name}: {found['step_s']:.2f} s a step{bound}, {found['inbound_bytes_per_step'] / 1e6:.1f} MB into a host{over},"
+            f" {found['samples_per_s']:.2f} samples/s, {found['busy_cores']:.2f} cores busy"
+        )
+    if options.json is not None:
+        portable.write(options.json, content, ROOT / "runs" / "twonode", "twonode")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Which hosts are alive: one that has lost its power or its network tells nobody.
+
+[Note: who judges] Every rank counts its host's number up in the process group's store, once a second. The store lies in the
+process of rank 0, which alone reads the numbers: the store's work does not grow with the square of the hosts. A host is lost
+when its number stands still. The other ranks hear of that in the log of failures. They themselves judge only rank 0's host: it
+is lost when the store does not answer.
+
+[Note: a patient clock] A process that was stopped for a while (by a debugger, or with its whole machine) has heard nothing
+meanwhile, and that is nobody's silence. So the clock here advances at a tick of the watch, by a second at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Collection, Iterator
+from typing import Final
+
+from ds_vertical.distributed.failure_log import RankReport
+from ds_vertical.distributed.host_peers import Store
+from ds_vertical.io.runs.this_host import host_id
+
+BEAT_S: Final = 1.0
+SILENCE_S: Final = 10.0  # after which a host is lost; a link that comes back within 5 s is used again 1 to 4 s later
+DOUBT_S: Final = 3.0  # the same once a collective has failed: its connections are closed already
+_TICK_S: Final = 1.0
+_ALWAYS: Final = 1 << 62  # a section that is never settled
+
+
+class HostBeats:
+    """This rank's part in the hosts' heartbeats, see the notes above. `exchange` is called on the thread that makes all calls
+    of the store, which may wait there for ever; `tick` and `lost` on one that does not.
+
+    `hosts`: the ids of all ranks' hosts, in the order of the ranks; empty until all have introduced themselves.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, host: str = "") -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._host = host or host_id()
+        self._introduced = False
+        self.hosts: list[str] = []
+        self._names: dict[str, str] = {}
+        self._ticked, self._clock = time.monotonic(), 0.0
+        self._beaten = self._answered = 0.0  # of the clock
+        self._numbers: dict[str, tuple[int, float]] = {}  # by host: its number, and since when it stands
+        self._closed = False  # the store, by the other side
+        self._reported: set[str] = set()
+        self._silence_s = SILENCE_S
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the ranks run on more than one host, as far as is known."""
+        return len(set(self.hosts)) > 1
+
+    @contextlib.contextmanager
+    def doubt(self) -> Iterator[float]:
+        """A block in which a shorter silence is suspicious: a collective has failed by an error of the network. Gives for how
+        many seconds a lost host may turn out as the cause; a rank 0 without such an error finds it by the longer limit."""
+        self._silence_s = DOUBT_S
+        try:
+            yield SILENCE_S + 3 * BEAT_S if self.are_several else 0.0
+        finally:
+            self._silence_s = SILENCE_S
+
+    def tick(self) -> None:
+        """Let the clock advance; called several times a second."""
+        now = time.monotonic()
+        self._clock += min(now - self._ticked, _TICK_S)
+        self._ticked = now
+
+    # ---- the store's thread
+
+    def exchange(self) -> None:
+        """Introduce this rank, beat, and read the others' numbers where that is this rank's part. Raises what the store raises:
+        RuntimeError, OSError."""
+        if not self._introduced:
+            self._store.set(f"host/{self._rank}", json.dumps([self._host, socket.gethostname()]))
+            self._store.add("host/count", 1)
+            self._introduced = True
+        if not self.hosts and self._store.add("host/count", 0) == self._world_size:
+            found = [json.loads(self._store.get(f"host/{rank}")) for rank in range(self._world_size)]
+            self._names, self.hosts = dict(found), [host for host, _ in found]
+        if self.are_several and self._clock - self._beaten >= BEAT_S:
+            self._beat()
+        self._answered = self._clock
+
+    def _beat(self) -> None:
+        self._beaten = self._clock
+        self._store.add(f"beat/{self._host}", 1)
+        for host in dict.fromkeys(self.hosts) if self._rank == 0 else ():
+            number = self._store.add(f"beat/{host}", 0)
+            if self._numbers.get(host, (-1, 0.0))[0] != number:
+                self._numbers[host] = number, self._clock
+
+    def close(self) -> None:
+        """The store's thread has found the store closed, which rank 0's process has had."""
+        self._closed = True
+
+    # ---- the watch's thread
+
+    def lost(self, ended: Collection[int]) -> list[RankReport]:
+        """Reports of the ranks on hosts that are lost, but those `ended`; of each host once."""
+        if not self.are_several:
+            return []
+        found: list[RankReport] = []
+        first = self.hosts[0]
+        if self._rank == 0:
+            for host, (_, since) in list(self._numbers.items()):
+                if host != self._host and self._clock - since > self._silence_s:
+                    found += self._report(host, f"has said nothing for {self._silence_s:.0f} s", ended)
+        elif self._host != first and self._closed:
+            found += self._report(first, "has closed the store of the process group, without a word of rank 0", ended)
+        elif self._host != first and self._clock - self._answered > self._silence_s:
+            found += self._report(first, f"has not answered for {self._silence_s:.0f} s", ended)
+        return found
+
+    def _report(self, host: str, what: str, ended: Collection[int]) -> list[RankReport]:
+        ranks = [rank for rank, other in enumerate(self.hosts) if other == host and rank not in ended]
+        if host in self._reported or not ranks:
+            return []
+        self._reported.add(host)
+        numbers = ", ".join(map(str, ranks))
+        text = (
+            f"host {self._names[host]} (rank{'s' * (len(ranks) > 1)} {numbers}) {what}: it is down, cut off from the network,"
+            " or all its processes have been killed"
+        )
+        return [RankReport(rank, "lost", _ALWAYS, "", text) for rank in ranks]

@@ -1,0 +1,233 @@
+"""Two hosts of their own network, hostname, processes, /dev/shm and SSD folder, and a training over the link between them
+through DeepSpeed's own launcher. The hosts are benchmarks/rig's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import two_hosts
+from places import ROOT, SUPPORT
+from processes import start_ranks
+from two_hosts import NAMES, Launch, TwoHosts, results, wait_for
+
+slow = pytest.mark.slow
+pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(500)]
+RATE = "500mbit"
+SEND = """
+import socket, sys, time
+peer = socket.create_connection(("nodeB", 5000))
+peer.sendall(bytes(25_000_000))
+peer.shutdown(socket.SHUT_WR)
+peer.recv(1)
+"""
+RECEIVE = """
+import socket, time
+with socket.create_server(("", 5000)) as server:
+    print("listening", flush=True)
+    peer, _ = server.accept()
+    start, count = time.monotonic(), 0
+    while piece := peer.recv(1 << 20):
+        count += len(piece)
+    print(count / (time.monotonic() - start), flush=True)
+"""
+
+
+def interfaces() -> str:
+    """The machine's own, with their addresses and settings."""
+    shown = subprocess.run(["ip", "-details", "address"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return shown + subprocess.run(["ip", "route"], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_hosts_have_their_own_and_the_machine_stays_as_it_was(tmp_path: Path) -> None:
+    before, name = interfaces(), os.uname().nodename
+    with TwoHosts(tmp_path) as hosts:
+        for host in hosts.hosts:
+            said = hosts.run(
+                host.name, f"hostname; hostname -I; echo x > /dev/shm/x; echo {host.name} > {hosts.ssd}/x; ls /dev/shm"
+            )
+            assert said.split() == [host.name, host.address, "x"]
+            assert (host.own / "ssd" / "x").read_text().strip() == host.name
+            assert len(hosts.run(host.name, "ls -d /proc/[0-9]*").split()) < 10, "another host's processes"
+        boots = {hosts.run(host.name, "cat /proc/sys/kernel/random/boot_id") for host in hosts.hosts}
+        assert len(boots) == 2
+        assert interfaces() == before
+    assert (interfaces(), os.uname().nodename, list(tmp_path.iterdir())) == (before, name, [])
+
+
+def test_the_link_has_its_rate_and_counts(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path, RATE) as hosts:
+        receiver = [str(hosts.bin / "ssh"), "nodeB", f"exec {sys.executable} -c '{RECEIVE}'"]
+        with subprocess.Popen(receiver, stdout=subprocess.PIPE, text=True) as listening:
+            assert listening.stdout is not None and listening.stdout.readline() == "listening\n"
+            hosts.run("nodeA", f"{sys.executable} -c '{SEND}'")
+            rate = float(listening.stdout.readline())
+        assert rate == pytest.approx(500e6 / 8, rel=0.1)
+        counted = hosts.inbound_bytes()
+        assert counted["nodeB"] == pytest.approx(25_000_000, rel=0.01) and counted["nodeA"] < 500_000
+
+
+def test_a_killed_driver_leaves_nothing_that_the_next_one_does_not_remove(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from two_hosts import TwoHosts; from pathlib import Path\n"
+        f"with TwoHosts(Path({str(tmp_path)!r}), slow={{'nodeB': 25.0}}) as hosts:\n"
+        "    print(*(host.pid for host in hosts.hosts), flush=True); time.sleep(100)"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(SUPPORT)}, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None
+    pids = driver.stdout.readline().split()
+    assert len(pids) == 2 and len(list(tmp_path.iterdir())) == 1
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
+    with TwoHosts(tmp_path) as hosts:
+        assert list(tmp_path.iterdir()) == [hosts.folder]
+    groups = [path for path in Path("/sys/fs/cgroup").glob(f"*/ds_vertical_rig.{driver.pid}.*")]
+    assert groups == []
+
+
+def on_one_host(folder: Path, num_ranks: int, steps: int = 2) -> Path:
+    """The same training, all ranks on this machine."""
+    out = folder / "one"
+    out.mkdir()
+    words = ["--nvme", str(folder / "nvme"), "--out", str(out), "--steps", str(steps)]
+    start_ranks([sys.executable, str(two_hosts.WORKER), *words], out, num_ranks=num_ranks)
+    return out
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, pytest.param(2, marks=slow)])
+def test_two_hosts_have_the_bits_of_one_and_move_what_the_formula_says(tmp_path: Path, ranks_per_host: int) -> None:
+    num_ranks = 2 * ranks_per_host
+    with TwoHosts(tmp_path, RATE) as hosts:
+        for name in NAMES if ranks_per_host > 1 else ():
+            hosts.run(name, "hostname clone")  # as hosts from copies of one image
+        launched = Launch(hosts, ranks_per_host=ranks_per_host)
+        one = on_one_host(tmp_path, num_ranks)
+        assert launched.wait() == 0, launched.log()
+        two = results(launched.out, num_ranks)
+        assert sorted(path.name for path in hosts.own.iterdir()) == [], "a host's own folder is not the machine's"
+    for host, here in zip(two, results(one, num_ranks), strict=True):
+        assert (host["losses"], host["digest"]) == (here["losses"], here["digest"])
+        assert set(here["inbound"]) == {0}
+        assert (host["neighbours"], here["neighbours"]) == (ranks_per_host, num_ranks)
+    for host in two[::ranks_per_host]:
+        assert host["inbound"][-1] == pytest.approx(host["formula"][-1], rel=0.02)
+
+
+def loop_on(hosts: TwoHosts) -> Launch:
+    """A run whose steps have no end, in its third step or a later one."""
+    launched = Launch(hosts, ["--loop"])
+    launched.wait_for_step(2)
+    return launched
+
+
+@slow
+@pytest.mark.parametrize("lost", NAMES)
+@pytest.mark.parametrize("how", ["vanishes", "is emptied"])
+def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: str, lost: str) -> None:
+    """Rank 0, and the group's store with it, are on nodeA."""
+    with TwoHosts(tmp_path, RATE) as hosts:
+        launched = loop_on(hosts)
+        gone, left = hosts.hosts if lost == "nodeA" else hosts.hosts[::-1]
+        if how == "vanishes":
+            gone.vanish()
+        else:
+            hosts.run(gone.name, f"kill -9 {' '.join(ranks_on(hosts, gone.name))}")
+        seconds = wait_for(lambda: not ranks_on(hosts, left.name), 60)
+        log = launched.log()
+        said = next(line for line in log.splitlines() if "OtherRankError: " in line and line.startswith(left.name))
+        assert f"OtherRankError: train_batch: host {lost} (rank {NAMES.index(lost)}) has " in said, log
+        assert seconds < 15, log
+
+
+def ranks_on(hosts: TwoHosts, name: str) -> list[str]:
+    """Processes of the script on a host."""
+    return hosts.run(name, f"pgrep -f '^{sys.executable} -u {two_hosts.WORKER}' || true").split()
+
+
+@slow
+def test_a_link_that_comes_back_is_used_again(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path, RATE) as hosts:
+        launched = Launch(hosts, ["--steps", "40"])
+        one = on_one_host(tmp_path, 2, steps=40)
+        wait_for(lambda: hosts.inbound_bytes()["nodeB"] > 200e6, 200)
+        hosts.hosts[1].set_link(False)
+        time.sleep(5)
+        hosts.hosts[1].set_link(True)
+        assert launched.wait() == 0, launched.log()
+        two = results(launched.out, 2)
+    assert [rank["digest"] for rank in two] == [rank["digest"] for rank in results(one, 2)]
+
+
+@slow
+def test_a_folder_that_hosts_do_not_share_is_refused_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path) as hosts:
+        own, shared = hosts.own / "saved", hosts.shared / "saved"
+        launched = Launch(hosts, ["--on-signal", str(own), "--save", str(own), str(shared)])
+        assert launched.wait() == 0, launched.log()
+        first, second = results(launched.out, 2)
+        remedy = "write a path on a file system that they share, such as NFS or Lustre"
+        for told in (second["start"], second["saves"][0]):
+            assert told.startswith(
+                f"CheckpointError: {own}: host nodeB does not see what rank 0 on host nodeA has just written"
+            )
+            assert told.endswith(remedy)
+        for told in (first["start"], first["saves"][0]):
+            assert told.startswith("OtherRankError: ") and "; rank 1: CheckpointError: " in told and told.endswith(remedy)
+        assert [rank["saves"][1] for rank in (first, second)] == ["done", "done"]
+        assert sorted(path.name for path in shared.iterdir()) == ["global_step2", "latest", "zero_to_fp32.py"]
+        assert [list((host.own / "saved").iterdir()) for host in hosts.hosts if (host.own / "saved").exists()] == [[]]
+
+
+@slow
+def test_the_benchmark_of_two_hosts(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    words = ["--model", "gpt_13m", "--rate", "1gbit", "--arms", "flat,stock", "--micro-batches", "2", "--steps", "1"]
+    words += ["--ranks-per-node", "1", "--slow", "nodeB:50", "--folder", str(tmp_path), "--json", str(record)]
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "twonode.py"), *words], check=True)
+    found = json.loads(record.read_text())
+    flat, stock = found["arms"]["flat"], found["arms"]["stock"]
+    assert flat["losses"] == pytest.approx(stock["losses"], rel=1e-3) and len(flat["losses"]) == 2
+    assert flat["inbound_over_formula"] == pytest.approx(1, rel=0.02)
+    assert flat["inbound_bytes_per_step"] < stock["inbound_bytes_per_step"]
+    assert flat["samples_per_s"] == pytest.approx(16 / flat["step_s"])  # 2 ranks, M = 2, 4 rows each
+    assert {"date", "machine", "configs"} <= found.keys() and str(tmp_path) not in record.read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+BUILD = """
+import sys
+from ds_vertical.compat.ops import build_lock, cache
+cache.set_environment()
+with build_lock.build_turn(cache.cache_folder()):
+    lock = cache.jit_folder() / "op" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w"):
+        print("held", flush=True)
+        sys.stdin.read()
+"""
+START = """
+from ds_vertical.compat.ops import build_lock, cache
+cache.activate()
+print(build_lock.builder(cache.cache_folder()), (cache.jit_folder() / "op" / "lock").exists())
+"""
+
+
+@slow
+def test_a_host_leaves_the_lock_of_another_hosts_compile_alone(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path) as hosts:
+        python = f"DS_ACCELERATOR=cpu DS_VERTICAL_CACHE={hosts.shared} PYTHONPATH={ROOT} exec {sys.executable}"
+        words = [str(hosts.bin / "ssh"), "nodeA", f"{python} -c '{BUILD}'"]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as building:
+            assert building.stdout is not None and building.stdout.readline() == "held\n"
+            said = hosts.run("nodeB", f"{python} -c '{START}'").splitlines()[-1]
+            building.communicate("", timeout=60)
+        assert said.endswith(" True") and " on nodeA since " in said

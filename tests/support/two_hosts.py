@@ -1,0 +1,63 @@
+"""The two hosts of benchmarks/rig, for tests: a run on them through DeepSpeed's launcher, and the same one on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from places import ROOT, SUPPORT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from rig import launch  # noqa: E402
+from rig.hosts import INTERFACE, NAMES, TwoHosts, refusal, remove_stale  # noqa: E402
+
+__all__ = ["INTERFACE", "NAMES", "Launch", "TwoHosts", "launch", "refusal", "remove_stale", "results", "wait_for"]
+WORKER = SUPPORT / "two_hosts_worker.py"
+
+
+class Launch:
+    """A run of `WORKER` on both hosts. `out`: where its ranks write."""
+
+    def __init__(self, hosts: TwoHosts, words: Sequence[str] = (), ranks_per_host: int = 1) -> None:
+        self.out = hosts.shared / "out"
+        self.out.mkdir()
+        self._log = hosts.shared / "log"
+        launch.write_settings(hosts, ranks_per_host)
+        given = ["--nvme", str(hosts.ssd), "--out", str(self.out), *words]
+        self.process = launch.start(hosts, WORKER, given, self._log)
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait(self, limit_s: float = 200) -> int:
+        """The launcher's status."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(self.log()[-5000:]) from None
+
+    def wait_for_step(self, number: int, limit_s: float = 200) -> None:
+        """Return when rank 0 has taken step `number` of a loop."""
+        path = self.out / "step0"
+        wait_for(lambda: self.process.poll() is not None or (path.exists() and int(path.read_text()) >= number), limit_s)
+        assert self.process.poll() is None, self.log()[-5000:]
+
+
+def results(out: Path, num_ranks: int) -> list[dict[str, Any]]:
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float) -> float:
+    """Seconds until the condition was true; fails after `limit_s`."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < limit_s, "waited for too long"
+        time.sleep(0.02)
+    return time.monotonic() - start

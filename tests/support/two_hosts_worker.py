@@ -1,0 +1,100 @@
+"""One rank of a run on two hosts, or on one, for test_two_hosts.py: a small model, parameters and state on SSD.
+
+    deepspeed --hostfile hostfile tests/support/two_hosts_worker.py --nvme FOLDER --out FOLDER [--steps 2] [--loop]
+        [--save FOLDER ...] [--on-signal FOLDER]
+
+Each rank writes OUT/rank<R>.json at the end: losses, a digest of weights and of its share of the state, and per step the bytes
+that came in over the host's link. `--loop`: steps without end; OUT/step<R> holds the number of the last one. `--save`: saves to
+each folder at the end, and says what came of it, as does `--on-signal` of an engine with that `on_signal.save_dir`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# run as a script, so this folder is first on the path
+import harness
+import rank_worker
+import torch
+import torch.distributed as dist
+import two_hosts
+from failing_worker import state_without_padding
+from rig import traffic  # two_hosts has put benchmarks/ on the path
+
+from ds_vertical.distributed import ranks
+
+
+def inbound_bytes() -> int:
+    """Of this host's link; 0 where there is none."""
+    lines = [line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines()]
+    return next((int(rest.split()[0]) for name, _, rest in lines if name.strip() == two_hosts.INTERFACE), 0)
+
+
+def train(engine: Any, rank: int, count: int) -> dict[str, Any]:
+    found: dict[str, list[Any]] = {"losses": [], "inbound": [], "formula": []}
+    for step in itertools.islice(itertools.cycle(rank_worker.batches(rank, dist.get_world_size())), count):
+        dist.barrier()
+        before = inbound_bytes()
+        found["losses"].append(engine.train_batch(iter(step)).item().hex())
+        dist.barrier()
+        found["inbound"].append(inbound_bytes() - before)
+        found["formula"].append(traffic.flat_inbound(traffic.scheduled_bytes(engine), dist.get_world_size()))
+    return found
+
+
+def loop(engine: Any, rank: int, out: Path) -> None:
+    for number, step in enumerate(itertools.cycle(rank_worker.batches(rank, dist.get_world_size()))):
+        engine.train_batch(iter(step))
+        (out / f"step{rank}.new").write_text(str(number))
+        (out / f"step{rank}.new").rename(out / f"step{rank}")
+
+
+def told(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nvme", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--loop", action="store_true")
+    parser.add_argument("--save", type=Path, nargs="*", default=[])
+    parser.add_argument("--on-signal", type=Path)
+    parser.add_argument("--local_rank", type=int)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    harness.start_process_group()
+    rank = int(os.environ["RANK"])
+    config = rank_worker.config(options.nvme, "fp32")
+    start = None
+    if options.on_signal is not None:
+        asking = copy.deepcopy(config)
+        asking["vertical_schedule"]["on_signal"] = {"save_dir": str(options.on_signal)}
+        start = told(lambda: harness.build_engine(asking, rank_worker.OddModel, vertical=True))
+    engine, model = harness.build_engine(config, rank_worker.OddModel, vertical=True)
+    if options.loop:
+        loop(engine, rank, options.out)
+    found = train(engine, rank, options.steps)
+    found |= {"start": start, "neighbours": ranks.ranks_on_this_host()}
+    found["saves"] = [told(partial(engine.save_checkpoint, str(folder))) for folder in options.save]
+    found["digest"] = harness.digest(harness.read_weights(model) | state_without_padding(engine, model, rank))
+    (options.out / f"rank{rank}.json").write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
