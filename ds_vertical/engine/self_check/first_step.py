@@ -54,9 +54,9 @@ class FurtherChecks:
         self._told = True
         named = next(iter(sorted(unsure - checked)), "state on another rank")
         accelerator.log(
-            f"ds_vertical: warning: self_check: {MOST_FURTHER} checks of {self._what} have agreed, each for state that had begun"
-            f" to change; {named} has begun now, and neither that nor further state is checked: keep state under the same names"
-            " in each step"
+            f"ds_vertical: warning: self_check: {MOST_FURTHER} checks of {self._what} have agreed, each for state that had just"
+            f" begun to change; {named} has begun now, and neither that nor further state is checked: keep state under the same"
+            " names in each step"
         )
         return False
 
