@@ -31,6 +31,7 @@ class CountingBlock(Block):
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.calls, self.seen, self.start = 0, list[float](), False
+        self.collected: list[int] = []  # by a hook of the backward
         self.register_buffer("table", torch.zeros(LARGE))
 
     def forward(self, x: torch.Tensor, *args: Any) -> Any:
@@ -94,9 +95,10 @@ def late(folder: Path) -> dict[str, Any]:
 
 
 def alone(folder: Path) -> dict[str, Any]:
-    """Steps that end on one rank for a reason of its own, each with another one that is to start over: the first step learns
-    on rank 0 while the loss fails on rank 1; then rank 1 finds new state while a hook of the backward has written on rank 0
-    what cannot be put back; then state on rank 0 cannot be followed. Steps in between have no fault."""
+    """Steps that end on one rank for a reason of its own: the first step learns on rank 0 while the loss fails on rank 1;
+    later the loss fails there while a hook of the backward has collected something on rank 0; then rank 1 finds new state while
+    such a hook has written on rank 0 what cannot be put back; then state on rank 0 cannot be followed. Steps in between have no
+    fault."""
     first, second, third = batches(3)
 
     def fail(loss: torch.Tensor, _: Any) -> torch.Tensor:
@@ -104,17 +106,18 @@ def alone(folder: Path) -> dict[str, Any]:
             raise ArithmeticError("no loss")
         return loss
 
-    def write(*_: Any) -> None:
-        model.blocks[0].table.data.add_(1)
+    def hooked(hook: Callable[..., None], *given: Any) -> str:
+        with contextlib.ExitStack() as stack:
+            if RANK == 0:
+                stack.callback(model.blocks[0].register_full_backward_hook(hook).remove)
+            return told(lambda: engine.train_batch(iter(second), *given))
 
     with running(folder, Counting) as (engine, model):
         said = [told(lambda: engine.train_batch(iter(first), fail)), told(lambda: engine.train_batch(iter(first)))]
         calls = [block.calls for block in model.blocks]
+        said.append(hooked(lambda *_: model.blocks[0].collected.append(1), fail))
         start(model, 1)
-        hook = model.blocks[0].register_full_backward_hook(write) if RANK == 0 else None
-        said.append(told(lambda: engine.train_batch(iter(second))))
-        if hook is not None:
-            hook.remove()
+        said.append(hooked(lambda *_: model.blocks[0].table.data.add_(1)))
         said.append(told(lambda: engine.train_batch(iter(second))))
         if RANK == 0:
             model.blocks[1].lines = itertools.count()
