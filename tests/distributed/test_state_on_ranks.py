@@ -29,7 +29,7 @@ def on_two_ranks(folder: Path, case: str) -> list[Any]:
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], ends[0][1][-3000:] + ends[1][1][-3000:]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(err[-3000:] for _, err in ends)
     return [json.loads(out.splitlines()[-1]) for out, _ in ends]
 
 

@@ -6,7 +6,6 @@ Prints one line of JSON, which differs from case to case.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -60,7 +59,7 @@ class EvalCountUp(CountUp):
 @contextlib.contextmanager
 def running(folder: Path, build: Callable[[], Any], self_check: bool | None = False) -> Iterator[tuple[Any, Any]]:
     config = config_in(folder, params="cpu", optimizer="cpu", section={"self_check": self_check})
-    with contextlib.redirect_stderr(io.StringIO()), harness.running(config, build, vertical=True) as made:
+    with harness.running(config, build, vertical=True) as made:
         yield made
 
 
