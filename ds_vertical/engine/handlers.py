@@ -227,19 +227,23 @@ class ScheduleRunner:
                 parts.replay.conclude()
             self._live = ()
         except BaseException as error:
-            explained: BaseException = error
             try:
                 self._clean_up(gradients, optimizer)
             except Exception as later:  # the first one is the cause
                 error.add_note(f"and while that was cleaned up: {type(later).__name__}: {later}")
             finally:
                 if isinstance(error, Exception):
-                    explained = error if parts.state is None else parts.state.explained(error)
-                    if parts.replay is not None:
-                        parts.replay.accompany(parts.schedule, self.overlap, explained)
-            if explained is not error:
-                raise explained from error
+                    self._tell(parts, error)
             raise
+
+    def _tell(self, parts: PassParts, error: Exception) -> None:
+        """Tell the other ranks of this rank's own error, by what is to be raised for it. Raises that where it is another
+        one."""
+        explained = error if parts.state is None else parts.state.explained(error)
+        if parts.replay is not None:
+            parts.replay.accompany(parts.schedule, self.overlap, explained)
+        if explained is not error:
+            raise explained from error
 
     def _clean_up(self, gradients: GradientStore | None, optimizer: Optimizer | None) -> None:
         """After an error: each is called, the last one first, whatever another one raises."""

@@ -118,10 +118,7 @@ class ForwardState:
         step = StepState(self.learned, self.model, self._layers, tracked, seeds, self.snake and training)
         step.counts = lambda: self._num_decided() != decided
         modules = {id(module): path for path, module in self.model.named_modules()} if self.learned.handled else {}
-        with (
-            AttributeWatch(tracked, modules, self._layers).watching(),
-            Changed(step.finish),
-        ):
+        with AttributeWatch(tracked, modules, self._layers).watching(), Changed(step.finish):
             try:
                 yield step
             except StateMissed:
