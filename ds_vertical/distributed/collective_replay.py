@@ -91,7 +91,8 @@ class CollectiveReplay:
 
     def accompany(self, schedule: Schedule, overlap: bool, error: Exception) -> None:
         """After `error` go with the others to where they next ask each other. What fails there is noted; it is raised only
-        where `error` asks for the pass to start over, which no rank does alone."""
+        where `error` asks for the pass to start over, which no rank does alone, nor for a reason of its own where all have
+        another one."""
         if self._over:
             return
         try:
@@ -100,10 +101,11 @@ class CollectiveReplay:
             self._decided = self._over = True
             self._others.agree(error)
         except Exception as further:
-            if getattr(error, "starts_over", False) and not getattr(further, "starts_over", False):
+            if further is error:
+                return
+            if getattr(error, "starts_over", False):
                 raise further from error
-            if further is not error:
-                error.add_note(f"the other ranks may not know of it: {type(further).__name__}: {further}")
+            error.add_note(f"the other ranks may not know of it: {type(further).__name__}: {further}")
 
     def _counts(self) -> Counter[str]:
         others = self._others

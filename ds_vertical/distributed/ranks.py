@@ -65,7 +65,8 @@ def all_or_none(what: str, then: Callable[[], None] = lambda: None) -> Iterator[
     """All ranks leave the block, or all of them raise: those without an error of their own OtherRankError. Collective; the
     block itself must have no collective that another rank's error would leave alone. `then`, which may be collective, follows
     on all ranks either way; not after an interrupt, or where the ranks do not hear each other any more. Where all errors have a
-    true `starts_over`, every rank raises such a one: all do once more what the block ends."""
+    true `starts_over`, every rank raises such a one: all do once more what the block ends. One with a true `is_everyones` is
+    raised by every rank, whatever its own is."""
     error: Exception | None = None
     try:
         yield
@@ -76,7 +77,8 @@ def all_or_none(what: str, then: Callable[[], None] = lambda: None) -> Iterator[
         said = all_gathered(None if error is None else (f"{type(error).__name__}: {error}", again))
         others = [(f"rank {number}: {each[0]}", each[1]) for number, each in enumerate(said) if each is not None]
         if all(each is not None for _, each in others):
-            error = error or others[0][1]
+            everyones = (each for _, each in others if getattr(each, "is_everyones", False))
+            error = next(everyones, error or others[0][1])
         elif error is None or again is not None:
             told = next(text for text, each in others if each is None)
             error = OtherRankError(f"{what} failed on {len(others)} of {len(said)} ranks; {told}")

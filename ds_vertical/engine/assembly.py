@@ -230,7 +230,9 @@ class Assembly:
     def watch_state(self) -> ForwardState:
         """What the modules hold that belongs to one forward."""
         optimizer, in_turn = self.optimizer, self.vertical.order == "horizontal"
-        return ForwardState(self.module, self.layers, lambda: optimizer.driver.num_decided, in_turn, self.vertical.snake)
+        agreed = partial(optimizer.live.agreed, "a step or an evaluation")
+        num_decided, snake = (lambda: optimizer.driver.num_decided), self.vertical.snake
+        return ForwardState(self.module, self.layers, num_decided, in_turn, snake, agreed)
 
     def new_runner(
         self, params: ParamStore, activations: ActivationStore | None, stopping: Stopping, state: ForwardState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ class PassParts:
     """What the handlers of one pass over the layers work on.
 
     `leave`: see `ScheduleRunner`. `replay`: takes part in the other ranks' collectives where this rank's part of the pass
-    fails; None where there is one rank.
+    fails; None where there is one rank. `state`: of the modules; it explains errors.
     """
 
     schedule: Schedule
@@ -69,6 +69,7 @@ class PassParts:
     params: Params
     leave: Callable[[], bool]
     replay: CollectiveReplay | None
+    state: StepState | None = None
     bodies: Sequence[Body] = ()  # for their losses
     watch: OutsideWatch | None = None  # where units outside the layers are away at times
 
@@ -106,12 +107,13 @@ class ScheduleRunner:
         scale: LossScale,
     ) -> list[torch.Tensor]:
         """One training step. Each body returns its loss; backward starts from `scale(loss)`. Returns the losses."""
-        with preserved(), self._stubs() as stubs, self._state_of(bodies) as modules:
+        replay = self._replay()
+        with preserved(), self._stubs() as stubs, self._state_of(schedule, bodies, replay) as modules:
             gradients.expect(len(bodies), schedule.calls)
             watch = self._watch(schedule)
             shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, self.kinds, self.probe, watch)
             micro_batches = self._micro_batches(bodies, shared, moved=schedule.moved)
-            parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay(), bodies, watch)
+            parts = PassParts(schedule, micro_batches, self.params, self.leave, replay, modules, bodies, watch)
             hints = schedule.coming if self.overlap else {}
             training = _Training(parts, gradients, scale, optimizer, self._stores, hints)
             self._run(parts, training.handlers(), gradients, optimizer, self.tracer)
@@ -127,20 +129,22 @@ class ScheduleRunner:
     ) -> list[torch.Tensor]:
         """Forwards and backwards of a training step, nothing else. `note_gradient` hears of each parameter of a layer that has
         its gradient, with the micro-batch's number; the sums outside the layers are left to the caller. Returns the losses."""
-        with preserved(), self._stubs() as stubs, self._state_of(bodies) as modules:
+        replay = self._replay(only_gathers=True)
+        with preserved(), self._stubs() as stubs, self._state_of(schedule, bodies, replay) as modules:
             watch = self._watch(schedule)
             shared = ForwardPass(self.layers, stubs, True, modules, schedule.calls, watch=watch)
-            micro_batches, replay = self._micro_batches(bodies, shared), self._replay(only_gathers=True)
-            parts = PassParts(schedule, micro_batches, self.params, lambda: False, replay, bodies, watch)
+            micro_batches = self._micro_batches(bodies, shared)
+            parts = PassParts(schedule, micro_batches, self.params, lambda: False, replay, modules, bodies, watch)
             checking = _Checking(parts, gradients, scale, self.layers, note_gradient)
             self._run(parts, checking.handlers(), gradients)
         return checking.losses
 
     def evaluate(self, schedule: Schedule, bodies: Sequence[Body]) -> list[Any]:
         """One forward-only pass. Returns what each body returned."""
-        with preserved(), self._stubs() as stubs, self._state_of(bodies, training=False) as modules:
+        replay = self._replay()
+        with preserved(), self._stubs() as stubs, self._state_of(schedule, bodies, replay, training=False) as modules:
             micro_batches = self._micro_batches(bodies, ForwardPass(self.layers, stubs, False, modules, schedule.calls))
-            parts = PassParts(schedule, micro_batches, self.params, self.leave, self._replay())
+            parts = PassParts(schedule, micro_batches, self.params, self.leave, replay, modules)
             evaluation = _Evaluation(parts)
             self._run(parts, evaluation.handlers())
         if len(bodies) == 1 and bodies[0].seed is None:
@@ -157,11 +161,24 @@ class ScheduleRunner:
     def _replay(self, only_gathers: bool = False) -> CollectiveReplay | None:
         return None if self.others is None else CollectiveReplay(self.others, only_gathers)
 
-    def _state_of(self, bodies: Sequence[Body], training: bool = True) -> contextlib.AbstractContextManager[StepState | None]:
+    @contextlib.contextmanager
+    def _state_of(
+        self, schedule: Schedule, bodies: Sequence[Body], replay: CollectiveReplay | None, training: bool = True
+    ) -> Iterator[StepState | None]:
+        """See `ForwardState.opened`. Where that refuses the state on this rank alone, all ranks raise."""
         if self.state is None:
-            return contextlib.nullcontext()
+            yield None
+            return
         functions = list(dict.fromkeys(function for body in bodies for function in body.functions))
-        return self.state.opened([body.form for body in bodies], [body.seed for body in bodies], functions, training)
+        state = self.state.opened([body.form for body in bodies], [body.seed for body in bodies], functions, training)
+        with contextlib.ExitStack() as stack:
+            try:
+                modules = stack.enter_context(state)
+            except Exception as error:
+                if replay is not None:
+                    replay.accompany(schedule, self.overlap, error)
+                raise
+            yield modules
 
     def _stubs(self) -> Stubs:
         return Stubs(self.layers, None if self.state is None else self.state.model)
@@ -217,9 +234,18 @@ class ScheduleRunner:
             except Exception as later:  # the first one is the cause
                 error.add_note(f"and while that was cleaned up: {type(later).__name__}: {later}")
             finally:
-                if parts.replay is not None and isinstance(error, Exception):
-                    parts.replay.accompany(parts.schedule, self.overlap, error)
+                if isinstance(error, Exception):
+                    self._tell(parts, error)
             raise
+
+    def _tell(self, parts: PassParts, error: Exception) -> None:
+        """Tell the other ranks of this rank's own error, by what is to be raised for it. Raises that where it is another
+        one."""
+        explained = error if parts.state is None else parts.state.explained(error)
+        if parts.replay is not None:
+            parts.replay.accompany(parts.schedule, self.overlap, explained)
+        if explained is not error:
+            raise explained from error
 
     def _clean_up(self, gradients: GradientStore | None, optimizer: Optimizer | None) -> None:
         """After an error: each is called, the last one first, whatever another one raises."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cut_kinds import BUILD, KINDS, SECTION, STEPS, evaluate, make
+from cut_first import FirstTrials, in_check, in_step, sites_of_check
+from cut_kinds import BUILD, FIRST, KINDS, SECTION, STEPS, evaluate, make
 from cutting import Cut, Reference, Site, Trials, chosen, recorded, reference_of, surroundings
 from harness import base_config, contents, differing, dispose, read_weights, running, small_buffers
 
@@ -52,19 +53,29 @@ def share(found: Counter[Site], kinds: Sequence[str], kind: str, sites_of: Calla
     return [cut for number, cut in enumerate(chosen(found)) if cut.site not in before or number % len(kinds) == index]
 
 
+WHOLE = ("stateful",)  # kinds in which each boundary is cut
+
+
 def in_train_batch(folder: Path, kind: str, count: int | None) -> None:
     with trials_of(folder, kind) as trials:
-        cuts = share(trials.found, list(KINDS), kind, sites_of_step) if count is None else chosen(trials.found, count)
+        shared = count is None and kind not in WHOLE
+        cuts = share(trials.found, list(KINDS), kind, sites_of_step) if shared else chosen(trials.found, count)
         assert len(trials.found) > 600, "boundaries of functions are not seen"
         for cut in cuts:
             trials.cut(cut)
+    say(f"a step, {kind}", cuts, trials)
     assert not trials.wrong, "\n".join(trials.wrong)
     assert sum(bool(cut.done) for cut in cuts) > 0.85 * len(cuts), "most of them were to be reached"
     # only where a step is being made to count, or has been taken in place before it is known whether it does
     assert count or len(trials.torn) < (0.7 if kind == "in place" else 0.35) * len(cuts), "\n".join(trials.torn)
 
 
-@pytest.mark.parametrize("kind", ["early", "delayed"])
+def say(what: str, cuts: Sequence[Cut], trials: Trials) -> None:
+    print(f"{what}: {len(cuts)} cuts, {sum(bool(cut.done) for cut in cuts)} reached: {trials}")
+    print(*trials.others, sep="\n")
+
+
+@pytest.mark.parametrize("kind", ["early", "delayed", "stateful"])
 def test_a_step_that_is_cut_anywhere(tmp_path: Path, kind: str) -> None:
     in_train_batch(tmp_path, kind, 14)
 
@@ -74,6 +85,45 @@ def test_a_step_that_is_cut_anywhere(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_cut_everywhere(tmp_path: Path, kind: str) -> None:
     in_train_batch(tmp_path, kind, None)
+
+
+# ---- the first step
+
+
+FIRST_STEPS = STEPS[:3]
+
+
+@cache
+def first_reference(kind: str) -> Reference:
+    recording = sites_of_check if kind == "self-check" else lambda _: recorded()
+    with tempfile.TemporaryDirectory() as folder:
+        return reference_of(Path(folder) / "reference", partial(make, kind), FIRST_STEPS, 0, recording)
+
+
+def in_first_step(folder: Path, kind: str, count: int | None) -> None:
+    around = in_check if kind == "self-check" else in_step
+    with FirstTrials(folder, partial(make, kind), FIRST_STEPS, first_reference(kind), around=around) as trials:
+        cuts = chosen(trials.found, count)
+        assert len(trials.found) > 500, "boundaries of functions are not seen"
+        for cut in cuts:
+            trials.cut(cut)
+    say(kind, cuts, trials)
+    assert not trials.wrong, "\n".join(trials.wrong)
+    assert sum(bool(cut.done) for cut in cuts) > 0.85 * len(cuts), "most of them were to be reached"
+    assert count or len(trials.torn) < 0.35 * len(cuts), "\n".join(trials.torn)
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_a_first_step_that_is_cut_anywhere(tmp_path: Path, kind: str) -> None:
+    """While it learns which state the forwards change, and in the self-check before it."""
+    in_first_step(tmp_path, kind, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", FIRST)
+def test_a_first_step_that_is_cut_everywhere(tmp_path: Path, kind: str) -> None:
+    in_first_step(tmp_path, kind, None)
 
 
 # ---- what is no step
@@ -122,6 +172,7 @@ def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None
         for cut in cuts:
             trials.cut(cut, action)
             shutil.rmtree(folder / "saved", ignore_errors=True)
+    say(f"{name}, {kind}", cuts, trials)
     assert not trials.wrong, "\n".join(trials.wrong)
     assert count or len(trials.torn) < 0.35 * len(cuts), "\n".join(trials.torn)
 
@@ -157,7 +208,7 @@ def sites_of_load(kind: str) -> frozenset[Site]:
 def loads(folder: Path, kind: str, count: int | None) -> None:
     """A load that is cut has happened, or has not, or has torn the state."""
     engine, model = make(kind, folder / "first")
-    made, wrong = 1, []
+    made, wrong, whole = 1, list[str](), 0
     try:
         for step in STEPS[:2]:
             engine.train_batch(iter(step))
@@ -165,7 +216,8 @@ def loads(folder: Path, kind: str, count: int | None) -> None:
         saved = contents(engine, model)
         with recorded() as found:
             engine.load_checkpoint(str(folder / "saved"), tag="two")
-        for cut in share(found, BETWEEN, kind, sites_of_load) if count is None else chosen(found, count):
+        cuts = share(found, BETWEEN, kind, sites_of_load) if count is None else chosen(found, count)
+        for cut in cuts:
             engine.train_batch(iter(STEPS[2]))
             trained = contents(engine, model)
             try:
@@ -179,6 +231,7 @@ def loads(folder: Path, kind: str, count: int | None) -> None:
                     wrong.append(str(cut))
                 engine.load_checkpoint(str(folder / "saved"), tag="two")
                 assert not differing(saved, contents(engine, model))
+                whole += 1
             except TornStateError:
                 made += 1
                 _dispose(engine)
@@ -186,6 +239,7 @@ def loads(folder: Path, kind: str, count: int | None) -> None:
                 engine.load_checkpoint(str(folder / "saved"), tag="two")
     finally:
         _dispose(engine)
+    print(f"load, {kind}: {len(cuts)} cuts: {whole - len(wrong)} right, {made - 1} marked torn, {len(wrong)} wrong")
     assert not wrong, "\n".join(wrong)
 
 

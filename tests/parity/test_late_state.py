@@ -6,11 +6,8 @@ Each case trains four steps and evaluates after two of them, without the self-ch
 from __future__ import annotations
 
 import contextvars
-import json
 import math
-import os
 import random
-import subprocess
 import sys
 import threading
 import types
@@ -24,8 +21,6 @@ import numpy as np
 import pytest
 import torch
 from harness import differing, read_weights, running
-from places import SUPPORT
-from processes import free_port
 from stateful import NUM_LAYERS, Base, Block, CountUp, M, Model, batches, config_in
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
@@ -1227,27 +1222,6 @@ def test_micro_batches_of_an_evaluation_have_numbers_of_their_own(tmp_path: Path
             engine.eval_batch(iter(same), lambda loss, _: losses.append(loss.item()) or loss)
         assert len(set(losses)) == len(losses) >= 2 * M
         assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
-
-
-@pytest.mark.slow
-def test_all_ranks_start_over_where_one_has_found_new_state(tmp_path: Path) -> None:
-    worker = SUPPORT / "state_worker.py"
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = []
-    for rank in range(2):
-        env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(worker), str(tmp_path)]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    try:
-        ends = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], ends[0][1][-3000:] + ends[1][1][-3000:]
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in ends)
-    assert first["losses"] == second["losses"] and first["weights"] == second["weights"]
-    assert first["calls"] == second["calls"] == [3 * M] * 4
-    assert first["seen"] == [2 * M] * 4 and second["seen"] == [0] * 4
 
 
 # ---- what users do between steps to a model that has kept no state

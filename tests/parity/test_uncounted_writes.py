@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from stateful import Base, Block, batches, config_in
 
 from ds_vertical import interrupts
 from ds_vertical.errors import LayerError
+from ds_vertical.model.state import fingerprints, snapshot
 from ds_vertical.model.state.fingerprints import LARGEST_NUMEL, fingerprint, same_fingerprint, sums_of_bits
+from ds_vertical.model.state.snapshot import Snapshot
+from ds_vertical.model.state.survey import StateSlot, entry_of
 
 slow = pytest.mark.slow
 NUMEL = 70_000  # more than are copied in each step
@@ -119,6 +123,60 @@ def test_a_step_that_starts_over_for_something_else_does_not_hide_it(tmp_path: P
             block.start = True
         with pytest.raises(LayerError, match=r"blocks\.\d\.table \(70000 elements\)"):
             engine.train_batch(iter(batches(1)[0]))
+
+
+# ---- more of them than a step reads
+
+
+def pieces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a look reads a tenth of the four blocks' tables and arrays."""
+    monkeypatch.setattr(snapshot, "MOST_BYTES", 4 * NUMEL * (4 + 8) // 10)
+
+
+def add_to_one(block: Any) -> None:
+    """Between two of the pieces."""
+    block.table.data[NUMEL // 4] += 0.01
+
+
+def test_where_there_are_too_many_bytes_pieces_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.zeros(NUMEL), torch.zeros(3, NUMEL, dtype=torch.int64), torch.zeros(1).expand(1 << 40)]
+    read: list[int] = []
+
+    def counted(tensor: torch.Tensor, share: float) -> list[torch.Tensor]:
+        found = pieces(tensor, share)
+        read.append(sum(piece.nbytes for piece in found))
+        return found
+
+    pieces = fingerprints._pieces
+    monkeypatch.setattr(fingerprints, "_pieces", counted)
+    total = sum(fingerprints.num_bytes_read(tensor) for tensor in tensors)
+    for most in (total, total // 10, total // 100_000):
+        monkeypatch.setattr(snapshot, "MOST_BYTES", most)
+        places = [StateSlot(str(index), -1, entry_of({"t": each}, "t")) for index, each in enumerate(tensors)]
+        taken = Snapshot(places, [], closely=False)
+        assert not list(taken.changes(whole=True))
+        first, second = sum(read[: len(read) // 2]), sum(read[len(read) // 2 :])
+        assert first == second <= max(most, 2 * (4 + 8 + 4)) and first > 0.8 * most, (most, read)
+        read.clear()
+        for tensor in tensors[:2]:
+            for index in (0, -1):
+                tensor.data.view(-1)[index] += 1
+                assert len(list(taken.changes(whole=True))) == 1
+                tensor.data.view(-1)[index] -= 1
+        read.clear()
+
+
+def test_a_write_to_all_of_a_tensor_is_refused_though_pieces_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One to an element between the pieces is not seen: docs/state.md says so."""
+    pieces_alone(monkeypatch)
+    for how in (add, add_to_one):
+        with running(config_in(tmp_path, section={"self_check": False}), writing(how), vertical=True) as (engine, model):
+            engine.train_batch(iter(batches(1)[0]))
+            for block in model.blocks:
+                block.start = True
+            refused = pytest.raises(LayerError, match=r"blocks\.\d\.table \(70000 elements\)")
+            with refused if how is add else contextlib.nullcontext():
+                engine.train_batch(iter(batches(1)[0]))
 
 
 # ---- made by the forward itself

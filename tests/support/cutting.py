@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from cut_kinds import state_of
 from harness import digest, dispose, read_state, read_weights
 from torch import nn
 
@@ -117,8 +118,6 @@ def surroundings(model: nn.Module) -> dict[str, Any]:
         found[f"module {name}"] = list(vars(module)), module.training, hooks, module.forward
     for name, param in model.named_parameters():
         found[f"parameter {name}"] = param.requires_grad, param.grad is None, param.numel()
-    for name, buffer in model.named_buffers():
-        found[f"buffer {name}"] = buffer.tolist()
     return found
 
 
@@ -127,28 +126,37 @@ Make = Callable[[Path], tuple[Any, nn.Module]]
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nobody interrupts: losses, digests after the last steps, where engines end, and what the third step passes."""
+    """A run that nobody interrupts: losses, what the modules hold after each step, digests after the last steps, where engines
+    end, and what one step passes."""
 
     losses: list[float]
+    states: list[dict[str, Any]]
     digests: dict[int, str]
     found: Counter[Site]
 
 
-def reference_of(folder: Path, make: Make, steps: Sequence[Any]) -> Reference:
-    """Train one in `folder`, which is removed."""
+def reference_of(
+    folder: Path,
+    make: Make,
+    steps: Sequence[Any],
+    watched: int = 2,
+    recording: Callable[[Any], contextlib.AbstractContextManager[Counter[Site]]] = lambda _: recorded(),
+) -> Reference:
+    """Train one in `folder`, which is removed. `watched`: the step whose sites `recording` of the engine finds."""
     engine, model = make(folder)
-    losses, digests, found = [], {}, Counter[Site]()
+    losses, states, digests, found = [], [], {}, Counter[Site]()
     try:
         for index, step in enumerate(steps):
-            with recorded() if index == 2 else contextlib.nullcontext(found) as passed:
+            with recording(engine) if index == watched else contextlib.nullcontext(found) as passed:
                 losses.append(engine.train_batch(iter(step)).item())
             found = passed
+            states.append(state_of(model))
             if index >= len(steps) - 5:
                 digests[index] = digest(read_weights(model) | read_state(engine, model))
     finally:
         dispose(engine)
         shutil.rmtree(folder, ignore_errors=True)
-    return Reference(losses, digests, found)
+    return Reference(losses, states, digests, found)
 
 
 class Trials:
@@ -156,7 +164,8 @@ class Trials:
 
     A step that was interrupted has been taken or not, as `global_steps` tells, and the run goes on with the next one; where the
     engine says that its state is torn, a new one starts over. `wrong`: what went on with other numbers, or broke; `torn`: where
-    the engine said so; `whole`: how many times the run went on. Runs of one `make` and `steps` may share their `reference`.
+    the engine said so; `whole`: how many times the run went on; `others`: cut calls that raised something else than the
+    interrupt. Runs of one `make` and `steps` may share their `reference`.
     """
 
     def __init__(self, folder: Path, make: Make, steps: Sequence[Any], reference: Reference | None = None) -> None:
@@ -172,9 +181,15 @@ class Trials:
         self.whole = 0
         self.torn: list[str] = []
         self.wrong: list[str] = []
+        self.others: list[str] = []
 
     def __enter__(self) -> Trials:
         return self
+
+    def __str__(self) -> str:
+        """The counts."""
+        counts = f"{self.whole} right, {len(self.torn)} marked torn, {len(self.wrong)} wrong"
+        return f"{counts}, {len(self.others)} with another exception than the interrupt"
 
     def __exit__(self, *_: object) -> None:
         if self._engine is not None:
@@ -214,6 +229,7 @@ class Trials:
             return
         except Exception as error:
             cut.done = cut.done or f"{type(error).__name__}: {error}"
+            self.others.append(f"{cut}: {type(error).__name__}: {error}")
         try:
             self._go_on(2)
             self._check_around(model)
@@ -227,6 +243,8 @@ class Trials:
     def _check_around(self, model: nn.Module) -> None:
         around = surroundings(model)
         changed = [name for name in around | self._around if around.get(name) != self._around.get(name)]
+        found, expected = state_of(model), self._reference.states[self._engine.global_steps - 1]
+        changed += [name for name in found | expected if found.get(name) != expected.get(name)]
         assert not changed, f"not as before: {changed}"
 
     def _is_wrong(self, cut: Any, error: BaseException) -> None:

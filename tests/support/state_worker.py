@@ -1,36 +1,41 @@
-"""One of two ranks whose model keeps state that begins to change in the second step, on rank 0 alone: `state_worker.py FOLDER`.
+"""One of two ranks whose models keep state that is not the same on both: `state_worker.py FOLDER CASE`.
 
-Prints one line of JSON: losses, a digest of the weights, what the blocks have counted, lines that say that a step started over.
+Prints one line of JSON, which differs from case to case.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import itertools
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 # run as a script, so this folder is first on the path
 import harness
 import torch
-from stateful import Base, Block, batches, config_in
+from stateful import Base, Block, CountUp, M, batches, config_in
 
 RANK = int(os.environ["RANK"])
+LARGE = 70_000  # elements: more than are copied in each step
 
 
 class CountingBlock(Block):
-    """Counts from the first step on; `seen` grows on rank 0 alone, from the second one on."""
+    """Counts from the first step on; `seen` grows once it is to `start`."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.calls, self.seen, self.start = 0, list[float](), False
+        self.collected: list[int] = []  # by a hook of the backward
+        self.register_buffer("table", torch.zeros(LARGE))
 
     def forward(self, x: torch.Tensor, *args: Any) -> Any:
         self.calls += 1
-        if self.start and RANK == 0:
+        if self.start:
             self.seen.append(x.mean().item())
         return self.body(x * (1 + 0.05 * self.calls))
 
@@ -39,22 +44,109 @@ class Counting(Base):
     block = CountingBlock
 
 
-def main(folder: str) -> None:
-    said, losses = io.StringIO(), []
-    config = config_in(Path(folder), params="cpu", optimizer="cpu", section={"self_check": True})
-    with contextlib.redirect_stderr(said), harness.running(config, Counting, vertical=True) as (engine, model):
+class EvalCountBlock(Block):
+    """All blocks count up one counter in evaluations: no order but stock's gives it."""
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.counter[0] += not self.training
+        return self.body(x * (1 + 0.01 * self.counter[0]))
+
+
+class EvalCountUp(CountUp):
+    block = EvalCountBlock
+
+
+@contextlib.contextmanager
+def running(folder: Path, build: Callable[[], Any], self_check: bool | None = False) -> Iterator[tuple[Any, Any]]:
+    config = config_in(folder, params="cpu", optimizer="cpu", section={"self_check": self_check})
+    with harness.running(config, build, vertical=True) as made:
+        yield made
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The name and the text of what a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def start(model: Any, rank: int) -> None:
+    for block in model.blocks if rank == RANK else ():
+        block.start = True
+
+
+def late(folder: Path) -> dict[str, Any]:
+    """State that begins to change in the second step, on rank 0 alone."""
+    losses = []
+    with running(folder, Counting, self_check=True) as (engine, model):
         for index, step in enumerate(batches(3)):
             losses.append(engine.train_batch(iter(step)).item())
-            for block in model.blocks if index == 0 else ():
-                block.start = True
-        found = {
+            if index == 0:
+                start(model, 0)
+        return {
             "losses": losses,
             "weights": harness.digest(harness.read_weights(model)),
             "calls": [block.calls for block in model.blocks],
             "seen": [len(block.seen) for block in model.blocks],
         }
-    print(json.dumps(found))
+
+
+def alone(folder: Path) -> dict[str, Any]:
+    """Steps that end on one rank for a reason of its own: the first step learns on rank 0 while the loss fails on rank 1;
+    later the loss fails there while a hook of the backward has collected something on rank 0; then rank 1 finds new state while
+    such a hook has written on rank 0 what cannot be put back; then state on rank 0 cannot be followed. Steps in between have no
+    fault."""
+    first, second, third = batches(3)
+
+    def fail(loss: torch.Tensor, _: Any) -> torch.Tensor:
+        if RANK == 1:
+            raise ArithmeticError("no loss")
+        return loss
+
+    def write(*_: Any) -> None:
+        model.blocks[0].table.data.add_(1)
+
+    def hooked(hook: Callable[..., None], *given: Any) -> str:
+        with contextlib.ExitStack() as stack:
+            if RANK == 0:
+                stack.callback(model.blocks[0].register_full_backward_hook(hook).remove)
+            return told(lambda: engine.train_batch(iter(second), *given))
+
+    with running(folder, Counting) as (engine, model):
+        said = [told(lambda: engine.train_batch(iter(first), fail)), told(lambda: engine.train_batch(iter(first)))]
+        calls = [block.calls for block in model.blocks]
+        said.append(hooked(lambda *_: model.blocks[0].collected.append(1), fail))
+        start(model, 1)
+        said.append(hooked(write))
+        said.append(told(lambda: engine.train_batch(iter(second))))
+        if RANK == 0:
+            model.blocks[1].lines = itertools.count()
+        uses = (lambda: engine.train_batch(iter(third))), (lambda: engine.eval_batch(iter(third)))
+        said += [told(use) for use in uses]
+        if RANK == 0:
+            del model.blocks[1].lines
+        said += [told(use) for use in uses]
+        return {"told": said, "steps": engine.global_steps, "calls": calls, "seen": len(model.blocks[0].seen)}
+
+
+def evaluations(folder: Path) -> dict[str, Any]:
+    """Evaluations of other numbers of micro-batches on rank 1 than on rank 0, of a model that no such order gets right."""
+    said = {}
+    for counts in ((1, 1), (M, 1), (1, 2), (M, 2)):
+        with running(folder, EvalCountUp, self_check=None) as (engine, model):
+            engine.train_batch(iter(batches(1)[0]))
+            step = batches(1)[0][: counts[RANK]]
+            said[str(counts)] = told(partial(engine.eval_batch, iter(step))), model.blocks[0].counter[0]
+            engine.train_batch(iter(batches(1)[0]))
+    return said
+
+
+def main(folder: str, case: str) -> None:
+    cases = {"late": late, "alone": alone, "evaluations": evaluations}
+    print(json.dumps(cases[case](Path(folder))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

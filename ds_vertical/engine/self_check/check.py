@@ -75,23 +75,31 @@ class SelfCheck:
     def _around(self) -> tuple[Unit, ...]:
         return self.layers.outside.units
 
-    def run(self, bodies: Sequence[Body]) -> tuple[str, SelfCheckError | None]:
+    def _agreed(self) -> contextlib.AbstractContextManager[None]:
+        return self.parts.optimizer.live.agreed("self_check")
+
+    def run(self, bodies: Sequence[Body]) -> tuple[str, Exception | None]:
         """Compare both orders over these micro-batches. Returns a line of what it took, and what is wrong."""
         functions = [function for body in bodies for function in body.functions]
         blocks = [block.module for block in self.layers.blocks]
-        snapshot = Snapshot(*survey(self.parts.module, blocks, functions)[:2])
-        undo = partial(put_state_back, snapshot, Snapshot(*survey_backward(self.parts.module)))
+        with self._agreed():
+            snapshot = Snapshot(*survey(self.parts.module, blocks, functions)[:2])
+            undo = partial(put_state_back, snapshot, Snapshot(*survey_backward(self.parts.module)))
         failed = Changed(self.gradients.drop_all, only_if_failed=True)
         with preserved(), generators_kept(), Changed(partial(undo, refuse=False)), failed:
             start = time.perf_counter()
             plain = self._plain(bodies)
             middle = time.perf_counter()
             left = [(change, change.item.capture()) for change in snapshot.changes()]
-            undo()
+            with self._agreed():
+                undo()
             ours, error = self._tried(bodies)
             own = [change.item.capture() for change, _ in left]
             self._choose_last(left, own)
-            undo()
+            with self._agreed():
+                undo()
+                if error is not None and not isinstance(error, SelfCheckError):
+                    raise error
         if ours is not None:
             around = [param for unit in self._around for param in self.gradients.params(unit)]
             comparison = Comparison(self.parts.module, self.layers, around)
@@ -126,15 +134,12 @@ class SelfCheck:
         record.around = self._sums()
         return record
 
-    def _tried(self, bodies: Sequence[Body]) -> tuple[Record | None, SelfCheckError | None]:
+    def _tried(self, bodies: Sequence[Body]) -> tuple[Record | None, Exception | None]:
         """What the schedule computes, or that it fails where torch's own order has not."""
         try:
             return self._scheduled(bodies), None
         except Exception as failure:
-            error = self._diagnosis.of_schedule(failure)
-            if not isinstance(error, SelfCheckError):
-                raise
-            return None, error
+            return None, self._diagnosis.of_schedule(failure)
 
     def _scheduled(self, bodies: Sequence[Body]) -> Record:
         state = self.runner.state

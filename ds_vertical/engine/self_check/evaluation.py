@@ -6,6 +6,7 @@ values in layer-major order than in stock's. Its forwards have the random number
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -16,7 +17,7 @@ from ds_vertical.engine.handlers import Body
 from ds_vertical.engine.self_check.check import generators_kept, put_state_back
 from ds_vertical.engine.self_check.diagnosis import Diagnosis, SelfCheckError
 from ds_vertical.engine.self_check.digests import digests_of, largest_distance
-from ds_vertical.engine.self_check.first_step import NUM_MICRO_BATCHES
+from ds_vertical.engine.self_check.first_step import NUM_MICRO_BATCHES, FurtherChecks
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.state.snapshot import Snapshot
 from ds_vertical.model.state.survey import survey
@@ -30,6 +31,7 @@ class EvaluationCheck:
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
+        self._further = FurtherChecks(parts, "evaluations")
         self._checked: set[str] = set()  # paths of state that the last check has seen
 
     def run(self, bodies: Sequence[Body], evaluate: Evaluate) -> None:
@@ -37,28 +39,35 @@ class EvaluationCheck:
         afterwards what they held before. Raises SelfCheckError on every rank."""
         if self._parts.vertical.self_check is False:
             return
-        asked = ranks.all_gathered((len(bodies), not self._checked >= self._parts.state.unsure))
-        if min(count for count, _ in asked) < NUM_MICRO_BATCHES or not any(is_asked for _, is_asked in asked):
-            return  # on all ranks, whose numbers of micro-batches may differ
+        if max(ranks.all_gathered(len(bodies))) < NUM_MICRO_BATCHES or not self._further.is_due(self._checked):
+            return  # on all ranks
         error = self._compared(bodies[:NUM_MICRO_BATCHES], evaluate)
         said = "agree" if error is None else "differ"
         accelerator.log(f"ds_vertical: self_check: {NUM_MICRO_BATCHES} micro-batches of an evaluation: they {said}")
-        with self._parts.optimizer.live.agreed("self_check"):
+        with self._agreed():
             if error is not None:
                 raise error
+        self._further.note_agreed()
         self._checked |= self._parts.state.unsure
 
+    def _agreed(self) -> contextlib.AbstractContextManager[None]:
+        return self._parts.optimizer.live.agreed("self_check")
+
     def _compared(self, bodies: Sequence[Body], evaluate: Evaluate) -> SelfCheckError | None:
+        """What is wrong. All ranks run as many passes: one with a single micro-batch runs that again."""
         parts = self._parts
         functions = [function for body in bodies for function in body.functions]
         blocks = [block.module for block in parts.layers.blocks]
-        undo = partial(put_state_back, Snapshot(*survey(parts.module, blocks, functions)[:2]))
+        with self._agreed():
+            undo = partial(put_state_back, Snapshot(*survey(parts.module, blocks, functions)[:2]))
         with preserved(), generators_kept(), Changed(partial(undo, refuse=False)):
             together = evaluate(bodies)  # first: it learns of the state
-            undo()
-            apart = [evaluate([body])[0] for body in bodies]
-            undo()
-            found = next(_differences(together, apart), None)
+            with self._agreed():
+                undo()
+            apart = [evaluate([bodies[index % len(bodies)]])[0] for index in range(NUM_MICRO_BATCHES)]
+            with self._agreed():
+                undo()
+            found = next(_differences(together, apart[: len(bodies)]), None)
         if found is None:
             return None
         return Diagnosis(parts.layers, parts.vertical.order, parts.state).of_evaluation(*found)

@@ -28,6 +28,41 @@ from ds_vertical.model.thread_state import preserved
 from ds_vertical.schedule.passes import TrainingStep
 
 NUM_MICRO_BATCHES: Final = 2
+MOST_FURTHER: Final = 8  # checks for state that has become known of
+
+
+class FurtherChecks:
+    """The checks of one engine, of its steps or of its evaluations, for state that has become known of: MOST_FURTHER of them.
+
+    A model may give its state a new name in each step, and would be checked in each. `what`: the steps or the evaluations, for
+    the log.
+    """
+
+    def __init__(self, parts: StepParts, what: str) -> None:
+        self._parts = parts
+        self._what = what
+        self._agreed, self._told = 0, False
+
+    def is_due(self, checked: set[str]) -> bool:
+        """Whether a rank knows of state that is not among the `checked`, and a check is left. Where none is, a line in the log
+        says so once. Collective."""
+        unsure = self._parts.state.unsure
+        if not any(ranks.all_gathered(not checked >= unsure)) or self._told:
+            return False
+        if self._agreed < MOST_FURTHER:
+            return True
+        self._told = True
+        named = next(iter(sorted(unsure - checked)), "state on another rank")
+        accelerator.log(
+            f"ds_vertical: warning: self_check: {MOST_FURTHER} checks of {self._what} have agreed, each for state that had just"
+            f" begun to change; {named} has begun now, and neither that nor further state is checked: keep state under the same"
+            " names in each step"
+        )
+        return False
+
+    def note_agreed(self) -> None:
+        """A check that was due has found nothing wrong."""
+        self._agreed += 1
 
 
 class FirstStepCheck:
@@ -42,6 +77,7 @@ class FirstStepCheck:
         self.checked_model: str | None = None
         self.checked_state: set[str] = set()
         self._parts = parts
+        self._further = FurtherChecks(parts, "training steps")
         self._is_done = False
 
     def learn_state(self) -> None:
@@ -68,11 +104,12 @@ class FirstStepCheck:
         """Before a step over these micro-batches is run again, and learns anew: see [Note: late state]. Collective. Raises as
         `run` does."""
         self._parts.start_over()
-        if not (self._is_done and any(ranks.all_gathered(not self.checked_state >= self._parts.state.unsure))):
+        if not (self._is_done and self._further.is_due(self.checked_state)):
             return
         model, self.checked_model = self.checked_model, None
         self._is_done = False  # and stays so where this check fails: the next step is checked, too
         self._check(bodies[-NUM_MICRO_BATCHES:], scale_of)  # the last ones: what has begun late goes on in them
+        self._further.note_agreed()
         self._is_done, self.checked_model = True, model
 
     def _check(self, bodies: Sequence[Body], scale_of: Callable[[int], LossScale]) -> None:

@@ -1,7 +1,7 @@
 """Fingerprints of tensors' elements, which tell that a tensor was written although torch has not counted it.
 
 `tensor.data.add_()`, NumPy's writes, and some kernels change elements without a trace in the tensor's count of in-place writes.
-Where no copy of the elements is kept, their fingerprint is.
+Where no copy of the elements is kept, their fingerprint is. A fingerprint is of the whole tensor, or of pieces of it.
 
 [Note: others' memory] A tensor that is a part of larger memory has no fingerprint: it may lie in a buffer in which a parameter
 was when the tensor was made (`self.seen = self.weight.detach()`), and another one is now. Nor has a subclass that wraps other
@@ -10,6 +10,7 @@ tensors. Both have UNREAD in its place.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -19,24 +20,32 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Fingerprint = int | torch.Tensor
 
-LARGEST_NUMEL: Final = 1 << 24  # elements of a tensor of which each one counts
-_BLOCK: Final = 1 << 16  # elements; of a larger tensor as many blocks are looked at, evenly spread, as make LARGEST_NUMEL
+LARGEST_NUMEL: Final = 1 << 24  # elements of a tensor that are looked at, at most
+_MOST_PIECES: Final = 1 << 8  # of a tensor of which not all elements are looked at; they are evenly spread
+_PIECE: Final = 1 << 12  # elements of a piece, at least, unless there are two pieces only
 _SUMMED: Final = 1 << 12  # elements behind one sum
 UNREAD: Final = 0  # of which nothing is looked at: see [Note: others' memory]
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """Of a tensor's elements now: XXH3 in host memory, sums of its bits as integers on a device, which nobody waits for."""
-    if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg() or not _has_own_memory(tensor):
+def fingerprint(tensor: torch.Tensor, share: float = 1.0) -> Fingerprint:
+    """Of a tensor's elements now: XXH3 in host memory, sums of its bits as integers on a device, which nobody waits for.
+    `share`: of what is looked at of a tensor by itself."""
+    if not _is_read(tensor):
         return UNREAD
-    blocks = _blocks(tensor.detach())
+    pieces = _pieces(tensor.detach(), share)
     if tensor.device.type != "cpu":
-        return torch.cat([sums_of_bits(block) for block in blocks])
+        return torch.cat([sums_of_bits(piece) for piece in pieces])
     found = xxhash.xxh3_64()
-    for block in blocks:
-        found.update(block.view(torch.uint8).numpy())  # type: ignore[arg-type] - it takes every buffer
+    for piece in pieces:
+        found.update(piece.view(torch.uint8).numpy())  # type: ignore[arg-type] - it takes every buffer
     return found.intdigest()
+
+
+def num_bytes_read(tensor: torch.Tensor) -> int:
+    """How much of a tensor its fingerprint is of, where nothing else asks for one."""
+    numel = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return min(numel, LARGEST_NUMEL) * tensor.element_size() if _is_read(tensor) else 0
 
 
 def same_fingerprint(one: Fingerprint, other: Fingerprint) -> bool:
@@ -71,19 +80,27 @@ def _span(tensor: torch.Tensor) -> int:
     )
 
 
+def _is_read(tensor: torch.Tensor) -> bool:
+    is_plain = not (is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg())
+    return is_plain and _has_own_memory(tensor)
+
+
 def _has_own_memory(tensor: torch.Tensor) -> bool:
     """Whether all memory below a tensor is the tensor's."""
     return tensor.untyped_storage().nbytes() <= _span(tensor) * tensor.element_size()
 
 
-def _blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _pieces(tensor: torch.Tensor, share: float) -> list[torch.Tensor]:
     """What is looked at of a tensor, flat and contiguous: nothing twice that lies at one address."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     is_dense = _span(tensor) == tensor.numel()  # then in the order of memory, without a copy
     flat = tensor.as_strided((tensor.numel(),), (1,)) if is_dense else flat_of(tensor)
-    if flat.numel() <= LARGEST_NUMEL:
+    most = int(share * min(flat.numel(), LARGEST_NUMEL))
+    if flat.numel() <= most:
         return [flat]
-    starts = np.linspace(0, flat.numel() - _BLOCK, LARGEST_NUMEL // _BLOCK, dtype=np.int64).tolist()
-    return [flat.narrow(0, start, _BLOCK) for start in starts]
+    count = max(2, min(_MOST_PIECES, most // _PIECE))
+    length = max(1, most // count)
+    starts = np.linspace(0, flat.numel() - length, count, dtype=np.int64).tolist()
+    return [flat.narrow(0, start, length) for start in starts]

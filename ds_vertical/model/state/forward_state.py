@@ -41,7 +41,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from ds_vertical.errors import LayerError
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.attribute_watch import AttributeWatch
@@ -52,28 +51,26 @@ from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.state.survey import survey
 from ds_vertical.model.state.tracks import PREFIX, LearnedState, TrackedState
 
-_MAY_BE_STATES = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    ZeroDivisionError,
-)  # what wrong state may end in
-
 
 class ForwardState:
     """Which state the forwards of one model change. It outlives steps; `opened` handles that state in one of them.
 
     `num_decided`: how many training steps have counted so far. `in_turn`: each forward and its backward are over before the
-    next one begins. `snake`: in training every second layer takes the micro-batches last first.
+    next one begins. `snake`: in training every second layer takes the micro-batches last first. `agreed`: within the block it
+    makes all ranks raise, or none does.
     """
 
     def __init__(
-        self, model: nn.Module, layers: LayerMap, num_decided: Callable[[], int], in_turn: bool = False, snake: bool = False
+        self,
+        model: nn.Module,
+        layers: LayerMap,
+        num_decided: Callable[[], int],
+        in_turn: bool = False,
+        snake: bool = False,
+        agreed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._num_decided = num_decided
+        self._agreed = agreed
         self.model = model
         self._layers = layers
         self.in_turn = in_turn
@@ -104,7 +101,8 @@ class ForwardState:
 
         `forms` and `seeds` have an entry for each micro-batch: what tells its structure from others (`batch.form_of`), and the
         seed of its random numbers. `functions`: those of the user that the forwards call. After an error in a step that does
-        not count, everything holds what it held before. Raises StateMissed where the step is to start over.
+        not count, everything holds what it held before. The block explains its errors (`StepState.explained`), and raises
+        StateMissed, for the step to start over, on all ranks or on none.
         """
         kind = _shape_of(self.model), tuple(getattr(each, "__code__", id(each)) for each in functions)
         wanted = {(kind, form) for form in forms} - self._known
@@ -118,18 +116,15 @@ class ForwardState:
         learns, in_turn = bool(wanted) and self.learned.handled, self.in_turn or len(seeds) == 1
         tracked = TrackedState(self.learned, snapshot, learns, seeds, in_turn)
         step = StepState(self.learned, self.model, self._layers, tracked, seeds, self.snake and training)
+        step.counts = lambda: self._num_decided() != decided
         modules = {id(module): path for path, module in self.model.named_modules()} if self.learned.handled else {}
-        with (
-            AttributeWatch(tracked, modules, self._layers).watching(),
-            Changed(lambda: step.finish(self._num_decided() != decided)),
-        ):
+        with AttributeWatch(tracked, modules, self._layers).watching(), Changed(step.finish):
             try:
                 yield step
-            except (*_MAY_BE_STATES, LayerError) as error:
-                if self._num_decided() == decided:
-                    tracked.find(None, whole=True)  # refuses what has changed and cannot be put back
-                    if not isinstance(error, StateMissed):
-                        step.blame_state(error)
+            except StateMissed:
+                with self._agreed():
+                    if not step.counts():
+                        step.refuse_lost()
                 raise
             step.over = True
         self._known.update(wanted)

@@ -81,7 +81,9 @@ class GradientMissed(StateMissed):
 
 class CallsMissed(StateMissed):
     """The code of a micro-batch calls the model another number of times than was known as the step began: the step is to be run
-    again. `number`: how often, or more often than that."""
+    again. `number`: how often, or more often than that. All ranks take the same one: the schedule depends on it."""
+
+    is_everyones = True
 
     def __init__(self, number: int) -> None:
         LayerError.__init__(

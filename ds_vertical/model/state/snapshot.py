@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_vertical.errors import LayerError
 from ds_vertical.model.state.containers import Container, Contents, container_of
-from ds_vertical.model.state.fingerprints import LARGEST_NUMEL, Fingerprint, fingerprint, same_fingerprint
+from ds_vertical.model.state.fingerprints import LARGEST_NUMEL, Fingerprint, fingerprint, num_bytes_read, same_fingerprint
 from ds_vertical.model.state.module_state import (
     Elements,
     GeneratorItem,
@@ -37,6 +37,7 @@ from ds_vertical.model.state.module_state import (
 from ds_vertical.model.state.survey import OUTSIDE, Names, StateSlot
 
 SMALL_NUMEL: Final = 1 << 16  # elements of a tensor that is copied in every step, lest it change for the first time
+MOST_BYTES: Final = 1 << 28  # of all tensors without a copy that one look reads for their fingerprints
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class StateChange:
 class _Elements:
     """A tensor, or a NumPy array (`owner`), in a snapshot. `before`: a copy of its elements; None where it is too large.
     `memory`: what it lay over. `version`: torch's count of its in-place writes; None where there is none. `told`: of the
-    elements without a copy; None of an array in a file."""
+    elements without a copy, of this `share` of them; None of an array in a file."""
 
     path: str
     region: int
@@ -60,7 +61,8 @@ class _Elements:
     before: Elements | None
     memory: torch.Tensor
     version: int | None
-    told: Fingerprint | None
+    told: Fingerprint | None = None
+    share: float = 1.0
 
     def has_changed(self, whole: bool) -> bool:
         """Whether the elements, or their memory, are others than then. Without a copy only if `whole` by the elements, else by
@@ -71,7 +73,7 @@ class _Elements:
             return not same_bits(self.tensor, self.before.copy)
         if self.version is not None and self.tensor._version != self.version:
             return True
-        return whole and self.told is not None and not same_fingerprint(self.told, fingerprint(self.tensor))
+        return whole and self.told is not None and not same_fingerprint(self.told, fingerprint(self.tensor, self.share))
 
 
 _VALUES: Final = operator.methodcaller("values")
@@ -108,7 +110,7 @@ class Snapshot:
 
     `closely`: all tensors but the largest (LARGEST_NUMEL) are copied and compared bit by bit; otherwise only the small ones
     (SMALL_NUMEL). Of any other tensor its count of in-place writes tells whether it has changed, and its fingerprint where
-    `changes` is to look at the `whole`.
+    `changes` is to look at the `whole`. Of more such tensors than make MOST_BYTES each fingerprint is of pieces.
     """
 
     def __init__(self, slots: Sequence[StateSlot], names: Sequence[Names], closely: bool = True) -> None:
@@ -136,6 +138,7 @@ class Snapshot:
         carriers += [(each.region, path, value) for each in names for path, value in each.carriers()]
         for region, path, value in sorted(carriers, key=operator.itemgetter(0)):
             self._note(path, region, (value,))
+        self._take_fingerprints()
         pairs = [(container, contents) for _, _, container, contents in self._containers.values()]
         self._lists_and_dicts = _ListsAndDicts(names, [pair for pair in pairs if pair[0].is_list_or_dict()])
         self._others = [each for each in self._containers.values() if not each[2].is_list_or_dict()]
@@ -207,9 +210,16 @@ class Snapshot:
         counts = tensor is value and not tensor.is_inference()
         memory = tensor.data
         before = Elements(tensor.detach().clone(), memory) if copied else None
-        told = None if copied or isinstance(value, np.memmap) else fingerprint(tensor)
         version = tensor._version if counts else None
-        self._tensors[id(value)] = _Elements(path, region, value, tensor, before, memory, version, told)
+        self._tensors[id(value)] = _Elements(path, region, value, tensor, before, memory, version)
+
+    def _take_fingerprints(self) -> None:
+        """Of the tensors without a copy: of all their elements, or of the share that makes MOST_BYTES."""
+        large = {key: each for key, each in self._tensors.items() if each.before is None}
+        read = {key: each for key, each in large.items() if not isinstance(each.owner, np.memmap)}
+        share = min(1.0, MOST_BYTES / max(1, sum(num_bytes_read(each.tensor) for each in read.values())))
+        for key, each in read.items():
+            self._tensors[key] = replace(each, told=fingerprint(each.tensor, share), share=share)
 
     def _note_generator(self, key: int, item: GeneratorItem) -> None:
         self._generators[key] = (item, self._generators[key][1] if key in self._generators else item.capture())

@@ -7,11 +7,11 @@ it, and makes what has changed the micro-batch's versions. `forward_state` says 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from ds_vertical.errors import LayerError
+from ds_vertical.errors import LayerError, OtherRankError
 from ds_vertical.model.layers import LayerMap
 from ds_vertical.model.state.block_state import BlockState
 from ds_vertical.model.state.containers import containers
@@ -20,6 +20,16 @@ from ds_vertical.model.state.restart import HORIZONTAL, StateMissed
 from ds_vertical.model.state.survey import OUTSIDE
 from ds_vertical.model.state.tracks import BETWEEN_CALLS, PREFIX, Known, LearnedState, Track, TrackedState, part_of_forward
 from ds_vertical.model.tensor_refs import key_of
+
+_MAY_BE_STATES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ZeroDivisionError,
+)  # what wrong state may end in
 
 
 class GradFlags:
@@ -120,7 +130,8 @@ class StepState:
     """Which micro-batch's versions the modules hold, in one step or evaluation.
 
     `learns`: all state is compared behind every part of each forward. `seeds`: of each micro-batch's random numbers. `snake`:
-    every second layer takes the micro-batches last first. `over` is set once the schedule has run without an error.
+    every second layer takes the micro-batches last first. `over` is set once the schedule has run without an error. `counts`
+    says whether the step counts by now; whoever opens the step sets it.
     """
 
     def __init__(
@@ -133,6 +144,7 @@ class StepState:
         snake: bool,
     ) -> None:
         self.over = False
+        self.counts: Callable[[], bool] = lambda: False
         self._learned = learned
         self._layers = layers
         self.tracked = tracked
@@ -147,24 +159,36 @@ class StepState:
         self._flags = GradFlags(model)
         self._again: set[int] = set()  # ids of the tracks of which a further call of the model has made a version
 
-    def blame_state(self, error: Exception) -> None:
-        """After an error, once all changes are tracked: raise StateMissed where state has changed that was not known of, which
-        may be the error's cause, or where a forward may have found a version of it that no stock forward finds."""
+    def explained(self, error: Exception) -> Exception:
+        """What is to be raised for an error of this rank's own, ahead of the ranks' agreement: a refusal where state has
+        changed that cannot be put back; StateMissed where state that has changed may be the error's cause; else the error."""
+        is_known = isinstance(error, StateMissed | OtherRankError) or not isinstance(error, _MAY_BE_STATES)
+        if is_known or self.counts():
+            return error
+        try:
+            self.refuse_lost()
+            self._blame_state()
+        except LayerError as instead:
+            instead.__cause__ = error
+            return instead
+        return error
+
+    def refuse_lost(self) -> None:
+        """Find all that has changed. Raises LayerError where there is no copy of what it held before."""
+        self.tracked.find(None, whole=True)
+
+    def _blame_state(self) -> None:
+        """After an error, once all changes are tracked: raise StateMissed where state has changed that was not known of, or
+        where a forward may have found a version of it that no stock forward finds."""
         if self._trial.runs:
             self._trial.drop_samples(self._tracks)
-            raise StateMissed("") from error
+            raise StateMissed("")
         if self.tracked.news:
-            raise StateMissed(self.tracked.news[0]) from error
-        for known in (unsure := self._unsure()):
+            raise StateMissed(self.tracked.news[0])
+        for known in (unsure := _unsure(self._tracks) if self._learns else []):
             known.spread = True
         if unsure:
-            raise StateMissed("") from error
-
-    def _unsure(self) -> list[Known]:
-        """In a step that learns: the items whose next version may be wrong, because no forward has shown yet whether code
-        further on changes them, too."""
-        places = [track.known for track in self._tracks if track.own and not track.item.is_generator and self._learns]
-        return [known for known in places if known.item.region == OUTSIDE and not (known.settled or known.spread)]
+            raise StateMissed("")
 
     # ---- whose turn it is
 
@@ -210,7 +234,9 @@ class StepState:
     def _look_at_tracks(self, found: Sequence[Track], near: set[int] | None, micro_batch: int, layer: int | None) -> None:
         """Keep the changes of the known items since the forward went on, and of those just found."""
         far = [
-            track for track in self._tracks if near is not None and track.item.region not in near and self._is_changed(track)
+            track
+            for track in self._tracks
+            if near is not None and track.item.region not in near and not self._in_turn and _is_changed(track)
         ]
         for track in (*found, *far):
             if near is not None and track.item.region not in near:
@@ -222,11 +248,6 @@ class StepState:
                 self._look_in_turn(track, layer)
             elif near is None or id(track) in written or (track.item.region in near and not self.tracked.is_quiet(track)):
                 self._look(track, micro_batch, layer)
-
-    def _is_changed(self, track: Track) -> bool:
-        """Of what one block alone is known to change: whether it has changed while another block is under way."""
-        item = track.item
-        return not self._in_turn and isinstance(item, PlaceItem) and item.capture(track.installed) is not track.installed
 
     def _look_in_turn(self, track: Track, layer: int | None) -> None:
         """Note whether the forward that has ended has used Python's or NumPy's generator."""
@@ -316,11 +337,11 @@ class StepState:
 
     # ---- the end
 
-    def finish(self, counts: bool) -> None:
-        """End the step. Where it `counts`, or is over without an error, the modules hold what the last micro-batch has left,
+    def finish(self) -> None:
+        """End the step. Where it counts, or is over without an error, the modules hold what the last micro-batch has left,
         else what they held before. Twice is harmless."""
         self._flags.restore()
-        if self.over or counts:
+        if self.over or self.counts():
             self._conclude()
         else:
             self._undo()
@@ -342,6 +363,18 @@ class StepState:
             track.install(track.base)
         for item, state in self.tracked.unused:
             item.install(state)
+
+
+def _unsure(tracks: Iterable[Track]) -> list[Known]:
+    """In a step that learns: the items whose next version may be wrong, because no forward has shown yet whether code further
+    on changes them, too."""
+    places = [track.known for track in tracks if track.own and not track.item.is_generator]
+    return [known for known in places if known.item.region == OUTSIDE and not (known.settled or known.spread)]
+
+
+def _is_changed(track: Track) -> bool:
+    """Of what one block alone is known to change: whether it has changed while another block is under way."""
+    return isinstance(track.item, PlaceItem) and track.item.capture(track.installed) is not track.installed
 
 
 def _regions_near(layers: LayerMap, layer: int | None) -> set[int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from stateful import Base, Block, CountUp, batches, config_in
 from stateful_models import SharedContext
 
 from ds_vertical.engine.self_check.check import SelfCheckError
+from ds_vertical.engine.self_check.first_step import MOST_FURTHER
 
 CHECKED = "self_check: 2 micro-batches, "  # in training
 EVALUATED = "self_check: 2 micro-batches of an evaluation: they agree"
@@ -130,6 +132,53 @@ def test_late_state_that_is_right_is_checked_once(tmp_path: Path, capsys: pytest
         assert capsys.readouterr().out.count(CHECKED) == (2 if wanted is None else 0)
     (*ours, weights), (*plain, others) = ends
     assert ours == plain and not differing(weights, others)
+
+
+class RenamingBlock(Block):
+    """Its state has another name in each step, or evaluation."""
+
+    name = "note"
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        setattr(self, self.name, x.detach().mean().item())
+        return self.body(x)
+
+
+class Renaming(Base):
+    block = RenamingBlock
+
+
+def rename(model: Any, number: int) -> None:
+    for block in model.blocks:
+        block.name = f"note_{number}"
+
+
+STOPS = re.compile(r"self_check: 8 checks of (.*) have agreed, .*; blocks\.0\.note_\d+ has begun now")
+
+
+def test_state_with_a_new_name_in_each_step_is_not_checked_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = []
+    for wanted in (None, False):
+        with running(config_in(tmp_path, section={"self_check": wanted}), Renaming, vertical=True) as (engine, model):
+            losses = []
+            for number, step in enumerate(batches(12)):
+                rename(model, number)
+                losses.append(engine.train_batch(iter(step)).item())
+            ends.append((losses, read_weights(model)))
+        said = capsys.readouterr().out
+        assert said.count(CHECKED) == (1 + MOST_FURTHER if wanted is None else 0)
+        assert STOPS.findall(said) == (["training steps"] if wanted is None else [])
+    assert ends[0][0] == ends[1][0] and not differing(ends[0][1], ends[1][1])
+
+
+def test_nor_in_each_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(config_in(tmp_path, section={"self_check": None}), Renaming, vertical=True) as (engine, model):
+        engine.train_batch(iter(batches(1)[0]))
+        for number, step in enumerate(batches(12)):
+            rename(model, number)
+            engine.eval_batch(iter(step))
+    said = capsys.readouterr().out
+    assert said.count(EVALUATED) == MOST_FURTHER and STOPS.findall(said) == ["evaluations"]
 
 
 def test_a_resume_knows_which_state_was_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
