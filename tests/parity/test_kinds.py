@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from harness import assert_identical, base_config, run_both
-from small import VARIANTS, batch, loss_of, small_model
+from small import VARIANTS, small_model
+from small_inputs import Attempt, batch, loss_of
 from torch import nn
 
 NUM_STEPS = 2
 NUM_MICRO_BATCHES = 2
 
-# kind: model types; how `small` makes those that are no plain text model: (variant, tokens of an image, video)
+# kind: model types; how `small` makes those that are no plain text model: (variant, tokens of an image)
 KINDS: dict[str, tuple[str, ...]] = {
     "causal": (
         *("openai-gpt", "gpt_neo", "codegen", "biogpt", "stablelm", "starcoder2", "cohere", "olmo", "persimmon", "arcee"),
@@ -39,28 +41,33 @@ KINDS: dict[str, tuple[str, ...]] = {
     "sequence classification": ("deberta-v2", "roberta", "llama", "gpt2"),
     "question answering": ("bert", "distilbert", "electra", "roberta"),
 }
-HOW: dict[str, tuple[int, int, bool]] = {
-    "moonshine": (1, 0, False),
-    "swin": (2, 0, False),
-    "paligemma": (0, 16, False),
-    "llava": (0, 16, False),
-    "aya_vision": (0, 4, False),
-    "ovis2": (0, 16, False),
+HOW: dict[str, tuple[int, int]] = {
+    "moonshine": (1, 0),
+    "swin": (2, 0),
+    "paligemma": (0, 16),
+    "llava": (0, 16),
+    "aya_vision": (0, 4),
+    "ovis2": (0, 16),
 }
-FAST = ("openai-gpt", "albert", "xlm", "funnel", "siglip", "convnext", "whisper", "paligemma")
+FAST = {  # at least one of each kind; the others are slow
+    *(("causal", "openai-gpt"), ("mixture of experts", "olmoe"), ("recurrent", "mamba"), ("encoder-decoder", "marian")),
+    *(("masked", "albert"), ("masked", "xlm"), ("masked", "funnel"), ("vision", "convnext"), ("audio", "whisper")),
+    *(("vision-language", "siglip"), ("vision-language", "paligemma")),
+    *(("sequence classification", "gpt2"), ("question answering", "distilbert")),
+}
 HEADS = ("sequence classification", "question answering")
 
 
 def build(kind: str, model_type: str) -> nn.Module:
-    variant = VARIANTS[HOW.get(model_type, (0, 0, False))[0]]
+    variant = VARIANTS[HOW.get(model_type, (0, 0))[0]]
     return small_model(model_type, variant, kind if kind in HEADS else None)[1]
 
 
 def steps(kind: str, model_type: str) -> list[list[dict[str, Any]]]:
     model = build(kind, model_type)
-    _, tokens, video = HOW.get(model_type, (0, 0, False))
+    attempt = Attempt(HOW.get(model_type, (0, 0))[1])
     count = NUM_STEPS * NUM_MICRO_BATCHES
-    each = [batch(model, index, tokens, video) for index in range(count)]
+    each = [batch(model, index, attempt) for index in range(count)]
     return [each[start : start + NUM_MICRO_BATCHES] for start in range(0, count, NUM_MICRO_BATCHES)]
 
 
@@ -70,7 +77,7 @@ def own_loss(outputs: Any, _: Any) -> torch.Tensor:
 
 def rows() -> list[Any]:
     return [
-        pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if name in FAST and kind not in HEADS else pytest.mark.slow)
+        pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if (kind, name) in FAST else pytest.mark.slow)
         for kind, names in KINDS.items()
         for name in names
     ]
@@ -82,3 +89,12 @@ def test_a_small_model_of_this_kind_has_the_bits_of_stock(tmp_path: Path, kind: 
     config = base_config(tmp_path, num_micro_batches=NUM_MICRO_BATCHES, **options)
     make: Callable[[], nn.Module] = partial(build, kind, model_type)
     assert_identical(*run_both(config, make, steps(kind, model_type), loss_fn=own_loss, under_zero_init=False))
+
+
+def test_the_suite_holds_sixty_families_of_eight_kinds_and_a_fast_row_of_each() -> None:
+    """With the families whose layers are on SSD (`test_families.py`)."""
+    families = {name for names in KINDS.values() for name in names} | {family.name for family in FAMILIES}
+    assert len(families) >= 60
+    assert len(KINDS) >= 8
+    assert {kind for kind, _ in FAST} == set(KINDS)
+    assert all(name in KINDS[kind] for kind, name in FAST)
