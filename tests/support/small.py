@@ -60,6 +60,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
+    "llama4": {"vision_config": {"intermediate_size": 256}},  # four times its width
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 20, "vision_end_token_id": 21, "audio_start_token_id": 22},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 20, "vision_end_token_id": 21, "audio_start_token_id": 22},
 }
 # what some configurations leave to the checkpoint
 _MISSING: dict[str, Any] = {
@@ -69,6 +72,9 @@ _MISSING: dict[str, Any] = {
     "num_key_value_heads": 4,
     "vocab_size": VOCAB,
     "prediction_length": 4,
+    "audio_token_id": 15,
+    "image_token_id": 14,
+    "image_token_index": 14,
 }
 _LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 _OFF = ("use_cache", "tie_word_embeddings", "output_router_logits", "use_mems", "use_mems_train", "output_hidden_states")
@@ -94,7 +100,7 @@ _KINDS = (
 # ratios, and numbers of heads stay
 VARIANTS: tuple[dict[str, int], ...] = (
     *({}, {"kv": 4}, {"image": 1 << 30}, {"kv": 4, "image": 64, "head": 8}),
-    *({"divide": 8}, {"divide": 8, "image": 64}, {"divide": 32}),
+    *({"divide": 8}, {"divide": 8, "image": 64}, {"divide": 16}),
 )
 
 
@@ -166,6 +172,8 @@ def _small_value(key: str, value: Any, settings: Mapping[str, Any], variant: Map
     if isinstance(value, int):
         return layers if key == "num_hidden_layers" and value > layers else _limit(key, value, variant)
     if isinstance(value, list) and value and all(type(each) is int for each in value):
+        if re.search("ind(ex|ic)es$", key):
+            return [*range(min(len(value), layers - 1))]
         return _shorter(key, value)
     return value
 
@@ -181,6 +189,9 @@ def _agreeing(made: dict[str, Any], settings: Mapping[str, Any], layers: int) ->
     stages = len(made["depths"]) if isinstance(made.get("depths"), list) else layers
     if names and any(re.fullmatch(r"stage\d+", name) and int(name[5:]) > stages for name in names):
         made["out_features"] = [f"stage{stages - len(names) + 1 + index}" for index in range(len(names))]
+    if isinstance(made.get("image_grid_pinpoints"), list) and "vision_config" in made:
+        side = made["vision_config"]["image_size"]
+        made["image_grid_pinpoints"] = [[side, 2 * side], [2 * side, side], [2 * side, 2 * side]]
     expand, hidden = made.get("mamba_expand", made.get("expand")), made.get("hidden_size")
     pairs = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
     for count, size in pairs if isinstance(expand, int) and isinstance(hidden, int) else ():
@@ -214,7 +225,10 @@ def small_config(model_type: str, variant: Mapping[str, int]) -> Any:
     """The type's own configuration, shrunk. Raises NotSmall."""
     try:
         cls = CONFIG_MAPPING[model_type]
-        config = cls(**shrunk(_settings(cls), variant) | _OVERRIDES.get(model_type, {}))
+        settings = shrunk(_settings(cls), variant)
+        for key, value in _OVERRIDES.get(model_type, {}).items():
+            settings[key] = settings[key] | value if isinstance(value, dict) else value
+        config = cls(**settings)
         for each in (config, _text_of(config)):
             each.use_cache = False
             for name, value in (("pad_token_id", 0), ("decoder_start_token_id", 2)):

@@ -32,16 +32,30 @@ class Attempt:
 
 def further(attempt: Attempt, words: str) -> Iterator[Attempt]:
     """What else to try, by the words with which a model refuses an attempt."""
-    if found := re.search(r"tokens: \d+, features:? (\d+)", words):
-        key = "sound_tokens" if "audio" in words.lower() else "image_tokens"
-        for width in (1, 64, 32, 96, 128):  # what a model counts: tokens, or numbers
-            yield replace(attempt, **{key: int(found[1]) // (2 * width)})
+    if found := re.search(r"\((image|audio) features of (\d+) tokens\)", words):
+        yield replace(attempt, **{"sound_tokens" if found[1] == "audio" else "image_tokens": int(found[2]) // 2})
+    if "indexing result of shape [0]" in words:
+        yield replace(attempt, sound_tokens=2)
     if "expected 5, got 4" in words:
         yield replace(attempt, video=True)
     if re.search(r"have \d+ channels?, but got|mat1 and mat2|multiple of|expected 3, got 2|mono", words):
         yield replace(attempt, turned=not attempt.turned)
     yield replace(attempt, everything=True)
     yield replace(attempt, video=True)
+
+
+def demanded(error: BaseException) -> str:
+    """Where a model refuses its features for want of tokens that stand for them: how many it has, in words."""
+    trace = error.__traceback__
+    while trace is not None:
+        place = trace.tb_frame.f_locals
+        embedded = place.get("inputs_embeds")
+        for kind in ("image", "audio"):
+            features = place.get(f"{kind}_features")
+            if isinstance(features, torch.Tensor) and isinstance(embedded, torch.Tensor) and kind in str(error).lower():
+                return f" ({kind} features of {features.numel() // embedded.shape[-1]} tokens)"
+        trace = trace.tb_next
+    return ""
 
 
 def find(config: Any, names: tuple[str, ...], default: int) -> int:

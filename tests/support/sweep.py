@@ -30,7 +30,7 @@ import torch
 import transformers
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from small import VARIANTS, NotAModel, NotSmall, model_types, small_model, words_of
-from small_inputs import MOST_ATTEMPTS, Attempt, batch, further, loss_of
+from small_inputs import MOST_ATTEMPTS, Attempt, batch, demanded, further, loss_of
 from torch import nn
 from toy import MemoryOptimizer, MemoryParams
 
@@ -138,7 +138,7 @@ def compare(model_type: str) -> dict[str, Any]:
 def _compared(model_type: str, variant: Mapping[str, int]) -> dict[str, Any]:
     """The row of the first attempt that plain torch takes and that is not refused; then those refused, with the layers named as
     the message asks; else the first of them. Raises NotSmall."""
-    words, attempts = "", [Attempt()]
+    words, attempts = [""], [Attempt()]
     refused: list[tuple[Attempt, dict[str, Any]]] = []
     for attempt in attempts:
         try:
@@ -148,13 +148,14 @@ def _compared(model_type: str, variant: Mapping[str, int]) -> dict[str, Any]:
             raise
         except NotSmall as error:
             trouble = str(error)
-            words = words or trouble
         else:
             if not trouble:
                 return row
             refused.append((attempt, row))
-        new = [each for each in further(attempt, trouble) if each not in attempts]
-        attempts += new[: MOST_ATTEMPTS - len(attempts)]
+        if trouble not in words:  # else the attempt has changed nothing
+            new = [each for each in further(attempt, trouble) if each not in attempts]
+            attempts += new[: MOST_ATTEMPTS - len(attempts)]
+        words.append(trouble)
     for attempt, row in refused:
         named = _tried(model_type, variant, attempt, names_layers=True)
         if named["result"] != "refused":
@@ -162,7 +163,7 @@ def _compared(model_type: str, variant: Mapping[str, int]) -> dict[str, Any]:
         row["words"] += "" if named["words"] in row["words"] else f" With the layers named: {named['words']}"
     if refused:
         return refused[0][1]
-    raise NotSmall(words)
+    raise NotSmall(words[1])
 
 
 def _tried(model_type: str, variant: Mapping[str, int], attempt: Attempt, names_layers: bool = False) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def _prepared(model: nn.Module, attempt: Attempt) -> tuple[Any, ...]:
         raise
     except Exception as error:
         _put_back(model, before)
-        raise NotSmall(f"plain torch: {words_of(error, 300)}") from error
+        raise NotSmall(f"plain torch: {words_of(error, 300)}{demanded(error)}") from error
     if not all(map(torch.isfinite, losses)):
         raise NotSmall("plain torch: its loss is not finite")
     return bodies, before, losses, grads
