@@ -54,13 +54,14 @@ _COUNTED = re.compile("|".join(f"^({pattern})$" for pattern, _ in _COUNTS))
 # what a variant that divides leaves as it is: sizes of images and of what is cut out of them, of sounds, and numbers of heads
 _NOT_DIVIDED = re.compile(".*(heads?|image_size|img_size|input_size|patch|bins|group|rate|length|queries|frames|num_).*|seed|factor")
 # derived from others, or names of what is no longer there: left to the configuration's own rules
-_LEFT_OUT = ("out_indices", "stage_names", "qk_head_dim", "per_layer_config", "attention_layers", "layer_ids")
+_LEFT_OUT = ("out_indices", "stage_names", "qk_head_dim", "per_layer_config", "attention_layers", "layer_ids", "mamba_headdim")
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
-    "llama4": {"vision_config": {"intermediate_size": 256}},  # four times its width
+    "llama4": {"vision_config": {"intermediate_size": 256, "vision_output_dim": 64}},  # four times its width; as its projection
+    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 20, "vision_end_token_id": 21, "audio_start_token_id": 22},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 20, "vision_end_token_id": 21, "audio_start_token_id": 22},
 }
