@@ -14,7 +14,7 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-MOST_PARAMETERS = 20_000_000
+MOST_PARAMETERS = 30_000_000
 VOCAB = 320
 
 # the first pattern that fits a key decides: what an integer above the value becomes
@@ -48,11 +48,12 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
     (r".*conv.*groups|num_conv_pos_embedding_groups", 4),
     (r"num_conv_pos_embeddings", 16),
     (r"dt_rank|time_step_rank", 4),
+    (r"upsample_groups", 64),
 )
 _PATTERNS = [(re.compile(f"^({pattern})$"), value) for pattern, value in _COUNTS + _WIDTHS]
 _COUNTED = re.compile("|".join(f"^({pattern})$" for pattern, _ in _COUNTS))
 # what a variant that divides leaves as it is: sizes of images and of what is cut out of them, of sounds, and numbers of heads
-_NOT_DIVIDED = re.compile(".*(heads?|image_size|img_size|input_size|patch|bins|group|rate|length|queries|frames|num_).*|seed|factor")
+_NOT_DIVIDED = re.compile(".*(heads?|image_size|img_size|input_size|patch|bins|(?<!upsample_)group|rate|length|queries|frames|num_).*|seed|factor")
 # derived from others, or names of what is no longer there: left to the configuration's own rules
 _LEFT_OUT = ("out_indices", "stage_names", "qk_head_dim", "per_layer_config", "attention_layers", "layer_ids", "mamba_headdim")
 _OVERRIDES: dict[str, dict[str, Any]] = {
@@ -61,7 +62,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "llama4": {"vision_config": {"intermediate_size": 256, "vision_output_dim": 64}},  # four times its width; as its projection
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "mllama": {"vision_config": {"vision_output_dim": 192}},  # its width, and that of two layers whose outputs it hands on
     "qwen2_5_omni_thinker": {"vision_start_token_id": 20, "vision_end_token_id": 21, "audio_start_token_id": 22},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 20, "vision_end_token_id": 21, "audio_start_token_id": 22},
 }
@@ -159,8 +162,6 @@ def _small_value(key: str, value: Any, settings: Mapping[str, Any], variant: Map
     depth = settings.get("num_hidden_layers")
     if isinstance(value, Mapping) and value and (key.endswith(("config", "_cfg")) or "model_type" in value):
         return shrunk(value, variant)
-    if isinstance(value, Mapping) and "rope_theta" in value:
-        return {**value, "rope_theta": value["rope_theta"] or 10000.0}
     if value is None or isinstance(value, bool):
         return _MISSING.get(key) if value is None else value and key not in _OFF
     if key in _DROPS:
@@ -175,6 +176,10 @@ def _small_value(key: str, value: Any, settings: Mapping[str, Any], variant: Map
     if isinstance(value, list) and value and all(type(each) is int for each in value):
         if re.search("ind(ex|ic)es$", key):
             return [*range(min(len(value), layers - 1))]
+        if re.match("vision_feature_layers?$", key):
+            return [-2, -1]
+        if key == "cross_attention_layers":
+            return [1]
         return _shorter(key, value)
     return value
 
@@ -235,7 +240,8 @@ def small_config(model_type: str, variant: Mapping[str, int]) -> Any:
             for name, value in (("pad_token_id", 0), ("decoder_start_token_id", 2)):
                 if getattr(each, name, None) is None:
                     setattr(each, name, value)
-        _cut_sections(config)
+        for part in parts_of(config):
+            _set_rope(part)
         return config
     except Exception as error:
         raise NotSmall(f"configuration: {words_of(error)}") from error
@@ -254,17 +260,22 @@ def parts_of(config: Any) -> list[Any]:
     return [config, *(part for each in own for part in parts_of(each))]
 
 
-def _cut_sections(config: Any) -> None:
-    """Rotary sections of time, height and width that add up to half of what each head turns."""
-    for each in parts_of(config):
-        if "mrope_section" not in _source_beside(each):
-            continue
-        rope = getattr(each, "rope_parameters", None)
-        heads, hidden = getattr(each, "num_attention_heads", None), getattr(each, "hidden_size", None)
-        if isinstance(rope, dict) and isinstance(heads, int) and isinstance(hidden, int):
-            turned = int((getattr(each, "head_dim", None) or hidden // heads) * rope.get("partial_rotary_factor", 1.0)) // 2
-            third = max(1, 3 * turned // 8)
-            rope["mrope_section"] = [turned - 2 * third, third, third]
+def _set_rope(config: Any) -> None:
+    """A width of heads and a base where only the checkpoint has them, and sections of time, height and width that add up to half
+    of what each head turns."""
+    rope = getattr(config, "rope_parameters", None)
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if not isinstance(rope, dict):
+        return
+    if getattr(config, "head_dim", 0) is None and isinstance(heads, int) and isinstance(hidden, int):
+        config.head_dim = hidden // heads
+    for each in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        if "rope_theta" in each:
+            each["rope_theta"] = each["rope_theta"] or 10000.0
+    if isinstance(heads, int) and isinstance(hidden, int) and "mrope_section" in _source_beside(config):
+        turned = int((getattr(config, "head_dim", None) or hidden // heads) * rope.get("partial_rotary_factor", 1.0)) // 2
+        third = max(1, 3 * turned // 8)
+        rope["mrope_section"] = [turned - 2 * third, third, third]
 
 
 def model_class(config: Any, wanted: str | None = None) -> tuple[str, Any]:

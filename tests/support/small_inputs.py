@@ -14,7 +14,8 @@ from small import VOCAB, NotSmall, parts_of
 from torch import nn
 
 Batch = dict[str, Any]
-MOST_ATTEMPTS = 12
+MOST_ATTEMPTS = 8
+_SIDES = ("image_size", "img_size", "input_size")
 PATCHES = 16  # of an image that comes as a list of patches
 
 
@@ -34,11 +35,13 @@ def further(attempt: Attempt, words: str) -> Iterator[Attempt]:
     """What else to try, by the words with which a model refuses an attempt."""
     if found := re.search(r"\((image|audio) features of (\d+) tokens\)", words):
         yield replace(attempt, **{"sound_tokens" if found[1] == "audio" else "image_tokens": int(found[2]) // 2})
+    elif found := re.search(r"tokens: \d+, features:? (\d+)", words):
+        yield replace(attempt, **{"sound_tokens" if "udio" in words else "image_tokens": int(found[1]) // 2})
     if "indexing result of shape [0]" in words:
         yield replace(attempt, sound_tokens=2)
     if "expected 5, got 4" in words:
         yield replace(attempt, video=True)
-    if re.search(r"have \d+ channels?, but got|mat1 and mat2|multiple of|expected 3, got 2|mono", words):
+    if re.search(r"have \d+ channels?, but got|mat1 and mat2|multiple of|expected 3, got 2|mono|expected input with shape", words):
         yield replace(attempt, turned=not attempt.turned)
     yield replace(attempt, everything=True)
     yield replace(attempt, video=True)
@@ -79,6 +82,7 @@ class _Making:
     generator: torch.Generator
     ids: torch.Tensor
     names: frozenset[str]
+    main: str
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator)
@@ -98,7 +102,7 @@ class _Making:
 
 
 def _pixel_values(making: _Making) -> torch.Tensor:
-    side, channels = making.size(32, "image_size", "img_size"), making.size(3, "num_channels", "in_channels")
+    side, channels = making.size(32, *_SIDES), making.size(3, "num_channels", "in_channels")
     if {"image_grid_thw", "grid_thw", "image_grid_hw"} & making.names:
         count, patch = 2 * (2 * making.merge) ** 2, making.size(8, "patch_size")
         if making.attempt.video:
@@ -114,7 +118,7 @@ def _pixel_values(making: _Making) -> torch.Tensor:
 
 
 def _features(making: _Making) -> torch.Tensor:
-    mel = making.size(80, "num_mel_bins", "feature_size", "input_feat_per_channel", "input_feat_size", "mel_bins")
+    mel = making.size(80, "feature_projection_input_dim", "num_mel_bins", "feature_size", "input_feat_per_channel", "input_feat_size", "mel_bins")
     as_whisper = any(hasattr(each, "max_source_positions") for each in parts_of(making.config))
     times = 2 * making.size(50, "max_source_positions") if as_whisper else 64
     return making.randn(*((2, mel, times) if as_whisper != making.attempt.turned else (2, times, mel)))
@@ -173,6 +177,7 @@ _WITH_OTHERS: dict[str, _Maker] = {
 # given where the signature demands them, or a model refuses a try without them
 _ON_DEMAND: dict[str, _Maker] = {
     "input_features_mask": lambda making: torch.ones(2, _features(making).shape[_time_axis(making)], dtype=torch.long),
+    "attention_mask": lambda making: torch.ones(2, _features(making).shape[_time_axis(making)], dtype=torch.long),
     "feature_attention_mask": lambda making: torch.ones(2, _features(making).shape[_time_axis(making)], dtype=torch.long),
     "pixel_attention_mask": lambda making: torch.ones(2, PATCHES, dtype=torch.long),
     "qformer_input_ids": lambda making: making.ids % 10 + 1,
@@ -181,10 +186,10 @@ _ON_DEMAND: dict[str, _Maker] = {
     "flattened_patches": lambda making: torch.cat([torch.ones(2, PATCHES, 2), making.randn(2, PATCHES, making.pixels)], -1),
     "image_patches": lambda making: making.randn(2, PATCHES, making.pixels),
     "past_values": _past,
-    "past_time_features": lambda making: _times(making, making.size(1, "num_time_features")),
+    "past_time_features": lambda making: _times(making, making.config.num_time_features),
     "past_observed_mask": lambda making: torch.ones_like(_past(making)),
     "future_values": lambda making: making.randn(2, making.size(4, "prediction_length")),
-    "future_time_features": lambda making: making.randn(2, making.size(4, "prediction_length"), 1),
+    "future_time_features": lambda making: making.randn(2, making.size(4, "prediction_length"), making.config.num_time_features),
     "pixel_values_images": _pixel_values,
     "input_values": _waves,
     "input_features": _features,
@@ -198,7 +203,9 @@ _ON_DEMAND: dict[str, _Maker] = {
     "returns_to_go": lambda making: making.randn(2, 4, 1),
     "timesteps": lambda making: torch.arange(4).expand(2, -1).clone(),
     "image_attention_mask": lambda making: torch.ones(*making.ids.shape, 1, dtype=torch.long),
-    "hidden_states": lambda making: making.randn(2, 8, making.size(64, "hidden_size")),
+    "hidden_states": lambda making: (
+        _pixel_values(making) if "grid_thw" in making.names else making.randn(2, 8, making.size(64, "hidden_size"))
+    ),
     "inputs_embeds": lambda making: making.randn(2, 8, making.size(64, "hidden_size")),
     "query_embeds": lambda making: making.randn(2, 8, making.size(64, "hidden_size")),
 }
@@ -218,11 +225,11 @@ def batch(model: nn.Module, index: int, attempt: Attempt = Attempt()) -> Batch:
     for count, token in ((attempt.sound_tokens, _SOUND), (attempt.image_tokens, _IMAGE)):
         if count:
             ids = torch.cat([torch.full((2, count), find(config, token, 0)), ids], 1)
-    making = _Making(config, attempt, generator, ids, names)
+    main = getattr(model, "main_input_name", "input_ids")
+    making = _Making(config, attempt, generator, ids, names, main)
     needed = {name for name, each in signature.items() if each.default is inspect.Parameter.empty}
     asked = names if attempt.everything else needed
     made: Batch = {}
-    main = getattr(model, "main_input_name", "input_ids")
     by_text = main not in ("pixel_values", "input_values", "input_features") or "pixel_values" not in names
     if "input_ids" in names and (by_text or "input_ids" in asked):
         made |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -242,12 +249,13 @@ def batch(model: nn.Module, index: int, attempt: Attempt = Attempt()) -> Batch:
 def _signals(making: _Making, made: Mapping[str, Any]) -> Batch:
     """Images, films and sounds; beside a text sounds where the model has no images."""
     names, frames = making.names, making.size(4, "num_frames", "frames_per_clip")
-    side, channels = making.size(32, "image_size", "img_size"), making.size(3, "num_channels", "in_channels")
+    side, channels = making.size(32, *_SIDES), making.size(3, "num_channels", "in_channels")
     found: Batch = {"pixel_values": _pixel_values(making)} if "pixel_values" in names else {}
     if "pixel_values_videos" in names and "pixel_values" not in names:
         found["pixel_values_videos"] = making.randn(2, frames, channels, side, side)
     if not made or not found:
         heard = [name for name in ("input_values", "input_features") if name in names]
+        heard = [making.main] if making.main in heard else heard
         found |= {name: _ON_DEMAND[name](making) for name in heard}
         masks = [name for name in ("input_features_mask", "feature_attention_mask") if name in names and heard]
         found |= {name: _ON_DEMAND[name](making) for name in masks}
@@ -257,7 +265,8 @@ def _signals(making: _Making, made: Mapping[str, Any]) -> Batch:
 
 
 def _targets(model: nn.Module, made: Batch, ids: torch.Tensor, names: frozenset[str]) -> Batch:
-    if "labels" in names:
+    takes_boxes = type(model).__name__.endswith("Model") and "pixel_values" in made
+    if "labels" in names and not takes_boxes:
         return {"labels": _labels(model, ids)}
     if "start_positions" in names:
         return {"start_positions": torch.tensor([1, 3]), "end_positions": torch.tensor([1, 3])}

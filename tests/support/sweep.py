@@ -140,7 +140,13 @@ def _compared(model_type: str, variant: Mapping[str, int]) -> dict[str, Any]:
     the message asks; else the first of them. Raises NotSmall."""
     words, attempts = [""], [Attempt()]
     refused: list[tuple[Attempt, dict[str, Any]]] = []
+    model = small_model(model_type, variant)[1]
+    inputs: list[dict[str, Any]] = []
     for attempt in attempts:
+        given = {name: getattr(value, "shape", value) for name, value in batch(model, 0, attempt).items()}
+        if given in inputs:
+            continue
+        inputs.append(given)
         try:
             row = _tried(model_type, variant, attempt)
             trouble = row.get("words", "") if row["result"] == "refused" else ""
