@@ -373,7 +373,9 @@ class Reversible(Base):
 def test_blocks_within_a_function_with_its_own_backward_are_refused_by_name(tmp_path: Path, self_check: bool) -> None:
     with running(config_in(tmp_path, section={"self_check": self_check}), Reversible, vertical=True) as (engine, model):
         before = read_weights(model)
-        with pytest.raises(LayerError, match=r"blocks\.0 is called within the forward of OwnBackward.*a module around that function"):
+        with pytest.raises(
+            LayerError, match=r"blocks\.0 is called within the forward of OwnBackward.*a module around that function"
+        ):
             engine.train_batch(iter(batches(1)[0]))
         assert not differing(before, read_weights(model))
 

@@ -53,7 +53,9 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
 _PATTERNS = [(re.compile(f"^({pattern})$"), value) for pattern, value in _COUNTS + _WIDTHS]
 _COUNTED = re.compile("|".join(f"^({pattern})$" for pattern, _ in _COUNTS))
 # what a variant that divides leaves as it is: sizes of images and of what is cut out of them, of sounds, and numbers of heads
-_NOT_DIVIDED = re.compile(".*(heads?|image_size|img_size|input_size|patch|bins|(?<!upsample_)group|rate|length|queries|frames|num_).*|seed|factor")
+_NOT_DIVIDED = re.compile(
+    ".*(heads?|image_size|img_size|input_size|patch|bins|(?<!upsample_)group|rate|length|queries|frames|num_).*|seed|factor"
+)
 # derived from others, or names of what is no longer there: left to the configuration's own rules
 _LEFT_OUT = ("out_indices", "stage_names", "qk_head_dim", "per_layer_config", "attention_layers", "layer_ids", "mamba_headdim")
 _OVERRIDES: dict[str, dict[str, Any]] = {
@@ -220,7 +222,7 @@ def _settings(cls: Any) -> dict[str, Any]:
         own = settings.get(key)
         if (own is not None and own.get("model_type") != "timm_backbone") or key.startswith("audio"):
             continue
-        part = CONFIG_MAPPING[spec.model_type] if spec.model_type in CONFIG_MAPPING else spec.config_class
+        part = CONFIG_MAPPING.get(spec.model_type, spec.config_class)
         settings[key] = part(**spec.init_kwargs).to_dict()
     for name in ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype"):
         settings.pop(name, None)
@@ -261,8 +263,8 @@ def parts_of(config: Any) -> list[Any]:
 
 
 def _set_rope(config: Any) -> None:
-    """A width of heads and a base where only the checkpoint has them, and sections of time, height and width that add up to half
-    of what each head turns."""
+    """A width of heads and a base where only the checkpoint has them; sections of time, height and width that add up to half of
+    what each head turns."""
     rope = getattr(config, "rope_parameters", None)
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not isinstance(rope, dict):

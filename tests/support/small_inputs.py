@@ -19,6 +19,10 @@ _SIDES = ("image_size", "img_size", "input_size")
 PATCHES = 16  # of an image that comes as a list of patches
 
 
+_OTHER_WAY_ROUND = r"have \d+ channels?, but got|mat1 and mat2|multiple of|expected 3, got 2|mono|expected input with shape"
+_MEL = ("feature_projection_input_dim", "num_mel_bins", "feature_size", "input_feat_per_channel", "input_feat_size", "mel_bins")
+
+
 @dataclass(frozen=True)
 class Attempt:
     """What micro-batches hold: so many tokens that stand for an image, then so many for a sound, ahead of each text;
@@ -41,7 +45,7 @@ def further(attempt: Attempt, words: str) -> Iterator[Attempt]:
         yield replace(attempt, sound_tokens=2)
     if "expected 5, got 4" in words:
         yield replace(attempt, video=True)
-    if re.search(r"have \d+ channels?, but got|mat1 and mat2|multiple of|expected 3, got 2|mono|expected input with shape", words):
+    if re.search(_OTHER_WAY_ROUND, words):
         yield replace(attempt, turned=not attempt.turned)
     yield replace(attempt, everything=True)
     yield replace(attempt, video=True)
@@ -118,7 +122,7 @@ def _pixel_values(making: _Making) -> torch.Tensor:
 
 
 def _features(making: _Making) -> torch.Tensor:
-    mel = making.size(80, "feature_projection_input_dim", "num_mel_bins", "feature_size", "input_feat_per_channel", "input_feat_size", "mel_bins")
+    mel = making.size(80, *_MEL)
     as_whisper = any(hasattr(each, "max_source_positions") for each in parts_of(making.config))
     times = 2 * making.size(50, "max_source_positions") if as_whisper else 64
     return making.randn(*((2, mel, times) if as_whisper != making.attempt.turned else (2, times, mel)))
@@ -169,9 +173,7 @@ _WITH_OTHERS: dict[str, _Maker] = {
     "pixel_position_ids": _positions,
     "aspect_ratio_ids": lambda making: torch.ones(2, 1, dtype=torch.long),
     "aspect_ratio_mask": lambda making: torch.ones(2, 1, making.size(4, "max_num_tiles"), dtype=torch.long),
-    "cross_attention_mask": lambda making: torch.ones(
-        *making.ids.shape, 1, making.size(4, "max_num_tiles"), dtype=torch.long
-    ),
+    "cross_attention_mask": lambda making: torch.ones(*making.ids.shape, 1, making.size(4, "max_num_tiles"), dtype=torch.long),
     "mm_token_type_ids": _token_kinds,
 }
 # given where the signature demands them, or a model refuses a try without them
@@ -189,7 +191,9 @@ _ON_DEMAND: dict[str, _Maker] = {
     "past_time_features": lambda making: _times(making, making.config.num_time_features),
     "past_observed_mask": lambda making: torch.ones_like(_past(making)),
     "future_values": lambda making: making.randn(2, making.size(4, "prediction_length")),
-    "future_time_features": lambda making: making.randn(2, making.size(4, "prediction_length"), making.config.num_time_features),
+    "future_time_features": lambda making: making.randn(
+        2, making.size(4, "prediction_length"), making.config.num_time_features
+    ),
     "pixel_values_images": _pixel_values,
     "input_values": _waves,
     "input_features": _features,

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
@@ -339,13 +340,17 @@ _TITLES = {
 _HEADING = """# Which model types of transformers {version} train layer-major, and how exactly?
 
 Find your type below: "exact" has the bits of plain autograd, "to rounding" differs by what is
-named, "refused" ends with the message that is quoted.
+named, "refused" ends with the message that is quoted. "Once `layers` names the layers": without that
+the run is refused, and the message says what to write; the table has the lists that were named.
 
-{date}, commit {commit}. Each of the {count} types is made small by `tests/support/small.py` (a class with a
-head where it has one, two micro-batches of two samples, fp32, dropout on). It runs layer-major
-(`ds_vertical.engine.handlers`; all weights but those of the units in use overwritten by NaN) and as plain
-autograd does it, with what decides stock's bits on both sides: ZeRO-3's own linear, and identity
-nodes where its hooks put them. Losses, summed gradients and buffers are compared.
+{date}, tried at {commits}.
+Each of the {count} types is made small by `tests/support/small.py`: a class with a head where it has one,
+fp32, dropout on, two micro-batches of two samples with the images and sounds that the model takes
+(`tests/support/small_inputs.py`). It runs layer-major (`ds_vertical.engine.handlers`; all weights
+but those of the units in use overwritten by NaN) and as plain autograd does it, with what decides
+stock's bits on both sides: ZeRO-3's own linear, and identity nodes where its hooks put them. Losses,
+summed gradients and buffers are compared.
+
 `python tests/support/sweep.py OUT.jsonl` and `python tests/support/sweep.py OUT.jsonl --table docs/families.md`
 make this file; `tests/parity/test_kinds.py` holds types of each kind against real stock."""
 
@@ -360,17 +365,19 @@ def main(arguments: Sequence[str]) -> None:
     if options.table is not None:
         files = [options.out, *map(Path, options.types)]
         rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        facts = {"version": transformers.__version__, "date": date.today(), "commit": commit, "count": len(rows)}
+        commits = Counter(row["commit"] for row in rows)
+        tried = ", ".join(f"{commit} ({count} types)" for commit, count in commits.most_common())
+        facts = {"version": transformers.__version__, "date": date.today(), "commits": tried, "count": len(rows)}
         options.table.write_text(table(rows, _HEADING.format(**facts)))
         return
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     index, count = map(int, options.shard.split("/"))
     torch.set_num_threads(1)
     _identity_hook(False, False)
     with options.out.open("a") as out:
         for model_type in options.types or model_types()[index::count]:
             start = time.monotonic()
-            row = in_a_child(model_type) | {"seconds": round(time.monotonic() - start, 1)}
+            row = in_a_child(model_type) | {"seconds": round(time.monotonic() - start, 1), "commit": commit}
             out.write(json.dumps(row) + "\n")
             out.flush()
 
