@@ -112,6 +112,9 @@ def _pixel_values(making: _Making) -> torch.Tensor:
         if making.attempt.video:
             return making.randn(count, channels, patch, patch)
         return making.randn(count, making.pixels * making.size(1, "temporal_patch_size"))
+    if "target_sizes" in making.names:
+        patch = making.size(8, "patch_size")
+        return making.randn(1, channels, patch, 2 * 64 * patch)  # of both images, side by side
     if {"spatial_shapes", "image_position_ids", "pixel_position_ids"} & making.names:
         pooled = making.size(1, "pooling_kernel_size") ** 2
         return making.randn(2, PATCHES * (pooled if "spatial_shapes" not in making.names else 1), making.pixels)
@@ -169,6 +172,7 @@ _WITH_OTHERS: dict[str, _Maker] = {
     "merge_sizes": lambda making: torch.tensor([making.merge] * 2),
     "image_sizes": lambda making: torch.tensor([[making.size(32, "image_size", "img_size")] * 2] * 2),
     "spatial_shapes": lambda making: torch.tensor([[4, 4]] * 2),
+    "target_sizes": lambda making: torch.tensor([[8, 8]] * 2),
     "image_position_ids": _positions,
     "pixel_position_ids": _positions,
     "aspect_ratio_ids": lambda making: torch.ones(2, 1, dtype=torch.long),
@@ -185,7 +189,9 @@ _ON_DEMAND: dict[str, _Maker] = {
     "qformer_input_ids": lambda making: making.ids % 10 + 1,
     "decoder_input_ids": lambda making: making.ids,
     "high_res_pixel_values": lambda making: making.randn(2, 3, 64, 64),
-    "flattened_patches": lambda making: torch.cat([torch.ones(2, PATCHES, 2), making.randn(2, PATCHES, making.pixels)], -1),
+    "flattened_patches": lambda making: torch.cat(
+        [torch.ones(2, PATCHES, 2), making.randn(2, PATCHES, making.size(192, "patch_embed_hidden_size"))], -1
+    ),
     "image_patches": lambda making: making.randn(2, PATCHES, making.pixels),
     "past_values": _past,
     "past_time_features": lambda making: _times(making, making.config.num_time_features),
@@ -259,7 +265,7 @@ def _signals(making: _Making, made: Mapping[str, Any]) -> Batch:
         found["pixel_values_videos"] = making.randn(2, frames, channels, side, side)
     if not made or not found:
         heard = [name for name in ("input_values", "input_features") if name in names]
-        heard = [making.main] if making.main in heard else heard
+        heard = [making.main] if making.main in heard else heard[:1]
         found |= {name: _ON_DEMAND[name](making) for name in heard}
         masks = [name for name in ("input_features_mask", "feature_attention_mask") if name in names and heard]
         found |= {name: _ON_DEMAND[name](making) for name in masks}
