@@ -195,7 +195,7 @@ def _agreeing(made: dict[str, Any], settings: Mapping[str, Any], layers: int) ->
         made["num_kv_shared_layers"] = 2
     names = made.get("out_features")
     stages = len(made["depths"]) if isinstance(made.get("depths"), list) else layers
-    if names and any(re.fullmatch(r"stage\d+", name) and int(name[5:]) > stages for name in names):
+    if names and any(re.fullmatch(r"stage\d+", str(name)) and int(name[5:]) > stages for name in names):
         made["out_features"] = [f"stage{stages - len(names) + 1 + index}" for index in range(len(names))]
     if isinstance(made.get("image_grid_pinpoints"), list) and "vision_config" in made:
         side = made["vision_config"]["image_size"]
@@ -269,13 +269,13 @@ def _set_rope(config: Any) -> None:
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not isinstance(rope, dict):
         return
-    if getattr(config, "head_dim", 0) is None and isinstance(heads, int) and isinstance(hidden, int):
+    if vars(config).get("head_dim", 0) is None and isinstance(heads, int) and isinstance(hidden, int):
         config.head_dim = hidden // heads
     for each in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
         if "rope_theta" in each:
             each["rope_theta"] = each["rope_theta"] or 10000.0
     if isinstance(heads, int) and isinstance(hidden, int) and "mrope_section" in _source_beside(config):
-        turned = int((getattr(config, "head_dim", None) or hidden // heads) * rope.get("partial_rotary_factor", 1.0)) // 2
+        turned = int((vars(config).get("head_dim") or hidden // heads) * rope.get("partial_rotary_factor", 1.0)) // 2
         third = max(1, 3 * turned // 8)
         rope["mrope_section"] = [turned - 2 * third, third, third]
 

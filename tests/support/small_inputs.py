@@ -26,13 +26,14 @@ _MEL = ("feature_projection_input_dim", "num_mel_bins", "feature_size", "input_f
 @dataclass(frozen=True)
 class Attempt:
     """What micro-batches hold: so many tokens that stand for an image, then so many for a sound, ahead of each text;
-    `video`: `pixel_values` of several frames; `turned`: features as (time, channel); `everything`: optional inputs, too."""
+    `video`: `pixel_values` of several frames; `turned`: features as (time, channel); `everything`: optional inputs, too; `text_alone`: no images and sounds beside it."""
 
     image_tokens: int = 0
     video: bool = False
     sound_tokens: int = 0
     turned: bool = False
     everything: bool = False
+    text_alone: bool = False
 
 
 def further(attempt: Attempt, words: str) -> Iterator[Attempt]:
@@ -45,6 +46,8 @@ def further(attempt: Attempt, words: str) -> Iterator[Attempt]:
         yield replace(attempt, sound_tokens=2)
     if "expected 5, got 4" in words:
         yield replace(attempt, video=True)
+    if "at the same time" in words:
+        yield replace(attempt, text_alone=True)
     if re.search(_OTHER_WAY_ROUND, words):
         yield replace(attempt, turned=not attempt.turned)
     yield replace(attempt, everything=True)
@@ -243,7 +246,7 @@ def batch(model: nn.Module, index: int, attempt: Attempt = Attempt()) -> Batch:
     by_text = main not in ("pixel_values", "input_values", "input_features") or "pixel_values" not in names
     if "input_ids" in names and (by_text or "input_ids" in asked):
         made |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    made |= _signals(making, made)
+    made |= {} if made and attempt.text_alone else _signals(making, made)
     if "bbox" in names:
         made["bbox"] = torch.zeros(*ids.shape, 4, dtype=torch.long)
     if "decoder_input_ids" in names and "labels" not in names:

@@ -188,6 +188,8 @@ def _tried(model_type: str, variant: Mapping[str, int], attempt: Attempt, names_
         except LayerError as error:
             return row | {"result": "refused", "words": " ".join(str(error).split())}
         except Exception as error:
+            if "allocate memory" in str(error):  # of which this process may have no more
+                raise NotSmall(words_of(error)) from error
             return row | {"result": "fails", "words": words_of(error, 300)}
     row |= {} if named is None else {"named": named}
     return row | _verdict(losses, grads, buffers, ours, ours_grads, _buffers(model))
