@@ -26,7 +26,8 @@ _MEL = ("feature_projection_input_dim", "num_mel_bins", "feature_size", "input_f
 @dataclass(frozen=True)
 class Attempt:
     """What micro-batches hold: so many tokens that stand for an image, then so many for a sound, ahead of each text;
-    `video`: `pixel_values` of several frames; `turned`: features as (time, channel); `everything`: optional inputs, too; `text_alone`: no images and sounds beside it."""
+    `video`: `pixel_values` of several frames; `turned`: features as (time, channel); `everything`: optional inputs, too;
+    `text_alone`: no images and sounds beside it."""
 
     image_tokens: int = 0
     video: bool = False
@@ -130,7 +131,7 @@ def _pixel_values(making: _Making) -> torch.Tensor:
 def _features(making: _Making) -> torch.Tensor:
     mel = making.size(80, *_MEL)
     as_whisper = any(hasattr(each, "max_source_positions") for each in parts_of(making.config))
-    times = 2 * making.size(50, "max_source_positions") if as_whisper else 64
+    times = 2 * making.size(50, "max_source_positions") if as_whisper else 4 * making.size(16, "n_window")
     return making.randn(*((2, mel, times) if as_whisper != making.attempt.turned else (2, times, mel)))
 
 
