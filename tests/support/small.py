@@ -223,7 +223,8 @@ def _settings(cls: Any) -> dict[str, Any]:
         if (own is not None and own.get("model_type") != "timm_backbone") or key.startswith("audio"):
             continue
         part = CONFIG_MAPPING.get(spec.model_type, spec.config_class)
-        settings[key] = part(**spec.init_kwargs).to_dict()
+        if issubclass(part, transformers.PretrainedConfig):
+            settings[key] = part(**spec.init_kwargs).to_dict()
     for name in ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype"):
         settings.pop(name, None)
     return settings
