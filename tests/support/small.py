@@ -222,9 +222,12 @@ def _settings(cls: Any) -> dict[str, Any]:
         own = settings.get(key)
         if (own is not None and own.get("model_type") != "timm_backbone") or key.startswith("audio"):
             continue
-        part = CONFIG_MAPPING.get(spec.model_type, spec.config_class)
+        try:
+            part = CONFIG_MAPPING[spec.model_type]
+        except KeyError:
+            part = spec.config_class
         if issubclass(part, transformers.PretrainedConfig):
-            settings[key] = part(**spec.init_kwargs).to_dict()
+            settings[key] = part(**{name: value for name, value in spec.init_kwargs.items() if name != "model_type"}).to_dict()
     for name in ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype"):
         settings.pop(name, None)
     return settings
