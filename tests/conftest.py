@@ -81,8 +81,6 @@ SLOW_MEMBERS = {
     "test_io.py::test_bytes_per_step_of_every_regime[0.0-0.0-10]",
     "test_io.py::test_bytes_per_step_of_every_regime[0.0-1.0-0]",
     "test_io.py::test_two_jobs_on_one_nvme_path_finish_as_if_alone_and_a_killed_ones_folder_goes[True]",
-    "test_kinds.py::test_a_small_model_of_this_kind_has_the_bits_of_stock[masked-funnel]",
-    "test_kinds.py::test_a_small_model_of_this_kind_has_the_bits_of_stock[masked-xlm]",
     "test_late_state.py::test_what_is_changed_after_four_steps_is_followed[give_notes]",
     "test_late_state.py::test_what_is_changed_after_four_steps_is_followed[set_defaults]",
     "test_late_state.py::test_what_is_changed_after_four_steps_is_followed[set_of_class]",

@@ -26,7 +26,7 @@ from ds_vertical.model.layers import Block, LayerMap
 from ds_vertical.model.state.restart import HooksMissed
 from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.state.tracks import BETWEEN_CALLS, PREFIX
-from ds_vertical.model.stubs import BlockRunner, Coroutine, ModelCalls, OutsideWatch, ParameterWatch, Stubs
+from ds_vertical.model.stubs import APPLY, BlockRunner, Coroutine, ModelCalls, OutsideWatch, ParameterWatch, Stubs
 from ds_vertical.model.thread_state import ThreadState, inference_guard
 
 NO_BLOCKS = range(0)  # the blocks that may run in the prefix and in the suffix
@@ -187,7 +187,8 @@ class ForwardCoroutine:
     def call_block(self, block: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Called in place of a block's forward: park until the schedule reaches the block, run it, park at the layer's end.
 
-        Raises LayerError where the model calls a block out of turn, or within torch's gradient checkpointing.
+        Raises LayerError where the model calls a block out of turn, within torch's gradient checkpointing, or within another
+        function with a backward of its own.
         """
         raw = self._stubs.raw[block]
         if block == self._whole_block:
@@ -248,7 +249,7 @@ class ForwardCoroutine:
         self, block: int, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         if self._keep:
-            _refuse_checkpoint(self._blocks[block])
+            _refuse_own_backward(self._blocks[block])
         with contextlib.nullcontext() if self._outside is None else self._outside.paused((args, kwargs)):
             result = self._runner.run(block, function, args, kwargs)
         self.calls.done_block = block
@@ -286,12 +287,19 @@ def _wrong_order(blocks: Sequence[Block], what: str) -> NoReturn:
     )
 
 
-def _refuse_checkpoint(block: Block) -> None:
+def _refuse_own_backward(block: Block) -> None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:
             raise LayerError(
                 f"block {block.path} is called within torch.utils.checkpoint.checkpoint, which would run it once"
                 " more in the backward: call it directly, the schedule recomputes each block already"
+            )
+        if frame.f_code is APPLY:
+            function = frame.f_locals.get("cls")
+            raise LayerError(
+                f"block {block.path} is called within the forward of {getattr(function, '__name__', 'a function')}, a"
+                " torch.autograd.Function, in which autograd does not follow the block: name in vertical_schedule.layers a"
+                " module around that function, which then is one layer, or call the block outside"
             )
         frame = frame.f_back

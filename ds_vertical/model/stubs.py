@@ -102,7 +102,8 @@ class ModelCalls:
         )
 
 
-_APPLY: Final = torch.autograd.Function.apply.__func__.__code__
+# of a function with its own backward: the frame that runs its forward
+APPLY: Final = torch.autograd.Function.apply.__func__.__code__
 
 
 class Caller(Protocol):
@@ -385,7 +386,7 @@ def _within_function() -> bool:
     DeepSpeed's linear layer is one.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None and frame.f_code is not APPLY:
         frame = frame.f_back
     return frame is not None
 

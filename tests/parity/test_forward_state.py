@@ -342,6 +342,44 @@ def test_a_second_backward_is_refused_by_name(tmp_path: Path, case: type[Base]) 
         assert all(param.grad is None for param in model.parameters())
 
 
+class OwnBackward(torch.autograd.Function):
+    """Runs blocks without a graph, and once more in its backward, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, blocks: nn.ModuleList) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.blocks = blocks
+        for block in blocks:
+            x = block(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        first = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            x = first
+            for block in ctx.blocks:
+                x = block(x)
+        torch.autograd.backward(x, grad)
+        return first.grad, None
+
+
+class Reversible(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(OwnBackward.apply(self.embed(x), self.blocks)).square().mean()
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+def test_blocks_within_a_function_with_its_own_backward_are_refused_by_name(tmp_path: Path, self_check: bool) -> None:
+    with running(config_in(tmp_path, section={"self_check": self_check}), Reversible, vertical=True) as (engine, model):
+        before = read_weights(model)
+        with pytest.raises(
+            LayerError, match=r"blocks\.0 is called within the forward of OwnBackward.*a module around that function"
+        ):
+            engine.train_batch(iter(batches(1)[0]))
+        assert not differing(before, read_weights(model))
+
+
 def test_parameters_frozen_later_are_refused_by_name_in_each_step(tmp_path: Path) -> None:
     with running(config_in(tmp_path), Base, vertical=True) as (engine, model):
         first, second, third = batches(3)

@@ -18,7 +18,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,8 @@ import numpy as np
 import torch
 import transformers
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
-from small import VARIANTS, NotSmall, batch, loss_of, model_types, small_model, words_of
+from small import VARIANTS, NotAModel, NotSmall, model_types, small_model, words_of
+from small_inputs import MOST_ATTEMPTS, Attempt, batch, demanded, further, loss_of
 from torch import nn
 from toy import MemoryOptimizer, MemoryParams
 
@@ -75,9 +78,11 @@ class _Trained(MemoryOptimizer):
         return self.params.home[id(param)]
 
 
-def run_vertical(model: nn.Module, bodies: Sequence[Callable[[], torch.Tensor]]) -> tuple[list[torch.Tensor], Grads, str]:
+def run_vertical(
+    model: nn.Module, bodies: Sequence[Callable[[], torch.Tensor]], named: Sequence[str] | None = None
+) -> tuple[list[torch.Tensor], Grads, str]:
     check_trainable(model, print)
-    layers = map_layers(model, apart=os.environ.get("DS_VERTICAL_ENDS") == "fetched")
+    layers = map_layers(model, named, apart=os.environ.get("DS_VERTICAL_ENDS") == "fetched")
     params = MemoryParams(layers)
     optimizer = _Trained(params)
     numel, dtype = (lambda p: params.home[id(p)].numel()), (lambda p: p.dtype)
@@ -113,30 +118,101 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def compare(model_type: str) -> dict[str, Any]:
-    """One row: `kind`, `result` (exact, rounding, differs, refused, fails, not made), `figure` or `words`."""
-    row: dict[str, Any] = {"type": model_type}
-    words = ""
+    """One row: `kind`, `result` (exact, rounding, differs, refused, fails, no model, not made), `figure` or `words`."""
+    words, refused = "", None
     for variant in VARIANTS:
         try:
-            made = _prepared(model_type, variant)
+            row = _compared(model_type, variant)
+        except NotAModel as error:
+            return {"type": model_type, "result": "no model", "words": str(error)}
         except NotSmall as error:
             words = words or str(error)
             continue
-        break
-    else:
-        return row | {"result": "not made", "words": words}
-    row["kind"], row["how"], model, bodies, before, losses, grads = made
-    row["class"] = type(model).__name__
+        if row["result"] != "refused":
+            return row
+        refused = refused or row
+    missing = re.search(r"ImportError.*requires the (\w+) library", words)
+    lacking = {"result": "no package", "words": missing[1]} if missing else {"result": "not made", "words": words}
+    return refused or {"type": model_type} | lacking
+
+
+def _compared(model_type: str, variant: Mapping[str, int]) -> dict[str, Any]:
+    """The row of the first attempt that plain torch takes and that is not refused; then those refused, with the layers named as
+    the message asks; else the first of them. Raises NotSmall."""
+    words, attempts = [""], [Attempt()]
+    refused: list[tuple[Attempt, dict[str, Any]]] = []
+    model = small_model(model_type, variant)[1]
+    inputs: list[dict[str, Any]] = []
+    for attempt in attempts:
+        given = {name: getattr(value, "shape", value) for name, value in batch(model, 0, attempt).items()}
+        if given in inputs:
+            continue
+        inputs.append(given)
+        try:
+            row = _tried(model_type, variant, attempt)
+            trouble = row.get("words", "") if row["result"] == "refused" else ""
+        except NotAModel:
+            raise
+        except NotSmall as error:
+            trouble = str(error)
+        else:
+            if not trouble:
+                return row
+            refused.append((attempt, row))
+        if trouble not in words:  # else the attempt has changed nothing
+            new = [each for each in further(attempt, trouble) if each not in attempts]
+            attempts += new[: MOST_ATTEMPTS - len(attempts)]
+        words.append(trouble)
+    for attempt, row in refused:
+        named = _tried(model_type, variant, attempt, names_layers=True)
+        if named["result"] != "refused":
+            return named
+        row["words"] += "" if named["words"] in row["words"] else f" With the layers named: {named['words']}"
+    if refused:
+        return refused[0][1]
+    raise NotSmall(words[1])
+
+
+def _tried(model_type: str, variant: Mapping[str, int], attempt: Attempt, names_layers: bool = False) -> dict[str, Any]:
+    """What the layer-major step gives, beside plain autograd. Raises NotSmall where plain torch refuses the attempt."""
+    kind, model = small_model(model_type, variant)
+    row: dict[str, Any] = {"type": model_type, "kind": kind, "class": type(model).__name__}
+    row["how"] = [VARIANTS.index(dict(variant)), asdict(attempt)]
+    bodies, before, losses, grads = _prepared(model, attempt)
     buffers = _buffers(model)
+    named = _called_once(model, bodies) if names_layers else None
     _put_back(model, before)
     with joined(model):
         try:
-            ours, ours_grads, row["layers"] = run_vertical(model, bodies)
+            ours, ours_grads, row["layers"] = run_vertical(model, bodies, named)
         except LayerError as error:
             return row | {"result": "refused", "words": " ".join(str(error).split())}
         except Exception as error:
+            if "allocate memory" in str(error):  # of which this process may have no more
+                raise NotSmall(words_of(error)) from error
             return row | {"result": "fails", "words": words_of(error, 300)}
+    row |= {} if named is None else {"named": named}
     return row | _verdict(losses, grads, buffers, ours, ours_grads, _buffers(model))
+
+
+def _called_once(model: nn.Module, bodies: Sequence[Callable[[], torch.Tensor]]) -> list[str]:
+    """The layers that a user would name: blocks that every micro-batch calls once, in the order of its calls."""
+    try:
+        blocks = {block.path: block.module for block in map_layers(model).blocks}
+    except LayerError:  # no stack: the members of every outermost list
+        lists = [path for path, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
+        outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+        members = [(f"{path}.{name}", each) for path in outer for name, each in model.get_submodule(path).named_children()]
+        blocks = {path: each for path, each in members if any(True for _ in each.parameters())}
+    calls: list[list[str]] = []
+    handles = [each.register_forward_pre_hook(lambda *_, path=path: calls[-1].append(path)) for path, each in blocks.items()]
+    for body in bodies:
+        calls.append([])
+        with torch.no_grad(), contextlib.suppress(NotSmall):  # without gradients no loss need be found
+            body()
+    for handle in handles:
+        handle.remove()
+    return [path for path in calls[0] if all(each.count(path) == 1 for each in calls)]
 
 
 def _loss(model: nn.Module, micro_batch: dict[str, Any], index: int) -> torch.Tensor:
@@ -145,35 +221,24 @@ def _loss(model: nn.Module, micro_batch: dict[str, Any], index: int) -> torch.Te
     return loss_of(model(**micro_batch))
 
 
-def _prepared(model_type: str, variant: Mapping[str, int]) -> tuple[Any, ...]:
-    """The model and its bodies, with what plain torch makes of them. Raises NotSmall."""
-    kind, model = small_model(model_type, variant)
+def _prepared(model: nn.Module, attempt: Attempt) -> tuple[Any, ...]:
+    """The model's bodies, with what plain torch makes of them. Raises NotSmall."""
     before = _buffers(model)
-    words, tries = "", [(0, False)]
-    for image_tokens, video in tries:
-        try:
-            batches = [batch(model, index, image_tokens, video) for index in range(NUM_MICRO_BATCHES)]
-            bodies = [partial(_loss, model, each, index) for index, each in enumerate(batches)]
-            for runs in (bodies[:1], bodies):  # some models replace modules in their first forward (big_bird)
-                _put_back(model, before)
-                with joined(model):
-                    losses, grads = run_plain(model, runs)
-        except NotSmall:
-            raise
-        except Exception as error:
-            words = words or f"plain torch: {words_of(error, 300)}"
-            found = re.search(r"tokens: 0, features:? (\d+)", str(error))
-            if found and len(tries) == 1:
-                tries += [(int(found[1]) // 2, False), (int(found[1]) // 128, False)]
-            elif "expected 5, got 4" in str(error) and len(tries) == 1:
-                tries += [(0, True)]
+    try:
+        batches = [batch(model, index, attempt) for index in range(NUM_MICRO_BATCHES)]
+        bodies = [partial(_loss, model, each, index) for index, each in enumerate(batches)]
+        for runs in (bodies[:1], bodies):  # some models replace modules in their first forward (big_bird)
             _put_back(model, before)
-            continue
-        if not all(map(torch.isfinite, losses)):
-            raise NotSmall("plain torch: its loss is not finite")
-        how = [VARIANTS.index(dict(variant)), image_tokens, video]
-        return kind, how, model, bodies, before, losses, grads
-    raise NotSmall(words)
+            with joined(model):
+                losses, grads = run_plain(model, runs)
+    except NotSmall:
+        raise
+    except Exception as error:
+        _put_back(model, before)
+        raise NotSmall(f"plain torch: {words_of(error, 300)}{demanded(error)}") from error
+    if not all(map(torch.isfinite, losses)):
+        raise NotSmall("plain torch: its loss is not finite")
+    return bodies, before, losses, grads
 
 
 def _put_back(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
@@ -222,7 +287,8 @@ def in_a_child(model_type: str) -> dict[str, Any]:
             try:
                 pipe.write(json.dumps(compare(model_type)))
             except BaseException as error:
-                pipe.write(json.dumps({"type": model_type, "result": "fails", "words": words_of(error, 300)}))
+                result = "not made" if "allocate memory" in str(error) else "fails"  # it may have no more
+                pipe.write(json.dumps({"type": model_type, "result": result, "words": words_of(error, 300)}))
         os._exit(0)
     os.close(writer)
     with open(reader) as pipe:
@@ -236,7 +302,8 @@ def table(rows: Sequence[dict[str, Any]], heading: str) -> str:
     """The rows as Markdown: what trains exactly by kind, then each row that does not, with its figure or its words."""
     by_result: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row["type"]):
-        by_result.setdefault(row["result"], []).append(row)
+        named = row["result"] in ("exact", "rounding") and "named" in row
+        by_result.setdefault("named" if named else row["result"], []).append(row)
     lines = [heading, "", "| result | types |", "|---|---|"]
     lines += [f"| {_TITLES[result]} | {len(by_result.get(result, []))} |" for result in _TITLES]
     exact = by_result.get("exact", [])
@@ -244,32 +311,49 @@ def table(rows: Sequence[dict[str, Any]], heading: str) -> str:
     for kind in sorted({row["kind"] for row in exact}):
         lines.append(f"| {kind} | {', '.join(row['type'] for row in exact if row['kind'] == kind)} |")
     for result in list(_TITLES)[1:]:
-        lines += ["", f"## {_TITLES[result].capitalize()}", "", "| type | class | what |", "|---|---|---|"]
-        for row in by_result.get(result, []):
-            figure = f"{row['figure']:.1e} in {row['where'] or 'the loss'}; {row['count']} tensors" if "figure" in row else ""
-            words = (row.get("words") or figure).replace("|", "\\|")
-            lines.append(f"| {row['type']} | {row.get('class', '')} | {words} |")
+        found = by_result.get(result, [])
+        lines += ["", f"## {_TITLES[result].capitalize()}", ""]
+        if result in ("no model", "no package"):
+            lines += [", ".join(row["type"] + (f" ({row['words']})" if result == "no package" else "") for row in found)]
+            continue
+        lines += ["| type | class | what |", "|---|---|---|"]
+        lines += [f"| {row['type']} | {row.get('class', '')} | {_what(row)} |" for row in found]
     return "\n".join(lines) + "\n"
+
+
+def _what(row: dict[str, Any]) -> str:
+    figure = f"{row['figure']:.1e} in {row['where'] or 'the loss'}; {row['count']} tensors" if "figure" in row else ""
+    if "named" not in row:
+        return (row.get("words") or figure).replace("|", "\\|")
+    holders = dict.fromkeys(re.sub(r"\.\d+$", "", path) for path in row["named"])
+    return f"`layers`: {', '.join(holders)}" + (f"; {figure}" if figure else "")
 
 
 _TITLES = {
     "exact": "exact",
+    "named": "exact once `layers` names the layers",
     "rounding": "to rounding",
     "refused": "refused, with our message",
     "differs": "differs",
     "fails": "fails, with torch's words",
+    "no model": "no model of its own: a part of other types",
+    "no package": "needs a package that is not installed",
     "not made": "not made small here, or plain torch fails",
 }
 _HEADING = """# Which model types of transformers {version} train layer-major, and how exactly?
 
 Find your type below: "exact" has the bits of plain autograd, "to rounding" differs by what is
-named, "refused" ends with the message that is quoted.
+named, "refused" ends with the message that is quoted. "Once `layers` names the layers": without that
+the run is refused, and the message says what to write; the table has the lists that were named.
 
-{date}, commit {commit}. Each of the {count} types is made small by `tests/support/small.py` (a class with a
-head where it has one, two micro-batches of two samples, fp32, dropout on). It runs layer-major
-(`ds_vertical.engine.handlers`; all weights but those of the units in use overwritten by NaN) and as plain
-autograd does it, with what decides stock's bits on both sides: ZeRO-3's own linear, and identity
-nodes where its hooks put them. Losses, summed gradients and buffers are compared.
+{date}, tried at {commits}.
+Each of the {count} types is made small by `tests/support/small.py`: a class with a head where it has one,
+fp32, dropout on, two micro-batches of two samples with the images and sounds that the model takes
+(`tests/support/small_inputs.py`). It runs layer-major (`ds_vertical.engine.handlers`; all weights
+but those of the units in use overwritten by NaN) and as plain autograd does it, with what decides
+stock's bits on both sides: ZeRO-3's own linear, and identity nodes where its hooks put them. Losses,
+summed gradients and buffers are compared.
+
 `python tests/support/sweep.py OUT.jsonl` and `python tests/support/sweep.py OUT.jsonl --table docs/families.md`
 make this file; `tests/parity/test_kinds.py` holds types of each kind against real stock."""
 
@@ -284,17 +368,19 @@ def main(arguments: Sequence[str]) -> None:
     if options.table is not None:
         files = [options.out, *map(Path, options.types)]
         rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        facts = {"version": transformers.__version__, "date": date.today(), "commit": commit, "count": len(rows)}
+        commits = Counter(row["commit"] for row in rows)
+        tried = ", ".join(f"{commit} ({count} types)" for commit, count in commits.most_common())
+        facts = {"version": transformers.__version__, "date": date.today(), "commits": tried, "count": len(rows)}
         options.table.write_text(table(rows, _HEADING.format(**facts)))
         return
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     index, count = map(int, options.shard.split("/"))
     torch.set_num_threads(1)
     _identity_hook(False, False)
     with options.out.open("a") as out:
         for model_type in options.types or model_types()[index::count]:
             start = time.monotonic()
-            row = in_a_child(model_type) | {"seconds": round(time.monotonic() - start, 1)}
+            row = in_a_child(model_type) | {"seconds": round(time.monotonic() - start, 1), "commit": commit}
             out.write(json.dumps(row) + "\n")
             out.flush()
 
