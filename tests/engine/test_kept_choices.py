@@ -171,6 +171,23 @@ def test_a_plan_for_the_ssd_trains_with_stocks_bits(
     assert "vertical_schedule.activations.keep = " in capfd.readouterr().out
 
 
+def test_a_plan_beside_a_fast_ssd_keeps_from_the_second_step_with_stocks_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing but the blocks takes time there, a quarter of it their recompute."""
+    (tmp_path / "limits.json").write_text(json.dumps(report(read=1e13, write=1e13)))
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", str(tmp_path / "limits.json"))
+    batches, kept = token_batches(3, 3, rows=1, shortest=96), list[Any]()
+    plain = run_arm(config(tmp_path, "nvme", count=3), MIXER, batches, vertical=False)
+    vertical = run_arm(
+        config(tmp_path, "nvme", count=3), MIXER, batches, vertical=True, between=lambda engine, _: kept.append(engine.kept)
+    )
+    assert_identical(plain, vertical)
+    assert kept[0] is None and all(each.policy != "none" for each in kept[1:])
+    told = capfd.readouterr().out
+    assert "(null: planned from the limits of 2026-11-22 and the first step: " in told and "less time a step than" in told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["device", "host", "ssd"])
 def test_a_chosen_policy_gives_up_cells_for_which_there_is_no_room(

@@ -51,6 +51,31 @@ class Plain(Scaled):
         return None
 
 
+class Normed(Plain):
+    """A module ahead of the blocks is given the weight of one that is defined behind them, as in SEW-D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.behind = nn.Embedding(VOCAB, WIDTH)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids) + self.norm(self.behind.weight)[: input_ids.shape[1]]
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return next_token_loss(self.head(hidden), labels)
+
+
+class Viewing(Plain):
+    """Ahead of the blocks autograd saves a view of a weight, which is away until that code runs backward."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.embed(input_ids)) @ self.widen.weight.t()
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return next_token_loss(self.head(hidden), labels)
+
+
 def tiny_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,6 +92,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "llama": (tiny_llama, BOTH),
     "plain": (Plain, BOTH),
     "glue": (Scaled, ("suf",)),
+    "given": (Normed, ("pre",)),
+    "viewing": (Viewing, BOTH),
     "tied gpt2": (partial(tiny_gpt2, num_layers=NUM_LAYERS, tied=True), ()),
 }
 
@@ -107,6 +134,7 @@ class Watched:
     ("name", "dtype", "count", "options"),
     [
         ("neox", "bf16", 3, {"clip": 1.0}),
+        ("given", "fp32", 2, {"clip": 1.0}),
         *(
             pytest.param(name, dtype, count, {"clip": clip}, marks=pytest.mark.slow)
             for name in MODELS
