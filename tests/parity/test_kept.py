@@ -156,7 +156,7 @@ def test_stocks_bits_with_every_policy(
 
 
 class HardBlock(MixerBlock):
-    """The module holds an activation, and autograd saves expanded, transposed and sliced tensors, and what is written in place."""
+    """The module holds an activation; autograd saves expanded, transposed and sliced tensors, and what is written in place."""
 
     last: torch.Tensor | None = None
 

@@ -85,7 +85,8 @@ def bodies_of(model: ToyModel, through: Callable[[torch.Tensor], torch.Tensor] =
 
 
 def compare(make: Callable[[], ToyModel], policy: ActivationPolicy, num_steps: int = NUM_STEPS) -> tuple[KeptTraining, Any]:
-    """Compare the bits of some steps from the same weights with those of plain autograd. Returns the training, and both models."""
+    """Compare the bits of some steps, all from the same weights, with those of plain autograd. Returns the training, and both
+    models."""
     plain, model = make(), make()
     before = [param.detach().clone() for param in plain.parameters()]
     training = KeptTraining(model, policy)

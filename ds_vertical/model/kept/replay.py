@@ -178,7 +178,7 @@ class Replay(_Followed):
         raise OperationsDiffer
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._stands and self._standing(tensor) == "empty":
+        if self._stands and self._is_missing(tensor):
             self.differs = True
         with no_dispatch():
             return tensor.detach()

@@ -231,7 +231,6 @@ class Slots:
     def __init__(self, params: Sequence[nn.Parameter], inputs: Sequence[object]) -> None:
         self.own: dict[int, KeptStorage] = {}
         self.made: list[SavedSlot] = []
-        self.lost = False  # a view over a parameter's memory that is no part of one of the block's
         self._params = params
         self._num_over = self._counted()
         self._bases: dict[int, list[tuple[Sequence[object], int]]] = {}  # a buffer may hold several parameters
@@ -256,7 +255,6 @@ class Slots:
         storage, layout = tensor.untyped_storage(), Layout.of(tensor)
         if (slot := self._base_slot(key_of(storage), layout)) is not None:
             return slot
-        self.lost |= key_of(storage) in self._num_over
         kept = self.own.get(key_of(storage))
         if kept is None:
             kept = self.own[key_of(storage)] = KeptStorage(storage)
@@ -282,7 +280,7 @@ class Slots:
         """The block's forward is over and its outputs are dropped: whether it has left no view of a parameter's memory behind
         but as a slot. Such a view would be another layer's values in the backward."""
         now = self._counted()
-        return not self.lost and all(now[key] <= count for key, count in self._num_over.items())
+        return all(now[key] <= count for key, count in self._num_over.items())
 
     def _counted(self) -> dict[int, int]:
         """How many tensors lie over each parameter's memory, by its key."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kept_toys import Block, KeptTraining, bodies_of, compare, model_of
@@ -77,13 +78,14 @@ def test_a_view_that_a_single_call_leaves_behind_is_found_in_that_call() -> None
 
 
 class Fixed(Block):
-    """The same operations, of which autograd saves less: `up` is not trained."""
+    """The same operations, of which autograd saves less: `down` is not trained here."""
 
     fixed = False
 
-    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
         weight = self.down.weight.detach() if self.fixed else self.down.weight
-        return super().inner(hidden) @ weight.t() @ weight
+        inner = self.drop(self.inner(hidden))
+        return hidden + (inner + inner) @ weight.t() + self.down.bias
 
 
 def fixed() -> Fixed:
@@ -101,12 +103,13 @@ class Choosing(Block):
 
 
 class WritingEither(Block):
-    """Values decide which of two products is written in place."""
+    """Values decide which of two results is written in place, of which one alone goes on."""
 
     def inner(self, hidden: torch.Tensor) -> torch.Tensor:
-        both = torch.mm(hidden, self.up.weight.t()), torch.mm(hidden.cos(), self.up.weight.t())
-        both[hidden.sum().item() > 0].add_(self.up.bias)
-        return torch.tanh(both[0] + 2 * both[1])
+        up = self.up(hidden)
+        both = up + up, -up
+        both[hidden.sum().item() > 0].add_(1.0)
+        return torch.tanh(both[0])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -119,6 +122,19 @@ def test_calls_that_run_the_same_operations_on_other_tensors(kinds: tuple[Any, .
     """The first call of a form is recorded and the last one is tried; what another one needs is not known from either."""
     training, _ = compare(partial(model_of, *kinds), policy)
     assert training.lines == [] or all("does not run the same operations" in line for line in training.lines)
+
+
+class Scaling(Block):
+    """Python reads a number and computes with it."""
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().inner(hidden) * hidden.square().mean().item()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_number_that_python_reads_is_computed(policy: ActivationPolicy) -> None:
+    training, _ = compare(partial(model_of, Scaling, Scaling, Scaling), policy)
+    assert training.lines == []
 
 
 class InCtx(Block):
@@ -134,8 +150,8 @@ class InCtx(Block):
         def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
             return grads[0] * ctx.mask
 
-    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.Masked.apply(super().inner(hidden))
+    def forward(self, hidden: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+        return hidden + self.Masked.apply(self.down(self.drop(self.inner(hidden))))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -208,6 +224,8 @@ class Reading(Block):
     class Kernel(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if np.isnan(x.detach().numpy()).all():
+                print("reads NaN")  # a list of what was read would be as before the recompute
             ctx.save_for_backward(torch.from_numpy(x.detach().numpy() + 1))
             return y.clone()
 
@@ -229,6 +247,7 @@ def test_gradients_that_are_not_finite_pass_no_trial(policy: ActivationPolicy) -
 
 
 @pytest.mark.parametrize("policy", REPLAYED)
-def test_what_is_left_out_is_nan_in_the_trial(policy: ActivationPolicy) -> None:
+def test_what_is_left_out_is_nan_in_the_trial(policy: ActivationPolicy, capsys: pytest.CaptureFixture[str]) -> None:
     training, _ = compare(partial(model_of, Reading, Reading, Reading), policy)
+    assert "reads NaN" in capsys.readouterr().out
     assert len(training.lines) == 1 and "the gradients of its first backward differ" in training.lines[0]
