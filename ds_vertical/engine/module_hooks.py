@@ -19,6 +19,8 @@ from ds_vertical.model.tensor_refs import note_alias
 
 Hook = Callable[..., Any]  # a module's, of any of torch's kinds
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class _IdentityNode(torch.autograd.Function):
     """A tensor as it is, behind a node of its own in the graph."""
@@ -34,12 +36,13 @@ class _IdentityNode(torch.autograd.Function):
 
 def load_identity_node() -> Callable[[torch.Tensor], torch.Tensor]:
     """What puts a node of its own behind a tensor: compiled, or, where that cannot be had, written in Python. That one is also
-    for what Python alone knows: tensors of users' own types, and the compiler's. And for parameters that a module is given:
-    modes of torch's functions, such as `stubs.OutsideWatch`, see no call of a compiled one."""
+    for what Python alone knows: tensors of users' own types, and the compiler's."""
     compiled = load.identity_node()
 
     def behind_node(tensor: torch.Tensor) -> torch.Tensor:
-        plain = type(tensor) is torch.Tensor and not tensor.is_nested and not torch.compiler.is_compiling()
+        if type(tensor) is torch.nn.Parameter:
+            tensor.detach()  # shows the parameter to `stubs.OutsideWatch`, which neither of the nodes' own calls passes
+        plain = type(tensor) in _PLAIN and not tensor.is_nested and not torch.compiler.is_compiling()
         return compiled(tensor) if plain and compiled is not None else _IdentityNode.apply(tensor)
 
     return behind_node
