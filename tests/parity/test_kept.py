@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import loop_disk
 from harness import (
     Run,
     TwoMemories,
@@ -27,7 +28,7 @@ from torch import nn
 
 from ds_vertical.engine import assembly
 from ds_vertical.engine.keeping import keeping
-from ds_vertical.errors import LayerError, MemoryBudgetError
+from ds_vertical.errors import LayerError, MemoryBudgetError, StorageError
 
 MIXER = partial(MixerModel, 4, 512, dropout=0.1)
 POLICIES = ("free", "products", "everything")
@@ -272,6 +273,26 @@ def test_a_step_that_keeps_more_than_memory_has_fails_whole(tmp_path: Path) -> N
         store.device_limit = limit
         assert [engine.train_batch(iter(batches[0])).item()] == expected.losses
         assert store.num_bytes["device"] == 0 < store.most_bytes
+
+
+@pytest.mark.slow
+def test_an_ssd_that_is_full_as_kept_bytes_grow_fails_the_step_whole(tmp_path: Path) -> None:
+    """Longer micro-batches than before keep more."""
+    (short, _, again), (long,) = batches_of(2), token_batches(1, 2, rows=1, shortest=300)
+    steps = [short, long, again]
+    expected = run_arm(config_in(tmp_path / "ssd", 2, {}), MIXER, steps, vertical=True)
+    with loop_disk(tmp_path / "disk", 384 << 20) as disk:
+        made = config_in(disk.folder / "ssd", 2, settings("everything", "ssd"))
+        with running(made, MIXER, vertical=True) as (engine, model):
+            losses = [engine.train_batch(iter(short)).item()]
+            filler, store = disk.fill(), engine._keeping.store
+            told = r"/kept: preallocate: needs \d+ more bytes .* has \d+ free .*; free \d+ bytes or use another nvme_path"
+            with pytest.raises(StorageError, match=told):
+                engine.train_batch(iter(long))
+            assert (engine.global_steps, store.num_bytes["device"], store.num_bytes["ssd"]) == (1, 0, 0)
+            filler.unlink()
+            losses += [engine.train_batch(iter(each)).item() for each in (long, again)]
+            assert losses == expected.losses and differing(read_weights(model), expected.weights) == []
 
 
 @pytest.mark.slow
