@@ -33,7 +33,7 @@ import portable
 import predictions
 import report
 import run
-from kept_plan import DELAY, LIBRARIES, WINDOW, Planner, activations_of
+from kept_plan import DELAY, LIBRARIES, WINDOW, Planner
 
 from ds_vertical.cli.bench import disk_limit
 from ds_vertical.cli.bench.arms import build_arms
@@ -166,9 +166,9 @@ class Plans:
 
 def arms_of(row: Row, planner: Planner) -> dict[str, dict[str, Any]]:
     """{arm: its `activations`}, the one without keeping first. Raises ConfigError where this build cannot be told so."""
-    planned = activations_of(planner.plan(row.tiers).choice.kept)
+    planned = planner.keys(planner.plan(row.tiers))
     found = {BASE: NOTHING, PLAN: planned} | {name: dict(each) for name, each in row.others.items()}
-    policy = planned["keep"] if planned.get("keep_device") else planner.best_holding(row.tiers)
+    policy = planned["keep"] if planned.get("keep_device") else planner.best_on_ssd()
     for share in filter(None, row.shares):
         found[f"share {share:g}"] = {"keep": policy, "keep_device": Tier.SSD.value, "keep_share": share}
     for activations in found.values():

@@ -1,28 +1,27 @@
 """What a plan keeps in a row of `kept.py`, and the simulator's seconds of each arm.
 
 The arms of a row differ in nothing but `activations`, while `search.choose` would also choose where the optimizer's state rests
-and when it steps. So these are given here. The linear program mixes the tiers of one policy at a time, and the simulator ranks
-the mixtures in whole cells. The plan is the simplest of those within a hundredth of the fastest.
+and when it steps. So these are given here, and `search.tune_keeping` chooses as it does behind the first step of a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
-from ds_vertical.planner import linear_program, memory_budget
-from ds_vertical.planner.candidate import POLICIES, Candidate, Choice, simplicity
-from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, mean_menu, rounded
+from ds_vertical.planner import memory_budget
+from ds_vertical.planner.candidate import POLICIES, Candidate, Choice
+from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, keep_keys, mean_menu
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
+from ds_vertical.planner.search import tune_keeping
 from ds_vertical.types import HOLDING, ActivationPolicy, Tier
 
 WINDOW: Final = 1  # prefetch_layers of all arms
 DELAY: Final = 0.25  # their optimizer_delay: the rest is stepped in the backward
-_EQUAL: Final = 1.01
 _MOVES_NOTHING: Final = {
     "parameters_in_host": 0.0,
     "activations_on_host": 0.0,
@@ -45,14 +44,19 @@ class Planner:
 
     def plan(self, tiers: Sequence[Tier]) -> Candidate:
         """The plan that keeps in `tiers`, or nothing."""
-        found = [candidate for candidate in self._ways(tiers) if self._fits(candidate)] or [self.candidate(None)]
-        fastest = min(candidate.estimate_s for candidate in found)
-        return min((c for c in found if c.estimate_s <= _EQUAL * fastest), key=simplicity)
+        best, _ = tune_keeping(
+            replace(self._case, menu=self._menu(POLICIES), keep_tiers=tuple(tiers)), self.candidate(None).choice
+        )
+        return best
 
-    def best_holding(self, tiers: Sequence[Tier]) -> ActivationPolicy:
-        """Of the policies that keep bytes the one with the fastest step, though keeping nothing may be faster still."""
-        holding = [c for c in self._ways(tiers) if c.choice.policy in HOLDING]
-        return min(holding, key=lambda c: c.estimate_s).choice.policy if holding else "everything"
+    def best_on_ssd(self) -> ActivationPolicy:
+        """Of the policies that keep bytes the one with the fastest step, where all of them rest on SSD; keeping nothing may be
+        faster still."""
+        return min(HOLDING, key=lambda policy: self.predicted_s({"keep": policy, "keep_device": Tier.SSD.value}))
+
+    def keys(self, candidate: Candidate) -> dict[str, Any]:
+        """The JSON's `activations` of a plan."""
+        return keep_keys(candidate.choice.kept, self.profile.machine.one_memory)
 
     def predicted_s(self, activations: Mapping[str, Any]) -> float:
         """Seconds of a step with the JSON's `activations`."""
@@ -65,7 +69,7 @@ class Planner:
         return Candidate(choice, replace(self._case, shape=shape), 0.0, ())
 
     def kept_of(self, activations: Mapping[str, Any]) -> KeptShare | None:
-        """What the JSON's `activations` keep, as `activations_of` writes them."""
+        """What the JSON's `activations` keep."""
         policy: ActivationPolicy = activations.get("keep") or "none"
         if policy == "none":
             return None
@@ -77,9 +81,12 @@ class Planner:
 
     def menu(self, policy: ActivationPolicy) -> KeepMenu | None:
         """The one point of a policy; None where nothing has been counted."""
+        return self._menu((policy,))
+
+    def _menu(self, policies: Collection[str]) -> KeepMenu | None:
         rate = self.profile.flops_per_byte(self.spec.dtype)
         counted = (
-            replace(menu, points=tuple(p for p in menu.points if p.policy == policy and p.outputs is None))
+            replace(menu, points=tuple(p for p in menu.points if p.policy in policies and p.outputs is None))
             for menu in self.spec.menus
         )
         return mean_menu([menu.menu(1, self.seconds, rate) for menu in counted])
@@ -102,38 +109,3 @@ class Planner:
         reducing = memory_budget.reduce_bytes(spec.largest_parameter, machine.one_memory)
         shape = replace(shape_of(spec, self.seconds, division), reduce_bytes=reducing)
         return LpProblem(shape, machine, terms, limits, DELAY, True, (LIBRARIES, copy), fixed=_MOVES_NOTHING)
-
-    def _ways(self, tiers: Sequence[Tier]) -> Iterator[Candidate]:
-        """Nothing kept; each policy in the shares that the program gives it, and of all cells in one tier."""
-        yield self.candidate(None)
-        for policy in POLICIES[1:]:
-            menu = self.menu(policy)
-            if menu is None or not menu.points:
-                continue
-            places = tuple(tiers) if policy in HOLDING else (Tier.DEVICE,)
-            solution = linear_program.solve(replace(self._case, menu=menu, keep_tiers=places))
-            mixed = {tier: min(1.0, share) for _, tier, share in solution.kept} if solution is not None else {}
-            for shares in (mixed, *({tier: 1.0} for tier in places)):
-                kept = KeptShare(menu.points[0], *(shares.get(tier, 0.0) for tier in Tier))
-                kept = rounded(kept, self._case.shape.num_layers, self.num_micro_batches)
-                if kept.total:
-                    yield self.candidate(kept)
-
-    def _fits(self, candidate: Candidate) -> bool:
-        limits = ((tier, limit) for tier, limit in self._case.limits.items() if limit is not None)
-        case = candidate.case
-        return all(linear_program.tier_bytes(case, case.shape.placement, tier) <= limit for tier, limit in limits)
-
-
-def activations_of(kept: KeptShare | None) -> dict[str, Any]:
-    """The JSON's `activations` that keep so much. On a machine with one memory the device's share is host memory's."""
-    if kept is None:
-        return {"keep": "none"}
-    policy, near = kept.point.policy, kept.device + kept.host
-    if policy not in HOLDING:
-        return {"keep": policy}
-    if not kept.ssd:
-        tier = Tier.DEVICE if kept.device else Tier.HOST
-        return {"keep": policy, "keep_device": tier.value} | ({"keep_share": near} if near < 1 else {})
-    shares = {"keep_share": kept.ssd} if kept.ssd < 1 else {}
-    return {"keep": policy, "keep_device": Tier.SSD.value} | shares | ({"keep_host_share": near} if near else {})

@@ -158,7 +158,7 @@ class RecordedBlocks:
             call.graph = BlockGraph(twins, [*outputs, *written.values()]) if self.keep_graph else None
             self.calls[self._first + block] = call
             if keeping is not None:
-                keeping.finish(twins, [*outputs, *written.values()])
+                keeping.finish(twins, [*outputs, *written.values()], leaves)
         self._segments.begin(leaves)
         return returned
 

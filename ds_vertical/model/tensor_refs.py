@@ -97,8 +97,13 @@ def is_alone(tensor: torch.Tensor) -> bool:
 
 
 def is_over(storage: torch.UntypedStorage, num_tensors: int) -> bool:
-    """Whether no more tensors than these lie over the storage. Each of them counts once, and so does `storage` itself."""
-    return torch._C._storage_Use_Count(storage._cdata) <= 1 + num_tensors  # pyright: ignore[reportAttributeAccessIssue]
+    """Whether no more tensors than these lie over the storage."""
+    return num_over(storage) <= num_tensors
+
+
+def num_over(storage: torch.UntypedStorage) -> int:
+    """How many tensors lie over the storage. Torch counts each of them once, and `storage` itself."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_saved(tensor: torch.Tensor) -> bool:

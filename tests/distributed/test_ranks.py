@@ -16,6 +16,7 @@ import pytest
 import rank_worker
 import torch
 from harness import MIN_SSD_BYTES, Run, differing, largest_relative, read_weights, run_arm, running
+from places import SUPPORT
 from processes import start_ranks
 
 from ds_vertical.errors import CheckpointError
@@ -358,3 +359,21 @@ def whole_state(ranks: list[dict[str, Any]], run: str) -> Tensors:
     sizes = {name: weight.numel() for name, weight in ranks[0][run]["weights"].items()}
     states = [rank[run]["state"] for rank in ranks]
     return {key: torch.cat([state[key].flatten() for state in states])[: sizes[key.split("/")[0]]] for key in states[0]}
+
+
+@pytest.mark.slow
+def test_what_forwards_keep_changes_no_bit_on_either_rank(tmp_path: Path) -> None:
+    """Of four cells half keep products, or half on SSD and half in memory everything; and all of them do."""
+    start_ranks([sys.executable, str(SUPPORT / "kept_rank_worker.py"), str(tmp_path)], tmp_path)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    cells = {"free": {}, "products": {"ssd": 1, "device": 1}, "everything": {"ssd": 1, "device": 3}}
+    for rank in ranks:
+        none = rank.pop("none")
+        for name, found in rank.items():
+            assert all(found[what] == none[what] for what in ("losses", "norms", "counters")), name
+            assert differing(none["weights"], found["weights"]) == [], name
+            assert found["policies"] == [name if name in cells else "everything"]
+            assert found["cells"] == cells.get(name, {"ssd": 2, "device": 2})
+        rank["none"] = none
+    for name in ranks[0]:
+        assert differing(whole_state(ranks, "none"), whole_state(ranks, name)) == []

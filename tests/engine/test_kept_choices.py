@@ -18,6 +18,7 @@ from places import SUPPORT
 
 from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
+from ds_vertical.engine.keeping import keeping
 from ds_vertical.engine.keeping.measured import MeasuredStep, agreed
 from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
 from ds_vertical.engine.memory_check import Forecast, groups_of
@@ -171,6 +172,24 @@ def test_a_plan_for_the_ssd_trains_with_stocks_bits(
     assert "vertical_schedule.activations.keep = " in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("tier", [Tier.DEVICE, pytest.param(Tier.SSD, marks=pytest.mark.slow)])
+def test_a_plan_from_the_limits_keeps_from_the_second_step_with_stocks_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tier: Tier
+) -> None:
+    """What the first step takes is given, since no test can be sure of that; all else is the engine's own."""
+    (tmp_path / "limits.json").write_text(json.dumps(report()))
+    monkeypatch.setenv("DS_VERTICAL_LIMITS", str(tmp_path / "limits.json"))
+    room = ROOM if tier is Tier.DEVICE else {**ROOM, Tier.DEVICE: 0.0, Tier.HOST: 1.5e8}
+    monkeypatch.setattr(keeping, "measured_step", lambda *_: step(room=room))
+    batches, kept = token_batches(3, 3, rows=1, shortest=5), list[Any]()
+    plain = run_arm(config(tmp_path, "nvme", count=3), MIXER, batches, vertical=False)
+    made = config(tmp_path, "nvme", count=3)
+    assert_identical(plain, run_arm(made, MIXER, batches, vertical=True, between=lambda engine, _: kept.append(engine.kept)))
+    assert kept[0] is None and all(dict(each.cells)[tier] > 0 for each in kept[1:])
+    told = capfd.readouterr().out
+    assert "(null: planned from the limits of 2026-11-22 and the first step: " in told and "less time a step than" in told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["device", "host", "ssd"])
 def test_a_chosen_policy_gives_up_cells_for_which_there_is_no_room(
@@ -181,10 +200,10 @@ def test_a_chosen_policy_gives_up_cells_for_which_there_is_no_room(
     plain = run_arm(config(tmp_path, "nvme", count=2), MIXER, batches, vertical=False)
     with running(config(tmp_path, "nvme", count=2), MIXER, vertical=True) as (engine, _):
         losses = [engine.train_batch(iter(batches[0])).item()]
-        keeping = engine._keeping
+        own = engine._keeping
         tier = Tier.DEVICE if limit == "device" else Tier.SSD
-        keeping._take(KeepChoice(replace(keeping.settings, keep="everything", keep_device=tier), "for the test"))
-        store = keeping.store
+        own._take(KeepChoice(replace(own.settings, keep="everything", keep_device=tier), "for the test"))
+        store = own.store
         if limit == "device":
             store.device_limit = 2 * 5000
         elif limit == "host":

@@ -51,6 +51,31 @@ class Plain(Scaled):
         return None
 
 
+class Normed(Plain):
+    """A module ahead of the blocks is given the weight of one that is defined behind them, as in SEW-D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.behind = nn.Embedding(VOCAB, WIDTH)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.widen(torch.tanh(self.embed(input_ids))) + self.norm(self.behind.weight)[: input_ids.shape[1]]
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return next_token_loss(self.head(hidden), labels)
+
+
+class Viewing(Plain):
+    """Ahead of the blocks autograd saves a view of a weight, which is away until that code runs backward."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.embed(input_ids)) @ self.widen.weight.t()
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return next_token_loss(self.head(hidden), labels)
+
+
 def tiny_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,6 +92,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "llama": (tiny_llama, BOTH),
     "plain": (Plain, BOTH),
     "glue": (Scaled, ("suf",)),
+    "viewing": (Viewing, BOTH),
     "tied gpt2": (partial(tiny_gpt2, num_layers=NUM_LAYERS, tied=True), ()),
 }
 
@@ -138,6 +164,18 @@ def test_ends_that_are_fetched_where_they_are_used_have_stocks_bits(
     assert_identical(stock, vertical)
     assert seen.apart == [apart] * 3
     assert seen.whole == set(BOTH) - set(apart)
+
+
+def test_a_weight_of_the_suffix_that_a_module_of_the_prefix_is_given_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock has its parameters in host memory: on SSD it takes another second step."""
+    batches, seen = token_batches(2, 2, rows=1, shortest=4), Watched(monkeypatch)
+    config = config_in(tmp_path, dtype="fp32", num_micro_batches=2)
+    in_memory = base_config(tmp_path, dtype="fp32", num_micro_batches=2, params="cpu", optimizer="cpu")
+    stock = run_arm(in_memory, Normed, batches, vertical=False)
+    assert_identical(stock, run_arm(config, Normed, batches, vertical=True, between=seen))
+    assert seen.apart == [("pre",)] * 2
 
 
 def test_an_end_is_read_once_a_step_though_it_is_fetched_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

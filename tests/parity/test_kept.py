@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from harness import TwoMemories, assert_identical, base_config, contents, counters, differing, run_arm, running
-from models import MixerModel, tiny_gpt2, tiny_neox, token_batches
+from faults import loop_disk
+from harness import (
+    Run,
+    TwoMemories,
+    assert_identical,
+    base_config,
+    contents,
+    counters,
+    differing,
+    read_weights,
+    run_arm,
+    running,
+)
+from models import MixerBlock, MixerModel, tiny_gpt2, tiny_neox, token_batches
 from torch import nn
 
 from ds_vertical.engine import assembly
 from ds_vertical.engine.keeping import keeping
-from ds_vertical.errors import MemoryBudgetError
+from ds_vertical.errors import LayerError, MemoryBudgetError, StorageError
 
 MIXER = partial(MixerModel, 4, 512, dropout=0.1)
 POLICIES = ("free", "products", "everything")
+PLACES = [("free", "device"), *((policy, tier) for policy in POLICIES[1:] for tier in ("device", "host", "ssd"))]
+NUM_STEPS = 3
 
 
 def settings(policy: str, tier: str | None) -> dict[str, Any]:
@@ -32,22 +47,54 @@ def config_in(
     return base_config(folder, num_micro_batches=count, dtype=dtype, params="cpu", clip=clip, section=whole)
 
 
-def compare(folder: Path, build: Callable[[], nn.Module], count: int, activations: dict[str, Any], **options: Any) -> None:
-    batches = token_batches(2, count, rows=1, shortest=5)
-    plain = run_arm(config_in(folder, count, {}, **options), build, batches, vertical=False)
-    assert_identical(plain, run_arm(config_in(folder, count, activations, **options), build, batches, vertical=True))
+def batches_of(count: int) -> list[list[dict[str, Any]]]:
+    return token_batches(NUM_STEPS, count, rows=1, shortest=5)
+
+
+class Kept:
+    """Between steps: by which policies calls are kept, whether all have been tried, and how many cells each tier has held."""
+
+    def __init__(self) -> None:
+        self.policies: set[tuple[str, bool]] = set()
+        self.cells: dict[str, int] = {}
+
+    def __call__(self, engine: Any, step: int) -> None:
+        kinds, record = engine._runner.kinds, engine.kept
+        self.policies = {(kind.policy, kind.is_tried) for kind in kinds.found} if kinds is not None else set()
+        self.cells = {tier.value: cells for tier, cells in record.cells if cells} if record is not None else {}
+
+
+def compare(
+    folder: Path,
+    build: Callable[[], nn.Module],
+    count: int,
+    activations: dict[str, Any],
+    plain: Run | None = None,
+    **options: Any,
+) -> Kept:
+    """Compare all that some steps make with stock's, or with `plain`."""
+    kept = Kept()
+    if plain is None:
+        plain = run_arm(config_in(folder, count, {}, **options), build, batches_of(count), vertical=False)
+    config = config_in(folder, count, activations, **options)
+    assert_identical(plain, run_arm(config, build, batches_of(count), vertical=True, between=kept))
+    return kept
 
 
 @pytest.mark.parametrize("policy", ["products", "everything"])
 def test_stocks_bits_with_kept_values_on_ssd(tmp_path: Path, policy: str) -> None:
-    compare(tmp_path, MIXER, 2, settings(policy, "ssd"))
+    """Of the layer before the last nothing goes to SSD."""
+    kept = compare(tmp_path, MIXER, 2, settings(policy, "ssd"))
+    assert kept.policies == {(policy, True)} and kept.cells == {"ssd": 4, "device": 2}
 
 
 def counts_of(folder: Path, activations: dict[str, Any], count: int) -> dict[str, int]:
     """The cells that have rested in each tier in a step."""
+    kept = Kept()
     with running(config_in(folder, count, activations), MIXER, vertical=True) as (engine, _):
-        engine.train_batch(iter(token_batches(1, count, rows=1, shortest=5)[0]))
-        return {tier.value: cells for tier, cells in engine.kept.cells if cells}
+        engine.train_batch(iter(batches_of(count)[0]))
+        kept(engine, 0)
+    return kept.cells
 
 
 def test_shares_of_the_cells_keep_on_ssd_and_in_host_memory(tmp_path: Path) -> None:
@@ -56,43 +103,103 @@ def test_shares_of_the_cells_keep_on_ssd_and_in_host_memory(tmp_path: Path) -> N
     assert sum(found.values()) == 4 and found["ssd"] <= 2 <= found["device"]
 
 
+def two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one memory nothing moves to the host's."""
+    monkeypatch.setattr(assembly, "accelerator", TwoMemories())
+    monkeypatch.setattr(keeping, "accelerator", TwoMemories())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("tier", ["device", "host", "ssd"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "tier"), PLACES)
 def test_stocks_bits_with_every_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, tier: str, share: float
 ) -> None:
     if tier == "host":
-        monkeypatch.setattr(assembly, "accelerator", TwoMemories())
-        monkeypatch.setattr(keeping, "accelerator", TwoMemories())
-    if policy == "free" and tier != "device":
-        pytest.skip("keeps no bytes")
+        two_memories(monkeypatch)
     beside = {"keep_host_share": 0.25} if policy != "free" and tier != "host" and share == 0.5 else {}
     activations = settings(policy, tier) | {"keep_share": share} | beside
-    compare(tmp_path, MIXER, 4, activations)
+    kept = compare(tmp_path, MIXER, 4, activations)
     if policy == "everything":
-        wanted = round(12 * (share + beside.get("keep_host_share", 0.0)))
-        assert sum(counts_of(tmp_path, activations, 4).values()) == wanted
+        assert sum(kept.cells.values()) == round(12 * (share + beside.get("keep_host_share", 0.0)))
+
+
+@lru_cache(maxsize=4)
+def stock_run(dtype: str, dropout: float, count: int, clip: float) -> Run:
+    """Stock's run, which the rows of its policies share."""
+    with TemporaryDirectory(prefix="ds_vertical_kept.") as folder:
+        config = config_in(Path(folder), count, {}, dtype=dtype, clip=clip)
+        return run_arm(config, mixer(dtype, dropout), batches_of(count), vertical=False)
+
+
+def mixer(dtype: str, dropout: float) -> Callable[[], nn.Module]:
+    return partial(MixerModel, 4, 1024 if dtype == "bf16" else 512, dropout=dropout)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "tier"), [("none", "device"), *PLACES]
+)  # of the decorators the first one runs through first
 @pytest.mark.parametrize("clip", [0.0, 1e-3])
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("tier", ["device", "host", "ssd"])
-@pytest.mark.parametrize("policy", ["none", *POLICIES])
 def test_stocks_bits_with_every_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, tier: str, dtype: str, dropout: float, count: int, clip: float
 ) -> None:
-    if tier == "host":  # on one memory nothing moves there
-        monkeypatch.setattr(assembly, "accelerator", TwoMemories())
-        monkeypatch.setattr(keeping, "accelerator", TwoMemories())
-    if policy in ("none", "free") and tier != "device":
-        pytest.skip("keeps no bytes")
-    build = partial(MixerModel, 4, 1024 if dtype == "bf16" else 512, dropout=dropout)
-    compare(tmp_path, build, count, settings(policy, tier), dtype=dtype, clip=clip)
+    plain = stock_run(dtype, dropout, count, clip)
+    if tier == "host":
+        two_memories(monkeypatch)
+    kept = compare(tmp_path, mixer(dtype, dropout), count, settings(policy, tier), plain, dtype=dtype, clip=clip)
+    assert kept.policies == ({(policy, True)} if policy != "none" else set())
+    resting = {"ssd": 2 * count, "device": count} if tier == "ssd" else {tier: 3 * count}
+    assert kept.cells == (resting if policy in ("products", "everything") else {})
+
+
+class HardBlock(MixerBlock):
+    """The module holds an activation; autograd saves expanded, transposed and sliced tensors, and what is written in place."""
+
+    last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = self.up(self.norm(x))
+        self.last = states.detach()
+        large = torch.mm(x.flatten(0, 1), self.down.weight.t())
+        large += self.up.bias
+        gate = large.t().contiguous().t().sigmoid() * x[..., :1].flatten(0, 1).expand(-1, x.shape[-1])
+        piece = states[..., 1:9].exp().sum(-1, keepdim=True).relu_()
+        return x + self.dropout(self.down(torch.tanh(states * gate.view_as(states)))) + 1e-3 * piece
+
+
+def hard_model() -> nn.Module:
+    model = MixerModel(4, 512)
+    model.blocks = nn.ModuleList(HardBlock(512, dropout=0.1) for _ in range(4))
+    return model
+
+
+@pytest.mark.parametrize("policy", [*(pytest.param(each, marks=pytest.mark.slow) for each in POLICIES[:2]), "everything"])
+def test_what_a_module_holds_stays_where_it_is(tmp_path: Path, policy: str) -> None:
+    models: list[Any] = []
+
+    def build() -> nn.Module:
+        models.append(hard_model())
+        return models[-1]
+
+    kept = compare(tmp_path, build, 2, settings(policy, "ssd"))
+    stock, own = ([block.last for block in model.blocks] for model in models)
+    assert all(torch.equal(one, other) for one, other in zip(stock, own, strict=True))
+    assert kept.policies == {(policy, True)} and (policy == "free" or kept.cells["ssd"] == 4)
+
+
+def test_values_that_nobody_has_brought_back_fail_the_step_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run_arm(config_in(tmp_path, 2, {}), MIXER, batches_of(2), vertical=True)
+    with running(config_in(tmp_path, 2, settings("everything", "ssd")), MIXER, vertical=True) as (engine, model):
+        losses = [engine.train_batch(iter(batches_of(2)[0])).item()]
+        with monkeypatch.context() as patched, pytest.raises(LayerError, match="are away; the schedule did not load them"):
+            patched.setattr(engine._keeping.store, "load", lambda cell: None)
+            engine.train_batch(iter(batches_of(2)[1]))
+        losses += [engine.train_batch(iter(each)).item() for each in batches_of(2)[1:]]
+        assert losses == expected.losses and differing(read_weights(model), expected.weights) == []
 
 
 @pytest.mark.slow
@@ -114,7 +221,16 @@ def test_hugging_face_models(tmp_path: Path, build: Callable[[], nn.Module], pol
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "section", [{"snake": True}, {"order": "horizontal"}, {"blocks_per_layer": 2}, {"overlap": False}, {"prefetch_layers": 2}]
+    "section",
+    [
+        {"snake": True},
+        {"order": "horizontal"},
+        {"blocks_per_layer": 2},
+        {"overlap": False},
+        {"prefetch_layers": 2},
+        {"self_check": True, "verify": True},
+        {"outside_layers": "fetched"},
+    ],
 )
 def test_the_same_bits_in_every_order(tmp_path: Path, policy: str, section: dict[str, Any]) -> None:
     batches = token_batches(2, 3, rows=1, shortest=5)
@@ -157,6 +273,26 @@ def test_a_step_that_keeps_more_than_memory_has_fails_whole(tmp_path: Path) -> N
         store.device_limit = limit
         assert [engine.train_batch(iter(batches[0])).item()] == expected.losses
         assert store.num_bytes["device"] == 0 < store.most_bytes
+
+
+@pytest.mark.slow
+def test_an_ssd_that_is_full_as_kept_bytes_grow_fails_the_step_whole(tmp_path: Path) -> None:
+    """Longer micro-batches than before keep more."""
+    (short, _, again), (long,) = batches_of(2), token_batches(1, 2, rows=1, shortest=300)
+    steps = [short, long, again]
+    expected = run_arm(config_in(tmp_path / "ssd", 2, {}), MIXER, steps, vertical=True)
+    with loop_disk(tmp_path / "disk", 384 << 20) as disk:
+        made = config_in(disk.folder / "ssd", 2, settings("everything", "ssd"))
+        with running(made, MIXER, vertical=True) as (engine, model):
+            losses = [engine.train_batch(iter(short)).item()]
+            filler, store = disk.fill(), engine._keeping.store
+            told = r"/kept: preallocate: needs \d+ more bytes .* has \d+ free .*; free \d+ bytes or use another nvme_path"
+            with pytest.raises(StorageError, match=told):
+                engine.train_batch(iter(long))
+            assert (engine.global_steps, store.num_bytes["device"], store.num_bytes["ssd"]) == (1, 0, 0)
+            filler.unlink()
+            losses += [engine.train_batch(iter(each)).item() for each in (long, again)]
+            assert losses == expected.losses and differing(read_weights(model), expected.weights) == []
 
 
 @pytest.mark.slow

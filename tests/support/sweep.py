@@ -90,6 +90,7 @@ def run_vertical(
     state = ForwardState(model, layers, lambda: 0)
 
     def step() -> list[torch.Tensor]:
+        layers.apart.difference_update(layers.missed)  # as all ranks do ahead of each run
         schedule = build_training(TrainingStep(layers.num_layers, len(bodies), outside=layers.outside))
         sums = GradientStore(layers.units, torch.float32, ParamFacts(numel, dtype), pairs=True)
         sweeps = ScheduleRunner(layers, params, overlap=True, state=state)

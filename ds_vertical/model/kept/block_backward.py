@@ -102,6 +102,12 @@ def same_gradients(mine: Sequence[torch.Tensor | None], theirs: Sequence[torch.T
     return len(mine) == len(theirs) and all(map(_same, mine, theirs))
 
 
+def all_finite(grads: Sequence[torch.Tensor | None]) -> bool:
+    """Whether no element of the gradients is infinite or NaN."""
+    dense = (grad if grad.layout is torch.strided else grad.to_dense() for grad in grads if grad is not None)
+    return all(bool(torch.isfinite(grad).all()) for grad in dense)
+
+
 def _same(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
     if mine is None or theirs is None:
         return mine is theirs

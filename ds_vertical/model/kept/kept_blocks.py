@@ -10,11 +10,11 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ds_vertical.model.block_call import BlockCall, BlockGraph, requires_grad
-from ds_vertical.model.kept.block_backward import InputGradients, Leaves, run_backward, same_gradients
+from ds_vertical.model.kept.block_backward import InputGradients, Leaves, all_finite, run_backward, same_gradients
 from ds_vertical.model.kept.kinds import KeptKinds, Kind
 from ds_vertical.model.kept.recording import Recording
 from ds_vertical.model.kept.replay import Grab, OperationsDiffer, Replay, Results
-from ds_vertical.model.kept.slots import KeptStorage, Slots, unpack
+from ds_vertical.model.kept.slots import VIEW_LEFT, KeptStorage, Slots, unpack
 from ds_vertical.model.layers import Block
 from ds_vertical.model.state.restart import StateMissed
 
@@ -97,8 +97,8 @@ class KeptBlocks:
         if keeping.grab is not None and (keeping.grab.differs or not keeping.grab.is_over):
             self._kinds.separate(block, kept.kind, self._blocks[block])
             return
-        if kept.slots is not None and not kept.slots.sees_all(kept.outputs):
-            self._kinds.give_up(kept.kind, self._blocks[block], "its graph holds a parameter other than as a saved tensor")
+        if kept.slots is not None and not kept.slots.sees_all():
+            self._kinds.give_up(kept.kind, self._blocks[block], VIEW_LEFT)
             return
         if recording is not None:
             plan, reason = recording.plan(kept.kind.policy, leaves)
@@ -192,7 +192,7 @@ class KeptBlocks:
             differs = "the gradients of its first backward differ from those of a whole recompute"
         if differs is not None:
             self._kinds.give_up(kept.kind, self._blocks[block], differs)
-        kept.kind.is_tried = True
+        kept.kind.is_tried |= all_finite([*theirs, *plain.values()])  # NaN would hide NaN
         return plain
 
     def _check_forward(self, block: int, kept: KeptCall, graph: BlockGraph) -> None:
@@ -214,10 +214,11 @@ class Keeping:
     recording: Recording | None = None
     grab: Grab | None = None
 
-    def finish(self, twins: Mapping[int, torch.Tensor], outputs: Sequence[object]) -> None:
-        """The block has run: keep the ends of its graph, not its outputs, whose memory is the next layer's."""
+    def finish(self, twins: Mapping[int, torch.Tensor], outputs: Sequence[object], leaves: Sequence[object]) -> None:
+        """The block has run: keep the ends of its graph, not its outputs, whose memory is the next layer's. `leaves`: of the
+        outputs."""
         if self.recording is not None:
-            self.recording.finish(outputs)
+            self.recording.finish(outputs, leaves)
         if self.call.slots is not None:
             self.call.keys, self.call.twins = list(twins), list(twins.values())
             self.call.outputs = [get_gradient_edge(value) if requires_grad(value) else None for value in outputs]

@@ -3,7 +3,7 @@
 [Note: trial] Whether a way of keeping gives a block the gradients that it has without, its first call of a kind shows: that
 call's backward runs both ways, and the bits are compared. In that trial all memory that the way leaves out of the computation
 is filled with NaN, so that what reads it shows. Where a bit differs the kind keeps nothing from then on. What the step computes
-comes from the plain way, however the trial ends.
+comes from the plain way, however the trial ends. Gradients that are not finite tell nothing, and the next call is tried.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class KeptKinds:
         forms = tuple(_form_of(value, exact) for value in call.args)
         own = index if index in self._own else -1
         modes = tuple(module.training for module in block.module.modules())
-        return type(block.module), own, modes, forms, call.spec, state.grad, state.inference, state.autocast
+        trained = tuple(param.requires_grad for param in block.module.parameters())  # decides what autograd saves
+        return type(block.module), own, modes, trained, forms, call.spec, state.grad, state.inference, state.autocast
 
     def _note(self, block: Block, reason: str) -> None:
         kind = type(block.module), reason

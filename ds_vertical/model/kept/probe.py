@@ -25,7 +25,7 @@ from ds_vertical.model.kept.kept_blocks import Again, Mode
 from ds_vertical.model.kept.kinds import obstacle
 from ds_vertical.model.kept.recording import CallPlan, Recording
 from ds_vertical.model.kept.replay import OperationsDiffer, Replay, Results
-from ds_vertical.model.kept.slots import Slots, unpack
+from ds_vertical.model.kept.slots import VIEW_LEFT, Slots, unpack
 from ds_vertical.model.layers import Block
 from ds_vertical.types import ActivationPolicy
 
@@ -87,13 +87,14 @@ class _Call:
         slots, hooks = self.slots()
         with self.again(hooks) as graph:
             _leaves = _ends(graph, keep_graph=True)
-            return sum(kept.num_bytes for kept in slots.settle()) if slots.sees_all(graph.outputs) else None
+            return sum(kept.num_bytes for kept in slots.settle()) if slots.sees_all() else None
 
     def plans(self) -> tuple[dict[ActivationPolicy, CallPlan], Results, str]:
         """The plans by which "free" and "products" leave out operations, the results that the latter keeps, and why there is
         no plan."""
         recording = Recording([*self.inputs, *self.params, *self.block.module.buffers()])
         with self.again(_both(saved_tensors_hooks(recording.pack, unpack), recording)) as graph:
+            recording.finish(graph.outputs, ())
             leaves = _ends(graph, keep_graph=False)
             free, reason = recording.plan("free", leaves)
             products, _ = recording.plan("products", leaves)
@@ -196,7 +197,7 @@ class Probe:
             except _UNKNOWN as error:
                 found, why = None, str(error)
             else:
-                why = None if found is not None else "its graph holds a parameter other than as a saved tensor"
+                why = None if found is not None else VIEW_LEFT
             if found is not None:
                 return found
         reasons.append(f'"everything": {why}')

@@ -1,9 +1,9 @@
 """The operations of one block call, as torch dispatches them, and what of them a backward needs.
 
 [Note: values] A value is what a storage holds between two writes: (storage, how often it was written). An operation makes
-values (of new storages, and of those that it writes) and reads some. Needed are: what autograd saved; what somebody holds after
-the call who is not the graph (a cache in a module, an attribute of an autograd context), but not the call's outputs, whose
-gradients alone are needed; what an operation needs that has to run anyhow: one that draws random numbers, so that the generator
+values (of new storages, and of those that it writes) and reads some. Needed are: what autograd saved; what somebody else holds
+after the call (a module as its cache, an autograd context as its attribute), but not the call's outputs, whose gradients alone
+are needed; what an operation needs that has to run anyhow: one that draws random numbers, so that the generator
 goes on as in the forward, one that tells Python a number, and one that writes memory from outside the call. Operations of which
 no needed value comes are left out. A kept result stands for the last value of its storage. So what writes that storage in place
 is left out, too (ZeRO-3's linear adds the bias to its product so), and where an earlier value is needed the result is not kept.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, Literal
 
 import torch
@@ -37,6 +38,7 @@ _PRODUCTS: Final = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _
 _ATTENTION: Final = "_scaled_dot_product"
 
 Action = Literal["run", "skip", "keep"]
+Standing = Literal["kept", "empty"]  # memory in the place of a result that is not computed
 Keywords = dict[str, object]
 _Value = tuple[int, int]
 
@@ -72,7 +74,7 @@ class Operation:
     @property
     def is_view(self) -> bool:
         """Whether it computes nothing: all results lie over its arguments, of which it writes none."""
-        return bool(self.results) and not (self.writes or self.fresh)
+        return self._num_tensors > 0 and not (self.writes or self.fresh)
 
     @property
     def draws(self) -> bool:
@@ -100,6 +102,11 @@ class Operation:
         """The operation without its overload."""
         return self.func.overloadpacket
 
+    @cached_property
+    def reads_values(self) -> bool:
+        """Whether it reads what its arguments hold."""
+        return not self.is_view and self.packet not in _FACTORIES
+
     @property
     def is_product(self) -> bool:
         """Whether it is a matrix product or an attention."""
@@ -113,6 +120,21 @@ class CallPlan:
     operations: tuple[Operation, ...]
     actions: tuple[Action, ...]
     keeps: dict[int, tuple[int, ...]]
+
+    @cached_property
+    def num_writes(self) -> Counter[int]:
+        """How many operations write each storage in place, by the storage's key."""
+        return Counter(key for operation in self.operations for key in operation.writes)
+
+    @cached_property
+    def stands(self) -> dict[int, Standing]:
+        """The storages for which something stands in a recompute, by key."""
+        found: dict[int, Standing] = {}
+        for index, (operation, action) in enumerate(zip(self.operations, self.actions, strict=True)):
+            kept = self.keeps.get(index, ())
+            for number, key in enumerate(operation.fresh if action != "run" else ()):
+                found[key] = "kept" if number in kept else "empty"
+        return found
 
 
 def argument_forms(args: Sequence[object]) -> tuple[Hashable, ...]:
@@ -142,6 +164,8 @@ class Recording(TorchDispatchMode):
         self.outputs: list[torch.Tensor] = []
         self._outside: set[int] = set()
         self._made: set[int] = set()
+        self._num_saved: Counter[int] = Counter()  # tensors over a storage that stand for saved ones
+        self._held: set[int] = set()  # storages made in the call that the graph holds, but not as saved tensors
         for tensor in outside:
             if isinstance(tensor, torch.Tensor) and is_plain(tensor):
                 self._outside.add(self._key(tensor))
@@ -150,12 +174,16 @@ class Recording(TorchDispatchMode):
         """Note that autograd saves a tensor."""
         if is_plain(tensor):
             self.saved.add(self._key(tensor))
+            self._num_saved[self._key(tensor)] += 1
         else:
             self.obstacle = f"it saves a {type(tensor).__name__}"
         return AliasSlot(tensor.detach(), tensor._version)
 
-    def finish(self, outputs: Sequence[object]) -> None:
-        """The call is over and has given these outputs."""
+    def finish(self, outputs: Sequence[object], leaves: Sequence[object]) -> None:
+        """The call is over and has given these outputs, of which `leaves` were made. Its graph is still there."""
+        known = {id(value): value for value in (*outputs, *leaves) if isinstance(value, torch.Tensor)}
+        over = self._num_saved + Counter(key_of(value.untyped_storage()) for value in known.values())
+        self._held = {key for key in self._made if not is_over(self.storages[key], over[key])}
         self.outputs = [value.detach().clone() for value in outputs if isinstance(value, torch.Tensor)]
 
     def __torch_dispatch__(  # override
@@ -177,7 +205,7 @@ class Recording(TorchDispatchMode):
             self.obstacle = "it computes with tensors of other kinds than torch's own dense ones"
             return returned
         self._outside.update(key for key in known if key not in self._made)
-        written = [self._key(value) for value in _written(func, args, kwargs)]
+        written = [self._key(value) for value in written_by(func, args, kwargs)]
         fresh, given = self._places(results, flat, set(known))
         layouts: list[object] = [Layout.of(value) if isinstance(value, torch.Tensor) else value for value in results]
         reads = () if func.overloadpacket in _FACTORIES else tuple(known)
@@ -218,9 +246,9 @@ class Recording(TorchDispatchMode):
 
     def escaped(self, leaves: Sequence[object]) -> set[int]:
         """The storages made in the call that somebody holds besides the call's outputs, of which `leaves` are left. To be
-        asked once the graph is dropped."""
+        asked once the graph is dropped; what the graph has held, if not as a saved tensor, is among them."""
         over = Counter(key_of(leaf.untyped_storage()) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return {key for key in self._made if not is_over(self.storages[key], over[key])}
+        return self._held | {key for key in self._made if not is_over(self.storages[key], over[key])}
 
     def plan(self, policy: ActivationPolicy, leaves: Sequence[object]) -> tuple[CallPlan | None, str]:
         """The plan of further calls; or None, and why there is none. `leaves`: see `escaped`."""
@@ -237,7 +265,7 @@ class Recording(TorchDispatchMode):
         return flow.plan(keepable), ""
 
 
-def _written(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> list[torch.Tensor]:
+def written_by(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> list[torch.Tensor]:
     """The arguments that the operation writes, by its schema."""
     found: list[object] = []
     for index, argument in enumerate(func._schema.arguments):

@@ -1,17 +1,37 @@
-"""A block's forward that computes only what its plan says, and the results of operations that it takes instead."""
+"""A block's forward that computes only what its plan says, and the results of operations that it takes instead.
+
+[Note: other calls] A plan is made of one call. Another call may run the same operations with other arguments, where values or
+a module's attributes decide which of two tensors goes on, or which one autograd saves. So a recompute checks what it does: no
+operation that runs may read memory in the place of a result that was left out, autograd may save none, and in-place operations
+must write what they wrote as they were recorded: kept results hold what those have left in them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import TracebackType
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_vertical.model.kept.recording import UNSEEN, CallPlan, Keywords, NewStorage, Operation, Recording, argument_forms
-from ds_vertical.model.kept.slots import KeptStorage
-from ds_vertical.model.tensor_refs import is_over
+from ds_vertical.model.kept.recording import (
+    UNSEEN,
+    CallPlan,
+    Keywords,
+    NewStorage,
+    Operation,
+    Recording,
+    Standing,
+    argument_forms,
+    written_by,
+)
+from ds_vertical.model.kept.slots import KeptStorage, is_plain
+from ds_vertical.model.tensor_refs import is_over, key_of
 
 
 class OperationsDiffer(Exception):  # noqa: N818 - a request to compute the block as a whole, as StopIteration is one to stop
@@ -109,12 +129,25 @@ class Grab(_Followed):
 
 class Replay(_Followed):
     """A recompute that leaves out operations. `results`: of the call, those that were kept. With `poison` the memory in the
-    place of what is left out is NaN."""
+    place of what is left out is NaN. See [Note: other calls]."""
 
     def __init__(self, plan: CallPlan, results: Results, poison: bool) -> None:
         super().__init__(plan)
         self._results = results
         self._poison = poison
+        self._empty_keys: dict[int, StorageWeakRef] = {}  # a reference keeps the key, and not the memory
+        self._pending: dict[int, int] = {}  # of kept storages, by key: in-place operations that are yet to come
+        self._hooks = saved_tensors_hooks(self._pack, _as_saved)
+
+    def __enter__(self) -> Replay:  # override
+        self._hooks.__enter__()
+        return super().__enter__()
+
+    def __exit__(  # override
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._hooks.__exit__(kind, error, trace)
 
     def left(self, func: OpOverload, args: tuple[object, ...], kwargs: Keywords) -> object:
         """Raises OperationsDiffer: what this operation reads may be missing."""
@@ -123,23 +156,65 @@ class Replay(_Followed):
     def follow(self, index: int, func: OpOverload, args: tuple[object, ...], kwargs: Keywords) -> object:
         """Run the operation, or give what stands for its results. Raises OperationsDiffer."""
         action, operation = self.plan.actions[index], self.plan.operations[index]
+        written = written_by(func, args, kwargs) if func._schema.is_mutable else []
         if action == "run":
+            reads = _tensors((*args, *kwargs.values())) if operation.reads_values and self._stands else ()
+            if any(map(self._is_missing, reads)) or any(self._standing(tensor) == "kept" for tensor in written):
+                self._leave()
             return func(*args, **kwargs)
         flat = pytree.tree_leaves((args, kwargs))
-        if argument_forms(flat) != operation.form:
-            self.differs = True
-            raise OperationsDiffer
+        if argument_forms(flat) != operation.form or not self._write(operation, written):
+            self._leave()
         kept = dict(zip(self.plan.keeps.get(index, ()), self._results.kept.get(index, ()), strict=True))
         return self._stand_in(operation, flat, kept)
+
+    @property
+    def _stands(self) -> bool:
+        """Whether something stands for a result so far."""
+        return bool(self._empty_keys or self._pending)
+
+    def _leave(self) -> None:
+        self.differs = True
+        raise OperationsDiffer
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._stands and self._is_missing(tensor):
+            self.differs = True
+        with no_dispatch():
+            return tensor.detach()
+
+    def _standing(self, tensor: torch.Tensor) -> Standing | None:
+        """What a tensor's memory is in the place of a result that is not computed; None: it is not."""
+        key = _key(tensor)
+        return "empty" if key in self._empty_keys else "kept" if key in self._pending else None
+
+    def _is_missing(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor does not hold what an operation is to read: nothing, or what is written in place later on."""
+        key = _key(tensor)
+        return key in self._empty_keys or self._pending.get(key, 0) > 0
+
+    def _write(self, operation: Operation, written: Sequence[torch.Tensor]) -> bool:
+        """Leave in-place writes out. Returns whether they are to memory of the same standing as those that were recorded."""
+        for key, tensor in zip(operation.writes, written, strict=True):
+            standing = self._standing(tensor)
+            if standing != self.plan.stands.get(key):
+                return False
+            if standing == "kept":
+                self._pending[_key(tensor)] -= 1
+        return True
 
     def _stand_in(self, operation: Operation, flat: Sequence[object], kept: dict[int, KeptStorage]) -> object:
         """What an operation would return, over kept memory or over memory of any content."""
         results: list[object] = list(operation.results)
         for place, argument in operation.given.items():
             results[place] = flat[argument]
-        for number, new in enumerate(operation.fresh.values()):
+        for number, (key, new) in enumerate(operation.fresh.items()):
             values = kept.get(number)
             storage = self._empty(new) if values is None else values.resident
+            if values is None:
+                self._empty_keys[key_of(storage)] = StorageWeakRef(storage)
+            else:
+                self._pending[key_of(storage)] = self.plan.num_writes[key]
             for place, layout in new.results:
                 results[place] = layout.over(storage)
         return pytree.tree_unflatten(results, operation.spec)
@@ -150,6 +225,24 @@ class Replay(_Followed):
             for _, layout in new.results:
                 layout.over(storage).fill_(_poison(layout.dtype))
         return storage
+
+
+def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Of the tensor's storage; 0 where it has none of its own."""
+    return key_of(tensor.untyped_storage()) if is_plain(tensor) else 0
+
+
+def _tensors(values: Sequence[object]) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments, and in their lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (each for each in value if isinstance(each, torch.Tensor))
 
 
 def _poison(dtype: torch.dtype) -> float | int | bool:

@@ -4,7 +4,9 @@
 between the forward and the backward; a view of it that was kept would read that layer's values. Such tensors are told by the
 storage that they lie over, since autograd saves views of parameters, too (`weight.t()`). The slot knows the parameter and the
 view's place, and makes the view of whatever memory the parameter has when it is asked. An input has moved and come back by
-then (`offload.activation_store`), in the same storage.
+then (`offload.activation_store`), in the same storage. A view of a parameter that is kept where hooks do not see it, as an
+attribute of an autograd context, shows by the number of tensors over the parameter's memory: behind the block's forward there
+are more than ahead of it.
 
 All other memory is the block's own. A storage that the block has made and that nobody else can reach is kept, and may leave
 the device; it counts its holders (`tensor_refs`), so one that others hold as well stays where it is. A view of a small part of
@@ -21,13 +23,11 @@ from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import GradientEdge, Node
-from torch.utils import _pytree as pytree
 
 from ds_vertical.errors import LayerError
-from ds_vertical.model.tensor_refs import is_over, key_of
+from ds_vertical.model.tensor_refs import is_over, key_of, num_over
 
+VIEW_LEFT = "its forward leaves a view of a parameter's memory behind, other than as a saved tensor"
 _LEAST_COVERED = 0.6  # of a storage, by the views that are kept of it; below that they are kept alone
 _ALIGNED_BYTES = 64  # to which torch's allocators align storages; kernels may choose by a tensor's place in that
 
@@ -222,18 +222,6 @@ class AliasSlot:
 SavedSlot = BaseSlot | OwnSlot | AliasSlot
 
 
-def nodes_behind(outputs: Sequence[object]) -> set[Node]:
-    """The nodes of the graph behind its ends."""
-    stack: list[Node] = [edge.node for edge in outputs if isinstance(edge, GradientEdge)]
-    seen = set(stack)
-    while stack:
-        for following, _ in stack.pop().next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return seen
-
-
 class Slots:
     """Makes the slots of one block call. `params`: the block's, and `inputs`: what it was given; both keep their order.
 
@@ -243,8 +231,8 @@ class Slots:
     def __init__(self, params: Sequence[nn.Parameter], inputs: Sequence[object]) -> None:
         self.own: dict[int, KeptStorage] = {}
         self.made: list[SavedSlot] = []
-        self.lost = False  # a view over a parameter's memory that is no part of one of the block's
-        self._param_keys = {key_of(param.untyped_storage()) for param in params}
+        self._params = params
+        self._num_over = self._counted()
         self._bases: dict[int, list[tuple[Sequence[object], int]]] = {}  # a buffer may hold several parameters
         for bases in (params, inputs):  # a parameter that is given as an argument is a parameter
             for index, base in enumerate(bases):
@@ -267,7 +255,6 @@ class Slots:
         storage, layout = tensor.untyped_storage(), Layout.of(tensor)
         if (slot := self._base_slot(key_of(storage), layout)) is not None:
             return slot
-        self.lost |= key_of(storage) in self._param_keys
         kept = self.own.get(key_of(storage))
         if kept is None:
             kept = self.own[key_of(storage)] = KeptStorage(storage)
@@ -289,13 +276,16 @@ class Slots:
                 return BaseSlot(bases, index, replace(layout, offset=layout.offset - own.offset), base._version)
         return None
 
-    def sees_all(self, outputs: Sequence[object]) -> bool:
-        """Whether no parameter's memory is kept other than by a slot, as far as Python shows: an attribute of an autograd
-        context that is a view of one would be another layer's values in the backward. `outputs`: ends of the block's graph."""
-        nodes = (node for node in nodes_behind(outputs) if isinstance(node, FunctionCtx))
-        held = (value for node in nodes for value in pytree.tree_leaves(dict(vars(node))))
-        tensors = (value for value in held if isinstance(value, torch.Tensor) and value.layout is torch.strided)
-        return not self.lost and not any(key_of(each.untyped_storage()) in self._param_keys for each in tensors)
+    def sees_all(self) -> bool:
+        """The block's forward is over and its outputs are dropped: whether it has left no view of a parameter's memory behind
+        but as a slot. Such a view would be another layer's values in the backward."""
+        now = self._counted()
+        return all(now[key] <= count for key, count in self._num_over.items())
+
+    def _counted(self) -> dict[int, int]:
+        """How many tensors lie over each parameter's memory, by its key."""
+        storages = (param.untyped_storage() for param in self._params)
+        return {key_of(storage): num_over(storage) for storage in storages}
 
     def settle(self) -> list[KeptStorage]:
         """The block's forward is over and its outputs are dropped: the storages that only the slots hold."""

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from kept_toys import Block, KeptTraining, compare, model_of
 from torch import nn
-from toy import WIDTH, MemoryParams, ToyModel, ToyTraining, plain_step, toy_inputs
+from toy import WIDTH
 
-from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.kept.slots import Slots
-from ds_vertical.model.state.forward_state import ForwardState
-from ds_vertical.model.state.restart import until_known
-from ds_vertical.schedule.passes import TrainingStep, build_training
-from ds_vertical.types import ActivationPolicy, Unit
+from ds_vertical.types import ActivationPolicy
 
 POLICIES: tuple[ActivationPolicy, ...] = ("free", "products", "everything")
-COUNT = 3
-
-
-class Block(nn.Module):
-    """`down` after dropout is dead work: no gradient reads its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.25)
-
-    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.up(hidden))
-
-    def forward(self, hidden: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(self.drop(self.inner(hidden)))
 
 
 class Caching(Block):
@@ -164,50 +143,16 @@ class Attending(Block):
         return mixed.reshape(-1, WIDTH).repeat(1, 2)
 
 
-def made_of(kind: type[Block]) -> ToyModel:
-    torch.manual_seed(0)
-    model = ToyModel(3)
-    model.blocks = nn.ModuleList([kind() for _ in range(3)])
-    return model
-
-
-class Overwritten(MemoryParams):
-    """The memory of a layer's parameters is another layer's once it is released: what reads it reads NaN."""
-
-    def _forget(self, unit: Unit) -> None:
-        for param in self.units[unit]:
-            param.data.fill_(float("nan"))
-        super()._forget(unit)
-
-
-def step(model: ToyModel, policy: ActivationPolicy) -> tuple[tuple[list[float], dict[str, torch.Tensor]], KeptKinds, list[str]]:
-    """Losses and gradients of one step, its kinds of calls, and the lines for the log."""
-    lines: list[str] = []
-    training = ToyTraining(model)
-    params, home = Overwritten(training.layers), training.params.home
-    params.home = home
-    training.params = training.optimizer.params = training.sweeps.params = params
-    training.sweeps.kinds = kinds = KeptKinds(policy, lines.append)
-    training.sweeps.state = state = ForwardState(model, training.layers, lambda: 0)
-    schedule = build_training(TrainingStep(3, COUNT))
-    run = partial(training.step, schedule, [partial(model, each) for each in toy_inputs(COUNT)], seed=0)
-    return until_known(run, state.forget), kinds, lines
-
-
-def compare(kind: type[Block], policy: ActivationPolicy) -> tuple[KeptKinds, list[str]]:
-    """Compare a step's bits with those of plain autograd."""
-    model = made_of(kind)
-    losses, grads = plain_step(model, [partial(model, each) for each in toy_inputs(COUNT)], seed=0)
-    (ours, our_grads), kinds, lines = step(made_of(kind), policy)
-    assert ours == losses
-    assert [name for name in grads if not torch.equal(grads[name], our_grads[name])] == []
-    return kinds, lines
+def compared(kind: type[Block], policy: ActivationPolicy) -> KeptTraining:
+    """Two steps of three blocks of a kind, with the bits of plain autograd."""
+    return compare(lambda: model_of(kind, kind, kind), policy)[0]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_have_the_bits_of_plain_autograd(policy: ActivationPolicy) -> None:
-    kinds, lines = compare(Block, policy)
-    assert lines == [] and all(kind.is_tried and kind.policy == policy for kind in kinds.found)
+    training = compared(Block, policy)
+    kinds = training.kinds
+    assert training.lines == [] and all(kind.is_tried and kind.policy == policy for kind in kinds.found)
     for plan in (kind.plan for kind in kinds.found if kind.plan is not None):
         actions = {operation.packet: action for operation, action in zip(plan.operations, plan.actions, strict=True)}
         products = [a for o, a in zip(plan.operations, plan.actions, strict=True) if o.is_product]
@@ -223,7 +168,7 @@ def test_a_small_contiguous_part_of_a_storage_is_kept_alone_with_its_own_element
 
 FALLS_BACK = {  # kind of block -> policies that it gets with none in their place, and why
     Caching: ((), ""),
-    TransposedInCtx: (("everything",), "its graph holds a parameter other than as a saved tensor"),
+    TransposedInCtx: (("everything",), "its forward leaves a view of a parameter's memory behind"),
     Opaque: (("free", "products"), "code that torch does not dispatch"),
     OpaqueReader: (("free", "products"), "the gradients of its first backward differ"),
     Counting: (("everything",), "what autograd saves in its forward is written in place"),
@@ -240,7 +185,7 @@ FALLS_BACK = {  # kind of block -> policies that it gets with none in their plac
 @pytest.mark.parametrize("kind", FALLS_BACK)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_blocks_that_make_keeping_hard(kind: type[Block], policy: ActivationPolicy) -> None:
-    _, lines = compare(kind, policy)
+    lines = compared(kind, policy).lines
     policies, why = FALLS_BACK[kind]
     assert len(lines) == (policy in policies), lines
     for line in lines:
