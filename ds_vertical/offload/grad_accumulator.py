@@ -233,6 +233,33 @@ class UnitGradients:
             raise LayerError(OWN_BACKWARD)
 
 
+class Arrivals:
+    """Which unit's gradients wait for those of the next micro-batch, with `pairs`: see [Note: gradients in pairs]. `expected`:
+    micro-batches of the step, None where that is not known."""
+
+    def __init__(self, pairs: bool) -> None:
+        self.pairs = pairs
+        self.expected: int | None = None
+        self._paired: Unit | None = None
+        self._num_added: dict[Unit, int] = {}  # micro-batches, since the unit's last REDUCE
+
+    def note(self, unit: Unit) -> None:
+        """All of a micro-batch's gradients of the unit have come."""
+        self._num_added[unit] = self._num_added.get(unit, 0) + 1
+
+    def forget(self, unit: Unit) -> None:
+        """The unit's sums have left."""
+        self._num_added.pop(unit, None)
+
+    def waits(self, unit: Unit) -> tuple[Unit | None, bool]:
+        """Whether gradients of the unit that come now wait; and another unit, whose gradients no longer do."""
+        last = self.expected is not None and self._num_added.get(unit, 0) + 1 >= self.expected
+        if not self.pairs or not isinstance(unit, int) or last:
+            return None, False
+        before, self._paired = self._paired, unit
+        return (before if before != unit else None), True
+
+
 class GradientStore(UnitGradients):
     """Sums of `param.grad` per unit, in the gradient accumulation dtype.
 
@@ -262,12 +289,9 @@ class GradientStore(UnitGradients):
         self._dtype = dtype
         self._begin = begin
         self._joined = place.joined
-        self._pairs = pairs
+        self._arrivals = Arrivals(pairs)
         self._on_host = torch.device(place.device).type == "cpu"
         self._sums: dict[Unit, UnitSums] = {}
-        self._paired: Unit | None = None  # whose gradients wait for those of the next micro-batch
-        self._num_added: dict[Unit, int] = {}  # micro-batches, since the unit's last REDUCE
-        self._expected: int | None = None
         self._one_by_one, self._late = True, False  # whether gradients are added as they are made; never more: see the note
         self._made: dict[Unit, MadeGradients] = {}
         self.reserve = Reserve(partial(torch.empty, dtype=dtype, device=place.device))
@@ -285,20 +309,20 @@ class GradientStore(UnitGradients):
 
     def expect(self, num_micro_batches: int, num_calls: int = 1) -> None:
         """A step of so many micro-batches begins, each of which calls the model so often."""
-        self._expected, self._one_by_one = num_micro_batches, num_calls == 1
+        self._arrivals.expected, self._one_by_one = num_micro_batches, num_calls == 1
 
     @contextlib.contextmanager
     def adding(self, unit: Unit) -> Iterator[None]:
         """Within the block a layer's backward runs, once, and gradients are added as they are made; `add` follows with the
         rest. Raises GradientMissed where the step has to start over: see [Note: as they are made]."""
-        if unit in self._sums and not self._pairs:
+        if unit in self._sums and not self._arrivals.pairs:
             self._sums[unit].settle()  # the first gradients: ahead of the next ones
         if not self._one_by_one or self._late or self._facts.is_watched(unit):
             yield
             return
         if unit not in self._made:
             params = {i: p for i, p in enumerate(self._units[unit]) if self._facts.numel(p) >= LARGE}
-            self._made[unit] = MadeGradients(params, partial(self._add_made, unit))
+            self._made[unit] = MadeGradients(params, partial(self._add, unit, made=True))
         made = self._made[unit]
         with made.opened():
             yield
@@ -312,24 +336,19 @@ class GradientStore(UnitGradients):
             param.grad = None
         for index in range(len(self._units[unit])):
             self._add(unit, index)
-        self._num_added[unit] = self._num_added.get(unit, 0) + 1
+        self._arrivals.note(unit)
 
-    def _add(self, unit: Unit, index: int) -> None:
-        """Move one parameter's gradient."""
-        grad = _take(self._units[unit][index], self._facts.rounding)
-        if grad is None:
-            return
-        sums = self._open(unit)
-        if self._is_to_wait(unit, index) and is_alone(grad):
+    def _add(self, unit: Unit, index: int, made: bool = False) -> bool:
+        """Move one parameter's gradient, which autograd has `made` just now. False where there is none, and for one that is to
+        wait where it is, until `add`."""
+        param, waits = self._units[unit][index], False
+        if param.grad is None or ((waits := self._is_to_wait(unit, index)) and made):
+            return False
+        grad, sums = _take(param, self._facts.rounding), self._open(unit)
+        if waits and is_alone(grad):
             sums.wait(index, grad)
         else:
             sums.add(index, grad)
-
-    def _add_made(self, unit: Unit, index: int) -> bool:
-        """Move a parameter's gradient as it is made. False for one that is to wait: it does so where it is, until `add`."""
-        if self._is_to_wait(unit, index):
-            return False
-        self._add(unit, index)
         return True
 
     def _is_to_wait(self, unit: Unit, index: int) -> bool:
@@ -338,17 +357,10 @@ class GradientStore(UnitGradients):
         if sums is not None and sums.is_waiting(index):
             return False
         is_first = not self._joined and (sums is None or sums.is_empty(index))  # see [Note: no sum yet]
-        return self._waits(unit) or is_first
-
-    def _waits(self, unit: Unit) -> bool:
-        """Whether the unit's gradients wait for those of the next micro-batch; those of another unit no longer do."""
-        last = self._expected is not None and self._num_added.get(unit, 0) + 1 >= self._expected
-        if not self._pairs or not isinstance(unit, int) or last:
-            return False
-        if self._paired is not None and self._paired != unit and self._paired in self._sums:
-            self._sums[self._paired].settle()
-        self._paired = unit
-        return True
+        paired, waits = self._arrivals.waits(unit)
+        if paired in self._sums:
+            self._sums[paired].settle()
+        return waits or is_first
 
     def _open(self, unit: Unit) -> UnitSums:
         if unit not in self._sums:
@@ -368,14 +380,8 @@ class GradientStore(UnitGradients):
         """The unit's sums, as `take` has them. Where each has its own memory, a sum is the caller's as it comes: its memory is
         free when the caller is done with it."""
         sums = self._open(unit)
-        return iter(self.take(unit)) if sums.flat is not None else self._leaving(sums, len(self._units[unit]))
-
-    def _leaving(self, sums: UnitSums, count: int) -> Iterator[torch.Tensor]:
-        memory = sums.memory() if self._on_host else []
-        for index in range(count):
-            yield sums.leave(index)
-        for each in memory:  # not before: sums that nothing has been added to would take it
-            self.reserve.put_back(each)
+        put_back = self.reserve.put_back if self._on_host else None
+        return iter(self.take(unit)) if sums.flat is not None else _leaving(sums, len(self._units[unit]), put_back)
 
     def flat(self, unit: Unit) -> torch.Tensor | None:
         """The memory of the unit's sums, which lie in it one after the other from its start; None where each has its own."""
@@ -391,7 +397,7 @@ class GradientStore(UnitGradients):
     def give_away(self, unit: Unit) -> None:
         """Forget the unit's sums: their memory is the caller's now, which may put it back into `reserve`."""
         self._sums.pop(unit, None)
-        self._num_added.pop(unit, None)
+        self._arrivals.forget(unit)
         if made := self._made.pop(unit, None):
             made.end()
 
@@ -403,7 +409,7 @@ class GradientStore(UnitGradients):
 
     def drop_all(self) -> None:
         """Forget all sums and gradients, after an error."""
-        for unit in {**self._sums, **self._num_added, **self._made}:
+        for unit in self._units:
             self.drop(unit)
         self.free()
         for params in self._units.values():
@@ -411,10 +417,18 @@ class GradientStore(UnitGradients):
                 param.grad = None
 
 
-def _take(param: nn.Parameter, rounding: Callable[[nn.Parameter], torch.dtype]) -> torch.Tensor | None:
-    """The parameter's gradient, rounded as stock does, cleared there."""
-    if param.grad is None:
-        return None
+def _leaving(sums: UnitSums, count: int, put_back: Callable[[torch.Tensor], None] | None) -> Iterator[torch.Tensor]:
+    memory = [] if put_back is None else sums.memory()
+    for index in range(count):
+        yield sums.leave(index)
+    for each in memory:  # not before: sums that nothing has been added to would take it
+        assert put_back is not None
+        put_back(each)
+
+
+def _take(param: nn.Parameter, rounding: Callable[[nn.Parameter], torch.dtype]) -> torch.Tensor:
+    """The parameter's gradient, which it has, rounded as stock does, cleared there."""
+    assert param.grad is not None
     grad, dtype = param.grad.detach(), rounding(param)
     param.grad = None
     if dtype != grad.dtype and torch.finfo(dtype).bits <= torch.finfo(grad.dtype).bits:
