@@ -11,12 +11,38 @@ from places import ROOT
 
 from ds_vertical.cli.bench import block_timer, fio, limits
 from ds_vertical.engine import machine_cache
+from ds_vertical.model.kept.recording import CallPlan, Recording
 from ds_vertical.planner.machine import Machine
+from ds_vertical.types import ActivationPolicy
 
 MODEL = ROOT / "configs" / "models" / "gpt_13m.json"
 
 
-def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def watch_plans(monkeypatch: pytest.MonkeyPatch) -> dict[str, CallPlan]:
+    """The plans that recordings make from now on, by policy."""
+    made: dict[str, CallPlan] = {}
+    real = Recording.plan
+
+    def plan(self: Recording, policy: ActivationPolicy, outputs: list[object]) -> tuple[CallPlan | None, str]:
+        found, reason = real(self, policy, outputs)
+        if found is not None:
+            made[policy] = found
+        return found, reason
+
+    monkeypatch.setattr(Recording, "plan", plan)
+    return made
+
+
+def skipped_products(plan: CallPlan) -> int:
+    """How many matrix products a recompute leaves out."""
+    pairs = zip(plan.operations, plan.actions, strict=True)
+    return sum(operation.is_product and action == "skip" for operation, action in pairs)
+
+
+def test_rates_are_measured_printed_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = watch_plans(monkeypatch)
     out = tmp_path / "limits.json"
     options = ["--path", str(tmp_path), "--size-mb", "4", "--rounds", "1", "--model", str(MODEL), "--out", str(out)]
     options.append("--no-keep")
@@ -27,6 +53,7 @@ def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.C
     assert names | {"adam_elements_per_s", "norm_elements_per_s", "layer_forward_s"} <= set(rates)
     differences = {"layer_backward_s", "ssd_core_s_per_byte", "adam_core_share", "compute_latency_s"}  # noise at this size
     differences |= {f"{policy}_saved_s" for policy in ("free", "products", "everything")}
+    assert skipped_products(plans["free"]) == 1, "the layer's last product, which no gradient reads"
     assert differences <= set(rates) and all(value > 0 for name, value in rates.items() if name not in differences)
     assert rates["everything_kept_bytes"] >= rates["products_kept_bytes"]
     assert report["ssd_limit"] is None and report["facts"]["num_cores"] > 0
