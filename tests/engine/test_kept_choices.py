@@ -198,7 +198,7 @@ def test_a_chosen_policy_gives_up_cells_for_which_there_is_no_room(
 
 
 def _full(*_: object) -> None:
-    raise StorageError("kept/rank0.bin: the disk is full")
+    raise StorageError("kept/kept0.bin: the disk is full")
 
 
 RANK = """

@@ -111,6 +111,7 @@ def _reason(reasons: Sequence[Reason], key: tuple[str, str]) -> Reason | None:
 
 def _words(what: str, resource: str) -> tuple[str, str]:
     means = {"fetch": "parameters", "step": "an optimizer step", "load": "activations", "save": "activations to leave"}
+    means |= {"load kept": "what is kept for the backward", "save kept": "what is kept to leave"}
     means |= {"hold": "gradients to be written", ISSUING: "(issuing events)", BETWEEN: "(between events)"}
     return means.get(what, what), title(resource) if resource else NONE
 
