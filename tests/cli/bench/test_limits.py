@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,7 @@ def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], options: list[
 
 
 @pytest.mark.slow
-def test_several_paths_are_measured_one_by_one_and_told_together(
+def test_several_paths_are_measured_one_by_one_and_at_once_and_told_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
@@ -194,8 +195,12 @@ def test_several_paths_are_measured_one_by_one_and_told_together(
     assert limits.main([*options, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     reads = [ssd["rates"]["ssd_read_bytes_per_s"] for ssd in report["ssds"]]
-    assert report["machine"]["ssd_read_bytes_per_s"] == pytest.approx(sum(reads)) == report["rates"]["ssd_read_bytes_per_s"]
-    assert [ssd["share"] for ssd in report["ssds"]] == pytest.approx([read / sum(reads) for read in reads])
+    together = report["at_once"]["rates"]["ssd_read_bytes_per_s"]
+    assert report["machine"]["ssd_read_bytes_per_s"] == min(*reads, together) == report["rates"]["ssd_read_bytes_per_s"]
+    assert report["at_once"]["disks"] == [tmp_path.stat().st_dev], "one disk, whose rate two folders do not double"
+    assert report["capacity"]["ssd_bytes"] <= shutil.disk_usage(tmp_path).total
+    assert [ssd["share"] for ssd in report["ssds"]] == [0.5, 0.5]
+    assert [list(path.iterdir()) for path in paths] == [[], []]
     assert [ssd["path"] for ssd in report["ssds"]] == list(map(str, paths))
     Machine.from_dict(report)
     kept = machine_cache.cached_report(paths[1])  # both are on one file system, so the second one's is kept
