@@ -216,7 +216,7 @@ class Assembly:
         limit = host_limit if one_memory else None
         if self.layers.num_layers < 2 or not tiers - {Tier.DEVICE, Tier.HOST if one_memory else Tier.DEVICE}:
             return KeptStore(None, limit, gives_up)
-        path = folder / "kept" / f"rank{ranks.rank()}.bin" if Tier.SSD in tiers and folder is not None else None
+        path = folder / "kept" / f"kept{ranks.rank()}.bin" if Tier.SSD in tiers and folder is not None else None
         if path is not None:
             stripes.spread_file(path, sys.maxsize)  # it grows
         swapper = TensorSwapper(path, self._new_queue, _HOST_MEMORY, self._device, LOOK_AHEAD + 1, host_limit)

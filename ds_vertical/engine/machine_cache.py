@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,13 +31,23 @@ _AT_MOST: Final = {
 }
 
 
-def report_path(folder: str | os.PathLike[str]) -> Path:
-    """Where the report for the disk of `folder` (or of the nearest folder above it that exists) is kept."""
+def disk_of(folder: str | os.PathLike[str]) -> int:
+    """The number of the file system of `folder` (or of the nearest folder above it that exists), which stands for a disk."""
     found = Path(folder).absolute()
     while not found.exists():
         found = found.parent
+    return found.stat().st_dev
+
+
+def disks_of(folders: Sequence[str | os.PathLike[str]]) -> tuple[int, ...]:
+    """The disk of each folder, see `disk_of`."""
+    return tuple(map(disk_of, folders))
+
+
+def report_path(folder: str | os.PathLike[str]) -> Path:
+    """Where the report for the disk of `folder` (see `disk_of`) is kept."""
     accelerator = os.environ.get("DS_ACCELERATOR") or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
-    facts = (platform.node(), os.cpu_count(), _processor(), _memory_total(), accelerator, found.stat().st_dev)
+    facts = (platform.node(), os.cpu_count(), _processor(), _memory_total(), accelerator, disk_of(folder))
     return cache_root().parent / "limits" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
 
 
@@ -77,18 +87,22 @@ def cached_report(folder: str | os.PathLike[str] | None) -> MeasuredReport | Non
     return report if isinstance(report, dict) else None
 
 
-def joint_report(reports: Sequence[MeasuredReport], shares: Sequence[float]) -> MeasuredReport:
+def joint_report(reports: Sequence[MeasuredReport], shares: Sequence[float], disks: Sequence[int]) -> MeasuredReport:
     """The report of a machine whose SSDs have one each, when files are spread over them in these shares: the first one, with
-    the rates at which all SSDs together are read and written, and the room that there is on them. An SSD is done with its share
-    of a transfer after (share x bytes) / rate seconds, so the slowest decides: where shares go by rates, the sum."""
+    the rates at which all SSDs together are read and written, and the room that there is on them. `disks`: see `disks_of`; what
+    several folders on one disk have is counted once. A disk is done with its share of a transfer after (share x bytes) / rate
+    seconds, so the slowest decides: where shares go by rates, the sum. It is no more than `limits` has measured of the same
+    disks at once."""
     joint: MeasuredReport = {**reports[0]}
+    on_disk = [sum(share for share, other in zip(shares, disks, strict=True) if other == disk) for disk in disks]
     for part in ("machine", "rates", "capacity"):
         tables = [report.get(part) or {} for report in reports]
         joint[part] = {**tables[0]}
         for key in _SHARED_OUT:
             found = [table.get(key) for table in tables]
             if key in joint[part] and None not in found:
-                joint[part][key] = min(value / share for value, share in zip(found, shares, strict=True) if value is not None)
+                most = min(value / share for value, share in zip(found, on_disk, strict=True) if value is not None)
+                joint[part][key] = min([most, *(each[key] for each in _at_once(reports, disks) if key in each)])
     return joint
 
 
@@ -117,6 +131,18 @@ def slowest_report(reports: Sequence[MeasuredReport | None]) -> MeasuredReport |
     return slowest
 
 
+def at_once(disks: Sequence[int], rates: Mapping[str, float]) -> MeasuredReport:
+    """What reports say of the `rates` that several disks were measured to have at once."""
+    return {"disks": sorted(set(disks)), "rates": {key: rates[key] for key in _SHARED_OUT if key in rates}}
+
+
+def _at_once(reports: Sequence[MeasuredReport], disks: Sequence[int]) -> list[dict[str, float]]:
+    """The rates that all these disks were measured to have at once; one entry where all reports have the same measurement."""
+    found = [report.get("at_once") for report in reports]
+    same = found[0] is not None and all(each == found[0] for each in found)
+    return [found[0]["rates"]] if same and found[0]["disks"] == sorted(set(disks)) else []
+
+
 def reports_of(folders: Sequence[str | os.PathLike[str]]) -> list[MeasuredReport]:
     """The kept reports for the disks of several folders; none at all where one of them has none, or DS_VERTICAL_LIMITS is
     set."""
@@ -131,14 +157,17 @@ def shares_of(folders: Sequence[str | os.PathLike[str]]) -> tuple[float, ...]:
     """The share of a file's bytes that goes to each of several SSDs: by their measured rates of reads, where `ds-vertical
     limits` has kept those of all; else the same for each."""
     reports = reports_of(folders)
-    return shares_by_rates(reports) if reports else tuple(1 / len(folders) for _ in folders)
+    return shares_by_rates(reports, disks_of(folders)) if reports else tuple(1 / len(folders) for _ in folders)
 
 
-def shares_by_rates(reports: Sequence[MeasuredReport]) -> tuple[float, ...]:
-    """The shares of SSDs with these reports: in proportion to their rates of reads; equal where one does not say."""
-    rates = [read_rate(report) for report in reports]
-    known = [rate for rate in rates if rate]
-    return tuple(rate / sum(known) if len(known) == len(rates) else 1 / len(rates) for rate in [rate or 0.0 for rate in rates])
+def shares_by_rates(reports: Sequence[MeasuredReport], disks: Sequence[int]) -> tuple[float, ...]:
+    """The shares of SSDs with these reports: in proportion to their rates of reads; equal where one does not say. Folders on
+    one disk (see `disks_of`) have equal shares of what it is given."""
+    rates = [read_rate(report) or 0.0 for report in reports]
+    if not all(rates):
+        return tuple(1 / len(rates) for _ in rates)
+    slowest = {disk: min(rate for rate, other in zip(rates, disks, strict=True) if other == disk) for disk in disks}
+    return tuple(slowest[disk] / disks.count(disk) / sum(slowest.values()) for disk in disks)
 
 
 def read_rate(report: MeasuredReport) -> float | None:
@@ -157,8 +186,9 @@ def training_report(
     if named is None:
         if folder is None or not beside:
             return cached_report(folder)
-        reports = reports_of([folder, *beside])
-        return joint_report(reports, shares_of([folder, *beside])) if reports else None
+        folders = [folder, *beside]
+        reports = reports_of(folders)
+        return joint_report(reports, shares_of(folders), disks_of(folders)) if reports else None
     try:
         return json.loads(Path(named).read_text()) if named else None
     except (OSError, ValueError) as error:

@@ -142,9 +142,10 @@ def tune_timing(
     return (best if best.estimate_s * _EQUAL < own.estimate_s else own), own
 
 
-def tune_keeping(case: LpProblem, choice: Choice) -> tuple[Candidate, Candidate]:
+def tune_keeping(case: LpProblem, choice: Choice) -> tuple[Candidate, Candidate, Candidate | None]:
     """The best way to keep for a model whose sizes, timing and tiers are settled; and `choice` itself, which keeps nothing and
-    is taken where nothing is better by more than a hundredth. `case`: with the menu."""
+    is taken where nothing is better by more than a hundredth; and the best of those that keep otherwise than the first, None
+    where there is no other. `case`: with the menu."""
     placement, in_files = choice.placement, case.shape.in_files(TensorKind.PARAMETERS) > 0
     fixed = {
         "activations_on_host": placement.share(TensorKind.ACTIVATIONS, Tier.HOST),
@@ -163,7 +164,9 @@ def tune_keeping(case: LpProblem, choice: Choice) -> tuple[Candidate, Candidate]
     ranked = found[:_KEEPING]
     least = min((candidate.estimate_s for candidate in ranked), default=0.0)
     best = min((c for c in ranked if c.estimate_s <= _EQUAL * least), key=simplicity, default=own)
-    return (best if best.estimate_s * _EQUAL < own.estimate_s else own), own
+    taken = best if best.estimate_s * _EQUAL < own.estimate_s else own
+    others = (candidate for candidate in (*ranked, own) if candidate.choice.kept != taken.choice.kept)
+    return taken, own, min(others, key=lambda candidate: candidate.estimate_s, default=None)
 
 
 # ---- cases

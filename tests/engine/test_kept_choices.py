@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,12 +20,15 @@ from places import SUPPORT
 from ds_vertical.config.resolve import resolve
 from ds_vertical.config.section import load_section
 from ds_vertical.engine.keeping import keeping
+from ds_vertical.engine.keeping import planner as keep_planner
 from ds_vertical.engine.keeping.measured import MeasuredStep, agreed
 from ds_vertical.engine.keeping.planner import KeepChoice, KeepPlanner
 from ds_vertical.engine.memory_check import Forecast, groups_of
 from ds_vertical.errors import StorageError
 from ds_vertical.model.layers import map_layers
+from ds_vertical.planner.candidate import Candidate
 from ds_vertical.planner.model_shape import Seconds
+from ds_vertical.planner.search import tune_keeping
 from ds_vertical.types import ActivationPolicy, Tier
 
 MIXER = partial(MixerModel, 4, 512, dropout=0.1)
@@ -80,6 +84,27 @@ def test_the_plan_keeps_what_pays_where_there_is_room(tmp_path: Path) -> None:
     assert policy in ("products", "everything") and tier in (Tier.SSD, Tier.DEVICE) and 0 < share <= 1
     slow = planner(tmp_path, report(read=2e7, write=2e7)).choose(step(block_s=1e-3))
     assert kept(slow)[0] == "none" and 'no policy is faster than "none" by 1 %' in slow.reason
+
+
+def test_what_the_runner_up_loses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the best of what else was tried, nothing kept included."""
+    ranked: list[tuple[Candidate, Candidate, Candidate | None]] = []
+    monkeypatch.setattr(keep_planner, "tune_keeping", lambda *given: ranked.append(tune_keeping(*given)) or ranked[-1])
+    fast = planner(tmp_path, report()).choose(step())
+    best, plain, second = ranked.pop()
+    assert second is not None and second.choice.kept != best.choice.kept and best.estimate_s < second.estimate_s
+    loss = second.estimate_s / best.estimate_s - 1
+    told = rf'"none"; the runner-up, activations\.keep "{second.choice.policy}".*, takes {loss:.1%} more$'
+    assert re.search(told, fast.reason) and second.estimate_s <= plain.estimate_s
+    # with one policy alone the runner-up keeps less of it, or nothing
+    alone = planner(tmp_path, report()).choose(step(menu={"free": (0.0, 0.01)}))
+    best, plain, second = ranked.pop()
+    assert second is plain and '; the runner-up, activations.keep "none", takes ' in alone.reason
+    # where nothing is kept the runner-up is what would be
+    slow = planner(tmp_path, report(read=2e7, write=2e7)).choose(step(block_s=1e-3))
+    best, plain, second = ranked.pop()
+    assert best is plain and second is not None and second.choice.policy != "none"
+    assert f'the runner-up, activations.keep "{second.choice.policy}"' in slow.reason
 
 
 @pytest.mark.parametrize(
@@ -217,7 +242,7 @@ def test_a_chosen_policy_gives_up_cells_for_which_there_is_no_room(
 
 
 def _full(*_: object) -> None:
-    raise StorageError("kept/rank0.bin: the disk is full")
+    raise StorageError("kept/kept0.bin: the disk is full")
 
 
 RANK = """

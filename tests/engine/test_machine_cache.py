@@ -21,6 +21,7 @@ def test_several_ssds_have_the_sum_of_their_reads_and_the_slowest_share_decides_
     kept = {"/ssd0": report(3e9, 3e9, 100), "/ssd1": report(1e9, 0.5e9, 90)}
     monkeypatch.delenv("DS_VERTICAL_LIMITS", raising=False)
     monkeypatch.setattr(machine_cache, "cached_report", lambda folder: kept.get(str(folder)))
+    monkeypatch.setattr(machine_cache, "disk_of", lambda folder: int(str(folder)[-1]))
     assert machine_cache.shares_of(["/ssd0", "/ssd1"]) == (0.75, 0.25)
     joint = machine_cache.training_report("/ssd0", ["/ssd1"])
     assert joint is not None and joint["machine"] == joint["rates"]
@@ -30,7 +31,7 @@ def test_several_ssds_have_the_sum_of_their_reads_and_the_slowest_share_decides_
     # one that is not measured, or that does not say
     assert machine_cache.training_report("/ssd0", ["/ssd2"]) is None
     assert machine_cache.shares_of(["/ssd0", "/ssd2"]) == (0.5, 0.5)
-    assert machine_cache.shares_by_rates([kept["/ssd0"], report(None, 1e9, 1)]) == (0.5, 0.5)
+    assert machine_cache.shares_by_rates([kept["/ssd0"], report(None, 1e9, 1)], (0, 1)) == (0.5, 0.5)
     # whoever names other rates, or none, has equal shares
     monkeypatch.setenv("DS_VERTICAL_LIMITS", "")
     assert machine_cache.shares_of(["/ssd0", "/ssd1"]) == (0.5, 0.5)
@@ -62,3 +63,24 @@ def test_the_slowest_host_decides_each_rate() -> None:
     assert quick["machine"]["host_cores"] == 8
     assert machine_cache.slowest_report([quick, quick]) is quick
     assert machine_cache.slowest_report([quick, None]) is None and machine_cache.slowest_report([None]) is None
+
+
+def test_folders_on_one_disk_count_it_once() -> None:
+    slow, fast = report(1e9, 1e9, 30), report(3e9, 2e9, 90)
+    alone = machine_cache.joint_report([slow, slow], machine_cache.shares_by_rates([slow, slow], (7, 7)), (7, 7))
+    assert alone["rates"] == slow["rates"] and alone["capacity"] == slow["capacity"]
+    shares = machine_cache.shares_by_rates([slow, fast, slow], (7, 8, 7))
+    assert shares == (0.125, 0.75, 0.125)
+    assert machine_cache.joint_report([slow, fast, slow], shares, (7, 8, 7))["rates"]["ssd_read_bytes_per_s"] == 4e9
+
+
+def test_disks_together_are_no_faster_than_they_were_at_once() -> None:
+    measured = machine_cache.at_once((9, 8), {"ssd_read_bytes_per_s": 3.5e9, "ssd_write_bytes_per_s": 9e9, "other": 1.0})
+    reports = [each | {"at_once": measured} for each in (report(3e9, 3e9, 60), report(1e9, 1e9, 20))]
+    joint = machine_cache.joint_report(reports, (0.75, 0.25), (9, 8))
+    assert joint["rates"] == joint["machine"]
+    assert joint["rates"] == {"ssd_read_bytes_per_s": 3.5e9, "ssd_write_bytes_per_s": 4e9, "adam_elements_per_s": 5.0}
+    assert joint["capacity"]["ssd_bytes"] == 80
+    # it says nothing of other disks, and nothing where one report is of another measurement
+    for two, disks in ((reports, (9, 7)), ([reports[0], report(1e9, 1e9, 20)], (9, 8))):
+        assert machine_cache.joint_report(two, (0.75, 0.25), disks)["rates"]["ssd_read_bytes_per_s"] == 4e9

@@ -306,4 +306,4 @@ def test_kept_values_on_ssd_leave_memory_and_come_back_once(tmp_path: Path) -> N
         read, written = (queue.num_read_bytes + queue.num_written_bytes - b for queue, b in zip(queues, before, strict=True))
         assert read == written > 0
         assert engine._keeping.store.num_bytes["ssd"] == 0
-        assert next(tmp_path.rglob("kept/rank0.bin")).stat().st_size >= written
+        assert next(tmp_path.rglob("kept/kept0.bin")).stat().st_size >= written

@@ -71,7 +71,7 @@ def test_several_ssds_give_stocks_bits_and_every_file_lies_on_all(
     patterns = ["*_param.tensor.swp", "exp_avg-*.swp"]
     patterns += ["gradients.swp"] if "gradient_host_share" in section else []
     patterns += ["activations/rank0.bin"] if "activations" in section else []
-    patterns += ["kept/rank0.bin"] if section.get("activations") == EVERYTHING_ON_SSD else []
+    patterns += ["kept/kept0.bin"] if section.get("activations") == EVERYTHING_ON_SSD else []
     for pattern in patterns:
         assert any(name.match(pattern) for name in names[0]), pattern
     fixed = [path for path in found if not {"activations", "kept"} & set(path.parts)]  # the others grow

@@ -8,44 +8,55 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 # run as a script, so this folder is first on the path
 from harness import base_config, running, small_buffers
 from models import MixerModel, token_batches
 
-from ds_vertical.schedule.trace import now, read_trace, union
+from ds_vertical.schedule.trace import Span, now, read_trace, union
 
 NUM_STEPS, NUM_LAYERS, WIDTH = 7, 4, 2048
-NUM_FETCHES = 24
+NUM_FETCHES, MEASURED = 24, 4  # fetches, of which so many rounds are measured each by itself
 UNCOUNTED = 2  # steps, and rounds of all layers
 
 
 def main(out: Path, paths: list[str]) -> None:
-    """One JSON object: bytes per second while anything was read in a step, and of layers' parameters, one after the other."""
+    """One JSON object: bytes per second while anything was read, of each step, and of layers' parameters, one after the other,
+    several times."""
     trace = out.parent / "trace"
-    section = {"nvme_paths": paths, "optimizer_delay": 1.0, "trace": str(trace)}
+    section = {"nvme_paths": paths, "optimizer_delay": 1.0, "trace": str(trace), "activations": {"keep": "none"}}
     config = base_config(paths[0], num_micro_batches=1, dtype="fp32", clip=0.0, section=section)
     build = partial(MixerModel, NUM_LAYERS, WIDTH)
     with running(small_buffers(config, 9_000_000), build, vertical=True) as (engine, _):
         for batch in token_batches(NUM_STEPS, 1):
             engine.train_batch(iter(batch))
         engine.flush()
-        start, num_bytes = now(), 0
-        for number in range(UNCOUNTED * NUM_LAYERS + NUM_FETCHES):
-            if number == UNCOUNTED * NUM_LAYERS:
-                start, num_bytes = now(), 0
-            ticket = engine.param_store.fetch(number % NUM_LAYERS)
-            ticket.wait()
-            num_bytes += ticket.num_bytes
-            engine.param_store.release(number % NUM_LAYERS)
-        fetched = num_bytes / (now() - start)
+        fetch_layers(engine, UNCOUNTED * NUM_LAYERS)
+        fetched = [fetch_layers(engine, NUM_FETCHES // MEASURED) for _ in range(MEASURED)]
         sizes = [sum(path.stat().st_size for path in Path(each).rglob("*.ssd*")) for each in paths]
     steps = read_trace(trace / "rank0.jsonl")[UNCOUNTED:]
-    reads = [span for step in steps for span in step.spans if span.resource == "ssd_read"]
-    rate = sum(span.bytes for span in reads) / union((span.start, span.end) for span in reads)
-    out.write_text(json.dumps({"steps": rate, "layers": fetched, "bytes_on_each": sizes}))
+    rates = [read_rate([span for span in step.spans if span.resource == "ssd_read"]) for step in steps]
+    out.write_text(json.dumps({"steps": rates, "layers": fetched, "bytes_on_each": sizes}))
+
+
+def read_rate(reads: Sequence[Span]) -> float:
+    """Bytes per second while any of them was under way."""
+    return sum(span.bytes for span in reads) / union((span.start, span.end) for span in reads)
+
+
+def fetch_layers(engine: Any, count: int) -> float:
+    """Bytes per second of layers' parameters, one layer after the other."""
+    start, num_bytes = now(), 0
+    for number in range(count):
+        ticket = engine.param_store.fetch(number % NUM_LAYERS)
+        ticket.wait()
+        num_bytes += ticket.num_bytes
+        engine.param_store.release(number % NUM_LAYERS)
+    return num_bytes / (now() - start)
 
 
 if __name__ == "__main__":

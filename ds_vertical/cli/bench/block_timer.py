@@ -124,8 +124,8 @@ class BlockTimer:
         @contextmanager
         def again(within: AbstractContextManager[object]) -> Iterator[BlockGraph]:
             with within:
-                output = block.module(*args, **kwargs)
-            yield BlockGraph({}, pytree.tree_leaves(output))
+                graph = BlockGraph({}, pytree.tree_leaves(block.module(*args, **kwargs)))
+            yield graph  # who held the block's output here would make it a value that is needed, see `recording`
 
         probe.backward(block, is_compiled(block.module), [*args, *kwargs.values()], again, lambda _: {})
         found = probe.found[type(block.module)]

@@ -11,7 +11,7 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,12 +124,11 @@ def _ancestors(mount: str, root: str, path: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class LimitedGroup:
-    """A control group with its limits set."""
+    """A control group with a limit set for each disk."""
 
     folder: Path
     version: int
-    limit: Limit
-    disks: tuple[BlockDevice, ...]
+    limits: Mapping[BlockDevice, Limit]
 
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command that runs `command`, all its processes, inside the group; it fails where it cannot enter."""
@@ -137,47 +136,54 @@ class LimitedGroup:
 
     def describe(self) -> str:
         """The limits, the disks and the kernel's interface, for the terminal."""
-        return f"{self.limit}, on {', '.join(map(str, self.disks))}, cgroup v{self.version}"
+        of: dict[Limit, list[BlockDevice]] = {}
+        for disk, limit in self.limits.items():
+            of.setdefault(limit, []).append(disk)
+        told = [f"{limit}{' each' if disks[1:] else ''}, on {', '.join(map(str, disks))}" for limit, disks in of.items()]
+        return f"{'; '.join(told)}, cgroup v{self.version}"
 
     def to_json(self) -> dict[str, object]:
-        """The same for ab.json."""
+        """The same for ab.json: the rates of each disk, of the slowest one where they differ."""
         return {
-            "read_bytes_per_s": self.limit.read_bps,
-            "write_bytes_per_s": self.limit.write_bps,
-            "disks": [{"name": disk.name, "device": disk.number} for disk in self.disks],
+            "read_bytes_per_s": min(limit.read_bps for limit in self.limits.values()),
+            "write_bytes_per_s": min(limit.write_bps for limit in self.limits.values()),
+            "disks": [{"name": disk.name, "device": disk.number} for disk in self.limits],
             "cgroup_version": self.version,
         }
 
 
 @contextlib.contextmanager
-def limited(limit: Limit, paths: Sequence[str | os.PathLike[str]]) -> Iterator[LimitedGroup]:
+def limited(limit: Limit | Sequence[Limit], paths: Sequence[str | os.PathLike[str]]) -> Iterator[LimitedGroup]:
     """A group limited on the disks below `paths`, removed at the end, after an exception too; then nobody is limited.
 
-    The limits hold for each disk by itself. Raises ConfigError, saying why, where this machine does not allow it.
+    A limit holds for each disk by itself; several: one for each path, of two on one disk the first. Raises ConfigError, saying
+    why, where this machine does not allow it.
     """
-    disks = tuple(dict.fromkeys(disk_of(path) for path in paths))
+    limits: dict[BlockDevice, Limit] = {}
+    for path, own in zip(paths, [limit] * len(paths) if isinstance(limit, Limit) else limit, strict=True):
+        limits.setdefault(disk_of(path), own)
     places = controllers(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     refusals = []
     for place in places:
         folder = place.parent / f"ds_vertical.{os.getpid()}"
         try:
             try:
-                _make(folder, place, limit, disks)
+                _make(folder, place, limits)
             except (OSError, subprocess.CalledProcessError) as error:
                 refusals.append(f"cgroup v{place.version} at {place.parent}: {_reason(error)}")
                 continue
-            yield LimitedGroup(folder, place.version, limit, disks)
+            yield LimitedGroup(folder, place.version, limits)
             return
         finally:
             _remove(folder)
     raise ConfigError(
-        f"{OPTION}: this machine does not let this process limit {', '.join(map(str, disks))}; run as root on a machine with "
+        f"{OPTION}: this machine does not let this process limit {', '.join(map(str, limits))}; run as root on a machine with "
         "the cgroup controller blkio (v1) or io (v2), or leave the option out\n"
         + "\n".join(f"  {refusal}" for refusal in refusals or ["no cgroup file system with such a controller is mounted"])
     )
 
 
-def _make(folder: Path, place: Controller, limit: Limit, disks: Sequence[BlockDevice]) -> None:
+def _make(folder: Path, place: Controller, limits: Mapping[BlockDevice, Limit]) -> None:
     """Raises OSError or CalledProcessError unless the kernel took the limits and a process can enter the group."""
     _remove_stale(folder.parent)
     if place.version == 2:
@@ -186,14 +192,14 @@ def _make(folder: Path, place: Controller, limit: Limit, disks: Sequence[BlockDe
         if "io" not in (place.parent / "cgroup.subtree_control").read_text().split():
             (place.parent / "cgroup.subtree_control").write_text("+io")
     folder.mkdir()
-    for disk in disks:
+    for disk, limit in limits.items():
         for file, text in place.settings(limit, disk):
             if not (folder / file).exists():  # writing would otherwise be reported as a lack of permission
                 raise FileNotFoundError(f"the kernel has no {file}")
             (folder / file).write_text(text)
             if not set(text.split()) <= set((folder / file).read_text().split()):
                 raise OSError(f"the kernel did not take {text!r} for {file}")
-    entry = LimitedGroup(folder, place.version, limit, tuple(disks)).wrap(["true"])
+    entry = LimitedGroup(folder, place.version, limits).wrap(["true"])
     subprocess.run(entry, check=True, capture_output=True, text=True)
 
 

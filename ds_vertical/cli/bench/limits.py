@@ -7,13 +7,14 @@ much each tier holds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import cycle
 from pathlib import Path
@@ -25,10 +26,19 @@ from ds_vertical.cli.bench.machine_info import accelerator, describe_machine, ve
 from ds_vertical.cli.bench.ssd_bench import median_s, transfer_s, tune_aio
 from ds_vertical.cli.common import JsonObject, first_line
 from ds_vertical.config.file import read_config
-from ds_vertical.engine.machine_cache import check_keeping, joint_report, keep_report, shares_by_rates, shares_of
+from ds_vertical.engine.machine_cache import (
+    at_once,
+    check_keeping,
+    disks_of,
+    joint_report,
+    keep_report,
+    shares_by_rates,
+    shares_of,
+)
 from ds_vertical.errors import ConfigError
 from ds_vertical.io import host as hostmemory
 from ds_vertical.io.atomic_file import check_out, write_out
+from ds_vertical.io.runs import stripes
 from ds_vertical.model.hf import build_config, named_shape, read_fields
 from ds_vertical.planner.machine import Machine
 
@@ -133,15 +143,18 @@ def measure(options: argparse.Namespace, keeps: bool = False) -> tuple[JsonObjec
         rates = ssd_rates(folder, num_bytes, options.rounds, config, not options.no_fio) | others
         found = _report(options, rates, folder) | {"aio": tuned, "aio_rates": tried}
         each.append(found)
-    return _joint(each, options.path, keeps), each
-
-
-def _joint(each: list[JsonObject], folders: Sequence[Path], keeps: bool) -> JsonObject:
-    """The report of all SSDs together, as files are spread over them in training; the only one's with one."""
     if len(each) == 1:
-        return each[0]
-    shares = shares_by_rates(each) if keeps else shares_of(folders)
-    joint = joint_report(each, shares)
+        return each[0], each
+    disks = disks_of(options.path)
+    shares = shares_by_rates(each, disks) if keeps else shares_of(options.path)
+    together = at_once(disks, striped_rates(options.path, shares, num_bytes, options.rounds, config))
+    each = [report | {"at_once": together} for report in each]
+    return _joint(each, options.path, shares), each
+
+
+def _joint(each: list[JsonObject], folders: Sequence[Path], shares: Sequence[float]) -> JsonObject:
+    """The report of all SSDs together, as files are spread over them in training."""
+    joint = joint_report(each, shares, disks_of(folders))
     ssds = zip(folders, shares, each, strict=True)
     told = [{"path": str(f.absolute()), "share": share, "rates": report["rates"]} for f, share, report in ssds]
     return joint | {"ssds": told, "ours_over_fio": None}
@@ -240,22 +253,51 @@ def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: JsonObject, wit
     Beside them what the transfers take from computation on the host, and what fio finds, where it is installed and asked for.
     Raises ConfigError for settings with which no queue can be made.
     """
-    from ds_vertical.compat import pinned_memory
-    from ds_vertical.compat.ops import load
     from ds_vertical.compat.stock_config import aio_settings
 
     aio = aio_settings(config)
+    in_folder = tempfile.TemporaryDirectory(prefix="ds_vertical.limits.", dir=folder)
+    with in_folder as scratch, _queues(aio, num_bytes) as (queues, buffers):
+        files = [Path(scratch, name) for name in ("read", "write")]
+        rates, pieces = _own_rates(queues, buffers, files, rounds)
+        if accelerator() == "cpu":
+            rates["ssd_core_s_per_byte"] = _load(queues, pieces, files, rounds)
+        return rates | (fio.fio_rates(Path(scratch), num_bytes, rounds, aio) if with_fio and fio.installed() else {})
+
+
+def striped_rates(
+    folders: Sequence[Path], shares: Sequence[float], num_bytes: int, rounds: int, config: JsonObject
+) -> dict[str, float]:
+    """Bytes/s of files of `num_bytes` that lie on several SSDs in these shares, as in training."""
+    from ds_vertical.compat.stock_config import aio_settings
+
+    with contextlib.ExitStack() as stack:
+        made = (tempfile.TemporaryDirectory(prefix="ds_vertical.limits.", dir=folder) for folder in folders)
+        scratch = [Path(stack.enter_context(each)) for each in made]
+        stripes.open_run(scratch, shares)
+        stack.callback(stripes.close_run, scratch[0])
+        queues, buffers = stack.enter_context(_queues(aio_settings(config), num_bytes))
+        files = [scratch[0] / name for name in ("read", "write")]
+        for file in files:
+            stripes.spread_file(file, num_bytes)
+        return _own_rates(queues, buffers, files, rounds)[0]
+
+
+@contextlib.contextmanager
+def _queues(aio: JsonObject, num_bytes: int) -> Iterator[tuple[list[DiskQueue], list[torch.Tensor]]]:
+    """Two queues with these settings and a locked buffer for each. Raises ConfigError where no queue can be made."""
+    from ds_vertical.compat import pinned_memory
+    from ds_vertical.compat.ops import load
+
     try:
         queues = [load.new_disk_queue(aio) for _ in range(2)]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"aio: no queue can be made of {aio} ({first_line(error)}); mend it in the JSON") from error
     buffers = [pinned_memory.lock_host_bytes(num_bytes) for _ in queues]
     try:
-        with tempfile.TemporaryDirectory(prefix="ds_vertical.limits.", dir=folder) as scratch:
-            for buffer in buffers:
-                buffer.fill_(1)
-            rates = _own_rates(queues, buffers, [Path(scratch, name) for name in ("read", "write")], rounds)
-            return rates | (fio.fio_rates(Path(scratch), num_bytes, rounds, aio) if with_fio and fio.installed() else {})
+        for buffer in buffers:
+            buffer.fill_(1)
+        yield queues, buffers
     finally:
         for queue, buffer in zip(queues, buffers, strict=True):
             queue.close()
@@ -264,8 +306,9 @@ def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: JsonObject, wit
 
 def _own_rates(
     queues: Sequence[DiskQueue], buffers: Sequence[torch.Tensor], files: Sequence[Path], rounds: int
-) -> dict[str, float]:
-    """Through two queues, one for each direction, with a whole buffer and a file of its own each."""
+) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """Through two queues, one for each direction, with a whole buffer and a file of its own each. Beside the rates the parts
+    of the buffers that take both directions equally long."""
     num_bytes = buffers[0].numel()
     transfer_s([queue.write for queue in queues], buffers, files, 1)
     read_s = transfer_s([queues[0].read], buffers[:1], files[:1], rounds)
@@ -278,9 +321,7 @@ def _own_rates(
     together = transfer_s([queues[0].read, queues[1].write], pieces, files, rounds)
     for way, piece, alone in zip(("read", "write"), pieces, list(rates.values()), strict=True):
         rates[f"ssd_{way}_together_bytes_per_s"] = min(alone, piece.numel() / together)
-    if accelerator() == "cpu":
-        rates["ssd_core_s_per_byte"] = _load(queues, pieces, files, rounds)
-    return rates
+    return rates, pieces
 
 
 def _load(queues: Sequence[DiskQueue], pieces: Sequence[torch.Tensor], files: Sequence[Path], rounds: int) -> float:

@@ -16,7 +16,7 @@ from ds_vertical.cli.common import JsonObject, parse_bytes
 from ds_vertical.cli.plan.deepspeed_json import TrainingOptions, write_config
 from ds_vertical.config.deepspeed_keys import AIO
 from ds_vertical.config.section import SECTION
-from ds_vertical.engine.machine_cache import cached_report, joint_report, shares_by_rates
+from ds_vertical.engine.machine_cache import cached_report, disks_of, joint_report, shares_by_rates
 from ds_vertical.errors import ConfigError, CostsError
 from ds_vertical.io.atomic_file import check_out, write_out
 from ds_vertical.model.hf import named_shape, read_fields, shape_names
@@ -155,7 +155,8 @@ def _profile(options: argparse.Namespace) -> Profile:
             "this machine has not been measured yet: run `ds-vertical limits --path FOLDER_ON_THE_SSD` once, or name a"
             f" machine with --machine ({', '.join(profile.shipped())}, or a file)"
         )
-    return Profile.from_dict("this machine", joint_report(reports, shares_by_rates(reports)))
+    disks = disks_of(paths)
+    return Profile.from_dict("this machine", joint_report(reports, shares_by_rates(reports, disks), disks))
 
 
 def _spec(options: argparse.Namespace) -> tuple[ModelSpec, JsonObject]:

@@ -42,6 +42,10 @@ STREAMS: Final[dict[str, tuple[str, str]]] = {
     "SAVE": ("activations", "yellow"),
     "LOAD copy": ("activations", "yellow"),
     "SAVE copy": ("activations", "yellow"),
+    "KLOAD": ("kept for the backward", "vsync_highlight_color"),
+    "KSAVE": ("kept for the backward", "vsync_highlight_color"),
+    "KLOAD copy": ("kept for the backward", "vsync_highlight_color"),
+    "KSAVE copy": ("kept for the backward", "vsync_highlight_color"),
 }
 OTHER_STREAM: Final = ("other", "generic_work")
 WAIT_STREAM: Final = ("wait", "terrible")

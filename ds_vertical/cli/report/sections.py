@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from ds_vertical.cli.report import charts
 from ds_vertical.cli.report import summary as findings
@@ -111,6 +112,7 @@ def _reason(reasons: Sequence[Reason], key: tuple[str, str]) -> Reason | None:
 
 def _words(what: str, resource: str) -> tuple[str, str]:
     means = {"fetch": "parameters", "step": "an optimizer step", "load": "activations", "save": "activations to leave"}
+    means |= {"load kept": "what is kept for the backward", "save kept": "what is kept to leave"}
     means |= {"hold": "gradients to be written", ISSUING: "(issuing events)", BETWEEN: "(between events)"}
     return means.get(what, what), title(resource) if resource else NONE
 
@@ -186,8 +188,10 @@ def rates(found: Findings) -> ReportSection:
     return ReportSection(key, head, lines, [Table("", columns, rows)], charts.throughput(known), about, missing, data)
 
 
-def _limit(limited: Mapping[str, float]) -> str:
-    return f"{megabytes(limited['read_bytes_per_s'])} MB/s read, {megabytes(limited['write_bytes_per_s'])} MB/s written"
+def _limit(limited: Mapping[str, Any]) -> str:
+    """Of several disks each has these rates."""
+    rates = f"{megabytes(limited['read_bytes_per_s'])} MB/s read, {megabytes(limited['write_bytes_per_s'])} MB/s written"
+    return f"{rates}, each of {len(limited['disks'])} disks" if len(limited.get("disks") or ()) > 1 else rates
 
 
 # ---- the run

@@ -96,7 +96,8 @@ def _resource(step: StepTrace, cause: str, interval: tuple[float, float]) -> str
 
 @dataclass(frozen=True)
 class Reason:
-    """Stalls of one kind together: `what` is the first word of their causes ("fetch"), or ISSUING, or BETWEEN."""
+    """Stalls of one kind together: `what` is the first word of their causes ("fetch"; two: "load kept"), or ISSUING, or
+    BETWEEN."""
 
     what: str
     resource: str
@@ -108,7 +109,8 @@ def reasons(found: Iterable[Stall]) -> list[Reason]:
     """The stalls summed by what was waited for and by resource, most seconds first."""
     groups: dict[tuple[str, str], list[Stall]] = defaultdict(list)
     for stall in found:
-        what = stall.cause if stall.cause == BETWEEN else stall.cause.partition(" ")[0]
+        words = stall.cause.split(" ")
+        what = stall.cause if stall.cause == BETWEEN else " ".join(words[: 2 if "kept" in words else 1])
         groups[(ISSUING, "") if stall.resource == ISSUING else (what, stall.resource)].append(stall)
     made = [Reason(*key, sum(stall.seconds for stall in each), len(each)) for key, each in groups.items()]
     return sorted(made, key=lambda reason: -reason.seconds)

@@ -31,13 +31,21 @@ OPTIMIZER: Final = "ds_vertical optimizer"
 _PIPELINE: Final = frozenset((Op.STEP,))
 _DISK: Final = {
     **dict.fromkeys((Op.FETCH,), "FETCH"),
-    **dict.fromkeys((Op.SAVE, Op.GSAVE, Op.KSAVE), "SAVE"),
-    **dict.fromkeys((Op.LOAD, Op.GLOAD, Op.KLOAD), "LOAD"),
+    **dict.fromkeys((Op.SAVE, Op.GSAVE), "SAVE"),
+    **dict.fromkeys((Op.LOAD, Op.GLOAD), "LOAD"),
+    Op.KSAVE: "KSAVE",
+    Op.KLOAD: "KLOAD",
     **dict.fromkeys((Op.REDUCE, Op.HOLD), "HOLD"),
+}
+_MOVES: Final = {
+    **{Op.LOAD: "load", Op.GLOAD: "load gradient", Op.KLOAD: "load kept"},
+    **{Op.SAVE: "save", Op.GSAVE: "save gradient", Op.KSAVE: "save kept"},
 }
 _PARAMETERS: Final = re.compile(r".*_param\.tensor\.swp(\.\d+)?")  # with a number where a checkpoint shares the file
 _GRADIENTS: Final = "gradients.swp"
 _ACTIVATIONS: Final = re.compile(r"rank\d+\.bin")
+_KEPT: Final = re.compile(r"kept\d+\.bin")
+_LANE: Final = re.compile(r"\.ssd\d+$")  # behind the name of a file's part, where it lies on several SSDs
 
 
 @dataclass(frozen=True)
@@ -94,12 +102,15 @@ def _event(name: str) -> Event | None:
 
 
 def _file_kind(name: str, verb: str) -> str:
+    name = _LANE.sub("", name)
     if _PARAMETERS.fullmatch(name):
         return "FETCH" if verb == "read" else "STEP write"
     if name == _GRADIENTS:
         return "STEP read" if verb == "read" else "HOLD"
     if _ACTIVATIONS.fullmatch(name):
         return "LOAD" if verb == "read" else "SAVE"
+    if _KEPT.fullmatch(name):
+        return "KLOAD" if verb == "read" else "KSAVE"
     return f"STEP {verb}"
 
 
@@ -199,9 +210,8 @@ def _what(event: Event) -> str:
     """As the runtime's tickets are called."""
     if event.op in _PIPELINE:
         return f"step {event.layer}"
-    if event.op in (Op.LOAD, Op.GLOAD, Op.KLOAD):
-        kind = {Op.GLOAD: "gradient ", Op.KLOAD: "kept "}.get(event.op, "")
-        return f"load {kind}{event.layer} of {event.micro_batch}"
+    if event.op in _MOVES:
+        return f"{_MOVES[event.op]} {event.layer} of {event.micro_batch}"
     return f"{event.op.lower()} {event.layer}"
 
 

@@ -18,7 +18,7 @@ from ds_vertical.engine.keeping.measured import MeasuredStep, agreed
 from ds_vertical.engine.memory_check import Forecast
 from ds_vertical.errors import CostsError, ScheduleError
 from ds_vertical.planner import linear_program
-from ds_vertical.planner.candidate import Choice
+from ds_vertical.planner.candidate import Candidate, Choice, difference
 from ds_vertical.planner.kept_activations import KeptShare, keep_keys, num_cells, rounded
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Profile
@@ -93,12 +93,12 @@ class KeepPlanner:
         problem = self.problem(step, profile, ranks_here)
         timing, terms = self.forecast.timing, self.forecast.terms
         choice = Choice(1, terms.num_micro_batches, 1, terms.window, timing.delay, problem.early, problem.shape.placement)
-        best, plain = tune_keeping(problem, choice)
+        best, plain, second = tune_keeping(problem, choice)
         source = f"planned from the limits of {profile.date} and the first step"
         if best is plain:
-            return self._nothing(f'{source}: no policy is faster than "none" by 1 %')
+            return self._nothing(f'{source}: no policy is faster than "none" by 1 %{_beside(best, second)}')
         gain = 1 - best.estimate_s / plain.estimate_s
-        return self._kept(best.choice.kept, f'{source}: {gain:.0%} less time a step than with "none"')
+        return self._kept(best.choice.kept, f'{source}: {gain:.0%} less time a step than with "none"{_beside(best, second)}')
 
     def _by_rule(self, step: MeasuredStep) -> KeepChoice:
         """Everything that the device has room for; nothing is on SSD, so nothing but memory decides."""
@@ -163,6 +163,15 @@ class KeepPlanner:
         if "keep_device" in keys:
             keys["keep_device"] = Tier(keys["keep_device"])
         return KeepChoice(replace(self.resolved.activations, **keys), reason)
+
+
+def _beside(best: Candidate, second: Candidate | None) -> str:
+    """What the runner-up loses."""
+    if second is None:
+        return ""
+    loss = second.estimate_s / best.estimate_s - 1
+    more = "more" if loss >= 0 else "less, and is not as simple"
+    return f"; the runner-up, {difference(best.choice, second.choice)}, takes {abs(loss):.1%} {more}"
 
 
 def open_choice(planner: KeepPlanner) -> tuple[RunSettings, KeepPlanner | None]:

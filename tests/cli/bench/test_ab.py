@@ -20,7 +20,7 @@ from deepspeed.runtime import config as deepspeed_config
 from places import ROOT
 
 from ds_vertical.cli.bench import ab
-from ds_vertical.cli.bench.arms import Arms, build_arms
+from ds_vertical.cli.bench.arms import Arms, build_arms, ssd_folders
 from ds_vertical.cli.bench.comparison import (
     ComparisonError,
     Contract,
@@ -191,6 +191,26 @@ def test_stock_configs_own_section_cannot_change_the_seeds(tmp_path: Path) -> No
     base = write(tmp_path, "base.json", BASE | {"vertical_schedule": {"seed": 1}})
     stock = write(tmp_path, "stock.json", BASE | {"vertical_schedule": {"seed": 2}})
     assert build_arms(base, stock, []).stock["vertical_schedule"] == {"seed": 1, "enabled": False}
+
+
+def test_several_ssds_are_the_vertical_arms_and_stock_keeps_all_in_the_first(tmp_path: Path) -> None:
+    paths = ["/tmp/ds_vertical", "/mnt/ssd1", "/mnt/ssd2"]
+    built = arms(tmp_path, base=BASE | {"vertical_schedule": {"nvme_paths": paths}})
+    assert ssd_folders(built.vertical) == paths
+    (warning,) = built.warnings
+    assert "nvme_paths: the stock arm has no such key" in warning and f"keeps everything in {paths[0]};" in warning
+    alone = arms(tmp_path, ["vertical_schedule.nvme_paths=null"], base=BASE | {"vertical_schedule": {"nvme_paths": paths}})
+    assert alone.warnings == () and ssd_folders(alone.vertical) == [paths[0]] == ssd_folders(alone.stock)
+    assert arms(tmp_path, base=BASE | {"vertical_schedule": {"nvme_paths": paths[:1]}}).warnings == ()
+
+
+def test_the_ssds_of_a_run_are_those_of_what_it_offloads_there() -> None:
+    assert ssd_folders(BASE) == ["/tmp/ds_vertical"]
+    two = changed("zero_optimization.offload_optimizer.nvme_path", "/mnt/other")
+    assert ssd_folders(two) == ["/mnt/other", "/tmp/ds_vertical"]
+    assert ssd_folders(changed("zero_optimization.offload_param.device", "cpu")) == ["/tmp/ds_vertical"]
+    nowhere = json.loads(json.dumps(BASE).replace('"nvme"', '"cpu"'))
+    assert ssd_folders(nowhere) == [] == ssd_folders(nowhere | {"vertical_schedule": {"nvme_paths": ["/mnt/ssd0"]}})
 
 
 def test_known_keys_are_those_that_deepspeed_reads() -> None:

@@ -8,17 +8,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from ab_runs import BASE, SCRIPT, wait_for_pid, write
+from faults import loop_disk
 
 from ds_vertical.cli.bench import ab, disk_limit
-from ds_vertical.cli.bench.disk_limit import BlockDevice, Controller, Limit, controllers, disk_of, limited, parse_limit
+from ds_vertical.cli.bench.disk_limit import (
+    BlockDevice,
+    Controller,
+    Limit,
+    LimitedGroup,
+    controllers,
+    disk_of,
+    limited,
+    parse_limit,
+)
 from ds_vertical.errors import ConfigError
 
 READ_BYTES = 8 << 20
+DISK_BYTES = 256 << 20
 SLOW = Limit(read_bps=16 << 20, write_bps=1 << 30)  # half a second for READ_BYTES
 
 # Reads a file past the page cache and prints the seconds it took.
@@ -130,6 +141,41 @@ def test_ab_limits_its_runs_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ab_limits_each_of_two_ssds_and_keeps_stock_on_the_first(tmp_path: Path) -> None:
+    with loop_disk(tmp_path / "ssd0", DISK_BYTES), loop_disk(tmp_path / "ssd1", DISK_BYTES):
+        paths = [str(tmp_path / name / "swap") for name in ("ssd0", "ssd1")]
+        with _ab(tmp_path, "--ssd-limit", "300M,500e6", "--no-bound", paths=paths) as process:
+            output, errors = process.communicate(timeout=280)
+        if not is_permitted(tmp_path / "ssd0"):
+            assert process.returncode == 2 and "--ssd-limit" in errors
+            return
+        assert process.returncode == 0, errors
+        disks = [disk_of(path) for path in paths]
+        assert f"SSD limited to 300 MB/s read, 500 MB/s write each, on {disks[0]}, {disks[1]}, cgroup" in output
+        assert f"keeps everything in {paths[0]}; for one SSD" in output
+    limit = json.loads((tmp_path / "out" / "ab.json").read_text())["ssd_limit"]
+    assert limit["disks"] == [{"name": disk.name, "device": disk.number} for disk in disks]
+    assert not list(Path("/sys/fs/cgroup").rglob(f"ds_vertical.{process.pid}"))
+
+
+@pytest.mark.slow
+def test_each_of_two_disks_is_read_at_its_own_limit(tmp_path: Path) -> None:
+    limits = [SLOW, Limit(SLOW.read_bps * 4, SLOW.write_bps)]
+    with loop_disk(tmp_path / "ssd0", DISK_BYTES), loop_disk(tmp_path / "ssd1", DISK_BYTES):
+        files = [tmp_path / name / "data" for name in ("ssd0", "ssd1")]
+        for file in files:
+            file.write_bytes(os.urandom(4 * READ_BYTES))
+            os.sync()
+        if not is_permitted(files[0]):
+            return
+        with limited(limits, files) as group:
+            seconds = [min(seconds_to_read(file, group.wrap([])) for _ in range(3)) for file in files]
+    for taken, limit in zip(seconds, limits, strict=True):
+        assert taken > 0.7 * 4 * READ_BYTES / limit.read_bps
+    assert seconds[1] < seconds[0] / 2
+
+
+@pytest.mark.slow
 def test_an_ended_ab_removes_its_group(tmp_path: Path) -> None:
     if not is_permitted(tmp_path):
         return
@@ -141,9 +187,13 @@ def test_an_ended_ab_removes_its_group(tmp_path: Path) -> None:
     assert not list(Path("/sys/fs/cgroup").rglob(f"ds_vertical.{process.pid}"))
 
 
-def _ab(folder: Path, *options: str, script_arguments: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """`ds-vertical ab` over the script of test_ab, which here prints its control groups, with state below `folder`."""
-    config = json.loads(json.dumps(BASE).replace("/tmp/ds_vertical", str(folder / "swap")))
+def _ab(
+    folder: Path, *options: str, script_arguments: tuple[str, ...] = (), paths: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """`ds-vertical ab` over the script of test_ab, which here prints its control groups, with state below `folder`, or in
+    `paths`."""
+    config = json.loads(json.dumps(BASE).replace("/tmp/ds_vertical", paths[0] if paths else str(folder / "swap")))
+    config |= {"vertical_schedule": {"nvme_paths": paths}} if paths else {}
     script = write(folder, "script.py", 'print(open("/proc/self/cgroup").read(), flush=True)\n' + SCRIPT)
     own = ["--config", str(write(folder, "config.json", config)), "--out", str(folder / "out"), "--steps", "2", *options]
     command = [sys.executable, "-m", "ds_vertical.cli.main", "ab", *own, "--", str(script), *script_arguments]
@@ -168,10 +218,12 @@ def test_a_path_in_memory_is_refused() -> None:
 
 def test_ab_refuses_before_anything_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     in_memory = json.loads(json.dumps(BASE).replace("/tmp/ds_vertical", "/dev/shm/ds_vertical"))
+    second_in_memory = BASE | {"vertical_schedule": {"nvme_paths": ["/tmp/ds_vertical", "/dev/shm/ds_vertical"]}}
     nowhere = json.loads(json.dumps(BASE).replace('"nvme"', '"cpu"'))
     script = write(tmp_path, "script.py", "raise SystemExit('must not run')")
     for config, option, words in (
         (in_memory, "300M,500M", "lies on tmpfs"),
+        (second_in_memory, "300M,500M", "/dev/shm/ds_vertical lies on tmpfs"),
         (nowhere, "300M,500M", "keeps nothing on SSD"),
         (BASE, "fast", "write READ,WRITE"),
     ):
@@ -253,6 +305,20 @@ def test_v2_groups_are_tried_upward(tmp_path: Path) -> None:
     found = controllers(MOUNTS_V2.format(top=tmp_path), "0::/user.slice/run\n")
     folders = (tmp_path / "user.slice" / "run", tmp_path / "user.slice", tmp_path)
     assert found == [Controller(folder, 2) for folder in folders]
+
+
+def test_several_disks_have_a_limit_each() -> None:
+    fast, slow = Limit(300_000_000, 500_000_000), Limit(100_000_000, 50_000_000)
+    disks = [BlockDevice("vda", "254:0"), BlockDevice("vdb", "254:16")]
+    alike = LimitedGroup(Path("/g"), 2, dict.fromkeys(disks, fast))
+    assert alike.describe() == "300 MB/s read, 500 MB/s write each, on vda (254:0), vdb (254:16), cgroup v2"
+    found = alike.to_json()
+    assert (found["read_bytes_per_s"], found["write_bytes_per_s"]) == (300_000_000, 500_000_000)
+    assert found["disks"] == [{"name": "vda", "device": "254:0"}, {"name": "vdb", "device": "254:16"}]
+    unlike = LimitedGroup(Path("/g"), 1, dict(zip(disks, (fast, slow), strict=True)))
+    first, second = "300 MB/s read, 500 MB/s write, on vda (254:0)", "100 MB/s read, 50 MB/s write, on vdb (254:16)"
+    assert unlike.describe() == f"{first}; {second}, cgroup v1"
+    assert unlike.to_json()["read_bytes_per_s"] == 100_000_000
 
 
 def test_texts_of_both_interfaces() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,38 @@ from places import ROOT
 
 from ds_vertical.cli.bench import block_timer, fio, limits
 from ds_vertical.engine import machine_cache
+from ds_vertical.model.kept.recording import CallPlan, Recording
 from ds_vertical.planner.machine import Machine
+from ds_vertical.types import ActivationPolicy
 
 MODEL = ROOT / "configs" / "models" / "gpt_13m.json"
 
 
-def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def watch_plans(monkeypatch: pytest.MonkeyPatch) -> dict[str, CallPlan]:
+    """The plans that recordings make from now on, by policy."""
+    made: dict[str, CallPlan] = {}
+    real = Recording.plan
+
+    def plan(self: Recording, policy: ActivationPolicy, outputs: list[object]) -> tuple[CallPlan | None, str]:
+        found, reason = real(self, policy, outputs)
+        if found is not None:
+            made[policy] = found
+        return found, reason
+
+    monkeypatch.setattr(Recording, "plan", plan)
+    return made
+
+
+def skipped_products(plan: CallPlan) -> int:
+    """How many matrix products a recompute leaves out."""
+    pairs = zip(plan.operations, plan.actions, strict=True)
+    return sum(operation.is_product and action == "skip" for operation, action in pairs)
+
+
+def test_rates_are_measured_printed_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = watch_plans(monkeypatch)
     out = tmp_path / "limits.json"
     options = ["--path", str(tmp_path), "--size-mb", "4", "--rounds", "1", "--model", str(MODEL), "--out", str(out)]
     options.append("--no-keep")
@@ -27,6 +54,7 @@ def test_rates_are_measured_printed_and_written(tmp_path: Path, capsys: pytest.C
     assert names | {"adam_elements_per_s", "norm_elements_per_s", "layer_forward_s"} <= set(rates)
     differences = {"layer_backward_s", "ssd_core_s_per_byte", "adam_core_share", "compute_latency_s"}  # noise at this size
     differences |= {f"{policy}_saved_s" for policy in ("free", "products", "everything")}
+    assert skipped_products(plans["free"]) == 1, "the layer's last product, which no gradient reads"
     assert differences <= set(rates) and all(value > 0 for name, value in rates.items() if name not in differences)
     assert rates["everything_kept_bytes"] >= rates["products_kept_bytes"]
     assert report["ssd_limit"] is None and report["facts"]["num_cores"] > 0
@@ -156,7 +184,7 @@ def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], options: list[
 
 
 @pytest.mark.slow
-def test_several_paths_are_measured_one_by_one_and_told_together(
+def test_several_paths_are_measured_one_by_one_and_at_once_and_told_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
@@ -167,8 +195,12 @@ def test_several_paths_are_measured_one_by_one_and_told_together(
     assert limits.main([*options, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     reads = [ssd["rates"]["ssd_read_bytes_per_s"] for ssd in report["ssds"]]
-    assert report["machine"]["ssd_read_bytes_per_s"] == pytest.approx(sum(reads)) == report["rates"]["ssd_read_bytes_per_s"]
-    assert [ssd["share"] for ssd in report["ssds"]] == pytest.approx([read / sum(reads) for read in reads])
+    together = report["at_once"]["rates"]["ssd_read_bytes_per_s"]
+    assert report["machine"]["ssd_read_bytes_per_s"] == min(*reads, together) == report["rates"]["ssd_read_bytes_per_s"]
+    assert report["at_once"]["disks"] == [tmp_path.stat().st_dev], "one disk, whose rate two folders do not double"
+    assert report["capacity"]["ssd_bytes"] <= shutil.disk_usage(tmp_path).total
+    assert [ssd["share"] for ssd in report["ssds"]] == [0.5, 0.5]
+    assert [list(path.iterdir()) for path in paths] == [[], []]
     assert [ssd["path"] for ssd in report["ssds"]] == list(map(str, paths))
     Machine.from_dict(report)
     kept = machine_cache.cached_report(paths[1])  # both are on one file system, so the second one's is kept

@@ -197,6 +197,7 @@ def test_a_plan_for_several_ssds_has_their_rates_together_and_writes_their_paths
     fast["capacity"]["ssd_bytes"] *= 2
     kept = {"/ssd0": rates, "/ssd1": rates, "/fast": fast}
     monkeypatch.setattr("ds_vertical.cli.plan.command.cached_report", lambda folder: kept.get(str(folder)))
+    monkeypatch.setattr("ds_vertical.cli.plan.command.disks_of", lambda folders: range(len(folders)))
     options = ("--model", "llama_3_8b", "--tokens-per-step", "65536")
     two, one = planned(capsys, *options, "--nvme-path", "/ssd0", "/ssd1"), planned(capsys, *options, "--nvme-path", "/fast")
     assert two["config"]["vertical_schedule"].pop("nvme_paths") == ["/ssd0", "/ssd1"]

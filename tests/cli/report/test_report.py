@@ -225,6 +225,28 @@ def test_where_the_losses_differ_no_speed_is_shown(tmp_path: Path) -> None:
     assert "no speed is shown" in page_of(tmp_path / "out").texts["run1-arms"]
 
 
+def test_the_limit_of_several_disks_is_told_of_each(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "run", "ab.json", "traced.0.metrics", "traced.0.trace")
+    ab = json.loads((folder / "ab.json").read_text())
+    disks = [{"name": name, "device": device} for name, device in (("vda", "254:0"), ("vdb", "254:16"))]
+    for count, told in ((2, "500 MB/s written, each of 2 disks."), (1, "500 MB/s written.")):
+        ab["ssd_limit"] = {"read_bytes_per_s": 3e8, "write_bytes_per_s": 5e8, "disks": disks[:count]}
+        (folder / "ab.json").write_text(json.dumps(ab))
+        command.write([folder], tmp_path / str(count))
+        assert f"limited for this run: 300 MB/s read, {told}" in page_of(tmp_path / str(count)).texts["run1-rates"]
+
+
+def test_what_the_forwards_kept_is_told(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "run", "ab.json", "traced.0.metrics", "traced.0.trace")
+    account = folder / "traced.0.metrics" / "account.jsonl"
+    *before, last = account.read_text().splitlines()
+    kept = {"policy": "products", "shares": {"ssd": 1.0}, "cells": {"device": 0, "ssd": 6}, "bytes": {"ssd": 4_500_000}}
+    account.write_text("\n".join([*before, json.dumps(json.loads(last) | {"kept": kept})]) + "\n")
+    command.write([folder], tmp_path / "out")
+    told = 'Kept for the backward in the last step, on rank 0: "products": 6 cells, 4.5 MB on ssd.'
+    assert told in page_of(tmp_path / "out").texts["run1-memory"]
+
+
 def test_two_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [copied(tmp_path / each, "ab", "ab.json") for each in ("a", "b") if (tmp_path / each).mkdir() is None]
     assert names([open_folder(folder) for folder in folders]) == ["a/ab", "b/ab"]

@@ -200,6 +200,21 @@ def span(resource: str, name: str, start: float, end: float, num_bytes: int = 0,
         ("ssd_read", "rank12.bin", "LOAD"),
         ("ssd_read", "1LOAD0", "LOAD"),
         ("ssd_write", "1GSAVE0", "SAVE"),
+        ("ssd_write", "kept0.bin", "KSAVE"),
+        ("ssd_read", "kept3.bin", "KLOAD"),
+        ("ssd_write", "2KSAVE1", "KSAVE"),
+        ("ssd_read", "2KLOAD1", "KLOAD"),
+        ("copy_in", "2KLOAD1", "KLOAD copy"),
+        ("ssd_read", "5_param.tensor.swp.ssd0", "FETCH"),
+        ("ssd_read", "5_param.tensor.swp.3.ssd1", "FETCH"),
+        ("ssd_write", "5_param.tensor.swp.ssd12", "STEP write"),
+        ("ssd_read", "exp_avg-1_9.tensor.swp.ssd1", "STEP read"),
+        ("ssd_read", "gradients.swp.ssd0", "STEP read"),
+        ("ssd_write", "gradients.swp.ssd1", "HOLD"),
+        ("ssd_write", "rank0.bin.ssd0", "SAVE"),
+        ("ssd_read", "rank0.bin.ssd1", "LOAD"),
+        ("ssd_write", "kept0.bin.ssd0", "KSAVE"),
+        ("ssd_read", "kept0.bin.ssd1", "KLOAD"),
         ("adam", "step 0, chunk 1 from 4096", "STEP adam"),
         ("adam", "0STEP.e0", "STEP adam"),
         ("copy_in", "3FETCH", "FETCH copy"),
@@ -320,6 +335,13 @@ def test_gaps_are_put_to_what_was_waited_for_and_to_what_that_kept_busy() -> Non
         (BETWEEN, ""): (1.5, 4),
         (ISSUING, ""): (0.25, 1),
     }
+
+
+def test_what_is_kept_is_waited_for_under_a_name_of_its_own() -> None:
+    spans = [span("compute", "1B0", 0, 1), span("ssd_read", "kept0.bin", 1, 2), span("ssd_read", "rank0.bin", 2, 5)]
+    waits = [Wait(1, MAIN, "load kept 1 of 0", "1B0", 1, 2), Wait(1, MAIN, "load 1 of 0", "1B0", 2, 5)]
+    found = reasons(stalls(StepTrace(1, 0, 5, spans=spans, waits=waits)))
+    assert [(reason.what, reason.seconds) for reason in found] == [("load", 3), ("load kept", 1)]
 
 
 # ---- counters of a real run
