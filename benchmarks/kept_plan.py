@@ -44,7 +44,7 @@ class Planner:
 
     def plan(self, tiers: Sequence[Tier]) -> Candidate:
         """The plan that keeps in `tiers`, or nothing."""
-        best, _ = tune_keeping(
+        best, *_ = tune_keeping(
             replace(self._case, menu=self._menu(POLICIES), keep_tiers=tuple(tiers)), self.candidate(None).choice
         )
         return best

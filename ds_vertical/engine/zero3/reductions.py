@@ -39,8 +39,8 @@ class UnitReductions:
     def reduce_unit(
         self, unit: Unit, sums: Iterator[torch.Tensor], flat: torch.Tensor | None, give_back: Callable[[torch.Tensor], None]
     ) -> bool:
-        """Average a unit's summed gradients over the ranks and hold each rank's share until its step: with one rank at once, else
-        when `reducing` is waited for.
+        """Average a unit's summed gradients over the ranks and hold each rank's share until its step: with one rank at once,
+        else when `reducing` is waited for.
 
         `sums`: one flat sum per parameter of `in_chunk_order(unit)`, in the accumulation dtype (overwritten), all of them
         neighbours in `flat`; without it each is taken, reduced, copied and given up ahead of the next. Returns whether `flat`
