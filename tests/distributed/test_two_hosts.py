@@ -20,7 +20,8 @@ from two_hosts import NAMES, Launch, TwoHosts, results, wait_for
 slow = pytest.mark.slow
 pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(500)]
 RATE = "500mbit"
-LIMIT_S = 15.0  # from the loss of a host to the end of the other one's ranks
+NAMED_S = 15.0  # from the loss of a host until the other one's ranks have named it
+ENDED_S = 60.0  # until they have ended: a second later, but for what torch tears down, on cores that other work may share
 SEND = """
 import socket, sys, time
 peer = socket.create_connection(("nodeB", 5000))
@@ -150,7 +151,7 @@ def test_a_host_that_is_lost_ends_the_other_and_is_named(tmp_path: Path, how: st
         print(f"named after {named_s:.1f} s, ended after {ended_s:.1f} s")
         said = next(line for line in log.splitlines() if "OtherRankError: " in line and line.startswith(left.name))
         assert f"OtherRankError: train_batch: host {lost} (rank {NAMES.index(lost)}) has " in said, log
-        assert ended_s < LIMIT_S, log
+        assert named_s < NAMED_S and ended_s < ENDED_S, log
 
 
 @slow
