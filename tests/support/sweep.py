@@ -333,7 +333,7 @@ def _what(row: dict[str, Any]) -> str:
 
 _TITLES = {
     "exact": "exact",
-    "named": "exact once `layers` names the layers",
+    "named": "once `layers` names the layers: exact, or as said",
     "rounding": "to rounding",
     "refused": "refused, with our message",
     "differs": "differs",
