@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -326,13 +327,14 @@ def _what(row: dict[str, Any]) -> str:
     figure = f"{row['figure']:.1e} in {row['where'] or 'the loss'}; {row['count']} tensors" if "figure" in row else ""
     if "named" not in row:
         return (row.get("words") or figure).replace("|", "\\|")
-    holders = dict.fromkeys(re.sub(r"\.\d+$", "", path) for path in row["named"])
-    return f"`layers`: {', '.join(holders)}" + (f"; {figure}" if figure else "")
+    holders = [name for name, _ in groupby(re.sub(r"\.\d+$", "", path) for path in row["named"])]
+    named = holders if len({*holders}) == len(holders) else row["named"]  # by turns: each block
+    return f"`layers`: {', '.join(named)}" + (f"; {figure}" if figure else "")
 
 
 _TITLES = {
     "exact": "exact",
-    "named": "exact once `layers` names the layers",
+    "named": "once `layers` names the layers: exact, or as said",
     "rounding": "to rounding",
     "refused": "refused, with our message",
     "differs": "differs",
