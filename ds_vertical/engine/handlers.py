@@ -204,22 +204,11 @@ class ScheduleRunner:
         optimizer: Optimizer | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        def held_bytes() -> dict[str, int]:
-            held: dict[str, int] = {
-                Tier.HOST: self.params.host_bytes,
-                Tier.DEVICE: gradients.num_bytes if gradients else 0,
-            }
-            for store in self._stores:
-                for tier, count in (store.num_bytes if store is not None else {}).items():
-                    held[tier] = held.get(tier, 0) + count
-            return held
-
         executor = Executor(
-            handlers,
+            {op: self.params.gathers.beside(handler) for op, handler in handlers.items()},
             before={} if optimizer is None else {Op.NORM: optimizer.early_writes},
-            advance=self.params.gathers.advance,
             overlap=self.overlap,
-            held_bytes=held_bytes,
+            held_bytes=partial(self._held_bytes, gradients),
             counters=memory_bytes,
             tracer=tracer,
         )
@@ -237,6 +226,14 @@ class ScheduleRunner:
                 if isinstance(error, Exception):
                     self._tell(parts, error)
             raise
+
+    def _held_bytes(self, gradients: GradientStore | None) -> dict[str, int]:
+        """Per tier, for the message of a failure."""
+        held: dict[str, int] = {Tier.HOST: self.params.host_bytes, Tier.DEVICE: gradients.num_bytes if gradients else 0}
+        for store in self._stores:
+            for tier, count in (store.num_bytes if store is not None else {}).items():
+                held[tier] = held.get(tier, 0) + count
+        return held
 
     def _tell(self, parts: PassParts, error: Exception) -> None:
         """Tell the other ranks of this rank's own error, by what is to be raised for it. Raises that where it is another

@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ds_vertical.compat import zero_params
+from ds_vertical.distributed.gather_queue import GatherQueue, UnitGather
 from ds_vertical.io.aio import DiskQueue, Transfer, complete
 from ds_vertical.io.buffers import BufferPool, HostBuffer, nothing_to_wait_for
 from ds_vertical.io.checksums import Checksums
 from ds_vertical.io.streams import CopyStream, EventWindow, recorder
 from ds_vertical.io.ticket import Ticket
-from ds_vertical.offload.gather_queue import GatherQueue, UnitGather
 from ds_vertical.offload.param_shards import Copy, ElementRange, Resident, Shard, ShardFiles, ShardPiece, UnitBuffers, Update
 from ds_vertical.schedule.events import Unit
 

@@ -46,7 +46,7 @@ class Executor:
     A handler that starts something asynchronous returns a ticket, a `InFlight`; the executor waits for it just before the
     first event that depends on it (`dependencies` of the schedule), or at once with `overlap=False`, the debugging oracle. What
     is issued for the next schedule is waited for there, by whoever gave the ticket. `before`: what an operation waits for
-    besides. `advance` is called ahead of each event, to go on with what is under way; it waits for nothing.
+    besides.
     `held_bytes()` gives bytes held per tier for the message of a failure. `tracer` takes a span of every handler (from issue,
     when the executor came to the event, and start, when its waits were over), every wait, and what of `counters()` an event
     has changed. On a device that computes asynchronously a handler's span is the host's part only.
@@ -57,7 +57,6 @@ class Executor:
         handlers: Mapping[Op, Handler],
         *,
         before: Mapping[Op, Callable[[], InFlight | None]] = MappingProxyType({}),
-        advance: Callable[[], None] = lambda: None,
         overlap: bool = True,
         held_bytes: Callable[[], Mapping[str, int]] = dict,
         counters: Callable[[], Mapping[str, int]] = dict,
@@ -65,7 +64,6 @@ class Executor:
     ) -> None:
         self.handlers = dict(handlers)
         self.before = before
-        self.advance = advance
         self.overlap = overlap
         self.held_bytes = held_bytes
         self.counters = counters
@@ -80,7 +78,6 @@ class Executor:
         try:
             for index, event in enumerate(schedule.events):
                 pause()
-                self.advance()
                 issue = now()
                 for needed in needs[index]:
                     if needed in flying:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from toy import ToyTraining, toy_inputs, toy_model
 
+from ds_vertical.distributed.gather_queue import GatherQueue
 from ds_vertical.engine.handlers import Body
 from ds_vertical.errors import OtherRankError, StepLeft
 from ds_vertical.model.state.restart import StateMissed
-from ds_vertical.offload.gather_queue import GatherQueue
 from ds_vertical.schedule.events import Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_vertical.distributed.gather_queue import GatherQueue, UnitGather
 from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap, map_layers
 from ds_vertical.model.thread_state import ThreadState, applied
-from ds_vertical.offload.gather_queue import GatherQueue, UnitGather
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.events import Event, Op, Schedule, Unit
 from ds_vertical.schedule.executor import Handler

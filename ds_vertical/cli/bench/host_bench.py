@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 from ds_vertical.cli.bench.ssd_bench import median_s
+from ds_vertical.distributed.gather_queue import GatherQueue
 from ds_vertical.engine.handlers import Body, ScheduleRunner
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import map_layers
-from ds_vertical.offload.gather_queue import GatherQueue
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.events import Op, Unit
 from ds_vertical.schedule.passes import TrainingStep, build_training
@@ -169,9 +169,9 @@ class _Memory:
     ) -> bool:
         return False
 
-    def reducing(self, unit: Unit) -> Ticket | None: ...
-
     def hold_unit(self, unit: Unit) -> Ticket | None: ...
+
+    reducing = hold_unit
 
     def open_step(self) -> None: ...
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
+from ds_vertical.distributed.gather_queue import GatherQueue
 from ds_vertical.io.ticket import Ticket
-from ds_vertical.offload.gather_queue import GatherQueue
 from ds_vertical.types import Unit
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ds_vertical.offload.gather_queue import GatherQueue, UnitGather
+from ds_vertical.distributed.gather_queue import GatherQueue, UnitGather
 
 
 class Unit:

@@ -1,7 +1,7 @@
 """Gathers of units over the ranks, in the order in which the units are fetched.
 
 [Note: gathers in flight] A gather can begin once the rank's own shards are in memory, and the unit's first use waits for its
-end. Between the two the rank computes. So before each event of a schedule the queue looks whether the shards of the next unit
+end. Between the two the rank computes. So ahead of each event of a schedule the queue looks whether the shards of the next unit
 have come, and issues that gather. When they come differs from rank to rank, while the ranks' collectives must be issued in one
 order. So gathers are issued in the order of the fetches and in a process group of their own: whatever else a rank issues
 meanwhile cannot come between.
@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
-Wait = Callable[[], None]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(eq=False)
@@ -24,9 +26,9 @@ class UnitGather:
     """One unit's. `issue`: waits for its shards, starts the collective, and returns what waits for that; `is_ready`: whether
     the shards have come. `wait`: of a gather that has been issued."""
 
-    issue: Callable[[], Wait]
+    issue: Callable[[], Callable[[], None]]
     is_ready: Callable[[], bool]
-    wait: Wait | None = None
+    wait: Callable[[], None] | None = None
 
 
 class GatherQueue:
@@ -50,6 +52,15 @@ class GatherQueue:
         """Issue the gathers whose turn it is and whose shards have come. Raises what their reads have failed with."""
         while self._early and self._next and self._next[0].is_ready():
             self._issue_one(self._next[0])
+
+    def beside(self, work: Callable[[T], R]) -> Callable[[T], R]:
+        """`work`, beside which the gathers are under way that can be issued ahead of it."""
+
+        def work_beside(given: T) -> R:
+            self.advance()
+            return work(given)
+
+        return work_beside
 
     def complete(self, gather: UnitGather) -> None:
         """Return when the unit's parameters are whole. Raises what reads have failed with: another unit's too, whose turn is
