@@ -194,8 +194,12 @@ class UnitGradients:
     """Which parameters of each unit have gradients, and refusals of gradients that must not be there."""
 
     def __init__(self, units: Mapping[Unit, Sequence[nn.Parameter]], facts: ParamFacts) -> None:
-        trainable = {unit: [p for p in params if p.requires_grad] for unit, params in units.items()}
-        self._units = {unit: [p for p in params if facts.steps(p)] for unit, params in trainable.items()}
+        trainable: dict[Unit, list[nn.Parameter]] = {
+            unit: [p for p in params if p.requires_grad] for unit, params in units.items()
+        }
+        self._units: dict[Unit, list[nn.Parameter]] = {
+            unit: [p for p in params if facts.steps(p)] for unit, params in trainable.items()
+        }
         # gradients of parameters that the optimizer does not have: made by autograd, and thrown away
         self._unwanted = {unit: [p for p in params if not facts.steps(p)] for unit, params in trainable.items()}
         self._facts = facts

@@ -129,24 +129,24 @@ class StepDriver:
         optimizer, timing = self._optimizer, self._optimizer.timing
         if not optimizer.in_chunk_order(unit):
             return False
-        shares = self._shares(unit, sums)
+
+        def reduced() -> Iterator[torch.Tensor]:
+            """This rank's share of each sum, one after the other; its norm is noted."""
+            for params in optimizer.reductions(unit):
+                shares = zero_optimizer.reduce(optimizer, params, [next(sums) for _ in params])
+                self.num_reductions += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
+                for param in params:
+                    share = shares.pop(0)
+                    zero_optimizer.note_gradient(optimizer, param, share, self._norm_memory)
+                    yield share
+                    del share  # the sum's memory is free for what is reduced next
+            for _ in sums:  # it has none left, and ends
+                raise RuntimeError(f"unit {unit} has more sums than parameters")
+
         early = timing.early
         final = early and timing.final and optimizer.clip_grad == 0.0
-        reduced = ReducedSums(shares if flat is None else list(shares), flat, give_back)
-        return self._gradients.hold(unit, optimizer.chunks_of(unit), reduced, early=early, final=final)
-
-    def _shares(self, unit: Unit, sums: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """This rank's share of each sum, one after the other; its norm is noted."""
-        for params in self._optimizer.reductions(unit):
-            shares = zero_optimizer.reduce(self._optimizer, params, [next(sums) for _ in params])
-            self.num_reductions += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
-            for param in params:
-                share = shares.pop(0)
-                zero_optimizer.note_gradient(self._optimizer, param, share, self._norm_memory)
-                yield share
-                del share  # the sum's memory is free for what is reduced next
-        for _ in sums:  # it has none left, and ends
-            raise RuntimeError(f"unit {unit} has more sums than parameters")
+        held = ReducedSums(reduced() if flat is None else list(reduced()), flat, give_back)
+        return self._gradients.hold(unit, optimizer.chunks_of(unit), held, early=early, final=final)
 
     def hold_unit(self, unit: Unit) -> Ticket | None:
         """Start writing what of a unit's gradients waits on SSD."""
