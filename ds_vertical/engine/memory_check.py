@@ -6,7 +6,7 @@ Activations are left out: how large they are shows with the first batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -204,7 +204,7 @@ class Forecast:
             generations=self.timing.generations,
             part_elements=memory_budget.PART_ELEMENTS,
             working_bytes=self._working_bytes,
-            reduce_bytes=self._reduce_bytes,
+            reduce_bytes=_reduce_bytes(self.chunks, shards.num_shards, self._one_memory),
             placement=Placement(
                 {
                     TensorKind.PARAMETERS: {Tier.SSD: _share(1 - resting / rank)},
@@ -316,30 +316,31 @@ class Forecast:
         params = (param for params in self._layers.units.values() for param in params)
         stepped = (param for chunk in self.chunks for param in chunk.params)
         summed = max(map(zero_params.full_numel, stepped), default=0) * FP32_BYTES
-        gradients = max(map(self._made_at_once, self._layers.units))
+        ids = {id(param) for chunk in self.chunks for param in chunk.params}
+        gradients = max(_made_at_once(self._layers, unit, ids) for unit in self._layers.units)
         return gradients * self._param_bytes + max(summed, max(map(zero_params.full_numel, params)) * self._param_bytes)
 
-    def _made_at_once(self, unit: Unit) -> int:
-        """Elements of a unit's gradients that are there at a time: see [Note: as they are made] in `grad_accumulator`. A
-        compiled block makes all of its gradients in one operation."""
-        stepped = {id(param) for chunk in self.chunks for param in chunk.params}
-        sizes = [zero_params.full_numel(param) for param in self._layers.units[unit] if id(param) in stepped]
-        blocks = self._layers.layers[unit] if isinstance(unit, int) else ()
-        compiled = any(is_compiled(m) for block in blocks for m in self._layers.blocks[block].module.modules())
-        if not isinstance(unit, int) or compiled or runs_others_code(self._layers, unit):
-            return sum(sizes)
-        return sum(size for size in sizes if size < LARGE) + max((size for size in sizes if size >= LARGE), default=0)
 
-    @property
-    def _reduce_bytes(self) -> int:
-        """What the REDUCE of the largest parameter needs beside the sums: on a device for the norm of this rank's share, and
-        where sums have memory of their own for a copy in fp32, or in the order of the ranks."""
-        largest = max((size for chunk in self.chunks for size in chunk.sizes), default=0)
-        whole = max((zero_params.full_numel(param) for chunk in self.chunks for param in chunk.params), default=0)
-        together = REDUCED_TOGETHER if self._shards.num_shards > 1 else 0
-        if self._one_memory:
-            return FP32_BYTES * max(whole, together) if self._shards.num_shards > 1 else 0
-        return min(largest, NORM_ELEMENTS) * stock_config.norm_bytes() + FP32_BYTES * max(whole, together)
+def _made_at_once(layers: LayerMap, unit: Unit, stepped: Collection[int]) -> int:
+    """Elements of a unit's gradients that are there at a time: see [Note: as they are made] in `grad_accumulator`. A compiled
+    block makes all of its gradients in one operation. `stepped`: ids of the parameters that the optimizer has."""
+    sizes = [zero_params.full_numel(param) for param in layers.units[unit] if id(param) in stepped]
+    blocks = layers.layers[unit] if isinstance(unit, int) else ()
+    compiled = any(is_compiled(module) for block in blocks for module in layers.blocks[block].module.modules())
+    if not isinstance(unit, int) or compiled or runs_others_code(layers, unit):
+        return sum(sizes)
+    return sum(size for size in sizes if size < LARGE) + max((size for size in sizes if size >= LARGE), default=0)
+
+
+def _reduce_bytes(chunks: Sequence[PlannedChunk], num_shards: int, one_memory: bool) -> int:
+    """What the REDUCE of the largest parameter needs beside the sums: on a device for the norm of this rank's share, and where
+    sums have memory of their own for a copy in fp32, or in the order of the ranks."""
+    largest = max((size for chunk in chunks for size in chunk.sizes), default=0)
+    whole = max((zero_params.full_numel(param) for chunk in chunks for param in chunk.params), default=0)
+    copied = FP32_BYTES * max(whole, REDUCED_TOGETHER if num_shards > 1 else 0)
+    if one_memory:
+        return copied if num_shards > 1 else 0
+    return min(largest, NORM_ELEMENTS) * stock_config.norm_bytes() + copied
 
 
 def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[list[nn.Parameter]]:

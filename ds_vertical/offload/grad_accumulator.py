@@ -194,7 +194,9 @@ class UnitGradients:
     """Which parameters of each unit have gradients, and refusals of gradients that must not be there."""
 
     def __init__(self, units: Mapping[Unit, Sequence[nn.Parameter]], facts: ParamFacts) -> None:
-        trainable = {unit: [p for p in params if p.requires_grad] for unit, params in units.items()}
+        trainable: dict[Unit, list[nn.Parameter]] = {
+            unit: [p for p in params if p.requires_grad] for unit, params in units.items()
+        }
         self._units: dict[Unit, list[nn.Parameter]] = {
             unit: [p for p in params if facts.steps(p)] for unit, params in trainable.items()
         }
@@ -229,8 +231,8 @@ class UnitGradients:
 
     def refuse_own_backward(self) -> None:
         """Raises LayerError where parameters around the layers have gradients before a micro-batch's own backward."""
-        outside = [unit for unit in self._units if not isinstance(unit, int)]
-        params = [param for unit in outside for param in (*self._units[unit], *self._unwanted[unit])]
+        both = (self._units, self._unwanted)
+        params = [p for table in both for unit, members in table.items() if not isinstance(unit, int) for p in members]
         if any(param.grad is not None for param in params):
             raise LayerError(OWN_BACKWARD)
 

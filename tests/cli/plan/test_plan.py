@@ -304,6 +304,29 @@ def test_175b_is_planned_in_under_ten_seconds(clip: str) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("host_memory", ["120G", "64G"])
+def test_175b_is_planned_on_one_card_of_24_gb(capsys: pytest.CaptureFixture[str], host_memory: str) -> None:
+    options = ["--model", "gpt_175b", "--tokens-per-step", "65536", "--clip", "0", "--machine", "rtx4090_desktop"]
+    found = planned(capsys, *options, "--host-memory", host_memory)
+    needed = {tier: sum(item["num_bytes"] for item in found["memory"] if item["tier"] == tier) for tier in ("device", "host")}
+    assert needed["device"] <= 23e9 and needed["host"] <= 1e9 * int(host_memory.removesuffix("G"))
+    assert all(item["what"] and item["key"] for item in found["memory"])
+    section = found["config"]["vertical_schedule"]
+    assert section["outside_layers"] == "fetched" and section["on_nonfinite"] == "stop" and section["prefetch_layers"] == 0
+    assert found["config"]["zero_optimization"]["offload_param"]["device"] == "nvme"
+
+
+@pytest.mark.slow
+def test_advice_for_175b_on_a_small_host_is_true(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "gpt_175b", "--tokens-per-step", "65536", "--clip", "0", "--machine", "rtx4090_desktop"]
+    status, _, err = run(capsys, *options, "--host-memory", "40G")
+    assert status == 1
+    found = re.search(r"short of host memory: \d+ MiB short.*it takes (\d+) GB more host memory", err)
+    assert found is not None, err
+    planned(capsys, *options, "--host-memory", f"{40 + int(found[1])}G")
+
+
 def test_what_does_not_fit_is_refused_and_never_timed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
