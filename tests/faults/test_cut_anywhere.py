@@ -166,6 +166,8 @@ BETWEEN = ("early", "delayed", "memory")
 
 def between_steps(folder: Path, kind: str, name: str, count: int | None) -> None:
     action = action_of(name, folder)
+    for each in BETWEEN if count is None else ():
+        sites_of_call(name, each)  # ahead of the trials: an engine on SSD sets this process's handler of SIGTERM
     with trials_of(folder, kind) as trials:
         found = sites_of(action, trials)
         cuts = share(found, BETWEEN, kind, partial(sites_of_call, name)) if count is None else chosen(found, count)

@@ -27,7 +27,7 @@ from ds_vertical.cli.doctor.check import Target
 from ds_vertical.io import contention
 
 NUM_BATCHES = 2
-MOST_SLOWDOWN = 8  # on two cores; 1.5 to 1.8 by one process is usual, and more on a machine that others use
+MOST_SLOWDOWN = 5  # on two cores; 1.5 to 1.8 by one process is usual, and more on a machine that others use
 MOST_USED = 2  # of the cores, over what the step computes; 1.2 is usual, and more than 3 where threads wait awake beside others
 
 
@@ -74,6 +74,9 @@ def train(folder: Path, num_steps: int, num_busy: int) -> dict[str, Any]:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no team of threads")
 @pytest.mark.parametrize("num_busy", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_busy_neighbour_takes_its_share_and_no_more(tmp_path: Path, num_busy: int) -> None:
+    """The bound on the pace is wide: the suite's other workers may leave the cores alone in the first phase, and share them in
+    the second, which alone doubles the step's time. `benchmarks/busy.py` holds it to 2.2 on a quiet machine; waits that spin
+    made it 25."""
     found = train(tmp_path, 3, num_busy)
     alone, beside, single = ({key: median(step[key] for step in steps) for key in steps[0]} for steps in found["phases"])
     assert beside["used_s"] < MOST_USED * single["used_s"], found  # the rest is waiting awake
