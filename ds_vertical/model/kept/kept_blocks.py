@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ds_vertical.model.block_call import BlockCall, BlockGraph, requires_grad
 from ds_vertical.model.kept.block_backward import InputGradients, Leaves, all_finite, run_backward, same_gradients
-from ds_vertical.model.kept.kinds import KeptKinds, Kind
+from ds_vertical.model.kept.kinds import MOST_VIEWS_LEFT, KeptKinds, Kind
 from ds_vertical.model.kept.recording import Recording
 from ds_vertical.model.kept.replay import Grab, OperationsDiffer, Replay, Results
 from ds_vertical.model.kept.slots import VIEW_LEFT, KeptStorage, Slots, unpack
@@ -98,8 +98,11 @@ class KeptBlocks:
             self._kinds.separate(block, kept.kind, self._blocks[block])
             return
         if kept.slots is not None and not kept.slots.sees_all():
-            self._kinds.give_up(kept.kind, self._blocks[block], VIEW_LEFT)
+            kept.kind.num_views_left += 1
+            if kept.kind.num_views_left >= MOST_VIEWS_LEFT:
+                self._kinds.give_up(kept.kind, self._blocks[block], VIEW_LEFT)
             return
+        kept.kind.num_views_left = 0
         if recording is not None:
             plan, reason = recording.plan(kept.kind.policy, leaves)
             if plan is None:

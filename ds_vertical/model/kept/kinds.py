@@ -22,17 +22,21 @@ from ds_vertical.model.state.containers import SIMPLE, is_internal
 from ds_vertical.schedule.events import Cell, Unit
 from ds_vertical.types import ActivationPolicy
 
+MOST_VIEWS_LEFT = 3  # calls in a row, see `Kind`
 _MOST_KINDS = 256  # with a plan of their own each; calls of further kinds keep nothing
 
 
 @dataclass(eq=False)
 class Kind:
     """How the calls of one kind keep. `policy`: in force; `is_tried`: the trial has been passed. `plan`: of the operations that
-    the backward leaves out or finds ready; None until a call has been recorded, and where there is nothing to plan."""
+    the backward leaves out or finds ready; None until a call has been recorded, and where there is nothing to plan.
+    `num_views_left`: calls in a row behind which more tensors lay over a parameter's memory than ahead of them. One may be
+    another thread's, which steps parameters of other layers in the same memory: that call keeps nothing."""
 
     policy: ActivationPolicy
     is_tried: bool = False
     plan: CallPlan | None = None
+    num_views_left: int = 0
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from time import sleep
 from typing import NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from ds_vertical.errors import LayerError
 from ds_vertical.model.tensor_refs import is_over, key_of, num_over
 
 VIEW_LEFT = "its forward leaves a view of a parameter's memory behind, other than as a saved tensor"
+_MOST_LOOKS, _BETWEEN_LOOKS_S = 10, 0.001  # for views that go again
 _LEAST_COVERED = 0.6  # of a storage, by the views that are kept of it; below that they are kept alone
 _ALIGNED_BYTES = 64  # to which torch's allocators align storages; kernels may choose by a tensor's place in that
 
@@ -279,8 +281,12 @@ class Slots:
     def sees_all(self) -> bool:
         """The block's forward is over and its outputs are dropped: whether it has left no view of a parameter's memory behind
         but as a slot. Such a view would be another layer's values in the backward."""
-        now = self._counted()
-        return all(now[key] <= count for key, count in self._num_over.items())
+        for _ in range(_MOST_LOOKS):  # other threads make views, too, of parameters in the same memory, and drop them
+            now = self._counted()
+            if all(now[key] <= count for key, count in self._num_over.items()):
+                return True
+            sleep(_BETWEEN_LOOKS_S)
+        return False
 
     def _counted(self) -> dict[int, int]:
         """How many tensors lie over each parameter's memory, by its key."""
