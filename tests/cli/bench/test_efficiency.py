@@ -119,7 +119,7 @@ def test_the_table_has_what_activations_gradients_and_kept_values_move_on_ssd(
     table = account.table(account.steps[-1], rates)
     assert table is not None and moved == (table.activations_read, table.activations_written)
     assert account.steps[-1].kept == record and bool(record) == bool(keep)
-    assert [(table.kept_read, table.kept_written)] == pytest.approx(kept or [(0.0, 0.0)], rel=0.02)
+    assert (table.kept_read, table.kept_written) == pytest.approx(kept[0] if kept else (0.0, 0.0), rel=0.02)
     if record is not None:
         assert kept[0][1] == pytest.approx(dict(record.num_bytes)[Tier.SSD], rel=0.02) and kept[0][0] == kept[0][1] > 1e5
     waiting = sum(facts.elements.values()) * (1 - facts.early_share if clip == 0 else 1) * facts.gradients_on_ssd
