@@ -106,9 +106,10 @@ def at_once(disks: Sequence[int], rates: Mapping[str, float]) -> MeasuredReport:
 
 def _at_once(reports: Sequence[MeasuredReport], disks: Sequence[int]) -> list[dict[str, float]]:
     """The rates that all these disks were measured to have at once; one entry where all reports have the same measurement."""
-    found = [report.get("at_once") for report in reports]
-    same = found[0] is not None and all(each == found[0] for each in found)
-    return [found[0]["rates"]] if same and found[0]["disks"] == sorted(set(disks)) else []
+    first = reports[0].get("at_once")
+    if first is None or any(report.get("at_once") != first for report in reports):
+        return []
+    return [first["rates"]] if first["disks"] == sorted(set(disks)) else []
 
 
 def reports_of(folders: Sequence[str | os.PathLike[str]]) -> list[MeasuredReport]:
