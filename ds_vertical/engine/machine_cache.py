@@ -24,7 +24,7 @@ _SHARED_OUT: Final = (
 )
 
 
-def disk_of(folder: str | os.PathLike[str]) -> int:
+def file_system_of(folder: str | os.PathLike[str]) -> int:
     """The number of the file system of `folder` (or of the nearest folder above it that exists), which stands for a disk."""
     found = Path(folder).absolute()
     while not found.exists():
@@ -33,14 +33,14 @@ def disk_of(folder: str | os.PathLike[str]) -> int:
 
 
 def disks_of(folders: Sequence[str | os.PathLike[str]]) -> tuple[int, ...]:
-    """The disk of each folder, see `disk_of`."""
-    return tuple(map(disk_of, folders))
+    """The disk of each folder: its file system, see `file_system_of`."""
+    return tuple(map(file_system_of, folders))
 
 
 def report_path(folder: str | os.PathLike[str]) -> Path:
-    """Where the report for the disk of `folder` (see `disk_of`) is kept."""
+    """Where the report for the disk of `folder` (see `file_system_of`) is kept."""
     accelerator = os.environ.get("DS_ACCELERATOR") or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
-    facts = (platform.node(), os.cpu_count(), _processor(), _memory_total(), accelerator, disk_of(folder))
+    facts = (platform.node(), os.cpu_count(), _processor(), _memory_total(), accelerator, file_system_of(folder))
     return cache_root().parent / "limits" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
 
 
