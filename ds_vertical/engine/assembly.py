@@ -33,7 +33,7 @@ from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts, SumP
 from ds_vertical.offload.kept_store import KEPT_REMEDY, KeptStore
 from ds_vertical.offload.param_store import ParamSettings, ParamStore
 from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
-from ds_vertical.planner.activation_policy import activation_tiers
+from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.memory_budget import layer_buffers
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import Outside, Unit

@@ -31,7 +31,7 @@ _AT_MOST: Final = {
 }
 
 
-def disk_of(folder: str | os.PathLike[str]) -> int:
+def file_system_of(folder: str | os.PathLike[str]) -> int:
     """The number of the file system of `folder` (or of the nearest folder above it that exists), which stands for a disk."""
     found = Path(folder).absolute()
     while not found.exists():
@@ -40,14 +40,14 @@ def disk_of(folder: str | os.PathLike[str]) -> int:
 
 
 def disks_of(folders: Sequence[str | os.PathLike[str]]) -> tuple[int, ...]:
-    """The disk of each folder, see `disk_of`."""
-    return tuple(map(disk_of, folders))
+    """The disk of each folder: its file system, see `file_system_of`."""
+    return tuple(map(file_system_of, folders))
 
 
 def report_path(folder: str | os.PathLike[str]) -> Path:
-    """Where the report for the disk of `folder` (see `disk_of`) is kept."""
+    """Where the report for the disk of `folder` (see `file_system_of`) is kept."""
     accelerator = os.environ.get("DS_ACCELERATOR") or ("cuda" if Path("/dev/nvidia0").exists() else "cpu")
-    facts = (platform.node(), os.cpu_count(), _processor(), _memory_total(), accelerator, disk_of(folder))
+    facts = (platform.node(), os.cpu_count(), _processor(), _memory_total(), accelerator, file_system_of(folder))
     return cache_root().parent / "limits" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
 
 
@@ -138,11 +138,10 @@ def at_once(disks: Sequence[int], rates: Mapping[str, float]) -> MeasuredReport:
 
 def _at_once(reports: Sequence[MeasuredReport], disks: Sequence[int]) -> list[dict[str, float]]:
     """The rates that all these disks were measured to have at once; one entry where all reports have the same measurement."""
-    found = [report.get("at_once") for report in reports]
-    first = found[0]
-    if first is None or any(each != first for each in found) or first["disks"] != sorted(set(disks)):
+    first = reports[0].get("at_once")
+    if first is None or any(report.get("at_once") != first for report in reports):
         return []
-    return [first["rates"]]
+    return [first["rates"]] if first["disks"] == sorted(set(disks)) else []
 
 
 def reports_of(folders: Sequence[str | os.PathLike[str]]) -> list[MeasuredReport]:

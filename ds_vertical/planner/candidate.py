@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Final, Self
 
 from ds_vertical.planner import linear_program, memory_budget
-from ds_vertical.planner.activation_policy import activation_tiers
+from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.bound import Bound, step_bound
 from ds_vertical.planner.closed_forms import Traffic, traffic_of
 from ds_vertical.planner.costs import Parts, event_costs, split_steps

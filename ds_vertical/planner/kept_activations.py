@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ds_vertical.errors import CostsError
-from ds_vertical.planner.activation_policy import spread
+from ds_vertical.planner.activation_tiers import spread
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import MAX_SAVES, Cell
 from ds_vertical.types import HOLDING, IN_FILES, ActivationPolicy, Tier, check_number, check_share, refuse

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ds_vertical.planner.activation_policy import activation_tiers
+from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.costs import Parts, PartSizes
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape

@@ -21,7 +21,7 @@ def test_several_ssds_have_the_sum_of_their_reads_and_the_slowest_share_decides_
     kept = {"/ssd0": report(3e9, 3e9, 100), "/ssd1": report(1e9, 0.5e9, 90)}
     monkeypatch.delenv("DS_VERTICAL_LIMITS", raising=False)
     monkeypatch.setattr(machine_cache, "cached_report", lambda folder: kept.get(str(folder)))
-    monkeypatch.setattr(machine_cache, "disk_of", lambda folder: int(str(folder)[-1]))
+    monkeypatch.setattr(machine_cache, "file_system_of", lambda folder: int(str(folder)[-1]))
     assert machine_cache.shares_of(["/ssd0", "/ssd1"]) == (0.75, 0.25)
     joint = machine_cache.training_report("/ssd0", ["/ssd1"])
     assert joint is not None and joint["machine"] == joint["rates"]

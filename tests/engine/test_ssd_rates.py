@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from faults import loop_disk
 from harness import contents, differing, running
+from own_cache import own_cache
 from places import SUPPORT
 from resuming import assert_whole, config_in, loaded, model_of, train
 
 from ds_vertical.cli.bench import disk_limit
-from ds_vertical.compat.ops.cache import cache_root
 from ds_vertical.engine.checkpoint import parts
 from ds_vertical.errors import ConfigError, StorageError
 from ds_vertical.io import files
@@ -49,19 +49,17 @@ def nearest(rates: list[float], expected: float) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_unequal_slow_disks_are_read_at_the_sum_of_their_rates(tmp_path: Path) -> None:
     """In steps, and in fetches of one layer at a time, which wait for each other. Shares are those of the rates that
     `ds-vertical limits` has measured; with equal shares the slower disk decides."""
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    (cache / "ops").symlink_to(cache_root(), target_is_directory=True)  # the ops are made already
     inherited = {key: value for key, value in os.environ.items() if key != "DS_VERTICAL_LIMITS"}
-    measured, total = inherited | {"DS_VERTICAL_CACHE": str(cache)}, sum(READ_BPS)
+    measured, total = inherited | own_cache(tmp_path / "cache"), sum(READ_BPS)
     rates: dict[str, dict[str, Any]] = {}
     with slow_disks(tmp_path, *READ_BPS) as (disks, group):
         report = tmp_path / "limits.json"
         command = [sys.executable, "-m", "ds_vertical.cli.main", "limits", "--path", *map(str, disks), "--out", str(report)]
-        subprocess.run(group.wrap([*command, "--size-mb", "64", "--no-fio"]), check=True, env=measured)
+        subprocess.run(group.wrap([*command, "--size-mb", "128", "--rounds", "1", "--no-fio"]), check=True, env=measured)
         for shares, environment in (("by rates", measured), ("equal", measured | {"DS_VERTICAL_LIMITS": ""})):
             out = tmp_path / f"{shares}.json"
             command = [sys.executable, str(SUPPORT / "ssd_rate_worker.py"), str(out), *(str(disk / "runs") for disk in disks)]
@@ -72,7 +70,7 @@ def test_two_unequal_slow_disks_are_read_at_the_sum_of_their_rates(tmp_path: Pat
     known = json.loads(report.read_text())
     print(json.dumps(rates), known["ssds"], known["at_once"])
     assert abs(known["machine"]["ssd_read_bytes_per_s"] / total - 1) < 0.1, known["ssds"]
-    assert [ssd["share"] for ssd in known["ssds"]] == pytest.approx([each / total for each in READ_BPS], rel=0.1)
+    assert [ssd["share"] for ssd in known["ssds"]] == pytest.approx([each / total for each in READ_BPS], rel=0.15)
     on_each = rates["by rates"]["bytes_on_each"]
     assert on_each[1] / on_each[0] == pytest.approx(READ_BPS[1] / READ_BPS[0], rel=0.2)
     for kind in ("steps", "layers"):

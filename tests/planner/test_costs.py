@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_vertical.errors import CostsError
-from ds_vertical.planner.activation_policy import activation_tiers
+from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.closed_forms import kept_layers, traffic_of, vertical_traffic
 from ds_vertical.planner.costs import event_costs, split_steps
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint

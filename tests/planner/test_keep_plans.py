@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
+from ds_vertical.cli.plan import command
 from ds_vertical.config.section import load_section
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import search
 from ds_vertical.planner.candidate import Choice
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint, keep_keys
-from ds_vertical.planner.machine import Machine
+from ds_vertical.planner.machine import Machine, Profile
 from ds_vertical.planner.model_shape import CountedMenu, CountedPoint, ModelSpec, Seconds
 from ds_vertical.planner.search import Plan, PlanError, Task, choose
 from ds_vertical.types import Placement, Tier
@@ -79,6 +80,11 @@ def test_where_memory_is_short_the_ssd_takes_what_is_kept_and_wears() -> None:
     cells = 6 * 6  # of the last two layers none
     assert chosen.traffic.kept_written == cells * chosen.choice.kept.point.num_bytes == chosen.traffic.kept_read
     assert chosen.traffic.written > plain.chosen.traffic.written
+    # of two ranks, a day, over the free bytes of the SSD
+    size = 4e9
+    worn = command._drive_writes(chosen, Profile("here", LIMITED, {**dict.fromkeys(Tier), Tier.SSD: size}, {}), 2)
+    moved = {name: value for name, value in asdict(chosen.traffic).items() if name.endswith("_written")}
+    assert moved["kept_written"] > 0 and worn == pytest.approx(2 * sum(moved.values()) * 86400 / chosen.estimate_s / size)
     assert chosen.estimate_s < 0.88 * plain.chosen.estimate_s
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_vertical.planner import linear_program, memory_budget
-from ds_vertical.planner.activation_policy import activation_tiers
+from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.closed_forms import traffic_of
 from ds_vertical.planner.costs import event_costs, split_steps
 from ds_vertical.planner.linear_program import LpProblem

@@ -13,7 +13,7 @@ import ds_vertical.planner
 import ds_vertical.types
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program
-from ds_vertical.planner.activation_policy import activation_tiers
+from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.types import (
     RESTING_PLACES,
     SHARE_NAMES,

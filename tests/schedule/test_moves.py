@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.io.extents import Extents
-from ds_vertical.planner.activation_policy import spread
+from ds_vertical.planner.activation_tiers import spread
 from ds_vertical.schedule.dependencies import dependencies, validate
 from ds_vertical.schedule.events import MAX_SAVES, Event, Op, Schedule
 from ds_vertical.schedule.passes import TrainingStep, build_training

@@ -33,6 +33,7 @@ from ds_vertical.planner.run_record import DTYPES, Account, ExecutedStep, read_a
 from ds_vertical.planner.simulate import SimulationSettings, simulate
 from ds_vertical.schedule.events import Event, Op, parse_event
 from ds_vertical.schedule.trace import StepTrace, cost_share, optimizer_overlap, read_trace, record_s, summarize
+from ds_vertical.types import Tier
 
 _STEADY_STEPS = 3
 _STEADY = 0.15  # by which seconds of a layer may differ ahead of a run and after it
@@ -207,9 +208,19 @@ def _bytes(ran: Sequence[Ran], rates: Mapping[str, float]) -> JsonObject | None:
 
 def _memory(ran: Sequence[Ran], stock: ArmSummary | None) -> JsonObject:
     peak = max(sum(r.peak_host_bytes for r in each.run.step(each.run.num_steps - 1)) for each in ran)
-    formula = max(each.account.facts.num_shards * each.account.facts.host_bytes for each in ran)  # rank 0's, of all ranks
-    found = {"peak_bytes": peak, "formula_bytes": formula, "peak_over_formula": peak / formula if formula else None}
+    # Rank 0's, of all ranks. The start knows nothing of what forwards keep.
+    every = [(each.account.facts.num_shards, each.account.facts.host_bytes, _kept_in_memory(each.account)) for each in ran]
+    formula, kept = max((count * (at_start + kept if at_start else 0), count * kept) for count, at_start, kept in every)
+    found: JsonObject = {"peak_bytes": peak, "formula_bytes": formula, "kept_bytes": kept}
+    found["peak_over_formula"] = peak / formula if formula else None
     return found | {"stock_peak_bytes": stock.peak_host_bytes if stock else None}
+
+
+def _kept_in_memory(account: Account) -> int:
+    """Bytes of host memory that the last step's forwards kept for their backwards on this rank."""
+    kept = account.steps[-1].kept
+    tiers = {Tier.HOST, Tier.DEVICE} if account.facts.one_memory else {Tier.HOST}
+    return sum(num_bytes for tier, num_bytes in kept.num_bytes if tier in tiers) if kept else 0
 
 
 def _traced(traced: Sequence[Ran], measured: float, conditions: Mapping[int, Conditions], out: Path) -> JsonObject:
@@ -285,8 +296,10 @@ def efficiency_lines(found: JsonObject) -> list[str]:
     if moved is not None:
         shown.append(f"SSD bytes / table: read {moved['read_over_table']:.3f}, written {moved['written_over_table']:.3f}")
     if memory["peak_over_formula"] is not None:
-        peak, formula = memory["peak_bytes"] / 1e6, memory["formula_bytes"] / 1e6
-        shown.append(f"peak host memory: {peak:.0f} MB, formula {formula:.0f} MB, ratio {memory['peak_over_formula']:.2f}")
+        peak, formula, kept = (memory.get(f"{name}_bytes", 0) / 1e6 for name in ("peak", "formula", "kept"))
+        beside = f" with {kept:.0f} MB kept for the backward" if kept else ""
+        ratio = memory["peak_over_formula"]
+        shown.append(f"peak host memory: {peak:.0f} MB, formula {formula:.0f} MB{beside}, ratio {ratio:.2f}")
     if "outside_share" in found:
         overlap = found["optimizer_overlap"]
         beside = "" if overlap is None else f"; optimizer beside computation {overlap:.0%}"

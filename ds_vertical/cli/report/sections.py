@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
+from ds_vertical.cli.common import JsonObject
 from ds_vertical.cli.report import charts
 from ds_vertical.cli.report import summary as findings
 from ds_vertical.cli.report.charts import title
@@ -188,7 +188,7 @@ def rates(found: Findings) -> ReportSection:
     return ReportSection(key, head, lines, [Table("", columns, rows)], charts.throughput(known), about, missing, data)
 
 
-def _limit(limited: Mapping[str, Any]) -> str:
+def _limit(limited: JsonObject) -> str:
     """Of several disks each has these rates."""
     rates = f"{megabytes(limited['read_bytes_per_s'])} MB/s read, {megabytes(limited['write_bytes_per_s'])} MB/s written"
     return f"{rates}, each of {len(limited['disks'])} disks" if len(limited.get("disks") or ()) > 1 else rates

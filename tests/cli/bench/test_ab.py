@@ -35,6 +35,7 @@ from ds_vertical.cli.bench.comparison import (
 from ds_vertical.config.deepspeed_keys import TOP_LEVEL_KEYS
 from ds_vertical.engine.metrics import Agreement
 from ds_vertical.errors import ConfigError
+from ds_vertical.planner.run_record import KeptRecord
 
 
 def changed(path: str, value: object) -> dict[str, Any]:
@@ -199,15 +200,15 @@ def test_several_ssds_are_the_vertical_arms_and_stock_keeps_all_in_the_first(tmp
     assert ssd_folders(built.vertical) == paths
     (warning,) = built.warnings
     assert "nvme_paths: the stock arm has no such key" in warning and f"keeps everything in {paths[0]};" in warning
-    alone = arms(tmp_path, ["vertical_schedule.nvme_paths=null"], base=BASE | {"vertical_schedule": {"nvme_paths": paths}})
+    alone = arms(tmp_path, ["vertical_schedule.nvme_paths=null"], base=built.vertical)
     assert alone.warnings == () and ssd_folders(alone.vertical) == [paths[0]] == ssd_folders(alone.stock)
     assert arms(tmp_path, base=BASE | {"vertical_schedule": {"nvme_paths": paths[:1]}}).warnings == ()
 
 
 def test_the_ssds_of_a_run_are_those_of_what_it_offloads_there() -> None:
     assert ssd_folders(BASE) == ["/tmp/ds_vertical"]
-    two = changed("zero_optimization.offload_optimizer.nvme_path", "/mnt/other")
-    assert ssd_folders(two) == ["/mnt/other", "/tmp/ds_vertical"]
+    other = changed("zero_optimization.offload_optimizer.nvme_path", "/mnt/other")
+    assert ssd_folders(other) == ["/mnt/other", "/tmp/ds_vertical"]
     assert ssd_folders(changed("zero_optimization.offload_param.device", "cpu")) == ["/tmp/ds_vertical"]
     nowhere = json.loads(json.dumps(BASE).replace('"nvme"', '"cpu"'))
     assert ssd_folders(nowhere) == [] == ssd_folders(nowhere | {"vertical_schedule": {"nvme_paths": ["/mnt/ssd0"]}})
@@ -401,6 +402,7 @@ def ab_command(folder: Path, *arguments: str) -> list[str]:
 def test_equal_arms_give_a_table_and_a_report(tmp_path: Path) -> None:
     done = launch(tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "kept for the backward: nothing" in done.stdout
     assert done.stdout.index("equal bit for bit") < done.stdout.index("stock/vertical") < done.stdout.index("no bound: ")
     report = json.loads((tmp_path / "out" / "ab.json").read_text())
     assert report["losses_equal"] is True and "kept no account" in report["yardstick"]["missing"]
@@ -434,16 +436,19 @@ def test_the_vertical_arm_alone_and_traced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_real_run_is_measured_against_its_bound(tmp_path: Path) -> None:
-    root = ROOT
-    config = json.loads((root / "configs" / "gpt_13m_cpu.json").read_text())
+    config = json.loads((ROOT / "configs" / "gpt_13m_cpu.json").read_text())
     for name in ("offload_param", "offload_optimizer"):
         config["zero_optimization"][name]["nvme_path"] = str(tmp_path / "ssd")
-    script = [str(root / "scripts" / "train.py"), "--model", "gpt_13m", "--seq", "8"]
+    config["vertical_schedule"] |= {"activations": {"keep": "everything", "keep_device": "ssd"}}
+    script = [str(ROOT / "scripts" / "train.py"), "--model", "gpt_13m", "--seq", "8"]
     own = ["--config", str(write(tmp_path, "config.json", config)), "--out", str(tmp_path / "out"), "--steps", "4"]
     command = [sys.executable, "-m", "ds_vertical.cli.main", "ab", *own, "--vertical-only", "--trace", "--", *script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out" / "ab.json").read_text())["yardstick"]
+    written = json.loads((tmp_path / "out" / "ab.json").read_text())
+    found, kept = written["yardstick"], written["kept"]
+    assert kept["policy"] == "everything" and kept["bytes"]["ssd"] > 1e5
+    assert f"kept for the backward: {KeptRecord.from_json(kept).describe()}" in done.stdout
     assert found["bound_s"] > 0 and not found["without_compute"] and found["simulated_s"] > 0
     assert found["bytes"]["over_table"] == pytest.approx(1.0, abs=0.1)
     assert 0 <= found["outside_share"] < 1 and found["trace_cost_share"] > 0

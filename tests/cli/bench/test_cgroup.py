@@ -160,7 +160,7 @@ def test_ab_limits_each_of_two_ssds_and_keeps_stock_on_the_first(tmp_path: Path)
 
 @pytest.mark.slow
 def test_each_of_two_disks_is_read_at_its_own_limit(tmp_path: Path) -> None:
-    limits = [SLOW, Limit(SLOW.read_bps * 4, SLOW.write_bps)]
+    limits = [SLOW, Limit(SLOW.read_bps * 2, SLOW.write_bps)]
     with loop_disk(tmp_path / "ssd0", DISK_BYTES), loop_disk(tmp_path / "ssd1", DISK_BYTES):
         files = [tmp_path / name / "data" for name in ("ssd0", "ssd1")]
         for file in files:
@@ -170,9 +170,9 @@ def test_each_of_two_disks_is_read_at_its_own_limit(tmp_path: Path) -> None:
             return
         with limited(limits, files) as group:
             seconds = [min(seconds_to_read(file, group.wrap([])) for _ in range(3)) for file in files]
-    for taken, limit in zip(seconds, limits, strict=True):
+    for taken, limit in zip(seconds, limits, strict=True):  # what a pause has saved is let through at once
         assert taken > 0.7 * 4 * READ_BYTES / limit.read_bps
-    assert seconds[1] < seconds[0] / 2
+    assert seconds[1] < 0.75 * seconds[0], "the second one's limit is its own"
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,11 @@ from ds_vertical.planner.bound import step_bound
 from ds_vertical.planner.closed_forms import traffic_of
 from ds_vertical.planner.costs import event_costs
 from ds_vertical.planner.machine import Machine
-from ds_vertical.planner.run_record import FILE_NAME, Account, AccountWriter, ExecutedStep, read_account
+from ds_vertical.planner.run_record import FILE_NAME, Account, AccountWriter, ExecutedStep, KeptRecord, read_account
 from ds_vertical.schedule.events import PRE
 from ds_vertical.schedule.passes import TrainingStep, build_training
 from ds_vertical.schedule.trace import RecordingTracer, now
+from ds_vertical.types import Tier
 
 FIRST = build_training(TrainingStep(3, 2, delayed=True, early=True))
 STEADY = build_training(TrainingStep(3, 2, delayed=True, early=True, due=frozenset(UNITS)))
@@ -43,6 +43,13 @@ REPORT: dict[str, Any] = {
     },
     "rates": RATES,
 }
+
+KEPT = KeptRecord(
+    "everything",
+    ((Tier.DEVICE, 0.0), (Tier.HOST, 0.0), (Tier.SSD, 1.0)),
+    ((Tier.DEVICE, 1), (Tier.HOST, 1), (Tier.SSD, 2)),
+    ((Tier.DEVICE, 600), (Tier.HOST, 150), (Tier.SSD, 5_000_000)),
+)
 
 
 def ran(*steps: ExecutedStep, **facts: Any) -> efficiency.Ran:
@@ -79,21 +86,31 @@ def test_a_vertical_engine_keeps_an_account_of_what_it_ran(
     assert [step.due for step in account.steps[1:]] == ["all" if clip else "delayed"] * 3
 
 
-@pytest.mark.parametrize("clip", [0.0, pytest.param(0.05, marks=pytest.mark.slow)])
-def test_the_table_has_what_activations_and_gradients_move_on_ssd(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float
+@pytest.mark.parametrize(
+    ("clip", "keep"),
+    [
+        (0.0, {}),
+        (0.0, {"keep": "everything", "keep_device": "ssd"}),
+        pytest.param(0.05, {}, marks=pytest.mark.slow),
+        pytest.param(0.05, {"keep": "products", "keep_device": "ssd", "keep_share": 0.5}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_table_has_what_activations_gradients_and_kept_values_move_on_ssd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float, keep: dict[str, Any]
 ) -> None:
     monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path / "metrics"))
-    section = {"activations": {"device": "ssd", "share": 0.5}, "gradient_host_share": 0.25}
+    section = {"activations": {"device": "ssd", "share": 0.5, **keep}, "gradient_host_share": 0.25}
     section |= {"optimizer_delay": 0.5, "prefetch_layers": 0}  # nothing crosses the steps' ends
     config = small_buffers(base_config(tmp_path, num_micro_batches=4, clip=clip, section=section), 1_200_000)
     ids = torch.arange(2 * 64).view(2, 64) % 61
     with running(config, lambda: MixerModel(3, 768, vocab=61), vertical=True) as (engine, _):
-        queues = engine._activations.swapper.queues
+        swappers = [engine._activations.swapper] + ([engine._keeping.store.swapper] if keep else [])
         for _ in range(4):
-            before = queues[0].num_read_bytes, queues[1].num_written_bytes
+            before = [moved_by(swapper) for swapper in swappers]
             engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * 4))
-    moved = queues[0].num_read_bytes - before[0], queues[1].num_written_bytes - before[1]
+        after = [moved_by(swapper) for swapper in swappers]
+        record = engine.kept
+    moved, *kept = [(end[0] - start[0], end[1] - start[1]) for start, end in zip(before, after, strict=True)]
     account = read_account(tmp_path / "metrics")
     assert account is not None
     facts = account.facts
@@ -101,11 +118,20 @@ def test_the_table_has_what_activations_and_gradients_move_on_ssd(
     rates = {"activation_bytes": 2.0 * 64 * 768 * 2}
     table = account.table(account.steps[-1], rates)
     assert table is not None and moved == (table.activations_read, table.activations_written)
+    assert account.steps[-1].kept == record and bool(record) == bool(keep)
+    assert (table.kept_read, table.kept_written) == pytest.approx(kept[0] if kept else (0.0, 0.0), rel=0.02)
+    if record is not None:
+        assert kept[0][1] == pytest.approx(dict(record.num_bytes)[Tier.SSD], rel=0.02) and kept[0][0] == kept[0][1] > 1e5
     waiting = sum(facts.elements.values()) * (1 - facts.early_share if clip == 0 else 1) * facts.gradients_on_ssd
     assert table.gradients_read == table.gradients_written == pytest.approx(4 * waiting)
     record = read_records(tmp_path / "metrics")[0][-1]
     assert record.read_bytes / table.read == pytest.approx(1, abs=0.02)
     assert record.write_bytes / table.written == pytest.approx(1, abs=0.02)
+
+
+def moved_by(swapper: Any) -> tuple[int, int]:
+    """Bytes read and written so far."""
+    return swapper.queues[0].num_read_bytes, swapper.queues[1].num_written_bytes
 
 
 def test_stock_keeps_none(tmp_path: Path) -> None:
@@ -114,10 +140,11 @@ def test_stock_keeps_none(tmp_path: Path) -> None:
 
 def test_an_account_is_read_back_as_written(tmp_path: Path) -> None:
     writer = AccountWriter(tmp_path, FACTS)
-    for schedule, due in ((FIRST, "delayed"), (STEADY, "delayed"), (STEADY, "all")):
-        writer.step(schedule, due)  # pyright: ignore
+    for schedule, due, kept in ((FIRST, "delayed", None), (STEADY, "delayed", KEPT), (STEADY, "all", None)):
+        writer.step(schedule, due, kept=kept)  # pyright: ignore
     account = read_account(tmp_path)
-    steps = (ExecutedStep(1, FIRST, "delayed"), ExecutedStep(2, STEADY, "delayed"), ExecutedStep(3, STEADY, "all"))
+    second = ExecutedStep(2, STEADY, "delayed", kept=KEPT)
+    steps = (ExecutedStep(1, FIRST, "delayed"), second, ExecutedStep(3, STEADY, "all"))
     assert account == Account(FACTS, steps)
     Path(tmp_path, FILE_NAME).write_text('{"facts": {}}\n')
     with pytest.raises(ValueError, match="no account of a run"):
@@ -174,6 +201,17 @@ def test_figures_of_a_run() -> None:
     text = "\n".join(efficiency.efficiency_lines(found))
     assert f"bound of the vertical step: {bound.seconds:.3f} s (host_cores); step / bound {8 / bound.seconds:.2f}" in text
     assert text.index("bound of the") < text.index("simulated makespan, beside the bound") and "outside" not in text
+
+
+@pytest.mark.parametrize(("one_memory", "held"), [(True, 750), (False, 150)])
+def test_what_is_kept_in_memory_is_no_overrun_of_the_formula(one_memory: bool, held: int) -> None:
+    """The formula is of the start, ahead of any forward. On the device it is the host's where the two are one memory."""
+    steps = (ExecutedStep(1, AFTER_NORM, "delayed"), ExecutedStep(2, AFTER_NORM, "delayed", kept=KEPT))
+    found = efficiency.figures([ran(*steps, one_memory=one_memory)], {0: [REPORT]}, None, Path("unused"))
+    memory = found["host_memory"]
+    assert memory["formula_bytes"] == FACTS.host_bytes + held and memory["kept_bytes"] == held
+    told = f"formula 0 MB with 0 MB kept for the backward, ratio {1001 / (FACTS.host_bytes + held):.2f}"
+    assert told in "\n".join(efficiency.efficiency_lines(found))
 
 
 def test_each_run_has_the_machine_that_was_measured_beside_it() -> None:
@@ -318,6 +356,9 @@ def test_runs_with_an_account_are_found(tmp_path: Path) -> None:
     folder = tmp_path / "vertical.0.metrics"
     folder.mkdir()
     writer = AccountWriter(folder, FACTS)
-    for _ in itertools.repeat(None, 2):
-        writer.step(AFTER_NORM, "delayed")
+    for kept in (None, KEPT):
+        assert efficiency.kept_of(runs, tmp_path) is None
+        writer.step(AFTER_NORM, "delayed", kept=kept)
+    assert efficiency.kept_of(runs, tmp_path) == KEPT.to_json()
+    assert KEPT.describe() == '"everything": 1 cells, 0.0 MB on device; 1 cells, 0.0 MB on host; 2 cells, 5.0 MB on ssd'
     assert [each.run.name for each in efficiency.accounts(runs, tmp_path)] == ["vertical.0"]

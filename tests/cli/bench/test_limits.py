@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from own_cache import own_cache
 from places import ROOT
 
 from ds_vertical.cli.bench import block_timer, fio, limits
@@ -187,7 +188,8 @@ def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], options: list[
 def test_several_paths_are_measured_one_by_one_and_at_once_and_told_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DS_VERTICAL_CACHE", str(tmp_path / "cache"))
+    for name, value in own_cache(tmp_path / "cache").items():
+        monkeypatch.setenv(name, value)
     paths = [tmp_path / "ssd0", tmp_path / "ssd1"]
     for path in paths:
         path.mkdir()
