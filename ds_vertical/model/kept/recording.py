@@ -38,7 +38,7 @@ _PRODUCTS: Final = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _
 _ATTENTION: Final = "_scaled_dot_product"
 
 Action = Literal["run", "skip", "keep"]
-Standing = Literal["kept", "empty"]  # memory in the place of a result that is not computed
+StandIn = Literal["kept", "empty"]  # memory in the place of a result that is not computed
 Keywords = dict[str, object]
 _Value = tuple[int, int]
 
@@ -127,9 +127,9 @@ class CallPlan:
         return Counter(key for operation in self.operations for key in operation.writes)
 
     @cached_property
-    def stands(self) -> dict[int, Standing]:
+    def stands(self) -> dict[int, StandIn]:
         """The storages for which something stands in a recompute, by key."""
-        found: dict[int, Standing] = {}
+        found: dict[int, StandIn] = {}
         for index, (operation, action) in enumerate(zip(self.operations, self.actions, strict=True)):
             kept = self.keeps.get(index, ())
             for number, key in enumerate(operation.fresh if action != "run" else ()):
@@ -205,7 +205,7 @@ class Recording(TorchDispatchMode):
             self.obstacle = "it computes with tensors of other kinds than torch's own dense ones"
             return returned
         self._outside.update(key for key in known if key not in self._made)
-        written = [self._key(value) for value in written_by(func, args, kwargs)]
+        written = [self._key(value) for value in written_args(func, args, kwargs)]
         fresh, given = self._places(results, flat, set(known))
         layouts: list[object] = [Layout.of(value) if isinstance(value, torch.Tensor) else value for value in results]
         reads = () if func.overloadpacket in _FACTORIES else tuple(known)
@@ -265,7 +265,7 @@ class Recording(TorchDispatchMode):
         return flow.plan(keepable), ""
 
 
-def written_by(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> list[torch.Tensor]:
+def written_args(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> list[torch.Tensor]:
     """The arguments that the operation writes, by its schema."""
     found: list[object] = []
     for index, argument in enumerate(func._schema.arguments):

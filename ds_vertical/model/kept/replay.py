@@ -26,9 +26,9 @@ from ds_vertical.model.kept.recording import (
     NewStorage,
     Operation,
     Recording,
-    Standing,
+    StandIn,
     argument_forms,
-    written_by,
+    written_args,
 )
 from ds_vertical.model.kept.slots import KeptStorage, is_plain
 from ds_vertical.model.tensor_refs import is_over, key_of
@@ -156,7 +156,7 @@ class Replay(_Followed):
     def follow(self, index: int, func: OpOverload, args: tuple[object, ...], kwargs: Keywords) -> object:
         """Run the operation, or give what stands for its results. Raises OperationsDiffer."""
         action, operation = self.plan.actions[index], self.plan.operations[index]
-        written = written_by(func, args, kwargs) if func._schema.is_mutable else []
+        written = written_args(func, args, kwargs) if func._schema.is_mutable else []
         if action == "run":
             reads = _tensors((*args, *kwargs.values())) if operation.reads_values and self._stands else ()
             if any(map(self._is_missing, reads)) or any(self._standing(tensor) == "kept" for tensor in written):
@@ -183,7 +183,7 @@ class Replay(_Followed):
         with no_dispatch():
             return tensor.detach()
 
-    def _standing(self, tensor: torch.Tensor) -> Standing | None:
+    def _standing(self, tensor: torch.Tensor) -> StandIn | None:
         """What a tensor's memory is in the place of a result that is not computed; None: it is not."""
         key = _key(tensor)
         return "empty" if key in self._empty_keys else "kept" if key in self._pending else None
