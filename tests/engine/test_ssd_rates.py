@@ -59,7 +59,7 @@ def test_two_unequal_slow_disks_are_read_at_the_sum_of_their_rates(tmp_path: Pat
     with slow_disks(tmp_path, *READ_BPS) as (disks, group):
         report = tmp_path / "limits.json"
         command = [sys.executable, "-m", "ds_vertical.cli.main", "limits", "--path", *map(str, disks), "--out", str(report)]
-        subprocess.run(group.wrap([*command, "--size-mb", "128", "--rounds", "1", "--no-fio"]), check=True, env=measured)
+        subprocess.run(group.wrap([*command, "--size-mb", "128", "--rounds", "3", "--no-fio"]), check=True, env=measured)
         for shares, environment in (("by rates", measured), ("equal", measured | {"DS_VERTICAL_LIMITS": ""})):
             out = tmp_path / f"{shares}.json"
             command = [sys.executable, str(SUPPORT / "ssd_rate_worker.py"), str(out), *(str(disk / "runs") for disk in disks)]
@@ -69,7 +69,8 @@ def test_two_unequal_slow_disks_are_read_at_the_sum_of_their_rates(tmp_path: Pat
                 shutil.rmtree(disk / "runs")
     known = json.loads(report.read_text())
     print(json.dumps(rates), known["ssds"], known["at_once"])
-    assert abs(known["machine"]["ssd_read_bytes_per_s"] / total - 1) < 0.1, known["ssds"]
+    # the lesser of the sum and of one measurement at once, which nothing repeats
+    assert abs(known["machine"]["ssd_read_bytes_per_s"] / total - 1) < 0.15, (known["ssds"], known["at_once"])
     assert [ssd["share"] for ssd in known["ssds"]] == pytest.approx([each / total for each in READ_BPS], rel=0.15)
     on_each = rates["by rates"]["bytes_on_each"]
     assert on_each[1] / on_each[0] == pytest.approx(READ_BPS[1] / READ_BPS[0], rel=0.2)
