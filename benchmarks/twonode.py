@@ -1,13 +1,15 @@
-"""Arms of one training against each other on two hosts with a slow link: seconds, losses, and the bytes that cross the link.
+"""Compare arms of one training on two hosts with a slow link: seconds, losses, and the bytes that cross the link.
 
     python benchmarks/twonode.py --model gpt_13m --rate 500mbit --arms flat,stock --micro-batches 4 --steps 6
         [--ranks-per-node 2] [--slow nodeB:25] [--tokens 8] [--json FILE]
 
 The two hosts are this machine's (`rig/hosts.py`: network namespaces, a shaped link, DeepSpeed's own launcher with a hostfile).
-All arms are launched at once, and take a step in turn while the others wait; who is first changes from step to step. The first
-step of each does not count. Bytes are what the interface of a host has counted from the first rank's start of a step to the
-last one's end, so the little that waiting arms say to each other is among them. `--slow`: the percentage that a host has of its
-half of the cores; the other one then has its half. Needs root. Nothing else may run on the machine.
+All arms are launched first. Then each takes a step in turn while the others wait. Which arm begins changes from turn to turn,
+and the first step of each arm does not count. The bytes of a step are what a host's interface has counted between the first
+rank's start and the last rank's end. The little that the ranks of waiting arms send each other meanwhile is among them.
+
+`--slow nodeB:25` gives nodeB a quarter of its half of the cores; the other host then has its half and no more. The benchmark
+needs root. Nothing else may run on the machine.
 """
 
 from __future__ import annotations
@@ -38,21 +40,21 @@ Config = dict[str, Any]
 
 
 class ArmError(RuntimeError):
-    """A launch that has ended, or that waits for too long; the message has the end of its log."""
+    """An arm's launch has ended, or has not taken its step in time; the message has the end of its log."""
 
 
 # ---- the arms
 
 
 def _stock_on_cpu(vertical: Config, stock: Config) -> Config:
-    """Parameters in host memory: what hpZ, which cannot have them on SSD, will be compared with."""
+    """The stock arm with its parameters in host memory instead of on SSD."""
     found = copy.deepcopy(stock)
     param = found["zero_optimization"]["offload_param"]
     found["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": param.get("pin_memory", False)}
     return found
 
 
-# By name, what makes an arm's JSON of the vertical and the stock one
+# By the arm's name: what makes its JSON, given the JSON of the vertical and of the stock arm
 ARMS: Final[dict[str, Callable[[Config, Config], Config]]] = {
     "flat": lambda vertical, stock: vertical,
     "stock": _stock_on_cpu,
@@ -72,7 +74,7 @@ def build_configs(options: argparse.Namespace) -> dict[str, Config]:
 
 
 class Arm:
-    """One launch over both hosts that takes steps when told to. `port`: of its first rank."""
+    """One launch over both hosts that takes a step when it is told to. `port`: the port of its first rank."""
 
     def __init__(self, name: str, hosts: TwoHosts, config: Config, port: int, options: argparse.Namespace) -> None:
         self.name = name
@@ -93,7 +95,7 @@ class Arm:
         self._wait(READY_S)
 
     def turn(self) -> dict[str, Any]:
-        """Let all ranks take a step; what they and the interfaces say of it. Raises ArmError."""
+        """Let all ranks take a step. Returns what the ranks and the interfaces say of it. Raises ArmError."""
         self._number += 1
         before, busy = self._hosts.inbound_bytes(), _busy_seconds()
         start = time.perf_counter()
@@ -111,7 +113,7 @@ class Arm:
         return found
 
     def close(self) -> None:
-        """End all ranks; their hosts would end them too."""
+        """Tell all ranks to end, and end the launch after 60 s. What still runs then ends with its host."""
         (self._turns / steps.END).touch()
         try:
             self._process.wait(60)
@@ -120,7 +122,7 @@ class Arm:
             self._process.wait()
 
     def _wait(self, limit_s: float) -> list[Any]:
-        """What each rank has said of the present step."""
+        """Wait until each rank has said something of the present step; returns that. Raises ArmError."""
         paths = [steps.done_path(self._turns, self._number, rank) for rank in range(self._num_ranks)]
         deadline = time.monotonic() + limit_s
         while not all(path.exists() for path in paths):
@@ -141,7 +143,7 @@ def _placed(config: Config, nvme_path: str) -> Config:
 
 
 def _busy_seconds() -> float:
-    """Of all cores, since boot."""
+    """Seconds in which cores were busy since boot, of all cores together."""
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / 100  # all but idle and waiting for disks, in the kernel's USER_HZ
 
@@ -150,7 +152,7 @@ def _busy_seconds() -> float:
 
 
 def measure(arms: Mapping[str, Arm], num_steps: int) -> dict[str, list[dict[str, Any]]]:
-    """{arm: its steps}, after one of each that does not count."""
+    """{arm: what its steps took}. The first step of each does not count; `summary` leaves it out."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for name, arm in arms.items():
         found[name].append(arm.turn())
@@ -165,7 +167,7 @@ def measure(arms: Mapping[str, Arm], num_steps: int) -> dict[str, list[dict[str,
 
 
 def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | None) -> dict[str, Any]:
-    """Of one arm. `num_samples`: of a step; `link_bound_s`: the least that its bytes take on the link."""
+    """Medians of one arm's steps. `num_samples`: of a step. `link_bound_s`: what the link alone takes for a step's bytes."""
     counted = taken[1:]
     by_host = {name: median(step["inbound_bytes"][name] for step in counted) for name in NAMES}
     inbound = max(by_host.values())
@@ -185,7 +187,7 @@ def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | N
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All arms; what is written. Raises ConfigError, RigError, ArmError."""
+    """Measure all arms. Returns what `--json` records. Raises ConfigError, RigError, ArmError."""
     import commits
 
     configs = build_configs(options)
@@ -245,23 +247,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt_13m", help="shape in configs/models")
-    parser.add_argument("--config", type=Path, help="of the vertical arm (default: configs/MODEL_cpu.json)")
+    parser.add_argument("--config", type=Path, help="JSON of the vertical arm (default: configs/MODEL_cpu.json)")
     parser.add_argument("--rate", type=_rate, help="of the link in each direction, as tc(8) writes it (default: unlimited)")
     parser.add_argument("--arms", type=_arms, default=["flat"], metavar="ARM,ARM", help=", ".join(ARMS))
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5, help="of each arm, besides a first one that does not count")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each arm, besides a first one that does not count")
     parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--slow", type=_slow, metavar="NODE:PERCENT", help=f"NODE: {' or '.join(NAMES)}")
-    parser.add_argument("--tokens", type=int, default=8, help="per micro-batch")
+    parser.add_argument("--slow", type=_slow, metavar="NODE:PERCENT", help="of the half of all cores that is the host's")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of a sample")
     parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--folder", type=Path, help="for all files, on the SSD (default: the folder for temporary files)")
+    parser.add_argument("--folder", type=Path, help="on the SSD, for all files of the run (default: that for temporary files)")
     parser.add_argument("--json", type=Path, help="write the result there")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures, prints, records."""
+    """Measure all arms, print the results, and record them where `--json` says."""
     options = parse(argv)
     if (reason := refusal()) is not None:
         print(f"twonode.py: {reason}", file=sys.stderr)

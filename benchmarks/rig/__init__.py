@@ -1,1 +1,1 @@
-"""Two hosts on one machine: benchmarks and tests run DeepSpeed's real launcher over a real, shaped link between them."""
+"""Two hosts on one machine. Benchmarks and tests run DeepSpeed's real launcher on them, over a link of a given rate."""

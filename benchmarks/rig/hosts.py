@@ -1,12 +1,13 @@
-"""Two hosts on one machine, with a link between them: namespaces of the kernel, which vanish with the process that made them.
+"""Two hosts on one machine, and a link between them: namespaces of the kernel, which vanish with the process that made them.
 
-A host has its own network, hostname, process numbers, /dev/shm and boot id, and one folder of its own, which has the same path
-on both. All else is the machine's: both see the same files, as hosts with a shared home do. The link is a pair of virtual
-Ethernet interfaces that lies in the hosts' networks only, so the machine's own network never changes.
+Each host has its own network, hostname, process numbers, /dev/shm and boot id. Each also has one folder of its own, at a path
+that is the same on both. All else is the machine's: both hosts see the same files, as hosts with a shared home do. The link is
+a pair of virtual Ethernet interfaces. Both lie in the hosts' networks only, so the machine's own network never changes.
 
-[Note: the end] A host's first process reads a pipe of this process. The kernel closes that pipe however this process ends, a
-`kill -9` too. The first process then ends, and the kernel kills all others of the host and removes network and mounts. What a
-killed process leaves are a folder and a control group, whose names hold its pid; the next rig removes them.
+[Note: the end] A host's first process reads a pipe of this process. However this process ends (by `kill -9`, too), the kernel
+closes that pipe. The host's first process then ends, and the kernel kills all others of the host and removes its network and
+mounts. If this process is killed, a folder and a control group stay behind, with its pid in their names; the next rig removes
+them.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ HERE: Final = Path(__file__).resolve().parent
 KINDS: Final = ("--mount", "--uts", "--ipc", "--net", "--pid")
 READY_S: Final = 30.0
 
-# What a rig asks of the kernel, in namespaces of its own.
+# What a rig needs that a kernel may refuse; tried in namespaces that end with the command.
 PROBE: Final = "mount -t proc proc /proc && tc qdisc add dev lo root tbf rate 1gbit burst 256k latency 50ms"
-# As the first process of a host; its arguments: name, the rig's folder.
+# What the first process of a host runs; its arguments are the host's name and the rig's folder.
 FIRST_PROCESS: Final = """set -e
 hostname "$1"
 mount -t proc proc /proc
@@ -55,7 +56,7 @@ class RigError(RuntimeError):
 
 
 def refusal() -> str | None:
-    """Why this machine can have no rig, in one line; None where it can."""
+    """Why no rig can be made on this machine, in one line; None where one can."""
     missing = [tool for tool in ("unshare", "nsenter", "ip", "tc", "mount", "hostname") if shutil.which(tool) is None]
     if missing:
         return f"two hosts need the commands {', '.join(missing)} (util-linux, iproute2, hostname)"
@@ -64,8 +65,8 @@ def refusal() -> str | None:
 
 
 class Host:
-    """One of the two: its first process, and its network, which stays while this object holds it. `own`: its own folder, as
-    this machine sees it. `address`: on the link."""
+    """One of the two hosts: its first process, and its network, which stays while this object holds it. `own`: the path by
+    which this machine sees the host's own folder. `address`: the host's address on the link."""
 
     def __init__(self, name: str, address: str, folder: Path) -> None:
         self.name, self.address = name, address
@@ -88,18 +89,18 @@ class Host:
         self._network = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
 
     def set_up(self, rate: str | None) -> None:
-        """Give the interface its address, and its rate as tc(8) writes it (None: the machine's own). Raises RigError."""
-        # no own address by IPv6, which would be asked for and announced now and then: bytes that nobody has sent
+        """Give the interface its address, and its rate as tc(8) writes it (None: no limit). Raises RigError."""
+        # no IPv6 address: the kernel would now and then announce it, and those bytes would be counted
         self.in_network("ip", "link", "set", INTERFACE, "addrgenmode", "none")
         self.in_network("ip", "address", "add", f"{self.address}/24", "dev", INTERFACE)
         self.in_network("ip", "link", "set", INTERFACE, "up")
         if rate is not None:
-            # a burst holds several of the stack's packets of 64 KiB: cut into frames, each would count a header more
+            # the burst holds several packets of 64 KiB: a smaller one cuts them into frames, whose headers would count
             shaped = ("root", "tbf", "rate", rate, "burst", "256k", "latency", "50ms")
             self.in_network("tc", "qdisc", "add", "dev", INTERFACE, *shaped)
 
     def in_network(self, *command: str) -> str:
-        """Run a command of this machine in the host's network; its output. Raises RigError."""
+        """Run a command of this machine in the host's network. Returns its output. Raises RigError."""
         done = subprocess.run(
             ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._network}", *command], capture_output=True, text=True
         )
@@ -149,13 +150,13 @@ class Host:
 
 
 class TwoHosts:
-    """Two hosts in a folder of their own below `base`, linked at `rate`; to be used in a `with` block.
+    """Two hosts in a new folder below `base`, linked at `rate`; to be used in a `with` block.
 
-    `slow`: {name: percent}, of the share of this machine's cores that a host has, which is a half. Where it is given, the
-    other host has its half and no more. Raises RigError.
+    `slow`: {name: percent of its half of this machine's cores that the host has}. Where it is given, the other host has its
+    half and no more. Raises RigError.
 
-    `folder`: seen by both hosts; `shared`: a folder in it in which commands are run; `ssd`: a path at which each host has a
-    folder of its own; `bin`: with the commands `ssh` and `pdsh` that reach these hosts.
+    `folder`: the new folder, which both hosts see. `shared`: a folder in it, in which commands are run. `ssd`: a path at which
+    each host has a folder of its own. `bin`: the folder with the commands `ssh` and `pdsh` that reach these hosts.
     """
 
     def __init__(self, base: Path | None = None, rate: str | None = None, slow: Mapping[str, float] | None = None) -> None:
@@ -218,17 +219,17 @@ class TwoHosts:
             host.set_up(self._rate)
 
     def run(self, name: str, command: str) -> str:
-        """A shell command's output on a host. Raises CalledProcessError."""
+        """Run a shell command on a host. Returns its output. Raises CalledProcessError."""
         words = [str(self.bin / "ssh"), name, command]
         return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def inbound_bytes(self) -> dict[str, int]:
-        """By host, see `Host.inbound_bytes`."""
+        """{host: bytes that have come in}, see `Host.inbound_bytes`."""
         return {host.name: host.inbound_bytes() for host in self.hosts}
 
 
 def remove_stale(base: Path) -> None:
-    """Remove what rigs of processes that live no more have left in `base`, and their control groups."""
+    """Remove the folders in `base`, and the control groups, of rigs whose process has ended."""
     for folder in base.glob(f"{PREFIX}*"):
         if not _is_running(folder.name):
             _remove_when_left(folder)
@@ -244,7 +245,7 @@ def _is_running(name: str) -> bool:
 
 
 def _remove_when_left(folder: Path, attempts: Sequence[float] = (0.1, 0.5, 2.0)) -> None:
-    """The kernel may still be ending the processes of a host that was in it."""
+    """Remove the folder; try again for a while, since the kernel may still be ending a host's processes in it."""
     for seconds in attempts:
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

@@ -1,6 +1,6 @@
 """DeepSpeed's own launcher over the two hosts, as a user calls it: hostfile, ssh, pdsh, `.deepspeed_env`.
 
-The machine plays the node from which a user logs in to the hosts. docs/multi-node.md has the same commands for real ones.
+The machine plays the node from which a user logs in to the hosts. docs/multi-node.md has the same commands for real hosts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rig.hosts import INTERFACE, TwoHosts
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 HOSTFILE: Final = "hostfile"
-# What ranks need of the environment, on every host; the launcher hands nothing else over but names that begin with PYTHON
+# Variables that ranks need on every host; besides these the launcher hands over only those whose names begin with PYTHON
 ENVIRONMENT: Final = {
     "DS_ACCELERATOR": "cpu",
     "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -43,8 +43,8 @@ def command(script: Path, words: Sequence[str], port: int = PORT) -> list[str]:
 
 
 def start(hosts: TwoHosts, script: Path, words: Sequence[str], log: Path, port: int = PORT) -> subprocess.Popen[bytes]:
-    """Start a script on all ranks of both hosts; their output goes to `log`, the host's name before each line. Port: each
-    launch at a time needs its own."""
+    """Start a script on all ranks of both hosts. Their output goes to `log`, with the host's name before each line. `port`:
+    launches that run at the same time need different ones."""
     python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PATH": f"{hosts.bin}:{os.environ['PATH']}", "PYTHONPATH": python_path, "DS_ACCELERATOR": "cpu"}
     with log.open("wb") as out:

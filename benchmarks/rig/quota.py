@@ -1,4 +1,4 @@
-"""A share of this machine's cores for a control group, as the kernel's scheduler hands it out (cgroup v1 `cpu`, or v2)."""
+"""Control groups whose processes have only a share of this machine's cores (cgroup v1 `cpu`, or v2)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-PERIOD_US: Final = 20_000  # shorter than the kernel's 100 ms: a step of a small model is not one pause
-REMOVAL_S: Final = 10.0  # for how long a group's ended processes may keep it busy
+PERIOD_US: Final = 20_000  # shorter than the kernel's 100 ms, in which a small model's whole step could fall into one pause
+REMOVAL_S: Final = 10.0  # how long to wait until the kernel lets go of a group whose processes have ended
 
 
 def _parent() -> tuple[Path, int]:
-    """Where groups are made, and the version of the interface. Raises OSError."""
+    """The folder in which groups are made, and the version of the interface. Raises OSError."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         mount, (kind, _, options) = Path(before.split()[4]), after.split()[:3]
@@ -27,7 +27,7 @@ def _parent() -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def limited(name: str, share: float) -> Iterator[Path]:
-    """A group whose processes together have that share of all cores, for as long as the block runs. Raises OSError."""
+    """Make a group for as long as the block runs; its processes together have that share of all cores. Raises OSError."""
     parent, version = _parent()
     quota_us = max(1000, round(share * (os.cpu_count() or 1) * PERIOD_US))
     group = parent / name
@@ -46,7 +46,7 @@ def limited(name: str, share: float) -> Iterator[Path]:
 
 
 def groups(prefix: str) -> list[Path]:
-    """The groups of that prefix, of whatever process."""
+    """All groups whose names begin with the prefix, whichever process has made them."""
     try:
         return list(_parent()[0].glob(f"{prefix}*"))
     except OSError:

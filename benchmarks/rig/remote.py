@@ -3,8 +3,8 @@
     remote.py RIG_FOLDER ssh [-o X] [-p N] HOST COMMAND ...
     remote.py RIG_FOLDER pdsh [-S] [-f N] -w HOST,HOST COMMAND ...
 
-As with the real ones, the command runs in a shell on the host, with the environment of a login and none of the caller's; it
-goes on where the caller ends; pdsh writes the host before each line and replaces `%n` by the host's number.
+As with the real ssh and pdsh, the command runs in a shell on the host, with the environment of a login and nothing of the
+caller's. It goes on when the caller ends. pdsh writes the host's name before each line, and replaces `%n` by the host's number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOGIN_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bi
 
 
 def ssh(rig: Path, words: Sequence[str]) -> NoReturn:
-    """Become the command on the host."""
+    """Replace this process by the command on the host."""
     rest = list(words)
     while rest and rest[0].startswith("-"):
         del rest[: 2 if rest[0] in ("-o", "-p") else 1]
@@ -44,7 +44,7 @@ def ssh(rig: Path, words: Sequence[str]) -> NoReturn:
 
 
 def pdsh(rig: Path, words: Sequence[str]) -> int:
-    """Run the command on all hosts at once; the largest of their statuses."""
+    """Run the command on all hosts at once. Returns the largest of their statuses."""
     rest, names = list(words), []
     while rest and rest[0].startswith("-"):
         if rest[0] == "-w":

@@ -2,8 +2,8 @@
 
     deepspeed --hostfile hostfile benchmarks/rig/steps.py --deepspeed_config JSON --model gpt_13m --tokens 8 --turns FOLDER
 
-Ranks are told through files in a folder that all hosts see: nothing of it crosses the link. A step begins on each rank when
-`FOLDER/turn.N` is there, and each writes `FOLDER/done.N.RANK` when it has taken it. `FOLDER/end` ends them.
+Ranks are told by files in a folder that both hosts see, so that none of this crosses the link. A rank begins step N when
+`FOLDER/turn.N` is there, and writes `FOLDER/done.N.RANK` when it has taken the step. `FOLDER/end` ends the ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def turn_path(turns: Path, number: int) -> Path:
 
 
 def done_path(turns: Path, number: int, rank: int) -> Path:
-    """The file in which a rank says that it has taken step `number`; 0: that its model is built."""
+    """The file in which a rank says that it has taken step `number`, or, with 0, that its model is built."""
     return turns / f"done.{number}.{rank}"
 
 
@@ -41,7 +41,7 @@ def _say(path: Path, content: object) -> None:
 
 
 def _is_told(turns: Path, number: int) -> bool:
-    """Wait for a turn; false where the run ends."""
+    """Wait until the rank may take step `number`; false where the run ends instead."""
     while not turn_path(turns, number).exists():
         if (turns / END).exists():
             return False
@@ -50,7 +50,7 @@ def _is_told(turns: Path, number: int) -> bool:
 
 
 def _batches(rank: int, vocabulary: int, size: tuple[int, int], device: Any) -> Iterator[Any]:
-    """Micro-batches of so many rows and tokens, without end, other ones on each rank."""
+    """Endless random micro-batches of `size` (rows, tokens), different on each rank."""
     import torch
     import train
 
@@ -72,7 +72,7 @@ def _train(options: argparse.Namespace) -> None:
     shape = model_config.resolve(options.model, [], None, options.tokens)
     config = ds_vertical.prepare(str(options.deepspeed_config))
     torch.manual_seed(0)
-    zero_init = HfDeepSpeedConfig(config)  # zero.Init while it lives
+    zero_init = HfDeepSpeedConfig(config)  # zero.Init is in force while this object lives
     model = train.build_model(shape, config)
     engine, *_ = ds_vertical.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     size = engine.train_micro_batch_size_per_gpu(), options.tokens
@@ -92,7 +92,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """One rank, under the launcher."""
+    """What one rank runs, started by the launcher."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed_config", type=Path, required=True)
     parser.add_argument("--model", required=True)

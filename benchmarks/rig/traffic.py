@@ -1,16 +1,16 @@
-"""How many bytes a step brings into one host over the link, by the calls that the step makes."""
+"""How many bytes a step brings into one host over the link, computed from the collectives of the step."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-# Frames and acknowledgements of TCP over this link, and the barriers: seen, not derived
+# Share that frames, TCP's acknowledgements and barriers add on this link: measured, not derived
 OVERHEAD: Final = 0.02
 
 
 def scheduled_bytes(engine: Any) -> dict[str, int]:
-    """Of the last step of a vertical engine: `gathered`, full parameters that it gathered, and `reduced`, full gradients that
-    it reduced, in bytes, the padding of shards included."""
+    """Bytes of the last step of a vertical engine, with the padding of shards: `gathered` counts the full parameters that it
+    gathered, `reduced` the full gradients that it reduced."""
     import torch
 
     world_size = torch.distributed.get_world_size()
@@ -29,7 +29,7 @@ def scheduled_bytes(engine: Any) -> dict[str, int]:
 
 
 def flat_inbound(scheduled: dict[str, int], world_size: int) -> float:
-    """Bytes into one of two hosts where all ranks are one group, over gloo. Its rings have one edge into each host. A gather
-    sends all but one share over it. A reduction is an all-reduce to gloo, so it sends as much twice."""
+    """Bytes into one of two hosts where all ranks are one group, over gloo. gloo's ring has one edge into each host. A gather
+    sends all ranks' shares but one over that edge. gloo reduces by an all-reduce, which sends as much twice."""
     share = (world_size - 1) / world_size
     return share * (scheduled["gathered"] + 2 * scheduled["reduced"])

@@ -1,16 +1,19 @@
 """The norm of a gradient in host memory: stock's bits, without stock's fp64 copy of a large gradient.
 
-[Note: torch's order] Stock copies a gradient to fp64 and calls `norm(2)`. On the CPU torch adds the squares up in as many lanes
-as a vector register has fp64 numbers: number i in lane i modulo their count, one after the other. Then it adds the lanes, the
-first one first, and the elements that fill no register. The square of an fp32, bf16 or fp16 number is exact in fp64, so the
-order of the additions decides all bits, and the root: torch's own of a single number need not be the nearest one.
+[Note: torch's order] Stock copies a gradient to fp64 and calls `norm(2)`. On the CPU torch then adds up the squares in several
+lanes, as many as a vector register has fp64 numbers. With 4 lanes the squares of elements 0, 4, 8, ... are added one after the
+other in lane 0. At the end torch adds the lanes, the first one first, and then the elements that fill no register. The square
+of an fp32, bf16 or fp16 number is exact in fp64. So only two things decide the bits: the order of the additions, and the root.
+The root is `math.sqrt` here, since torch's own root of a single number need not be the nearest one.
 
-Here a large gradient is squared piece by piece, and `vector_norm(1)` adds each lane's squares up, which it does one after the
-other and without a root. The sums so far stand in front of each next piece: the first addition is to 0, and exact. That takes
-some three times as long as the norm of a copy, so a small gradient is copied as in stock.
+Here a large gradient is squared piece by piece. `vector_norm(1)` adds up each lane's squares one after the other, and takes no
+root. The lanes' sums so far stand in front of each next piece, so the additions go on where they were. (`vector_norm` begins
+with 0, and adding the first number to 0 is exact.) That takes some three times as long as the norm of a copy, so a small
+gradient is copied as in stock.
 
-torch's order is no promise. `num_lanes` compares both ways once, on numbers whose sum shows each other order that was tried;
-where none fits, or the sum is not fp64, every gradient is copied.
+torch does not promise this order. So `num_lanes` compares both ways once for each number of threads, on numbers whose sum
+differs for each other order that was tried. Where no number of lanes fits, or stock's norm is not in fp64, every gradient is
+copied.
 """
 
 from __future__ import annotations
@@ -34,10 +37,11 @@ _EXACT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose squares 
 
 
 class NormMemory:
-    """Host memory for the norms of gradients: for a copy in fp64, or for a large one's squares.
+    """Host memory for the norms of gradients: for a small gradient's copy in fp64, or for the squares of a large one's piece.
 
-    Kept from one gradient to the next, where each new mapping would be zeroed page by page; `clear` gives it up at the step's
-    end. Mapped and not allocated: the C library's heap would keep every copy's memory below the small tensors that live on.
+    It is kept from one gradient to the next, since the kernel would zero each new mapping page by page. `clear` gives it up at
+    the step's end. It is mapped and not allocated: the C library's heap could not give a copy's memory back while small tensors
+    above it live on.
     """
 
     def __init__(self) -> None:
@@ -53,14 +57,14 @@ class NormMemory:
         return total**0.5
 
     def _norm(self, part: torch.Tensor) -> torch.Tensor:
-        """Of what stock copies at a time."""
+        """The norm of a part of a gradient that stock copies at a time."""
         lanes = num_lanes() if part.dtype in _EXACT and part.numel() > NORM_COPIED else None
         if lanes is None:
             return self._memory(part.numel(), get_norm_dtype()).copy_(part).norm(2)
         return self.root_of_squares(part, lanes)
 
     def root_of_squares(self, part: torch.Tensor, lanes: int) -> torch.Tensor:
-        """`part.double().norm(2)` where torch adds in so many lanes. 0-d."""
+        """What `part.double().norm(2)` gives where torch adds in `lanes` lanes. 0-d."""
         rows, whole = _PIECE // lanes, part.numel() - part.numel() % lanes
         memory = self._memory((rows + 1) * lanes, torch.float64).view(rows + 1, lanes)
         sums = torch.zeros(lanes, dtype=torch.float64)
@@ -75,7 +79,7 @@ class NormMemory:
         return torch.tensor(math.sqrt(total), dtype=torch.float64)
 
     def _memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """So many numbers, of undefined values."""
+        """`numel` numbers, of undefined values."""
         num_bytes = numel * dtype.itemsize
         if self._bytes is None or self._bytes.numel() < num_bytes:
             self._bytes = None  # before the larger one is mapped
@@ -85,18 +89,19 @@ class NormMemory:
         return self._bytes[:num_bytes].view(dtype)
 
     def clear(self) -> None:
-        """Unmap."""
+        """Give the memory up."""
         self._bytes = None
 
 
 def num_lanes() -> int | None:
-    """In how many lanes torch adds here, with the threads that it has now; None where norms are taken of a copy."""
+    """In how many lanes torch adds here, with as many threads as it has now; None where every norm is taken of a copy."""
     return _found_lanes(torch.get_num_threads()) if get_norm_dtype() is torch.float64 else None
 
 
 @functools.cache
 def _found_lanes(num_threads: int) -> int | None:
-    """`num_threads`: of this thread. Random numbers of very different sizes: each order has a sum of its own."""
+    """`num_threads`: torch's number of threads now. Compares on random numbers of very different sizes, whose sum differs with
+    the order of the additions."""
     generator = torch.Generator().manual_seed(0)
     samples = []
     for numel in (1_003, 32_768, 150_007):
@@ -109,5 +114,5 @@ def _found_lanes(num_threads: int) -> int | None:
 
 
 def copied_bytes(largest: int) -> int:
-    """Bytes of `NormMemory` for gradients of up to `largest` elements."""
+    """Bytes that `NormMemory` takes for gradients of up to `largest` elements."""
     return min(largest, NORM_ELEMENTS if num_lanes() is None else NORM_COPIED) * get_norm_dtype().itemsize

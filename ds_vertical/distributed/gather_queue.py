@@ -1,13 +1,15 @@
 """Gathers of units over the ranks, in the order in which the units are fetched.
 
-[Note: gathers in flight] A gather can begin once the rank's own shards are in memory, and the unit's first use waits for its
-end. Between the two the rank computes. So ahead of each event of a schedule the queue looks whether the shards of the next unit
-have come, and issues that gather. When they come differs from rank to rank, while the ranks' collectives must be issued in one
-order. So gathers are issued in the order of the fetches and in a process group of their own: whatever else a rank issues
-meanwhile cannot come between.
+[Note: gathers in flight] A gather can begin once the rank's own shards of the unit are in memory. The unit's first use waits
+for the gather's end. Between the two the rank computes. So ahead of each event of a schedule the queue looks whether the shards
+of the next unit have come. If they have, it issues that gather.
 
-With one rank there is nothing to keep in order, and each unit goes to the device when it is used. So it does on a device that
-computes while the host goes on: there the gather is issued while the device is busy with what was issued before.
+Shards come at another moment on each rank, while all ranks must issue their collectives in one order. So a rank issues gathers
+in the order of its fetches, which all ranks share, and in a process group for gathers alone: no other collective that a rank
+issues meanwhile can come between them.
+
+With one rank there is no order to keep, and each unit goes to the device when it is used. With several ranks on a GPU a gather
+is issued when its unit is used, too: the GPU is then still busy with what the host issued before.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class UnitGather:
-    """One unit's. `issue`: waits for its shards, starts the collective, and returns what waits for that; `is_ready`: whether
-    the shards have come. `wait`: of a gather that has been issued."""
+    """The gather of one unit.
+
+    `issue` waits for the rank's shards, starts the collective, and returns a function that waits for the collective's end.
+    `is_ready` says whether the shards have come. `wait` is what `issue` has returned; None until then.
+    """
 
     issue: Callable[[], Callable[[], None]]
     is_ready: Callable[[], bool]
@@ -32,10 +37,10 @@ class UnitGather:
 
 
 class GatherQueue:
-    """See [Note: gathers in flight]. `in_order`: there are several ranks; `early`: a gather may be issued before its unit is
+    """See [Note: gathers in flight]. `in_order`: there are several ranks. `early`: a gather may be issued before its unit is
     used.
 
-    `num_issued`: gathers so far. It counts what has been issued, whoever waits for it: the other ranks can complete that.
+    `num_issued`: gathers that this rank has issued so far, complete or not. The other ranks can complete those without it.
     """
 
     def __init__(self, in_order: bool, early: bool) -> None:
@@ -45,16 +50,16 @@ class GatherQueue:
         self.num_issued = 0
 
     def add(self, gather: UnitGather) -> None:
-        """A unit has been fetched."""
+        """Queue the gather of a unit whose fetch has begun."""
         self._next.append(gather)
 
     def advance(self) -> None:
-        """Issue the gathers whose turn it is and whose shards have come. Raises what their reads have failed with."""
+        """Issue the gathers at the front of the queue whose shards have come. Raises what their reads have failed with."""
         while self._early and self._next and self._next[0].is_ready():
             self._issue_one(self._next[0])
 
     def beside(self, work: Callable[[T], R]) -> Callable[[T], R]:
-        """`work`, beside which the gathers are under way that can be issued ahead of it."""
+        """A function that first issues the gathers whose shards have come, and then does `work` while they are under way."""
 
         def work_beside(given: T) -> R:
             self.advance()
@@ -63,15 +68,15 @@ class GatherQueue:
         return work_beside
 
     def complete(self, gather: UnitGather) -> None:
-        """Return when the unit's parameters are whole. Raises what reads have failed with: another unit's too, whose turn is
-        before."""
+        """Return when the unit's parameters are whole. Gathers that stand before it in the queue are issued first. Raises what
+        reads have failed with, those of such units too."""
         while gather.wait is None:
             self._issue_one(self._next[0] if self._in_order else gather)
         gather.wait()
 
     def issue_all(self) -> None:
-        """The pass ends here, on all ranks: so that each has issued the same gathers, issue those of all units fetched. Raises
-        what reads have failed with."""
+        """Issue the gathers of all units fetched. All ranks call this where a pass ends early, so that each has issued the same
+        gathers. Raises what reads have failed with."""
         while self._in_order and self._next:
             self._issue_one(self._next[0])
 

@@ -1,12 +1,12 @@
-"""Which hosts are alive: one that has lost its power or its network tells nobody.
+"""Which hosts are alive. A host that loses its power or its network can tell nobody: the others must notice its silence.
 
-[Note: who judges] Every rank counts its host's number up in the process group's store, once a second. The store lies in the
-process of rank 0, which alone reads the numbers: the store's work does not grow with the square of the hosts. A host is lost
-when its number stands still. The other ranks hear of that in the log of failures. They themselves judge only rank 0's host: it
-is lost when the store does not answer.
+[Note: who judges] Once a second every rank adds 1 to its host's number in the process group's store. The store lies in the
+process of rank 0. Rank 0 alone reads the numbers, so that the store's work does not grow with the square of the hosts. Rank 0
+takes a host for lost when the host's number stands still. The other ranks read that in the log of failures. They judge only
+rank 0's host by themselves: it is lost when the store does not answer.
 
 [Note: a patient clock] A process that was stopped for a while (by a debugger, or with its whole machine) has heard nothing
-meanwhile, and that is nobody's silence. So the clock here advances at a tick of the watch, by a second at most.
+meanwhile, although no host was silent. So the clock here goes on only at a tick of the watch, and by a second at most.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ds_vertical.distributed.host_peers import Store
 from ds_vertical.io.runs.this_host import host_id
 
 BEAT_S: Final = 1.0
-SILENCE_S: Final = 10.0  # after which a host is lost; a link that comes back within 5 s is used again 1 to 4 s later
+SILENCE_S: Final = 10.0  # of silence, and a host is lost; a link that comes back within 5 s is used again 1 to 4 s later
 DOUBT_S: Final = 3.0  # the same once a collective has failed: its connections are closed already
 _TICK_S: Final = 1.0
 _ALWAYS: Final = 1 << 62  # a section that is never settled
 
 
 class HostBeats:
-    """This rank's part in the hosts' heartbeats, see the notes above. `exchange` is called on the thread that makes all calls
-    of the store, which may wait there for ever; `tick` and `lost` on one that does not.
+    """This rank's part in the hosts' heartbeats, see the notes above. One thread makes all calls of the store, and may wait in
+    them for ever: it calls `exchange`. The thread of the watch never waits for the store: it calls `tick` and `lost`.
 
-    `hosts`: the ids of all ranks' hosts, in the order of the ranks; empty until all have introduced themselves.
+    `hosts`: the ids of all ranks' hosts, in the order of the ranks; empty until all ranks have introduced themselves.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, host: str = "") -> None:
@@ -45,9 +45,9 @@ class HostBeats:
         self.hosts: list[str] = []
         self._names: dict[str, str] = {}
         self._ticked, self._clock = time.monotonic(), 0.0
-        self._beaten = self._answered = 0.0  # of the clock
+        self._beaten = self._answered = 0.0  # when this rank last beat, and the store last answered, by `_clock`
         self._numbers: dict[str, tuple[int, float]] = {}  # by host: its number, and since when it stands
-        self._closed = False  # the store, by the other side
+        self._closed = False  # whether the store's thread has found the store closed
         self._reported: set[str] = set()
         self._silence_s = SILENCE_S
 
@@ -58,8 +58,9 @@ class HostBeats:
 
     @contextlib.contextmanager
     def doubt(self) -> Iterator[float]:
-        """A block in which a shorter silence is suspicious: a collective has failed by an error of the network. Gives for how
-        many seconds a lost host may turn out as the cause; a rank 0 without such an error finds it by the longer limit."""
+        """A block in which a shorter silence is enough, since a collective has failed by an error of the network. Gives the
+        seconds within which a lost host may turn out to be the cause: rank 0 may have no such error, and then judges by the
+        longer limit."""
         self._silence_s = DOUBT_S
         try:
             yield SILENCE_S + 3 * BEAT_S if self.are_several else 0.0
@@ -67,7 +68,7 @@ class HostBeats:
             self._silence_s = SILENCE_S
 
     def tick(self) -> None:
-        """Let the clock advance; called several times a second."""
+        """Let the clock go on; the watch calls this several times a second."""
         now = time.monotonic()
         self._clock += min(now - self._ticked, _TICK_S)
         self._ticked = now
@@ -75,8 +76,8 @@ class HostBeats:
     # ---- the store's thread
 
     def exchange(self) -> None:
-        """Introduce this rank, beat, and read the others' numbers where that is this rank's part. Raises what the store raises:
-        RuntimeError, OSError."""
+        """Introduce this rank at the first call, and beat once a second; rank 0 also reads all hosts' numbers. Raises what the
+        store raises: RuntimeError, OSError."""
         if not self._introduced:
             self._store.set(f"host/{self._rank}", json.dumps([self._host, socket.gethostname()]))
             self._store.add("host/count", 1)
@@ -97,13 +98,13 @@ class HostBeats:
                 self._numbers[host] = number, self._clock
 
     def close(self) -> None:
-        """The store's thread has found the store closed, which rank 0's process has had."""
+        """Note that the store is closed. The store's thread calls this; the store lay in rank 0's process."""
         self._closed = True
 
     # ---- the watch's thread
 
     def lost(self, ended: Collection[int]) -> list[RankReport]:
-        """Reports of the ranks on hosts that are lost, but those `ended`; of each host once."""
+        """Reports of the ranks on lost hosts, without the ranks `ended`. Each host is reported once."""
         if not self.are_several:
             return []
         found: list[RankReport] = []

@@ -345,20 +345,29 @@ _TITLES = {
 }
 _HEADING = """# Which model types of transformers {version} train layer-major, and how exactly?
 
-Find your type below: "exact" has the bits of plain autograd, "to rounding" differs by what is
-named, "refused" ends with the message that is quoted. "Once `layers` names the layers": without that
-the run is refused, and the message says what to write; the table has the lists that were named.
+Find your type below.
+
+- "Exact": losses, gradients and buffers have the bits of plain autograd.
+- "To rounding": they differ by what the table names.
+- "Refused": the run ends with the message that the table quotes.
+- "Once `layers` names the layers": the run is refused until the JSON's `layers` names the lists of
+  blocks. The refusal says what to write, and the table has the lists that were named.
 
 {date}, tried at {commits}.
-Each of the {count} types is made small by `tests/support/small.py`: a class with a head where it has one,
-fp32, dropout on, two micro-batches of two samples with the images and sounds that the model takes
-(`tests/support/small_inputs.py`). It runs layer-major (`ds_vertical.engine.handlers`; all weights
-but those of the units in use overwritten by NaN) and as plain autograd does it, with what decides
-stock's bits on both sides: ZeRO-3's own linear, and identity nodes where its hooks put them. Losses,
-summed gradients and buffers are compared.
+Each of the {count} types is made small by `tests/support/small.py`, with a head where it has one, in
+fp32 and with dropout. It gets two micro-batches of two samples, with the images and sounds that it
+takes (`tests/support/small_inputs.py`). It runs once layer-major (`ds_vertical.engine.handlers`),
+while all weights but those of the units in use are overwritten by NaN. It runs once more as plain
+autograd does it. Both runs have what decides stock's bits: ZeRO-3's own linear, and identity nodes
+where stock's hooks put them. Losses, summed gradients and buffers are compared.
 
-`python tests/support/sweep.py OUT.jsonl` and `python tests/support/sweep.py OUT.jsonl --table docs/families.md`
-make this file; `tests/parity/test_kinds.py` holds types of each kind against real stock."""
+Two commands make this file; `tests/parity/test_kinds.py` holds types of each kind against real
+stock:
+
+```bash
+python tests/support/sweep.py OUT.jsonl
+python tests/support/sweep.py OUT.jsonl --table docs/families.md
+```"""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Whether all hosts see one `save_dir`: ranks write to one folder, which rank 0 makes and switches."""
+"""Check that all hosts see one `save_dir`: all ranks write into one folder, which rank 0 makes and puts in place."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_seen(path: Path, save_dir: Path, makers_host: str) -> None:
 
 
 def check_at_start(save_dir: Path) -> None:
-    """Let all ranks look for a file that rank 0 writes into `save_dir`, and removes. The folder is made where there is none.
-    Where all ranks are on one host nothing is done. Collective.
+    """Let all ranks look for a file that rank 0 writes into `save_dir` and removes again. Rank 0 makes the folder where there
+    is none. Does nothing where all ranks are on one host. Collective.
 
     Raises CheckpointError, OtherRankError; on rank 0 OSError.
     """

@@ -1,8 +1,9 @@
 """Gradients of one unit at a time: averaged over the ranks, their norms noted, and held until their step.
 
-[Note: reductions in flight] With several ranks a unit's REDUCE copies the sums and issues the collectives, in a process group
-of their own. What waits for them, the unit's early step for one, stands behind the next unit's backward (`place_behind`). The
-reduction is under way in that backward, in which one unit's gradients are in memory besides the sums.
+[Note: reductions in flight] With several ranks the event REDUCE of a unit copies the unit's sums and issues the collectives, in
+a process group for reductions alone. The events that need the result, such as the unit's early STEP, stand behind the next
+unit's backward (`place_behind`). So the reduction is under way during that backward. Meanwhile the copies are in memory besides
+the next unit's sums: one unit's gradients. With `overlap: false` the executor waits for each REDUCE at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _Reduction = tuple[Sequence[nn.Parameter], Callable[[], list[torch.Tensor]]]  # 
 class UnitReductions:
     """What the event REDUCE of a schedule calls.
 
-    `num_reductions`: collectives so far in which this rank has reduced gradients. `norm_memory`: for the norms of a step.
+    `num_reductions`: collectives that this rank has issued so far to reduce gradients. `norm_memory`: host memory in which the
+    norms of a step are computed.
     """
 
     def __init__(self, optimizer: ChunkedStage3, gradients: HeldGradients) -> None:
@@ -39,12 +41,12 @@ class UnitReductions:
     def reduce_unit(
         self, unit: Unit, sums: Iterator[torch.Tensor], flat: torch.Tensor | None, give_back: Callable[[torch.Tensor], None]
     ) -> bool:
-        """Average a unit's summed gradients over the ranks and hold each rank's share until its step: with one rank at once,
-        else when `reducing` is waited for.
+        """Average a unit's summed gradients over the ranks, and hold this rank's share until its step. With one rank that is
+        done on return. With several it is done when the ticket of `reducing` has been waited for.
 
-        `sums`: one flat sum per parameter of `in_chunk_order(unit)`, in the accumulation dtype (overwritten), all of them
-        neighbours in `flat`; without it each is taken, reduced, copied and given up ahead of the next. Returns whether `flat`
-        itself is held now: then it goes to `give_back`, from any thread.
+        `sums`: one flat sum per parameter of `in_chunk_order(unit)`, in the accumulation dtype (overwritten). All sums are
+        neighbours in `flat`. Where `flat` is None, each sum is taken, copied and given up ahead of the next one. Returns
+        whether `flat` itself is held now. Then it goes to `give_back` after the step, from any thread.
         """
         if not self._optimizer.in_chunk_order(unit):
             return False
@@ -60,7 +62,7 @@ class UnitReductions:
         return False
 
     def reducing(self, unit: Unit) -> Ticket | None:
-        """Once after `reduce_unit`: what waits for the unit's gradients from the other ranks; None with one rank."""
+        """The ticket that waits for the unit's reduction; None with one rank. To be asked for once after `reduce_unit`."""
         return self._under_way.pop(unit, None)
 
     def _start(self, unit: Unit, sums: Iterator[torch.Tensor]) -> Iterator[_Reduction]:
@@ -74,7 +76,7 @@ class UnitReductions:
             raise RuntimeError(f"unit {unit} has more sums than parameters")
 
     def _shares(self, reductions: Iterable[_Reduction]) -> Iterator[torch.Tensor]:
-        """This rank's share of each sum, one after the other; its norm is noted."""
+        """This rank's share of each sum, one after the other. Notes each share's norm."""
         for params, finish in reductions:
             shares = finish()
             for param in params:
