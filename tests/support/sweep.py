@@ -353,7 +353,8 @@ Find your type below.
 - "Once `layers` names the layers": the run is refused until the JSON's `layers` names the lists of
   blocks. The refusal says what to write, and the table has the lists that were named.
 
-The table was made on {date}. The types were tried at commits {commits}.
+The table was made on {date}.
+The types were tried at commits {commits}.
 
 Each of the {count} types is made small by `tests/support/small.py`, with a head where it has one, in
 fp32 and with dropout. It gets two micro-batches of two samples, with the images and sounds that it
