@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from deepspeed import comm as dist
 from deepspeed import init_distributed
 from deepspeed.accelerator import get_accelerator as _get_accelerator
-from deepspeed.constants import default_pg_timeout
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "default_pg_timeout",
     "device_name",
     "device_room",
     "dist",

@@ -195,7 +195,7 @@ CALLED: Final[Mapping[str, Rows]] = {
         ("is_invalid_grad_norm", "compat.zero_optimizer", "norm"),
     ),
     "deepspeed.runtime.zero.utils": (
-        ("get_norm_dtype", "compat.zero_optimizer", ""),
+        ("get_norm_dtype", "compat.gradient_norm", ""),
         ("apply_to_tensors_only", "compat.zero_params", "function, value, warning_msg_fn=..."),
     ),
     "deepspeed.runtime.swap_tensor.aio_config": (("get_aio_config", "compat.stock_config", "param_dict"),),

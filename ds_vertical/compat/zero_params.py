@@ -161,18 +161,19 @@ def bind_shard(param: ZeroParam, shard: torch.Tensor) -> None:
 def guard_parameters(
     params: Iterable[ZeroParam],
     before: Callable[[], None],
+    gathering: Callable[[], None],
     writing: Callable[[Iterable[ZeroParam]], None],
     written: Callable[[Iterable[ZeroParam]], None],
 ) -> None:
     """Call `before` ahead of every gather of these parameters and every read or write of their shards' files by stock;
-    ahead of a write call then `writing` with the parameters, after it `written`.
+    ahead of a gather call then `gathering`, ahead of a write `writing` with the parameters, after it `written`.
 
     Users reach the weights in many ways (GatheredParameters, a direct call of the model, saving, loading); all of them end
     in a parameter's own closures or in the swapper that they share.
     """
     for param in params:
         for name in ("all_gather", "all_gather_coalesced"):
-            setattr(param, name, _after(before, getattr(param, name)))
+            setattr(param, name, _after(before, _after(gathering, getattr(param, name))))
     swappers = {id(s): s for param in params if (s := getattr(param, "nvme_swapper", None)) is not None}
     for swapper in swappers.values():
         for name in ("swap_in", "swap_into_buffer"):
@@ -222,7 +223,7 @@ def gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None) -> li
 
 
 def start_gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None) -> Callable[[], None]:
-    """Start to assemble the full parameters on the device; returns what waits for them. The shards may be overwritten at once.
+    """Start to assemble the full parameters on the device; returns what waits for them. Until then the shards stay as they are.
     `group`: of all ranks, for the collective; None: DeepSpeed's own, in which other code has collectives, too."""
     groups = [param.ds_process_group for param in params]
 

@@ -73,6 +73,7 @@ class CollectiveReplay:
         self._only_gathers = only_gathers
         self._before = self._counts()
         self._decided = False  # no gather, reduction or vote is left, or the ranks are about to decide
+        self._leaves = False  # all ranks have voted to leave the pass
         self._over = False  # the ranks leave the pass together, or all raise
 
     @contextlib.contextmanager
@@ -81,6 +82,10 @@ class CollectiveReplay:
         self._decided = self._over = True
         yield
         self._over = False
+
+    def leave(self) -> None:
+        """All ranks have voted to leave the pass: no vote is left, and no gather of what is fetched later."""
+        self._leaves = True
 
     def conclude(self) -> None:
         """The end of a pass, or where all leave it: raises on all ranks if one has failed. Called again it does nothing."""
@@ -114,7 +119,7 @@ class CollectiveReplay:
     def _go(self, schedule: Schedule, overlap: bool) -> None:
         done = self._counts()
         done.subtract(self._before)
-        rest = _Rest(self._others, done, self._only_gathers)
+        rest = _Rest(self._others, done, self._only_gathers, self._leaves)
         try:
             Executor(rest.handlers(), overlap=overlap).run(schedule)
         except _ReachedEndError:
@@ -122,12 +127,14 @@ class CollectiveReplay:
 
 
 class _Rest:
-    """The collectives of a pass that this rank has not begun. `done`: how many of each kind it has."""
+    """The collectives of a pass that this rank has not begun. `done`: how many of each kind it has. `leaves`: all ranks leave at
+    the last vote of those."""
 
-    def __init__(self, others: Others, done: Counter[str], only_gathers: bool) -> None:
+    def __init__(self, others: Others, done: Counter[str], only_gathers: bool, leaves: bool) -> None:
         self._others = others
         self._done = done
         self._only_gathers = only_gathers
+        self._leaves = leaves
         self._fetched: list[Unit] = []  # whose gather this rank has not issued; the others do so where they use it, or before
 
     def handlers(self) -> dict[Op, Handler]:
@@ -149,7 +156,10 @@ class _Rest:
                 self._others.reduce(_unit(event), number)
 
     def vote(self, _: Event) -> None:
-        if not self._only_gathers and not self._is_done("votes") and self._others.vote():
+        if self._only_gathers:
+            return
+        is_last = self._done["votes"] == 1
+        if (self._leaves and is_last) if self._is_done("votes") else self._others.vote():
             while self._fetched:  # the others issue what they have fetched before they leave
                 self._gather(self._fetched[-1])
             self.reach()

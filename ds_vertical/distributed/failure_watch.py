@@ -34,6 +34,7 @@ POLL_S: Final = 0.2
 HEARD_S: Final = 2.0  # to wait until all other ranks have read a report, before a process may end and the store with it
 PATIENCE_S: Final = 3.0  # to wait for the cause of a collective's error: a killed process is not gone at once
 GRACE_S: Final = 10.0  # for a rank to leave a collective by itself once another one has failed
+UNREAD_S: Final = 5.0  # for the store to say what a rank has written that is gone
 LOST_GRACE_S: Final = 1.0  # the same once a host is lost: nobody there wakes it
 _ENDS: Final = ("failed", "gone", "lost")  # of another rank: what may be the cause of an error here
 _ALWAYS: Final = 1 << 62  # a section that is never settled
@@ -60,6 +61,8 @@ class FailureWatch:
         self._inside: list[str] = []
         self._failed = False  # in the last section, and has not gone on
         self._stuck_since: float | None = None
+        self._num_begun = self._num_ended = 0  # exchanges of reports
+        self._seen_dead: dict[int, tuple[int, float]] = {}  # by rank: exchanges begun by then, and when that was
         self._closing = False
         names = {"ds_vertical store": self._exchange, "ds_vertical ranks": self._watch}
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in names.items()]
@@ -148,6 +151,7 @@ class FailureWatch:
     def _exchange(self) -> None:
         """Until `close`, or until the store is gone: exchange reports and heartbeats, sleep."""
         while self.log.is_open:
+            self._num_begun += 1
             try:
                 self.peers.introduce()
                 self.log.exchange()
@@ -156,6 +160,7 @@ class FailureWatch:
             except (RuntimeError, OSError):  # torch raises several kinds of the first
                 self.log.is_open = False
                 self.beats.close()
+            self._num_ended = self._num_begun
             with self._changed:
                 self._changed.notify_all()
                 if self._closing and not self.log.has_unsent:
@@ -171,13 +176,19 @@ class FailureWatch:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._closing, POLL_S)
 
+    def _is_read(self, rank: int) -> bool:
+        """Whether this rank has read what a rank may have written before it died, or cannot read it: its own words come first."""
+        begun, since = self._seen_dead.setdefault(rank, (self._num_begun, time.monotonic()))
+        return self._num_ended > begun or not self.log.is_open or time.monotonic() - since > UNREAD_S
+
     def _look(self) -> None:
         """See which ranks of this host have died and which hosts are lost, and end this process where it has waited for such a
         rank, or for one that failed, for as long as that one's kind of end allows."""
         with self._changed:
             ended = {entry.rank for entry in self.log.entries if entry.kind != "failed" or entry.section > self._settled}
             for rank, process in self.peers.gone(ended):
-                self.log.entries.append(RankReport(rank, "gone", _ALWAYS, "", f"pid {process.pid}"))
+                if self._is_read(rank):
+                    self.log.entries.append(RankReport(rank, "gone", _ALWAYS, "", f"pid {process.pid}"))
             for report in self.beats.lost(ended):
                 if self._rank == 0:  # for all ranks to read, this one among them
                     self.log.send(report, 0.0)

@@ -47,6 +47,8 @@ class GatherQueue:
         self._in_order = in_order
         self._early = early
         self._next: deque[UnitGather] = deque()
+        self._in_flight: list[UnitGather] = []
+        self._is_issuing = False
         self.num_issued = 0
 
     def add(self, gather: UnitGather) -> None:
@@ -73,6 +75,16 @@ class GatherQueue:
         while gather.wait is None:
             self._issue_one(self._next[0] if self._in_order else gather)
         gather.wait()
+        self.forget(gather)
+
+    def settle(self) -> None:
+        """Have whole what is fetched: other code is about to gather parameters in the middle of a pass, on all ranks. Whether a
+        unit's gather has been issued by then may differ from rank to rank. Called within a gather's own `issue` it does
+        nothing."""
+        if not self._is_issuing:
+            self.issue_all()
+            for gather in list(self._in_flight):
+                self.complete(gather)
 
     def issue_all(self) -> None:
         """Issue the gathers of all units fetched. All ranks call this where a pass ends early, so that each has issued the same
@@ -80,11 +92,24 @@ class GatherQueue:
         while self._in_order and self._next:
             self._issue_one(self._next[0])
 
+    def forget(self, gather: UnitGather) -> None:
+        """Nobody waits for a gather any more. In flight it keeps its memory until it is complete."""
+        for queue in (self._next, self._in_flight):
+            if gather in queue:
+                queue.remove(gather)
+
     def clear(self) -> None:
-        """Forget the units. A gather in flight keeps its memory until it is complete."""
+        """Forget all gathers."""
         self._next.clear()
+        self._in_flight.clear()
+        self._is_issuing = False
 
     def _issue_one(self, gather: UnitGather) -> None:
-        gather.wait = gather.issue()
+        self._is_issuing = True
+        try:
+            gather.wait = gather.issue()
+        finally:
+            self._is_issuing = False
         self.num_issued += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
         self._next.remove(gather)
+        self._in_flight.append(gather)

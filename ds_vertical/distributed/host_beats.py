@@ -111,8 +111,10 @@ class HostBeats:
         first = self.hosts[0]
         if self._rank == 0:
             for host, (_, since) in list(self._numbers.items()):
-                if host != self._host and self._clock - since > self._silence_s:
+                if host != self._host and self._answered - since > self._silence_s:
                     found += self._report(host, f"has said nothing for {self._silence_s:.0f} s", ended)
+        elif self._host != first and self._closed and 0 in ended:
+            return []  # the store has gone with rank 0, which had said that it ends
         elif self._host != first and self._closed:
             found += self._report(first, "has closed the store of the process group, without a word of rank 0", ended)
         elif self._host != first and self._clock - self._answered > self._silence_s:

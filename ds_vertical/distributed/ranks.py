@@ -14,7 +14,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 import torch
 
 from ds_vertical.compat import accelerator
-from ds_vertical.compat.accelerator import default_pg_timeout, dist, init_distributed
+from ds_vertical.compat.accelerator import dist, init_distributed
 from ds_vertical.distributed.failure_watch import FailureWatch, end_process
 from ds_vertical.errors import OtherRankError
 from ds_vertical.io.runs import run_dir
@@ -41,12 +41,16 @@ def world_size() -> int:
 
 def own_group(purpose: str) -> torch.distributed.ProcessGroup | None:
     """A process group of all ranks, in which nothing but the collectives of one purpose is issued; None with one rank.
-    Collective, at the first call for a purpose."""
+    Collective, at the first call for a purpose. Its collectives may take as long as those of the group that there is. On a GPU
+    it is that group: kernels of several NCCL communicators would have to be ordered alike on all ranks."""
     if world_size() == 1:
         return None
+    whole = torch.distributed.distributed_c10d._get_default_group()
+    if accelerator.device_name() != "cpu":
+        return whole
     store = torch.distributed.distributed_c10d._get_default_store()
     if purpose not in _groups or _groups[purpose][0] is not store:
-        made = torch.distributed.new_group(timeout=default_pg_timeout)
+        made = torch.distributed.new_group(timeout=whole._get_backend(torch.device("cpu")).options._timeout)
         assert isinstance(made, torch.distributed.ProcessGroup)  # this rank is in it
         _groups[purpose] = store, made
     return _groups[purpose][1]

@@ -159,7 +159,8 @@ class Assembly:
         begin = partial(host.serve_device, self._device, ranks.ranks_on_these_cores())
         self.optimizer.start_pipeline(self._new_queue, params.updates, self.tracer, begin)
         every = [param for members in self.layers.units.values() for param in members]
-        zero_params.guard_parameters(every, self.optimizer.flush, params.files.note_writing, params.files.note_write)
+        written = params.files.note_writing, params.files.note_write
+        zero_params.guard_parameters(every, self.optimizer.flush, params.gathers.settle, *written)
 
     def open_gradients(self, pairs: bool) -> GradientStore:
         """The sums of the micro-batches' gradients. `pairs`: the memory budget has room for gradients that wait."""

@@ -291,6 +291,8 @@ class _Pass:
         unit = _unit(event)
         self.params.release(unit, not isinstance(unit, int) and self._coming[unit] > 0)
         if self.leave():
+            if self.replay is not None:
+                self.replay.leave()
             self.params.gathers.issue_all()
             if self.replay is not None:
                 self.replay.conclude()
@@ -476,11 +478,7 @@ class _Checking(_WithBackward):
 
     def handlers(self) -> dict[Op, Handler]:
         nothing: dict[Op, Handler] = dict.fromkeys(Op, lambda _: None)
-        return nothing | super().handlers() | {Op.HEAD: self.head, Op.B: self.backward, Op.NORM: self.norm}
-
-    def norm(self, _: Event) -> None:
-        if self.replay is not None:
-            self.replay.conclude()
+        return nothing | super().handlers() | {Op.HEAD: self.head, Op.B: self.backward}
 
     def backward(self, event: Event) -> None:
         micro_batch = self.micro_batch(event)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ds_vertical.compat import pinned_memory, zero_params
+from ds_vertical.distributed.gather_queue import UnitGather
 from ds_vertical.io import files
 from ds_vertical.io.aio import DiskQueue, Transfer
 from ds_vertical.io.buffers import BufferPool, HostBuffer
@@ -245,6 +246,7 @@ class Resident:
     buffer: HostBuffer | None
     partitioned: list[nn.Parameter]
     gathered: list[nn.Parameter]
+    gather: UnitGather | None = None
 
     @property
     def is_read(self) -> bool:

@@ -233,11 +233,20 @@ class ParamStore:
         if missing:
             buffer = self._take(unit)
         partitioned = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
-        self._resident[unit] = resident = Resident(buffer, partitioned, [])
-        gather = UnitGather(
+        resident = Resident(buffer, partitioned, [])
+        resident.gather = gather = UnitGather(
             lambda: self._gather(unit, shards, step), lambda: (step is None or step.is_over) and resident.is_read
         )
-        ticket = Ticket(f"fetch {unit}", lambda: self.gathers.complete(gather), sum(s.num_bytes for s in missing))
+        self._resident[unit] = resident
+
+        def arrive() -> None:
+            self.gathers.complete(gather)
+            left = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
+            if left:  # other code has given them up since the fetch, on all ranks
+                zero_params.gather(left)
+                resident.gathered += left
+
+        ticket = Ticket(f"fetch {unit}", arrive, sum(s.num_bytes for s in missing))
         if buffer is not None:
             self._read(unit, missing, buffer)
         self.gathers.add(gather)
@@ -303,9 +312,10 @@ class ParamStore:
             for shard in shards:
                 zero_params.bind_shard(shard.param, shard.view(resident.buffer.data))
         self._backlog.wait()
-        resident.gathered = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
-        if self._in_flight:
+        if self._in_flight:  # what was partitioned at the fetch, on all ranks alike
+            resident.gathered = list(resident.partitioned)
             return zero_params.start_gather(resident.gathered, self._group)
+        resident.gathered = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
         wait_copies = self._lane.run(lambda: zero_params.gather(resident.gathered, self._group))
         if resident.buffer is not None:
             resident.buffer.wait_copies = wait_copies
@@ -324,6 +334,8 @@ class ParamStore:
         """Give up the full parameters of a unit; its shards on SSD are unchanged. `comes_back`: a unit outside the layers
         is fetched once more before its values change, and its buffer keeps them. See [Note: versions]."""
         resident = self._resident[unit]
+        if resident.gather is not None:
+            self.gathers.forget(resident.gather)
         zero_params.partition(param for param in resident.gathered if not zero_params.is_persistent(param))
         if resident.buffer is not None and comes_back:
             self.ahead[unit] = Copy(resident.buffer, self.files.versions[unit])

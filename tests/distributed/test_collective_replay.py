@@ -147,7 +147,8 @@ def test_where_the_others_leave_a_step_the_one_that_failed_leaves_it_too(overlap
         assert ranks.agreed == [raised.value if fails_at[0] else None] and training.params.fetched == []
         return ranks.together
 
-    assert left(("", 0), 0) == (["gather pre", "gather 0", "gather 1"], ["vote"])
+    everything = ["gather pre", "gather 0", "gather 1"], ["vote"]
+    assert left(("", 0), 0) == left(("gather", 2), 0) == everything, "where what is fetched fails behind the vote, too"
     for leaves_at in (0, 3):
         expected = left(("", 0), leaves_at)
         assert expected[1].count("vote") == leaves_at + 1 and expected[1][-1] == "vote"

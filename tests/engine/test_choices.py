@@ -218,7 +218,8 @@ def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -
 
     def needed(share: float) -> int:
         forecast = forecast_of(replace(resolved, gradient_host_share=share))
-        return memory_budget.total_bytes(memory_budget.budget(forecast.shape, forecast.terms, forecast.further(7)), "host")
+        terms = replace(forecast.terms, pairs=False)  # what waits for its pair goes first
+        return memory_budget.total_bytes(memory_budget.budget(forecast.shape, terms, forecast.further(7)), "host")
 
     def chosen(allowed: int, section: Any = section, resolved: Any = resolved) -> float:
         return choose_gradient_tier(section, resolved, forecast_of, (allowed, 7)).gradient_host_share
