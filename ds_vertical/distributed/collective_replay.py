@@ -127,8 +127,8 @@ class CollectiveReplay:
 
 
 class _Rest:
-    """The collectives of a pass that this rank has not begun. `done`: how many of each kind it has. `leaves`: all ranks leave at
-    the last vote of those."""
+    """The collectives of a pass that this rank has not begun. `done`: how many of each kind it has begun. `leaves`: all ranks
+    leave at the last vote of those."""
 
     def __init__(self, others: Others, done: Counter[str], only_gathers: bool, leaves: bool) -> None:
         self._others = others

@@ -177,7 +177,8 @@ class FailureWatch:
                 self._changed.wait_for(lambda: self._closing, POLL_S)
 
     def _is_read(self, rank: int) -> bool:
-        """Whether this rank has read what a rank may have written before it died, or cannot read it: its own words come first."""
+        """Whether this rank has read what the other one may have written before it died, or cannot read it: that comes
+        first."""
         begun, since = self._seen_dead.setdefault(rank, (self._num_begun, time.monotonic()))
         return self._num_ended > begun or not self.log.is_open or time.monotonic() - since > UNREAD_S
 

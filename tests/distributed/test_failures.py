@@ -184,3 +184,16 @@ def test_a_process_is_known_among_all_of_its_pid() -> None:
     assert not found.is_alive()
     child.wait()
     assert not found.is_alive()
+
+
+def test_a_rank_that_has_died_is_gone_only_once_its_last_words_have_been_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late this rank comes to look: the store's answer is on its way when the process is seen dead."""
+    watch = pair.ranks[1]
+    exchanged, held = watch.log.exchange, threading.Event()
+    monkeypatch.setattr(watch.log, "exchange", lambda: (held.wait(2), exchanged())[1])
+    pair.fail(0, ValueError("no such batch"))
+    monkeypatch.setattr(watch.peers, "gone", lambda ended: iter([] if 0 in ended else [(0, watch.peers.processes[0])]))
+    threading.Timer(0.3, held.set).start()
+    assert "ValueError: no such batch" in pair.wait_for_ever(1)

@@ -97,3 +97,33 @@ def test_a_pass_that_failed_leaves_nothing_to_issue() -> None:
     queue.advance()
     queue.issue_all()
     assert log == []
+
+
+def test_other_codes_gather_finds_whole_what_is_fetched_on_every_rank() -> None:
+    """Whichever gathers have been issued by then; a gather's own call of the same code does not wait for itself."""
+    for is_there in (True, False):
+        log: list[str] = []
+        queue = GatherQueue(in_order=True, early=True)
+        a, b = fetched(queue, "ab", log)
+        a.is_there = is_there
+        issue = b.gather.issue
+
+        def issue_beside(issue: Callable[[], Callable[[], None]] = issue, queue: GatherQueue = queue) -> Callable[[], None]:
+            queue.settle()
+            return issue()
+
+        b.gather.issue = issue_beside
+        queue.advance()
+        queue.settle()
+        assert sorted(log) == ["issue a", "issue b", "wait a", "wait b"] and queue.num_issued == 2
+        queue.settle()
+        assert len(log) == 4
+
+
+def test_a_unit_that_is_given_up_is_gathered_no_more() -> None:
+    log: list[str] = []
+    queue = GatherQueue(in_order=True, early=True)
+    a, b = fetched(queue, "ab", log)
+    queue.forget(a.gather)
+    queue.complete(b.gather)
+    assert log == ["issue b", "wait b"]

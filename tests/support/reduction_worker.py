@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 
+from ds_vertical.compat.accelerator import init_distributed
 from ds_vertical.compat.zero_optimizer import start_reduction
 from ds_vertical.distributed import ranks
 
@@ -19,8 +21,11 @@ def made(sizes: Sequence[int], seed: int) -> list[torch.Tensor]:
 
 
 def main() -> None:
+    init_distributed(dist_backend="gloo", timeout=timedelta(hours=2))
     ranks.start_distributed()
     group = ranks.own_group("reductions")
+    assert group is not None
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(hours=2), "as long as the group that there was"
     assert group is ranks.own_group("reductions") is not ranks.own_group("gathers")
     sums = [made(sizes, seed) for seed, sizes in enumerate(SIZES)]
     started = [start_reduction(each, group) for each in sums]
