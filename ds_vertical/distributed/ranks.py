@@ -45,7 +45,8 @@ def own_group(purpose: str) -> torch.distributed.ProcessGroup | None:
     it is that group: kernels of several NCCL communicators would have to be ordered alike on all ranks."""
     if world_size() == 1:
         return None
-    whole = torch.distributed.distributed_c10d._get_default_group()
+    whole = torch.distributed.group.WORLD
+    assert whole is not None  # there are ranks
     if accelerator.device_name() != "cpu":
         return whole
     store = torch.distributed.distributed_c10d._get_default_store()

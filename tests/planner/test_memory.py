@@ -178,6 +178,7 @@ def test_shards_tiers_and_working_memory() -> None:
         ("device", "gradient sums"): 4400,
         ("device", "activations between layers"): (3 * 2 + 1) * 700,
         ("device", "one layer's backward"): 9000,
+        ("device", "gradients on their way"): 4000,
     }
 
 
