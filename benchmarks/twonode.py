@@ -54,9 +54,15 @@ def _stock_on_cpu(vertical: Config, stock: Config) -> Config:
     return found
 
 
+def _at_once(vertical: Config, stock: Config) -> Config:
+    """The vertical arm, which waits at once for each collective, and for each transfer and step, too."""
+    return {**vertical, "vertical_schedule": {**vertical["vertical_schedule"], "overlap": False}}
+
+
 # By the arm's name: what makes its JSON, given the JSON of the vertical and of the stock arm
 ARMS: Final[dict[str, Callable[[Config, Config], Config]]] = {
     "flat": lambda vertical, stock: vertical,
+    "flat_sync": _at_once,
     "stock": _stock_on_cpu,
     "stock_nvme": lambda vertical, stock: stock,
 }

@@ -143,6 +143,7 @@ class Twice(MixerModel):
         self.blocks = nn.ModuleList(TwiceBlock(width) for _ in range(3))
 
 
+@pytest.mark.slow
 def test_a_matrix_in_two_checkpoints_of_a_block_has_the_gradients_of_late_sums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +167,17 @@ def needed(config: dict[str, Any], build: Callable[[], nn.Module]) -> int:
     return int(re.findall(r"host memory: needs (\d+) bytes", str(caught.value))[0])
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def settled(config: dict[str, Any], build: Callable[[], nn.Module]) -> int:
+    """The same, once the process itself has ceased to grow."""
+    found = [needed(config, build)]
+    while len(found) < 2 or found[-1] - found[-2] > 1 << 20:
+        found.append(needed(config, build))
+        assert len(found) < 9, found
+    return found[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_model_of_175bs_proportions_trains_in_memory_that_a_build_before_refuses(
     tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,7 +190,7 @@ def test_a_model_of_175bs_proportions_trains_in_memory_that_a_build_before_refus
     config = small_buffers(made, largest + 1)
     batches = token_batches(1, 2)
     stock = run_arm(config, build, batches, vertical=False)
-    least = needed(config, build)
+    least = settled(config, build)
     before = least + 8 * (largest - NORM_COPIED) + size * largest
     config["vertical_schedule"]["host_memory_bytes"] = allowed = least + size * largest // 2
     assert allowed < before
