@@ -247,6 +247,11 @@ class Arrivals:
         self._paired: Unit | None = None
         self._num_added: dict[Unit, int] = {}  # micro-batches, since the unit's last REDUCE
 
+    @property
+    def are_paired(self) -> bool:
+        """Whether gradients of layers wait in this step."""
+        return self.pairs and self.expected != 1
+
     def note(self, unit: Unit) -> None:
         """All of a micro-batch's gradients of the unit have come."""
         self._num_added[unit] = self._num_added.get(unit, 0) + 1
@@ -276,8 +281,9 @@ class GradientStore(UnitGradients):
     [Note: gradients in pairs] A sum of a layer is larger than the host's caches, so each addition reads and writes all of it
     from memory, in a time in which the cores could do nothing else. With `pairs` a layer's gradients therefore wait for those
     of the next micro-batch, and both are added piece by piece, while the piece of the sum is in the caches: the same additions
-    in the same order. No more than one layer's wait. Gradients whose memory other tensors share do not wait, since other code
-    might write there meanwhile; nor do those of what stands around the layers, since others come in between.
+    in the same order. Both are then added behind the whole backward, and not as they are made: that took 7 % more of a step of
+    16 small micro-batches. No more than one layer's wait. Gradients whose memory other tensors share do not wait, since other
+    code might write there meanwhile; nor do those of what stands around the layers, since others come in between.
     """
 
     def __init__(
@@ -321,7 +327,8 @@ class GradientStore(UnitGradients):
         rest. Raises GradientMissed where the step has to start over: see [Note: as they are made]."""
         if unit in self._sums and not self._arrivals.pairs:
             self._sums[unit].settle()  # the first gradients: ahead of the next ones
-        if not self._one_by_one or self._late or self._facts.is_watched(unit):
+        behind = self._late or self._arrivals.are_paired or self._facts.is_watched(unit)
+        if behind or not self._one_by_one:
             yield
             return
         if unit not in self._made:

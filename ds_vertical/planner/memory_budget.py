@@ -208,10 +208,10 @@ def _kept(shape: ModelShape, terms: BudgetTerms, tier: Tier) -> Iterator[BudgetI
 
 
 def backward_bytes(shape: ModelShape, terms: BudgetTerms) -> int:
-    """What one layer's backward needs for one micro-batch; on the host it has the gradients of the one before beside it, which
-    may wait for them: see [Note: gradients in pairs] in `grad_accumulator`."""
+    """What one layer's backward needs for one micro-batch; on the host, where gradients wait for the next micro-batch's, all of
+    the layer's are there at a time, and those that wait: see [Note: gradients in pairs] in `grad_accumulator`."""
     waits = terms.one_memory and terms.pairs and terms.num_micro_batches > 1
-    return shape.working_bytes + waits * max(shape.unit_gradients[1:]) * shape.param_bytes
+    return shape.working_bytes + waits * 2 * max(shape.unit_gradients[1:]) * shape.param_bytes
 
 
 def _largest_piece(shape: ModelShape) -> float:

@@ -233,7 +233,8 @@ def test_a_layers_backward_has_its_small_gradients_a_large_one_and_an_fp32_copy(
     working = 2 * at_once + 4 * max(param.numel() for param in model.parameters())
     items = {item.what: item.num_bytes for item in budget(forecast.shape, forecast.terms, forecast.further(0))}
     assert items["freed memory that is kept"] == working
-    assert items["one layer's backward"] == working + 2 * sum(sizes)  # and those that wait for the next micro-batch's
+    pairs = 2 * 2 * sum(sizes)  # all of the layer's, and those of the micro-batch before, which wait for them
+    assert items["one layer's backward"] == working + pairs
     one = replace(forecast.terms, num_micro_batches=1)
     assert {item.what: item.num_bytes for item in budget(forecast.shape, one)}["one layer's backward"] == working
 
