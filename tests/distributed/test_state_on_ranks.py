@@ -41,6 +41,7 @@ def test_all_ranks_start_over_where_one_has_found_new_state(tmp_path: Path) -> N
     assert first["seen"] == [2 * M] * 4 and second["seen"] == [0] * 4
 
 
+@pytest.mark.slow
 def test_no_rank_starts_over_or_refuses_alone(tmp_path: Path) -> None:
     """Another one would wait for it in the next collective."""
     first, second = on_two_ranks(tmp_path, "alone")
