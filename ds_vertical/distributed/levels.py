@@ -25,7 +25,7 @@ from ds_vertical.distributed.topology import Topology
 T = TypeVar("T")
 
 
-class InFlight(Generic[T]):
+class Issued(Generic[T]):
     """A collective that this rank has issued."""
 
     @property
@@ -45,7 +45,7 @@ class LevelCollectives:
     def __init__(self, topology: Topology) -> None:
         raise NotImplementedError
 
-    def spread(self, share: torch.Tensor, quantizer: Quantizer | None = None) -> InFlight[torch.Tensor]:
+    def spread(self, share: torch.Tensor, quantizer: Quantizer | None = None) -> Issued[torch.Tensor]:
         """From this rank's own chunk (S elements) to its copy: the chunks of `topology.copy_order(rank)`, (W/w, S).
 
         With a quantizer each chunk is rounded once, by its owner, whose copy has the rounded values, too. The hop across
@@ -53,19 +53,21 @@ class LevelCollectives:
         """
         raise NotImplementedError
 
-    def gather(self, copy: torch.Tensor | InFlight[torch.Tensor]) -> InFlight[list[torch.Tensor]]:
+    def gather(
+        self, copy: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None
+    ) -> Issued[list[torch.Tensor]]:
         """From the copies of a pair to the whole unit: the chunks of all W ranks, in the order of the ranks (views of one flat
         tensor). `copy`: what `spread` gives, over or not."""
         raise NotImplementedError
 
-    def reduce(self, rows: torch.Tensor, quantizer: Quantizer | None = None) -> InFlight[torch.Tensor]:
-        """From this rank's terms of all chunks, (W, S) as `cut` orders them, to the sums over its node of the chunks of
+    def reduce(self, rows: torch.Tensor, quantizer: Quantizer | None = None) -> Issued[torch.Tensor]:
+        """From this rank's terms of all chunks, (W, S) as `cut_into_chunks` orders them, to the sums over its node of the chunks of
         `topology.node_share_order(rank)`, (W/g, S). Hops: pair, then node. With a quantizer each hop's terms are rounded."""
         raise NotImplementedError
 
     def cross(
-        self, node_share: torch.Tensor | InFlight[torch.Tensor], quantizer: Quantizer | None = None
-    ) -> InFlight[torch.Tensor]:
+        self, node_share: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None
+    ) -> Issued[torch.Tensor]:
         """From the sums over each node to the sums over all ranks of this rank's own chunk (S elements). `node_share`: what
         `reduce` gives, over or not."""
         raise NotImplementedError
@@ -80,14 +82,14 @@ class LevelCollectives:
         raise NotImplementedError
 
 
-def cut(tensors: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
+def cut_into_chunks(tensors: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
     """Flat tensors as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the rank's shard
     of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W."""
     raise NotImplementedError
 
 
-def joined(chunks: Sequence[torch.Tensor], numels: Sequence[int]) -> list[torch.Tensor]:
-    """The flat tensors, of `numels` elements, from all ranks' chunks in the order of the ranks: undoes `cut`."""
+def joined_chunks(chunks: Sequence[torch.Tensor], numels: Sequence[int]) -> list[torch.Tensor]:
+    """The flat tensors, of `numels` elements, from all ranks' chunks in the order of the ranks: undoes `cut_into_chunks`."""
     raise NotImplementedError
 
 
