@@ -84,8 +84,8 @@ class Issued(Generic[T]):
 
 class LevelCollectives:
     """See [Note: lanes] and [Note: bytes]. Made on all ranks together. Chunks are ordered by `topology.order`. S is the
-    elements of a chunk: a rank's shards of all parameters of a unit, which DeepSpeed has padded. Tensors given belong to the
-    collective until it is over. A hop of one rank moves nothing, and rounds nothing."""
+    elements of a chunk: a rank's shards of all parameters of a unit, which DeepSpeed has padded. Tensors given are contiguous,
+    and belong to the collective until it is over. A hop of one rank moves nothing, and rounds nothing."""
 
     def __init__(self, topology: Topology) -> None:
         if topology.world != ranks.world_size():
@@ -257,16 +257,16 @@ def _in_bytes(hops: _Hops, quantizer: Quantizer | None) -> _Hops:
     """Hops that hand rows on as they are: of the rows rounded by `quantizer` ahead of the first, and read behind the last."""
     if quantizer is None or hops[0][1] is list.pop:
         return hops
-    given: list[torch.Tensor] = []  # without elements: its dtype and the length of its rows
+    given: list[tuple[torch.dtype, int]] = []  # its dtype, and the length of its rows
 
     def pack(held: list[torch.Tensor]) -> torch.Tensor:
         rows = held.pop()
-        given.append(rows[:0])
+        given.append((rows.dtype, rows.shape[1]))
         return quantizer.quantize(rows)
 
     def unpack(held: list[torch.Tensor]) -> torch.Tensor:
-        packed = held.pop()
-        rows = packed.new_empty(len(packed), given[0].shape[1], dtype=given[0].dtype)
+        packed, (dtype, numel) = held.pop(), given[0]
+        rows = packed.new_empty(len(packed), numel, dtype=dtype)
         quantizer.dequantize(packed, rows)
         return rows
 
