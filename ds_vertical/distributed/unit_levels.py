@@ -117,7 +117,7 @@ class UnitLevels:
             copy = _Copy(groups, parts, version)
         else:
             copy = self._copies[unit]
-        gathers = [self._collectives.gather(part) for part in copy.parts]
+        under_way = [(group, self._collectives.gather(part)) for group, part in zip(copy.groups, copy.parts, strict=True)]
         if arrival.keeps:
             self._copies[unit] = copy
         else:
@@ -125,10 +125,13 @@ class UnitLevels:
         wanted = {id(param) for param in params}
         gathered = [param for group in copy.groups for param in group if id(param) in wanted]
         zero_params.expect(gathered)
+        del copy  # `wait` holds none of its memory
 
         def wait() -> None:
+            """Called again it does nothing."""
             try:
-                for group, gather in zip(copy.groups, gathers, strict=True):
+                while under_way:
+                    group, gather = under_way.pop(0)
                     whole = joined_chunks(gather.wait(), [zero_params.full_numel(param) for param in group])
                     zero_params.fill((param, flat) for param, flat in zip(group, whole, strict=True) if id(param) in wanted)
             except BaseException:
