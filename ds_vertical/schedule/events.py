@@ -274,7 +274,7 @@ class Schedule:
     which what the forward keeps for the backward does. `calls`: how often each micro-batch's code calls the model; each call
     is a forward through all layers, and one backward is of all calls. `outside`: the parameters outside the layers. `copied`:
     with collectives over levels, the units whose copy each node keeps from one use to the next; None: there is one level.
-    Construction checks the header only; validate() checks the events. Raises ScheduleError. """
+    Construction checks the header only; validate() checks the events. Raises ScheduleError."""
 
     num_layers: int
     num_micro_batches: int

@@ -267,7 +267,7 @@ class TrainingStep:
     layers and micro-batches of which what the forward keeps for the backward does. `reduces_beside`: a unit's reduction is
     under way in the next one's backward. `copy_share`: of the units that are fetched again, the share whose copy each node
     keeps (`levels`, [Note: levels]); None: there is one level. `order`, `snake`, `window`, `calls` and `outside`: as in
-    `Schedule`. """
+    `Schedule`."""
 
     num_layers: int
     num_micro_batches: int

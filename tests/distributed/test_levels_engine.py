@@ -60,3 +60,61 @@ def test_a_copy_changes_no_bit(trained: list[dict[str, Any]]) -> None:
 def test_a_unit_crosses_the_link_once_where_its_copy_is_kept(trained: list[dict[str, Any]]) -> None:
     spreads = {name: trained[0][name]["schedule"].count("0SPREAD") for name in ("flat", "copies", "no copies")}
     assert spreads == {"flat": 0, "copies": 1, "no copies": 2}
+
+
+# what is varied beside levels; each with a flat run of its own
+MATRIX: dict[str, dict[str, Any]] = {
+    "one micro-batch": {"micro_batches": 1},
+    "four micro-batches": {"micro_batches": 4},
+    "clipping": {"clip": 0.5},
+    "at once": {"section": {"overlap": False}},
+    "all delayed": {"section": {"optimizer_delay": 1.0}},
+    "some delayed, two ahead": {"section": {"optimizer_delay": 0.3, "prefetch_layers": 2}},
+    "horizontal": {"section": {"order": "horizontal"}},
+    "ends fetched": {"section": {"outside_layers": "fetched"}},
+    "nothing ahead": {"section": {"prefetch_layers": 0}},
+}
+SHARES = (0.5, 1.0)
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = []
+    for name, options in MATRIX.items():
+        runs.append({"name": f"{name}, flat", **options})
+        runs += [{"name": f"{name}, {share}", "levels": {"copy_share": share}, **options} for share in SHARES]
+    return run_jobs(tmp_path_factory.mktemp("matrix"), runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MATRIX)
+def test_whatever_else_is_set_weights_and_gradients_are_those_of_one_level(matrix: list[dict[str, Any]], name: str) -> None:
+    for rank in matrix:
+        flat, *found = (rank[f"{name}, {each}"] for each in ("flat", *SHARES))
+        for each in found:
+            assert each["losses"][0] == flat["losses"][0]
+            assert each["norms"] == pytest.approx(flat["norms"], rel=TOLERANCE)
+            for a, b in zip(flat["grads"], each["grads"], strict=True):
+                assert_close(a, b)
+            assert_close(flat["weights"], each["weights"])
+        assert not differing(found[0]["weights"], found[1]["weights"]) and not differing(found[0]["state"], found[1]["state"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_from_levels_to_one_level_and_back(tmp_path: Path) -> None:
+    for rank in run_jobs(tmp_path, [{"name": "resume", "kind": "resume", "levels": {}}]):
+        found = rank["resume"]
+        assert found["from levels"] == found["from flat"] == [], "bits of weights, masters and moments"
+        assert_close(found["from levels, then"], found["from flat, then"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_rank_that_fails_on_its_way_to_a_spread_is_named_and_the_step_is_taken_again(tmp_path: Path, share: float) -> None:
+    levels = {"copy_share": share}
+    runs = [{"name": "suffer", "kind": "suffer", "levels": levels}, {"name": "whole", "levels": levels}]
+    for number, rank in enumerate(run_jobs(tmp_path, runs)):
+        for kind, text, seconds in rank["suffer"]["told"]:
+            assert kind == ("DiskError" if number == 1 else "OtherRankError") and seconds < 30, text
+            assert number == 1 or "rank 1: DiskError" in text
+        assert not differing(rank["suffer"]["weights"], rank["whole"]["weights"])

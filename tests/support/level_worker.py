@@ -74,7 +74,24 @@ def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         texts.append(engine.ran.to_text())
 
     run = harness.run_arm(job.config(folder), partial(OddModel, "bf16"), job.batches(rank), vertical=True, between=between)
+    run.state = own(run.state, run.weights, rank)
+    run.grads = [own(grads, run.weights, rank) for grads in run.grads]
     return vars(run) | {"evaluated": evaluated, "schedule": texts[-1]}
+
+
+def own(shares: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """A rank's shares without what stands behind a parameter's end, which is nobody's."""
+    found = {}
+    for name, share in shares.items():
+        numel = weights[name.partition("/")[0]].numel()
+        found[name] = share.flatten()[: max(0, numel - rank * -(-numel // NUM_RANKS))]
+    return found
+
+
+def contents(engine: Any, model: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """Weights, and this rank's masters and moments."""
+    weights = harness.read_weights(model)
+    return weights | own(harness.read_state(engine, model), weights, rank)
 
 
 def resume(job: Job, folder: Path, rank: int) -> dict[str, Any]:
@@ -88,10 +105,10 @@ def resume(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         with harness.running(first.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, model):
             engine.train_batch(iter(steps[0]))
             engine.save_checkpoint(str(saved), tag=tag)
-            before = harness.read_weights(model) | harness.read_state(engine, model)
+            before = contents(engine, model, rank)
         with harness.running(second.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, model):
             engine.load_checkpoint(str(saved), tag=tag)
-            found[tag] = harness.differing(before, harness.read_weights(model) | harness.read_state(engine, model))
+            found[tag] = harness.differing(before, contents(engine, model, rank))
             engine.train_batch(iter(steps[1]))
             found[f"{tag}, then"] = harness.read_weights(model)
     return found
