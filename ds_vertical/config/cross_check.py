@@ -186,7 +186,7 @@ def _activation_faults(config: Mapping[str, object], section: VerticalConfig) ->
 def _level_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
     """Of the section's levels, whether its keys still stand in `zero_optimization` or not."""
     try:
-        moved = load_section(move_levels({**config, SECTION: section.model_dump()}))
+        moved = load_section(move_levels({**config, SECTION: section.model_dump(exclude_unset=True)}))
         return [] if moved is None else levels_faults(moved.levels)
     except ConfigError as error:
         return str(error).splitlines()

@@ -48,8 +48,7 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> RunSett
         reasons["seed"] = "null: torch.initial_seed() at initialize"
     signal = section.on_signal
     values["activations"] = ActivationSettings(**dict(section.activations))
-    written_levels = {key: value for key, value in section.levels if value is not None}
-    values["levels"] = LevelSettings(**written_levels)
+    values["levels"] = LevelSettings(**dict(section.levels))
     values["on_signal"] = None if signal is None else SignalSettings(**dict(signal))
     return RunSettings(**values, reasons=MappingProxyType(reasons))
 

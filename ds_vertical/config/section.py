@@ -68,12 +68,12 @@ class Levels(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
-    """Ranks that share a copy of the weights. Null: `zero_optimization.zero_hpz_partition_size`, which `prepare` moves here."""
-    quantized_weights: bool | None = None
-    """Whether weights cross the link as INT8. Null: `zero_optimization.zero_quantized_weights`, which `prepare` moves here."""
-    quantized_gradients: bool | None = None
-    """Whether gradients travel quantised. Null: `zero_optimization.zero_quantized_gradients`, which `prepare` moves here."""
+    ranks_per_node: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share a copy of the weights; 1: one level. `prepare` moves `zero_optimization.zero_hpz_partition_size` here."""
+    quantized_weights: bool = False
+    """Whether weights cross the link as INT8. `prepare` moves `zero_optimization.zero_quantized_weights` here."""
+    quantized_gradients: bool = False
+    """Whether gradients travel quantised. `prepare` moves `zero_optimization.zero_quantized_gradients` here."""
     gradients: Literal["fp32", "bf16"] | None = None
     """The dtype in which gradients travel. Null: "fp32"."""
     copy_share: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -142,7 +142,7 @@ class VerticalConfig(BaseModel):
     activations: Activations = Activations()
     """Where layer inputs and gradients between layers rest; what is kept."""
     levels: Levels = Levels()
-    """Collectives over the levels of a cluster, with a copy in each node."""
+    """Collectives over the ranks of a node, then over the nodes."""
     seed_micro_batches: bool = True
     """Give each micro-batch a random stream of its own, in both arms. From (seed, step, micro-batch, rank)."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -189,8 +189,8 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "activations.keep_share": ("a number from 0 to 1", "0.5"),
     "activations.keep_host_share": ("a number from 0 to 1", "0.25"),
     "levels": (f"an object with {', '.join(map(json.dumps, Levels.model_fields))}", '{"copy_share": 0.5}'),
-    "levels.ranks_per_node": ("an integer >= 1, or null", "2 or null"),
-    **dict.fromkeys(("levels.quantized_weights", "levels.quantized_gradients"), ("true, false or null", "null")),
+    "levels.ranks_per_node": ("an integer >= 1", "2"),
+    **dict.fromkeys(("levels.quantized_weights", "levels.quantized_gradients"), ("true or false", "false")),
     "levels.gradients": ('"fp32", "bf16" or null', '"bf16"'),
     "levels.copy_share": ("a number from 0 to 1, or null", "0.5 or null"),
     "levels.copy_on_device": ("true or false", "false"),
