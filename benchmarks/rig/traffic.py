@@ -63,9 +63,9 @@ def stock_bytes(engine: Any) -> dict[str, int]:
 
 
 def inbound(scheduled: dict[str, int], world_size: int, num_hosts: int) -> float:
-    """Bytes into one of the hosts, over gloo. What is sent among all ranks goes along gloo's ring, which has one edge into each
-    host. A gather sends all ranks' shares but one over that edge. gloo reduces by an all-reduce, which sends as much twice. What
-    is sent between nodes comes into a host once, but for the host's own part."""
+    """Bytes into one of the hosts, over gloo. What is sent among all ranks goes along gloo's ring, which has one edge into
+    each host. A gather sends all ranks' shares but one over that edge. gloo reduces by an all-reduce, which sends as much
+    twice. What is sent between nodes comes into a host once, but for the host's own part."""
     share = (world_size - 1) / world_size
     flat = share * (scheduled["gathered"] + 2 * scheduled["reduced"])
     return flat + (num_hosts - 1) / num_hosts * (scheduled["spread"] + scheduled["crossed"])

@@ -69,7 +69,8 @@ class Levels(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     ranks_per_node: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share a copy of the weights; 1: one level. `prepare` moves `zero_optimization.zero_hpz_partition_size` here."""
+    """Ranks that share a copy of the weights; 1: one level. `prepare` moves `zero_optimization.zero_hpz_partition_size`
+    here."""
     quantized_weights: bool = False
     """Whether weights cross the link as INT8. `prepare` moves `zero_optimization.zero_quantized_weights` here."""
     quantized_gradients: bool = False

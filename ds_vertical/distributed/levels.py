@@ -6,9 +6,9 @@ order of one schedule, so the order in each lane is the same on all ranks, whate
 failed issues none behind it any more: its hops would meet other ones of the other ranks. Every later collective of that
 direction raises that hop's error. On a GPU the calling thread issues all hops at once.
 
-[Note: trees] A sum goes to its owner hop by hop: all-to-all of the ranks' terms, then their addition in fp32, in ascending order
-of ranks. The sum is rounded to the dtype of communication at the end of each hop. The first hop is over w ranks, then over g/w,
-then over W/g. So the bits of a sum depend on the topology's numbers alone.
+[Note: trees] A sum goes to its owner hop by hop: all-to-all of the ranks' terms, then their addition in fp32, in ascending
+order of ranks. The sum is rounded to the dtype of communication at the end of each hop. The first hop is over w ranks, then
+over g/w, then over W/g. So the bits of a sum depend on the topology's numbers alone.
 
 [Note: bytes] P: bytes of a whole unit, in the dtype of its collective. What a collective holds at most, the tensors that it was
 given included, on top of which gloo holds a gather's result once more while the gather is under way:
@@ -41,6 +41,9 @@ from ds_vertical.distributed.topology import Level, Topology
 T = TypeVar("T")
 
 _PIECE_NUMEL: Final = 1 << 17  # of a sum: what is added in fp32 at a time
+
+# under its name in torch 2.13, or in those before
+_ALL_GATHER: Final = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 
 # A hop takes its argument out of a list, so that nobody else keeps the memory, and returns the next hop's.
 _Hop = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -80,9 +83,9 @@ class Issued(Generic[T]):
 
 
 class LevelCollectives:
-    """See [Note: lanes] and [Note: bytes]. Made on all ranks together. Chunks are ordered by `topology.order`; S is the elements
-    of a chunk: a rank's shards of all parameters of a unit, which DeepSpeed has padded. Tensors given belong to the collective
-    until it is over. A hop of one rank moves nothing, and rounds nothing."""
+    """See [Note: lanes] and [Note: bytes]. Made on all ranks together. Chunks are ordered by `topology.order`. S is the
+    elements of a chunk: a rank's shards of all parameters of a unit, which DeepSpeed has padded. Tensors given belong to the
+    collective until it is over. A hop of one rank moves nothing, and rounds nothing."""
 
     def __init__(self, topology: Topology) -> None:
         if topology.world != ranks.world_size():
@@ -113,8 +116,8 @@ class LevelCollectives:
 
     def reduce(self, rows: torch.Tensor, quantizer: Quantizer | None = None) -> Issued[torch.Tensor]:
         """From this rank's terms of all chunks, (W, S), to the sums over its node of the chunks of
-        `topology.node_share_order(rank)`, (W/g, S). `rows`: ordered by `topology.order`, see `cut_into_chunks`. Hops: pair, then
-        node. With a quantizer the terms of each hop are rounded."""
+        `topology.node_share_order(rank)`, (W/g, S). `rows`: ordered by `topology.order`, see `cut_into_chunks`. Hops: pair,
+        then node. With a quantizer the terms of each hop are rounded."""
         hops = self._gradients.hops((Level.PAIR, Level.NODE), functools.partial(_scattered_sums, quantizer))
         return self._gradients.issue(rows, hops, lambda sums: sums)
 
@@ -221,7 +224,7 @@ def _all_gathered(group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor
     """The rows of all ranks of the group, in the order of the ranks."""
     rows = held.pop()
     found = rows.new_empty(group.size() * len(rows), rows.shape[1])
-    torch.distributed.all_gather_into_tensor(found.view(torch.uint8), rows.view(torch.uint8), group=group)
+    _ALL_GATHER(found.view(torch.uint8), rows.view(torch.uint8), group=group)
     return found
 
 

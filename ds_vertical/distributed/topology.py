@@ -110,17 +110,14 @@ def topology_of(hosts: Sequence[str], pair: int | None = None, node: int | None 
     if len({len(numbers) for numbers in ranks.values()}) > 1:
         raise ConfigError(f"hostfile: hosts need equal numbers of ranks, but {named}; give all hosts the same slots=")
     per_host = len(hosts) // len(ranks)
-    if pair is None:
-        pair = min(per_host, node or per_host)
-    if node is None:
-        node = max(per_host, pair)
+    fitting = [n for n in range(1, len(hosts) + 1) if not len(hosts) % n and (not per_host % n or not n % per_host)]
     for key, number in ((_PAIR_KEY, pair), (_NODE_KEY, node)):
-        divides = number > 0 and len(hosts) % number == 0 and (per_host % number == 0 or number % per_host == 0)
-        if not divides:
-            fitting = [
-                str(n) for n in range(1, len(hosts) + 1) if not len(hosts) % n and (not per_host % n or not n % per_host)
-            ]
-            raise ConfigError(f"{key}: {number} does not divide the ranks ({named}); write one of {', '.join(fitting)}")
+        if number is not None and number not in fitting:
+            raise ConfigError(
+                f"{key}: {number} does not divide the ranks ({named}); write one of {', '.join(map(str, fitting))}"
+            )
+    pair = pair or min(per_host, node or per_host)
+    node = node or max(per_host, pair)
     return Topology(world=len(hosts), node=node, pair=pair)
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import level_worker
+import level_training_worker
 import pytest
 import torch
 from harness import differing, largest_relative
@@ -21,9 +21,9 @@ def run_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """By rank, {name of the run: what it found}."""
     description = folder / "job.json"
     description.write_text(json.dumps({"folder": str(folder / "swap"), "out": str(folder), "runs": runs}))
-    command = [sys.executable, str(Path(level_worker.__file__)), str(description)]
-    start_ranks(command, folder, num_ranks=level_worker.NUM_RANKS)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(level_worker.NUM_RANKS)]
+    command = [sys.executable, str(Path(level_training_worker.__file__)), str(description)]
+    start_ranks(command, folder, num_ranks=level_training_worker.NUM_RANKS)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(level_training_worker.NUM_RANKS)]
 
 
 def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = TOLERANCE) -> None:

@@ -1,0 +1,94 @@
+"""Collectives over levels: sums in one order, with real processes on every shape of levels."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import level_worker
+import pytest
+import torch
+from processes import start_ranks
+
+from ds_vertical.distributed.levels import Issued, cut_into_chunks, joined_chunks, tree_sum
+
+
+def run(tmp_path: Path, num_ranks: int, *shapes: str) -> None:
+    start_ranks([sys.executable, str(Path(level_worker.__file__)), *shapes], tmp_path, limit_s=280, num_ranks=num_ranks)
+
+
+def test_four_ranks_as_two_nodes_of_two(tmp_path: Path) -> None:
+    run(tmp_path, 4, "2/2")
+
+
+@pytest.mark.slow
+def test_four_ranks_in_every_shape(tmp_path: Path) -> None:
+    run(tmp_path, 4, "4/4", "4/2", "4/1", "2/2", "2/1", "1/1")
+
+
+@pytest.mark.slow
+def test_six_ranks(tmp_path: Path) -> None:
+    run(tmp_path, 6, "3/3", "2/2", "6/3", "3/1")
+
+
+@pytest.mark.slow
+def test_eight_ranks_in_every_shape(tmp_path: Path) -> None:
+    run(tmp_path, 8, "4/2", "4/4", "8/4", "8/2", "8/8", "2/2", "2/1", "4/1")
+
+
+# -------------------------------------------------------------------------------------------------------------- the tree
+
+
+def test_neighbours_are_added_first_in_ascending_order() -> None:
+    terms = torch.randn(8, 100_000, generator=torch.Generator().manual_seed(0))
+    before = terms.clone()
+
+    def added(*parts: torch.Tensor) -> torch.Tensor:
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    assert torch.equal(tree_sum(terms, (8,)), added(*terms))
+    pairs = [added(*terms[first : first + 2]) for first in (0, 2, 4, 6)]
+    assert torch.equal(tree_sum(terms, (2, 4)), added(*pairs))
+    assert torch.equal(tree_sum(terms, (2, 2, 2)), added(added(*pairs[:2]), added(*pairs[2:])))
+    assert not torch.equal(tree_sum(terms, (2, 4)), tree_sum(terms, (8,)))
+    assert torch.equal(tree_sum(terms, (1, 8, 1)), tree_sum(terms, (8,)))
+    assert torch.equal(terms, before)
+
+
+def test_bf16_is_added_in_fp32_and_rounded_once_a_hop() -> None:
+    terms = torch.randn(6, 300_001, generator=torch.Generator().manual_seed(0)).bfloat16()
+    first, second = (sum(map(torch.Tensor.float, terms[start + 1 : start + 3]), terms[start].float()) for start in (0, 3))
+    rounded = first.bfloat16().float() + second.bfloat16().float()
+    assert torch.equal(tree_sum(terms, (3, 2)), rounded.bfloat16())
+
+
+def test_minus_zero_stays_where_all_terms_are() -> None:
+    assert tree_sum(torch.full((4, 3), -0.0), (2, 2)).signbit().all()
+
+
+# ---------------------------------------------------------------------------------------------------- DeepSpeed's layout
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_chunks_are_padded_shards_and_join_again(world: int) -> None:
+    tensors = [torch.arange(1.0, numel + 1) for numel in (1, 2, 10, 12, 29)]
+    order = list(reversed(range(world)))
+    rows = cut_into_chunks(tensors, order)
+    sizes = [-(-tensor.numel() // world) for tensor in tensors]
+    assert rows.shape == (world, sum(sizes))
+    for rank, row in zip(order, rows, strict=True):
+        for tensor, size, shard in zip(tensors, sizes, row.split(sizes), strict=True):
+            padded = torch.nn.functional.pad(tensor, (0, size * world - tensor.numel()))
+            assert torch.equal(shard, padded[rank * size : (rank + 1) * size])
+    numels = [tensor.numel() for tensor in tensors]
+    assert all(map(torch.equal, joined_chunks(list(reversed(list(rows))), numels), tensors))
+
+
+def test_a_wait_may_be_repeated() -> None:
+    issued = Issued(lambda tensor: tensor.tolist())
+    assert not issued.is_over
+    issued.end(torch.ones(2))
+    assert issued.is_over and issued.wait() == issued.wait() == [1, 1]
