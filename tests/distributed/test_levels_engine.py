@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,24 @@ TOLERANCE = 1e-6  # fp32, relative per tensor: sums in another order
 pytestmark = pytest.mark.timeout(1000)  # processes of one core each, which other work may share
 
 
-def run_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By rank, {name of the run: what it found}."""
+@dataclass(frozen=True)
+class Found:
+    """What a rank found in each run, by the run's name."""
+
+    folder: Path
+    rank: int
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return torch.load(self.folder / f"{name}.rank{self.rank}.pt", weights_only=True)
+
+
+def run_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[Found]:
+    """What each rank found."""
     description = folder / "job.json"
     description.write_text(json.dumps({"folder": str(folder / "swap"), "out": str(folder), "runs": runs}))
     command = [sys.executable, str(Path(level_training_worker.__file__)), str(description)]
     start_ranks(command, folder, num_ranks=level_training_worker.NUM_RANKS)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(level_training_worker.NUM_RANKS)]
+    return [Found(folder, rank) for rank in range(level_training_worker.NUM_RANKS)]
 
 
 def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = TOLERANCE) -> None:
@@ -32,12 +44,12 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleran
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     runs = [{"name": "flat"}, {"name": "copies", "levels": {}}, {"name": "no copies", "levels": {"copy_share": 0.0}}]
     return run_jobs(tmp_path_factory.mktemp("levels"), runs)
 
 
-def test_weights_and_gradients_are_those_of_one_level(trained: list[dict[str, Any]]) -> None:
+def test_weights_and_gradients_are_those_of_one_level(trained: list[Found]) -> None:
     for rank in trained:
         flat, copies, none = rank["flat"], rank["copies"], rank["no copies"]
         assert flat["losses"][0] == copies["losses"][0], "gathers have the same bits"
@@ -50,14 +62,14 @@ def test_weights_and_gradients_are_those_of_one_level(trained: list[dict[str, An
             assert_close(flat["weights"], found["weights"])
 
 
-def test_a_copy_changes_no_bit(trained: list[dict[str, Any]]) -> None:
+def test_a_copy_changes_no_bit(trained: list[Found]) -> None:
     for rank in trained:
         copies, none = rank["copies"], rank["no copies"]
         assert (copies["losses"], copies["norms"], copies["evaluated"]) == (none["losses"], none["norms"], none["evaluated"])
         assert not differing(copies["weights"], none["weights"]) and not differing(copies["state"], none["state"])
 
 
-def test_a_unit_crosses_the_link_once_where_its_copy_is_kept(trained: list[dict[str, Any]]) -> None:
+def test_a_unit_crosses_the_link_once_where_its_copy_is_kept(trained: list[Found]) -> None:
     spreads = {name: trained[0][name]["schedule"].count("0SPREAD") for name in ("flat", "copies", "no copies")}
     assert spreads == {"flat": 0, "copies": 1, "no copies": 2}
 
@@ -78,7 +90,7 @@ SHARES = (0.5, 1.0)
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     runs: list[dict[str, Any]] = []
     for name, options in MATRIX.items():
         runs.append({"name": f"{name}, flat", **options})
@@ -88,7 +100,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MATRIX)
-def test_whatever_else_is_set_weights_and_gradients_are_those_of_one_level(matrix: list[dict[str, Any]], name: str) -> None:
+def test_whatever_else_is_set_weights_and_gradients_are_those_of_one_level(matrix: list[Found], name: str) -> None:
     for rank in matrix:
         flat, *found = (rank[f"{name}, {each}"] for each in ("flat", *SHARES))
         for each in found:

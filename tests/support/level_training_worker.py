@@ -2,7 +2,7 @@
 
     python tests/support/level_training_worker.py JOB.json
 
-The job: {"folder": swap folder, "out": folder for rank<R>.pt, "runs": [{"name", ...}, ...]}; what a run may have: see `Job`.
+The job: {"folder": swap folder, "out": folder for <name>.rank<R>.pt, "runs": [{"name", ...}, ...]}; what a run may have: `Job`.
 The ranks are on one host, and two of them are a node.
 """
 
@@ -139,11 +139,9 @@ def main(job: Path) -> None:
     harness.start_process_group()
     rank = torch.distributed.get_rank()
     folder = Path(given["folder"])
-    results = {}
     for entry in given["runs"]:
         each = Job(**entry)
-        results[each.name] = KINDS[each.kind](each, folder, rank)
-    torch.save(results, Path(given["out"]) / f"rank{rank}.pt")
+        torch.save(KINDS[each.kind](each, folder, rank), Path(given["out"]) / f"{each.name}.rank{rank}.pt")
 
 
 if __name__ == "__main__":
