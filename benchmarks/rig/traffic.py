@@ -15,7 +15,7 @@ def scheduled_bytes(engine: Any) -> dict[str, int]:
     """Bytes of the last step of a vertical engine, with the padding of shards: `gathered` counts the full parameters that it
     gathered over all ranks, `reduced` the full gradients that it reduced over all ranks; `spread` and `crossed` count those
     that it sent between nodes instead, quantised or not."""
-    found = dict.fromkeys(("gathered", "reduced", "spread", "crossed"), 0)
+    found: dict[str, int] = {"gathered": 0, "reduced": 0, "spread": 0, "crossed": 0}
     one_level, levels = engine.ran.copied is None, engine.vertical.levels
     for event in engine.ran.events:
         params = engine.layers.units.get(event.layer, ())

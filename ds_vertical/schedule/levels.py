@@ -26,20 +26,20 @@ def units_to_copy(events: Sequence[Event], share: float) -> tuple[Unit, ...]:
     counts = Counter(event.layer for event in events if _is_fetch(event))
     again = [unit for unit, count in counts.items() if count > 1 and unit is not None]
     layers = sorted((unit for unit in again if isinstance(unit, int)), reverse=True)
-    outside = [unit for unit in again if not isinstance(unit, int)]
+    outside: list[Unit] = [unit for unit in again if not isinstance(unit, int)]
     chosen = [*layers, *outside][: round(share * len(again))]
     return (*(unit for unit in outside if unit in chosen), *sorted(unit for unit in chosen if isinstance(unit, int)))
 
 
 def place_levels(events: Sequence[Event], copied: Collection[Unit]) -> tuple[Event, ...]:
     """SPREAD behind each FETCH of a unit whose copy is not there, CROSS behind each REDUCE; see [Note: levels]."""
-    there: set[Unit | None] = set()
+    there: set[Unit] = set()
     placed: list[Event] = []
     for event in events:
         placed.append(event)
         if _is_fetch(event) and event.layer not in there:
             placed.append(Event(Op.SPREAD, event.layer))
-            there |= {event.layer} & set(copied)
+            there.update(unit for unit in copied if unit == event.layer)
         elif event.op is Op.REDUCE:
             placed.append(Event(Op.CROSS, event.layer))
     return tuple(placed)
@@ -78,7 +78,7 @@ def check_levels(schedule: Schedule) -> None:
     """Raise ScheduleError where a unit is fetched and comes from nowhere, or crosses the link though its copy is there."""
     if schedule.copied is None:
         return
-    there: set[Unit | None] = set()
+    there: set[Unit] = set()
     missing: set[Unit | None] = set()
     reduced: Event | None = None
     for index, event in enumerate(schedule.events):
@@ -91,7 +91,7 @@ def check_levels(schedule: Schedule) -> None:
             raise error_at(schedule.events, index, f"the node's copy of {event.layer} is there (levels=); leave it out")
         elif event.op is Op.SPREAD:
             missing.discard(event.layer)
-            there |= {event.layer} & set(schedule.copied)
+            there.update(unit for unit in schedule.copied if unit == event.layer)
         elif event.op is Op.RELEASE and event.layer in missing:
             raise error_at(schedule.events, index, f"{event.layer} was fetched and never spread; write {event.layer}SPREAD")
 

@@ -130,3 +130,39 @@ def test_a_rank_that_fails_on_its_way_to_a_spread_is_named_and_the_step_is_taken
             assert kind == ("DiskError" if number == 1 else "OtherRankError") and seconds < 30, text
             assert number == 1 or "rank 1: DiskError" in text
         assert not differing(rank["suffer"]["weights"], rank["whole"]["weights"])
+
+
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "bf16 gradients": {"levels": {"gradients": "bf16"}},
+    "int8 weights": {"levels": {}, "zero": {"zero_quantized_weights": True}},
+    "int4 gradients": {"levels": {}, "zero": {"zero_quantized_gradients": True}},
+    "int8 and int4": {"levels": {"gradient_bits": [8, 4], "copy_share": 0.5}, "zero": level_training_worker.QUANTIZED},
+}
+ROUNDED = {"bf16 gradients": 2**-8, "int8 weights": 0.03, "int4 gradients": 0.2, "int8 and int4": 0.2}  # of a gradient's norm
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    runs: list[dict[str, Any]] = [{"name": "flat"}]
+    for name, options in QUANTIZED.items():
+        runs += [{"name": name, **options}, {"name": f"{name}, not finite", "kind": "poisoned", **options}]
+    return run_jobs(tmp_path_factory.mktemp("quantized"), runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_what_is_rounded_on_its_way_is_near_to_what_is_not(quantized: list[Found], name: str) -> None:
+    for rank in quantized:
+        flat, found = rank["flat"], rank[name]
+        assert found["losses"] == pytest.approx(flat["losses"], rel=0.01)
+        gaps = largest_relative(flat["grads"][0], found["grads"][0])
+        assert max(gaps.values()) < ROUNDED[name], gaps
+        assert ("int8" in name) == (found["losses"][0] != flat["losses"][0]), "gradients alone leave the first forward exact"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(quantized: list[Found], name: str) -> None:
+    for rank in quantized:
+        found = rank[f"{name}, not finite"]
+        assert found["skipped"] == (1, []) and found["changed"] and found["loss"] > 0

@@ -18,9 +18,10 @@ from typing import Any
 # run as a script, so this folder is first on the path
 import harness
 import torch
-from rank_worker import VOCAB, OddModel, hear
+from rank_worker import VOCAB, OddModel, hear, poison
 
 NUM_RANKS = 4
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,18 @@ def suffer(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         return {"told": told, "weights": harness.read_weights(model)}
 
 
-KINDS = {"train": train, "resume": resume, "suffer": suffer}
+def poisoned(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """A step whose gradients are not finite on rank 1 alone, and one that is: which of them count."""
+    good, bad = job.batches(rank)
+    with harness.running(job.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, model):
+        before = harness.read_weights(model)
+        engine.train_batch(iter(bad), poison(rank))
+        skipped = engine.skipped_steps, harness.differing(before, harness.read_weights(model))
+        loss = engine.train_batch(iter(good)).item()
+        return {"skipped": skipped, "loss": loss, "changed": harness.differing(before, harness.read_weights(model))}
+
+
+KINDS = {"train": train, "resume": resume, "suffer": suffer, "poisoned": poisoned}
 
 
 def main(job: Path) -> None:
