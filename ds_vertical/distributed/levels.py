@@ -84,8 +84,8 @@ class Issued(Generic[T]):
 
 class LevelCollectives:
     """See [Note: lanes] and [Note: bytes]. Made on all ranks together. Chunks are ordered by `topology.order`. S is the
-    elements of a chunk: a rank's shards of all parameters of a unit, which DeepSpeed has padded. Tensors given belong to the
-    collective until it is over. A hop of one rank moves nothing, and rounds nothing."""
+    elements of a chunk: a rank's shards of all parameters of a unit, which DeepSpeed has padded. Tensors given are contiguous,
+    and belong to the collective until it is over. A hop of one rank moves nothing, and rounds nothing."""
 
     def __init__(self, topology: Topology) -> None:
         if topology.world != ranks.world_size():
@@ -99,8 +99,8 @@ class LevelCollectives:
     def spread(self, share: torch.Tensor, quantizer: Quantizer | None = None) -> Issued[torch.Tensor]:
         """From this rank's own chunk (S elements) to its copy: the chunks of `topology.copy_order(rank)`, (W/w, S).
 
-        With a quantizer each chunk is rounded once, by its owner, whose copy has the rounded values, too. The hop across
-        nodes comes first.
+        With a quantizer each chunk is rounded once, by its owner, whose copy has the rounded values, too. The padding must be
+        finite then, see `clear_padding`. The hop across nodes comes first.
         """
         hops = self._weights.hops((Level.WORLD, Level.NODE), _all_gathered)
         return self._weights.issue(share.view(1, -1), _in_bytes(hops, quantizer), lambda copy: copy)
@@ -167,10 +167,9 @@ class _Lane:
         self._jobs.put(None)
 
     def _run(self) -> None:
-        with torch.no_grad():
-            while (job := self._jobs.get()) is not None:
-                job()
-                del job  # and the memory that it holds
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # and the memory that it holds
 
 
 class _Direction:
@@ -201,7 +200,8 @@ class _Direction:
             try:
                 if self._error is not None:
                     raise self._error
-                moved = hop([take()])
+                with torch.no_grad():  # a thread has a mode of its own
+                    moved = hop([take()])
                 if rest:
                     self._enter(issued, [moved].pop, rest)
                 else:
@@ -257,16 +257,16 @@ def _in_bytes(hops: _Hops, quantizer: Quantizer | None) -> _Hops:
     """Hops that hand rows on as they are: of the rows rounded by `quantizer` ahead of the first, and read behind the last."""
     if quantizer is None or hops[0][1] is list.pop:
         return hops
-    given: list[torch.Tensor] = []  # without elements: its dtype and the length of its rows
+    given: list[tuple[torch.dtype, int]] = []  # its dtype, and the length of its rows
 
     def pack(held: list[torch.Tensor]) -> torch.Tensor:
         rows = held.pop()
-        given.append(rows[:0])
+        given.append((rows.dtype, rows.shape[1]))
         return quantizer.quantize(rows)
 
     def unpack(held: list[torch.Tensor]) -> torch.Tensor:
-        packed = held.pop()
-        rows = packed.new_empty(len(packed), given[0].shape[1], dtype=given[0].dtype)
+        packed, (dtype, numel) = held.pop(), given[0]
+        rows = packed.new_empty(len(packed), numel, dtype=dtype)
         quantizer.dequantize(packed, rows)
         return rows
 
@@ -305,10 +305,22 @@ def _sum(terms: torch.Tensor) -> torch.Tensor:
 # ---- DeepSpeed's layout
 
 
+def shard_sizes(numels: Sequence[int], count: int) -> list[int]:
+    """The elements of a rank's shard of each tensor, of `count` ranks; those at the tensor's end may be padding."""
+    return [-(-numel // count) for numel in numels]
+
+
+def clear_padding(share: torch.Tensor, numels: Sequence[int], rank: int, count: int) -> None:
+    """Overwrite the padding in a rank's own chunk with zeros. DeepSpeed leaves there what was in memory: inf or nan there would
+    make a rounded block nan."""
+    for shard, numel, size in zip(share.split(shard_sizes(numels, count)), numels, shard_sizes(numels, count), strict=True):
+        shard[max(0, numel - rank * size) :] = 0
+
+
 def cut_into_chunks(tensors: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
     """Flat tensors as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the rank's
     shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W."""
-    sizes = [-(-each.numel() // len(order)) for each in tensors]
+    sizes = shard_sizes([each.numel() for each in tensors], len(order))
     pieces: list[torch.Tensor] = []
     for rank in order:
         for each, size in zip(tensors, sizes, strict=True):
@@ -320,8 +332,7 @@ def cut_into_chunks(tensors: Sequence[torch.Tensor], order: Sequence[int]) -> to
 def joined_chunks(chunks: Sequence[torch.Tensor], numels: Sequence[int]) -> list[torch.Tensor]:
     """The flat tensors, of `numels` elements, from all ranks' chunks in the order of the ranks: undoes `cut_into_chunks`."""
     found, first = [], 0
-    for numel in numels:
-        size = -(-numel // len(chunks))
+    for numel, size in zip(numels, shard_sizes(numels, len(chunks)), strict=True):
         lengths = [min(size, max(0, numel - rank * size)) for rank in range(len(chunks))]
         found.append(torch.cat([chunk[first : first + length] for chunk, length in zip(chunks, lengths, strict=True)]))
         first += size

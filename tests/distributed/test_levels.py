@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import start_ranks
 
-from ds_vertical.distributed.levels import Issued, cut_into_chunks, joined_chunks, tree_sum
+from ds_vertical.distributed.levels import Issued, clear_padding, cut_into_chunks, joined_chunks, tree_sum
 
 
 def run(tmp_path: Path, num_ranks: int, *shapes: str) -> None:
@@ -85,6 +85,15 @@ def test_chunks_are_padded_shards_and_join_again(world: int) -> None:
             assert torch.equal(shard, padded[rank * size : (rank + 1) * size])
     numels = [tensor.numel() for tensor in tensors]
     assert all(map(torch.equal, joined_chunks(list(reversed(list(rows))), numels), tensors))
+
+
+def test_what_deepspeed_pads_with_is_cleared() -> None:
+    numels = (1, 2, 10, 12)
+    tensors = [torch.arange(1.0, numel + 1) for numel in numels]
+    for rank, expected in enumerate(cut_into_chunks(tensors, range(4))):
+        share = torch.where(expected == 0, torch.nan, expected)
+        clear_padding(share, numels, rank, 4)
+        assert torch.equal(share, expected)
 
 
 def test_a_wait_may_be_repeated() -> None:

@@ -20,7 +20,7 @@ from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import Level, Topology
 
 NUMELS = ((40,), (1,), (7, 1, 300), (64, 3, 5, 1), (5000, 33))  # of the parameters of each unit; most are padded
-LIMIT = timedelta(seconds=100)
+LIMIT = timedelta(hours=2)
 
 
 def unit(numels: Sequence[int], seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
