@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import level_training_worker
 import pytest
 import torch
 from harness import differing, largest_relative
-from processes import start_ranks
+from processes import free_port, start_ranks
 
 TOLERANCE = 1e-6  # fp32, relative per tensor: sums in another order
 pytestmark = pytest.mark.timeout(1000)  # processes of one core each, which other work may share
@@ -29,12 +32,27 @@ class Found:
         return torch.load(self.folder / f"{name}.rank{self.rank}.pt", weights_only=True)
 
 
-def run_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[Found]:
-    """What each rank found."""
+def command_of(folder: Path, runs: list[dict[str, Any]]) -> list[str]:
     description = folder / "job.json"
     description.write_text(json.dumps({"folder": str(folder / "swap"), "out": str(folder), "runs": runs}))
-    command = [sys.executable, str(Path(level_training_worker.__file__)), str(description)]
-    start_ranks(command, folder, num_ranks=level_training_worker.NUM_RANKS)
+    return [sys.executable, str(Path(level_training_worker.__file__)), str(description)]
+
+
+def start_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[subprocess.Popen[bytes]]:
+    """The ranks' processes, which nobody ends where one of them fails."""
+    number, command = str(level_training_worker.NUM_RANKS), command_of(folder, runs)
+    common = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    for rank in range(level_training_worker.NUM_RANKS):
+        env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        with (folder / f"rank{rank}.log").open("w") as out:
+            processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
+    return processes
+
+
+def run_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[Found]:
+    """What each rank found."""
+    start_ranks(command_of(folder, runs), folder, num_ranks=level_training_worker.NUM_RANKS)
     return [Found(folder, rank) for rank in range(level_training_worker.NUM_RANKS)]
 
 
@@ -166,3 +184,23 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(quantized: list
     for rank in quantized:
         found = rank[f"{name}, not finite"]
         assert found["skipped"] == (1, []) and found["changed"] and found["loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hop", ["_all_gathered", "_scattered_sums"])
+def test_a_rank_that_is_killed_within_a_hop_is_named_by_all_others(tmp_path: Path, hop: str) -> None:
+    """SPREAD and the gather of a copy, REDUCE and CROSS."""
+    runs = [{"name": "killed", "kind": "killed", "levels": {}, "hop": hop}]
+    processes = start_jobs(tmp_path, runs)
+    try:
+        codes = [process.wait(300) for process in processes]
+        seconds = time.time() - (tmp_path / "failing").stat().st_mtime
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(len(processes))]
+    assert codes == [1, -9, 1, 1], logs[0]
+    assert seconds < 60
+    for rank in (0, 2, 3):
+        assert "OtherRankError: train_batch: rank 1 is gone without a word" in logs[rank], logs[rank]

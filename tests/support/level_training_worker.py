@@ -9,16 +9,21 @@ The ranks are on one host, and two of them are a node.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # run as a script, so this folder is first on the path
 import harness
 import torch
 from rank_worker import VOCAB, OddModel, hear, poison
+
+from ds_vertical.distributed import levels
 
 NUM_RANKS = 4
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
@@ -37,6 +42,7 @@ class Job:
     steps: int = 2
     clip: float = 0.0
     section: dict[str, Any] | None = None
+    hop: str = ""
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Blocks on SSD, embedding and head in host memory: they are a little smaller."""
@@ -143,7 +149,26 @@ def poisoned(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         return {"skipped": skipped, "loss": loss, "changed": harness.differing(before, harness.read_weights(model))}
 
 
-KINDS = {"train": train, "resume": resume, "suffer": suffer, "poisoned": poisoned}
+def killed(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """In the second step rank 1 is killed within the hop that `job.hop` names: a function of `distributed.levels`. Nobody else
+    returns."""
+    with harness.running(job.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, _):
+        first, second = job.batches(rank)
+        engine.train_batch(iter(first))
+        hop, calls = getattr(levels, job.hop), iter(range(3))
+
+        def dying(*args: Any) -> torch.Tensor:
+            if next(calls, None) is None:
+                (folder.parent / "failing").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return hop(*args)
+
+        with mock.patch.object(levels, job.hop, dying if rank == 1 else hop):
+            engine.train_batch(iter(second))
+    raise AssertionError("a step without rank 1")
+
+
+KINDS = {"train": train, "resume": resume, "suffer": suffer, "poisoned": poisoned, "killed": killed}
 
 
 def main(job: Path) -> None:
