@@ -46,7 +46,7 @@ class ArmError(RuntimeError):
 # ---- the arms
 
 
-def _stock_on_cpu(vertical: Config, stock: Config) -> Config:
+def _stock_on_cpu(stock: Config) -> Config:
     """The stock arm with its parameters in host memory instead of on SSD."""
     found = copy.deepcopy(stock)
     param = found["zero_optimization"]["offload_param"]
@@ -54,17 +54,28 @@ def _stock_on_cpu(vertical: Config, stock: Config) -> Config:
     return found
 
 
-def _at_once(vertical: Config, stock: Config) -> Config:
+def _at_once(vertical: Config) -> Config:
     """The vertical arm, which waits at once for each collective, and for each transfer and step, too."""
     return {**vertical, "vertical_schedule": {**vertical["vertical_schedule"], "overlap": False}}
 
 
-# By the arm's name: what makes its JSON, given the JSON of the vertical and of the stock arm
-ARMS: Final[dict[str, Callable[[Config, Config], Config]]] = {
-    "flat": lambda vertical, stock: vertical,
-    "flat_sync": _at_once,
-    "stock": _stock_on_cpu,
-    "stock_nvme": lambda vertical, stock: stock,
+def _over_levels(config: Config, ranks_per_node: int, **zero: bool) -> Config:
+    """An arm with a copy of the weights on each host. `zero`: further keys of `zero_optimization`."""
+    return {**config, "zero_optimization": {**config["zero_optimization"], "zero_hpz_partition_size": ranks_per_node, **zero}}
+
+
+_INT8: Final = {"zero_quantized_weights": True}
+_INT8_INT4: Final = {**_INT8, "zero_quantized_gradients": True}
+# By the arm's name: what makes its JSON, given the JSON of the vertical and of the stock arm, and the ranks of a host
+ARMS: Final[dict[str, Callable[[Config, Config, int], Config]]] = {
+    "flat": lambda vertical, stock, ranks: vertical,
+    "flat_sync": lambda vertical, stock, ranks: _at_once(vertical),
+    "levels": lambda vertical, stock, ranks: _over_levels(vertical, ranks),
+    "int8": lambda vertical, stock, ranks: _over_levels(vertical, ranks, **_INT8),
+    "int8_int4": lambda vertical, stock, ranks: _over_levels(vertical, ranks, **_INT8_INT4),
+    "stock": lambda vertical, stock, ranks: _stock_on_cpu(stock),
+    "stock_hpz": lambda vertical, stock, ranks: _over_levels(_stock_on_cpu(stock), ranks),
+    "stock_nvme": lambda vertical, stock, ranks: stock,
 }
 
 
@@ -76,7 +87,7 @@ def build_configs(options: argparse.Namespace) -> dict[str, Config]:
     settings += [] if options.dtype == "bf16" else ["bf16.enabled=false"]
     source = options.config or ROOT / "configs" / f"{options.model}_cpu.json"
     made = build_arms(source, None, settings, num_ranks=len(NAMES) * options.ranks_per_node)
-    return {name: ARMS[name](dict(made.vertical), dict(made.stock)) for name in options.arms}
+    return {name: ARMS[name](dict(made.vertical), dict(made.stock), options.ranks_per_node) for name in options.arms}
 
 
 class Arm:
@@ -114,8 +125,7 @@ class Arm:
             "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
             "busy_cores": (_busy_seconds() - busy) / seconds,
         }
-        if "scheduled" in ranks[0]:
-            found["formula_bytes"] = traffic.flat_inbound(ranks[0]["scheduled"], self._num_ranks)
+        found["formula_bytes"] = traffic.inbound(ranks[0]["scheduled"], self._num_ranks, len(NAMES))
         return found
 
     def close(self) -> None:
@@ -178,18 +188,16 @@ def summary(taken: list[dict[str, Any]], num_samples: int, rate_bytes: float | N
     by_host = {name: median(step["inbound_bytes"][name] for step in counted) for name in NAMES}
     inbound = max(by_host.values())
     step_s = median(step["step_s"] for step in counted)
-    found = {
+    return {
         "step_s": step_s,
         "inbound_bytes_per_step": inbound,
         "samples_per_s": num_samples / step_s,
         "losses": [step["loss"] for step in taken],
         "busy_cores": median(step["busy_cores"] for step in counted),
         "link_bound_s": inbound / rate_bytes if rate_bytes else None,
+        "inbound_over_formula": inbound / counted[-1]["formula_bytes"],
         "steps": taken,
     }
-    if "formula_bytes" in counted[-1]:
-        found["inbound_over_formula"] = inbound / counted[-1]["formula_bytes"]
-    return found
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -281,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     for name, found in content["arms"].items():
         bound = "" if found["link_bound_s"] is None else f", link alone {found['link_bound_s']:.2f} s"
-        over = f" ({found['inbound_over_formula']:.3f} of the formula)" if "inbound_over_formula" in found else ""
+        over = f" ({found['inbound_over_formula']:.3f} of the formula)"
         print(
             f"{name}: {found['step_s']:.2f} s a step{bound}, {found['inbound_bytes_per_step'] / 1e6:.1f} MB into a host{over},"
             f" {found['samples_per_s']:.2f} samples/s, {found['busy_cores']:.2f} cores busy"

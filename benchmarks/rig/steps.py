@@ -84,8 +84,7 @@ def _train(options: argparse.Namespace) -> None:
         start = time.perf_counter()
         loss = engine.train_batch(batches)
         found: dict[str, Any] = {"step_s": time.perf_counter() - start, "loss": float(loss)}
-        if hasattr(engine, "ran"):
-            found["scheduled"] = traffic.scheduled_bytes(engine)
+        found["scheduled"] = traffic.scheduled_bytes(engine) if hasattr(engine, "ran") else traffic.stock_bytes(engine)
         _say(done_path(options.turns, number, rank), found)
     engine.destroy()
     del zero_init

@@ -2,34 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 # Share that frames, TCP's acknowledgements and barriers add on this link: measured, not derived
 OVERHEAD: Final = 0.02
+_FP32_BYTES: Final = 4
+_WEIGHT_BITS: Final = 8
 
 
 def scheduled_bytes(engine: Any) -> dict[str, int]:
     """Bytes of the last step of a vertical engine, with the padding of shards: `gathered` counts the full parameters that it
-    gathered, `reduced` the full gradients that it reduced."""
-    import torch
-
-    world_size = torch.distributed.get_world_size()
-    found = {"gathered": 0, "reduced": 0}
+    gathered over all ranks, `reduced` the full gradients that it reduced over all ranks; `spread` and `crossed` count those
+    that it sent between nodes instead, quantised or not."""
+    found: dict[str, int] = {"gathered": 0, "reduced": 0, "spread": 0, "crossed": 0}
+    one_level, levels = engine.ran.copied is None, engine.vertical.levels
     for event in engine.ran.events:
-        kind = {"FETCH": "gathered", "REDUCE": "reduced"}.get(event.op.name)
-        if kind is None or event.ahead:  # read for the next step, not gathered yet
-            continue
-        for param in engine.layers.units[event.layer]:
-            num_elements = param.ds_tensor.ds_numel * world_size
-            if kind == "gathered":
-                found[kind] += num_elements * param.element_size()
-            elif param.requires_grad:
-                found[kind] += num_elements * 4  # gradients are reduced in fp32
+        params = engine.layers.units.get(event.layer, ())
+        trained = [param for param in params if param.requires_grad]
+        if event.op.name == "FETCH" and one_level and not event.ahead:  # one ahead is read, not gathered yet
+            found["gathered"] += sum(_full_bytes([param], param.element_size()) for param in params)
+        elif event.op.name == "REDUCE" and one_level:
+            found["reduced"] += _full_bytes(trained, _FP32_BYTES)
+        elif event.op.name == "SPREAD":
+            bits = _WEIGHT_BITS if levels.quantized_weights else None
+            found["spread"] += sum(_sent_bytes([param], param.element_size(), bits, levels.block) for param in params)
+        elif event.op.name == "CROSS":
+            bits = levels.gradient_bits[1] if levels.quantized_gradients else None
+            found["crossed"] += _sent_bytes(trained, 2 if levels.gradients == "bf16" else _FP32_BYTES, bits, levels.block)
     return found
 
 
-def flat_inbound(scheduled: dict[str, int], world_size: int) -> float:
-    """Bytes into one of two hosts where all ranks are one group, over gloo. gloo's ring has one edge into each host. A gather
-    sends all ranks' shares but one over that edge. gloo reduces by an all-reduce, which sends as much twice."""
+def _full_bytes(params: Sequence[Any], element_bytes: int) -> int:
+    import torch
+
+    return sum(param.ds_tensor.ds_numel for param in params) * torch.distributed.get_world_size() * element_bytes
+
+
+def _sent_bytes(params: Sequence[Any], element_bytes: int, bits: int | None, block: int) -> int:
+    """Of all ranks' shards, as they cross the link. `bits`: of a quantised element; None: they are not quantised."""
+    import torch
+
+    from ds_vertical.distributed.quantize import Quantizer
+
+    if bits is None:
+        return _full_bytes(params, element_bytes)
+    shards = [param.ds_tensor.ds_numel for param in params]
+    return sum(Quantizer(bits, block).row_bytes(numel) for numel in shards) * torch.distributed.get_world_size()
+
+
+def stock_bytes(engine: Any) -> dict[str, int]:
+    """As `scheduled_bytes`, of a stock engine: each micro-batch gathers twice what does not stay on the device, with hpZ once
+    over all ranks, and reduces all gradients in the dtype in which stock communicates them."""
+    sizes = [(param, param.ds_tensor.ds_numel * engine.world_size) for param in engine.module.parameters()]
+    gathered = sum(numel * param.element_size() for param, numel in sizes if not param.ds_persist)
+    reduced = sum(numel * engine.communication_data_type.itemsize for param, numel in sizes if param.requires_grad)
+    hpz = engine.zero_hpz_partition_size() > 1
+    count = engine.gradient_accumulation_steps()
+    return {"gathered": count * (1 if hpz else 2) * gathered, "reduced": count * reduced, "spread": 0, "crossed": 0}
+
+
+def inbound(scheduled: dict[str, int], world_size: int, num_hosts: int) -> float:
+    """Bytes into one of the hosts, over gloo. What is sent among all ranks goes along gloo's ring, which has one edge into
+    each host. A gather sends all ranks' shares but one over that edge. gloo reduces by an all-reduce, which sends as much
+    twice. What is sent between nodes comes into a host once, but for the host's own part."""
     share = (world_size - 1) / world_size
-    return share * (scheduled["gathered"] + 2 * scheduled["reduced"])
+    flat = share * (scheduled["gathered"] + 2 * scheduled["reduced"])
+    return flat + (num_hosts - 1) / num_hosts * (scheduled["spread"] + scheduled["crossed"])

@@ -47,7 +47,7 @@ def train(engine: Any, rank: int, count: int) -> dict[str, Any]:
         found["losses"].append(engine.train_batch(iter(step)).item().hex())
         dist.barrier()
         found["inbound"].append(inbound_bytes() - before)
-        found["formula"].append(traffic.flat_inbound(traffic.scheduled_bytes(engine), dist.get_world_size()))
+        found["formula"].append(traffic.inbound(traffic.scheduled_bytes(engine), dist.get_world_size(), 2))
     return found
 
 

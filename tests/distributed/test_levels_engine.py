@@ -1,0 +1,206 @@
+"""Training over two levels, with real processes: four ranks on one host, of which two each are a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import level_training_worker
+import pytest
+import torch
+from harness import differing, largest_relative
+from processes import free_port, start_ranks
+
+TOLERANCE = 1e-6  # fp32, relative per tensor: sums in another order
+pytestmark = pytest.mark.timeout(1000)  # processes of one core each, which other work may share
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank found in each run, by the run's name."""
+
+    folder: Path
+    rank: int
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return torch.load(self.folder / f"{name}.rank{self.rank}.pt", weights_only=True)
+
+
+def command_of(folder: Path, runs: list[dict[str, Any]]) -> list[str]:
+    description = folder / "job.json"
+    description.write_text(json.dumps({"folder": str(folder / "swap"), "out": str(folder), "runs": runs}))
+    return [sys.executable, str(Path(level_training_worker.__file__)), str(description)]
+
+
+def start_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[subprocess.Popen[bytes]]:
+    """The ranks' processes, which nobody ends where one of them fails."""
+    number, command = str(level_training_worker.NUM_RANKS), command_of(folder, runs)
+    common = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    for rank in range(level_training_worker.NUM_RANKS):
+        env = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        with (folder / f"rank{rank}.log").open("w") as out:
+            processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
+    return processes
+
+
+def run_jobs(folder: Path, runs: list[dict[str, Any]]) -> list[Found]:
+    """What each rank found."""
+    start_ranks(command_of(folder, runs), folder, num_ranks=level_training_worker.NUM_RANKS)
+    return [Found(folder, rank) for rank in range(level_training_worker.NUM_RANKS)]
+
+
+def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = TOLERANCE) -> None:
+    gaps = largest_relative(a, b)
+    assert {name: gap for name, gap in gaps.items() if gap > tolerance} == {}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    runs = [{"name": "flat"}, {"name": "copies", "levels": {}}, {"name": "no copies", "levels": {"copy_share": 0.0}}]
+    return run_jobs(tmp_path_factory.mktemp("levels"), runs)
+
+
+def test_weights_and_gradients_are_those_of_one_level(trained: list[Found]) -> None:
+    for rank in trained:
+        flat, copies, none = rank["flat"], rank["copies"], rank["no copies"]
+        assert flat["losses"][0] == copies["losses"][0], "gathers have the same bits"
+        for found in (copies, none):
+            assert found["losses"] == pytest.approx(flat["losses"], rel=TOLERANCE)
+            assert found["norms"] == pytest.approx(flat["norms"], rel=TOLERANCE)
+            assert found["evaluated"] == pytest.approx(flat["evaluated"], rel=TOLERANCE)
+            for a, b in zip(flat["grads"], found["grads"], strict=True):
+                assert_close(a, b)
+            assert_close(flat["weights"], found["weights"])
+
+
+def test_a_copy_changes_no_bit(trained: list[Found]) -> None:
+    for rank in trained:
+        copies, none = rank["copies"], rank["no copies"]
+        assert (copies["losses"], copies["norms"], copies["evaluated"]) == (none["losses"], none["norms"], none["evaluated"])
+        assert not differing(copies["weights"], none["weights"]) and not differing(copies["state"], none["state"])
+
+
+def test_a_unit_crosses_the_link_once_where_its_copy_is_kept(trained: list[Found]) -> None:
+    spreads = {name: trained[0][name]["schedule"].count("0SPREAD") for name in ("flat", "copies", "no copies")}
+    assert spreads == {"flat": 0, "copies": 1, "no copies": 2}
+
+
+# what is varied beside levels; each with a flat run of its own
+MATRIX: dict[str, dict[str, Any]] = {
+    "one micro-batch": {"micro_batches": 1},
+    "four micro-batches": {"micro_batches": 4},
+    "clipping": {"clip": 0.5},
+    "at once": {"section": {"overlap": False}},
+    "all delayed": {"section": {"optimizer_delay": 1.0}},
+    "some delayed, two ahead": {"section": {"optimizer_delay": 0.3, "prefetch_layers": 2}},
+    "horizontal": {"section": {"order": "horizontal"}},
+    "ends fetched": {"section": {"outside_layers": "fetched"}},
+    "nothing ahead": {"section": {"prefetch_layers": 0}},
+}
+SHARES = (0.5, 1.0)
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    runs: list[dict[str, Any]] = []
+    for name, options in MATRIX.items():
+        runs.append({"name": f"{name}, flat", **options})
+        runs += [{"name": f"{name}, {share}", "levels": {"copy_share": share}, **options} for share in SHARES]
+    return run_jobs(tmp_path_factory.mktemp("matrix"), runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MATRIX)
+def test_whatever_else_is_set_weights_and_gradients_are_those_of_one_level(matrix: list[Found], name: str) -> None:
+    for rank in matrix:
+        flat, *found = (rank[f"{name}, {each}"] for each in ("flat", *SHARES))
+        for each in found:
+            assert each["losses"][0] == flat["losses"][0]
+            assert each["norms"] == pytest.approx(flat["norms"], rel=TOLERANCE)
+            for a, b in zip(flat["grads"], each["grads"], strict=True):
+                assert_close(a, b)
+            assert_close(flat["weights"], each["weights"])
+        assert not differing(found[0]["weights"], found[1]["weights"]) and not differing(found[0]["state"], found[1]["state"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_from_levels_to_one_level_and_back(tmp_path: Path) -> None:
+    for rank in run_jobs(tmp_path, [{"name": "resume", "kind": "resume", "levels": {}}]):
+        found = rank["resume"]
+        assert found["from levels"] == found["from flat"] == [], "bits of weights, masters and moments"
+        assert_close(found["from levels, then"], found["from flat, then"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_rank_that_fails_on_its_way_to_a_spread_is_named_and_the_step_is_taken_again(tmp_path: Path, share: float) -> None:
+    levels = {"copy_share": share}
+    runs = [{"name": "suffer", "kind": "suffer", "levels": levels}, {"name": "whole", "levels": levels}]
+    for number, rank in enumerate(run_jobs(tmp_path, runs)):
+        for kind, text, seconds in rank["suffer"]["told"]:
+            assert kind == ("DiskError" if number == 1 else "OtherRankError") and seconds < 30, text
+            assert number == 1 or "rank 1: DiskError" in text
+        assert not differing(rank["suffer"]["weights"], rank["whole"]["weights"])
+
+
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "bf16 gradients": {"levels": {"gradients": "bf16"}},
+    "int8 weights": {"levels": {}, "zero": {"zero_quantized_weights": True}},
+    "int4 gradients": {"levels": {}, "zero": {"zero_quantized_gradients": True}},
+    "int8 and int4": {"levels": {"gradient_bits": [8, 4], "copy_share": 0.5}, "zero": level_training_worker.QUANTIZED},
+}
+ROUNDED = {"bf16 gradients": 2**-8, "int8 weights": 0.03, "int4 gradients": 0.2, "int8 and int4": 0.2}  # of a gradient's norm
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    runs: list[dict[str, Any]] = [{"name": "flat"}]
+    for name, options in QUANTIZED.items():
+        runs += [{"name": name, **options}, {"name": f"{name}, not finite", "kind": "poisoned", **options}]
+    return run_jobs(tmp_path_factory.mktemp("quantized"), runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_what_is_rounded_on_its_way_is_near_to_what_is_not(quantized: list[Found], name: str) -> None:
+    for rank in quantized:
+        flat, found = rank["flat"], rank[name]
+        assert found["losses"] == pytest.approx(flat["losses"], rel=0.01)
+        gaps = largest_relative(flat["grads"][0], found["grads"][0])
+        assert max(gaps.values()) < ROUNDED[name], gaps
+        assert ("int8" in name) == (found["losses"][0] != flat["losses"][0]), "gradients alone leave the first forward exact"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(quantized: list[Found], name: str) -> None:
+    for rank in quantized:
+        found = rank[f"{name}, not finite"]
+        assert found["skipped"] == (1, []) and found["changed"] and found["loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hop", ["_all_gathered", "_scattered_sums"])
+def test_a_rank_that_is_killed_within_a_hop_is_named_by_all_others(tmp_path: Path, hop: str) -> None:
+    """SPREAD and the gather of a copy, REDUCE and CROSS."""
+    runs = [{"name": "killed", "kind": "killed", "levels": {}, "hop": hop}]
+    processes = start_jobs(tmp_path, runs)
+    try:
+        codes = [process.wait(300) for process in processes]
+        seconds = time.time() - (tmp_path / "failing").stat().st_mtime
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(len(processes))]
+    assert codes == [1, -9, 1, 1], logs[0]
+    assert seconds < 60
+    for rank in (0, 2, 3):
+        assert "OtherRankError: train_batch: rank 1 is gone without a word" in logs[rank], logs[rank]

@@ -1,0 +1,185 @@
+"""One rank of the four-rank runs of tests/distributed/test_levels_engine.py, started with the launcher's variables set.
+
+    python tests/support/level_training_worker.py JOB.json
+
+The job: {"folder": swap folder, "out": folder for <name>.rank<R>.pt, "runs": [{"name", ...}, ...]}; what a run may have: `Job`.
+The ranks are on one host, and two of them are a node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+# run as a script, so this folder is first on the path
+import harness
+import torch
+from rank_worker import VOCAB, OddModel, hear, poison
+
+from ds_vertical.distributed import levels
+
+NUM_RANKS = 4
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of some steps. `levels`: the section's; None: one level. `zero`: further keys of zero_optimization. `kind`: what
+    is done besides training."""
+
+    name: str
+    levels: dict[str, Any] | None = None
+    zero: dict[str, Any] | None = None
+    kind: str = "train"
+    micro_batches: int = 2
+    steps: int = 2
+    clip: float = 0.0
+    section: dict[str, Any] | None = None
+    hop: str = ""
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        """Blocks on SSD, embedding and head in host memory: they are a little smaller."""
+        made = harness.base_config(
+            folder,
+            num_micro_batches=self.micro_batches,
+            dtype="fp32",
+            clip=self.clip,
+            section=dict(self.section or {}) | ({} if self.levels is None else {"levels": self.levels}),
+            sub_group_size=400_001,
+        )
+        if self.levels is not None:
+            made["zero_optimization"]["zero_hpz_partition_size"] = 2
+        made["zero_optimization"] |= self.zero or {}
+        return harness.small_buffers(made, 600_000)
+
+    def batches(self, rank: int) -> list[list[dict[str, torch.Tensor]]]:
+        """Per step, this rank's micro-batches, ragged."""
+        generator = torch.Generator().manual_seed(7)
+        steps = []
+        for step in range(self.steps):
+            lengths = [4 + (index + step) % 5 for index in range(self.micro_batches * NUM_RANKS)]
+            every = [torch.randint(0, VOCAB, (1, length), generator=generator) for length in lengths]
+            own = every[rank * self.micro_batches : (rank + 1) * self.micro_batches]
+            steps.append([{"input_ids": ids[:, :-1], "labels": ids[:, 1:]} for ids in own])
+        return steps
+
+
+def train(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """The steps, and an evaluation behind each."""
+    evaluated: list[float] = []
+    texts: list[str] = []
+
+    def between(engine: Any, step: int) -> None:
+        evaluated.append(engine.eval_batch(iter(job.batches(rank)[step])).item())
+        texts.append(engine.ran.to_text())
+
+    run = harness.run_arm(job.config(folder), partial(OddModel, "bf16"), job.batches(rank), vertical=True, between=between)
+    run.state = own(run.state, run.weights, rank)
+    run.grads = [own(grads, run.weights, rank) for grads in run.grads]
+    return vars(run) | {"evaluated": evaluated, "schedule": texts[-1]}
+
+
+def own(shares: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """A rank's shares without what stands behind a parameter's end, which is nobody's."""
+    found = {}
+    for name, share in shares.items():
+        numel = weights[name.partition("/")[0]].numel()
+        found[name] = share.flatten()[: max(0, numel - rank * -(-numel // NUM_RANKS))]
+    return found
+
+
+def contents(engine: Any, model: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """Weights, and this rank's masters and moments."""
+    weights = harness.read_weights(model)
+    return weights | own(harness.read_state(engine, model), weights, rank)
+
+
+def resume(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """A step and a save with levels, then one step more: in this engine, and in one with a single level that resumes there; and
+    the other way round."""
+    saved, steps = folder.parent / "saved", job.batches(rank)
+    flat = Job(job.name)
+    found: dict[str, Any] = {}
+    for first, second in ((job, flat), (flat, job)):
+        tag = "from levels" if first is job else "from flat"
+        with harness.running(first.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, model):
+            engine.train_batch(iter(steps[0]))
+            engine.save_checkpoint(str(saved), tag=tag)
+            before = contents(engine, model, rank)
+        with harness.running(second.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, model):
+            engine.load_checkpoint(str(saved), tag=tag)
+            found[tag] = harness.differing(before, contents(engine, model, rank))
+            engine.train_batch(iter(steps[1]))
+            found[f"{tag}, then"] = harness.read_weights(model)
+    return found
+
+
+def suffer(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """A rank cannot read a parameter in the forward, then in an evaluation; its step is taken again behind each."""
+    steps, told = job.batches(rank), []
+    with harness.running(job.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, model):
+        engine.train_batch(iter(steps[0]))
+        engine.flush()
+        path = Path(engine.param_store.files.by_unit[2][0].path)  # not among those that are read ahead
+        content = path.read_bytes()
+        for call in (lambda: engine.train_batch(iter(steps[1])), lambda: engine.eval_batch(iter(steps[1]))):
+            if rank == 1:
+                path.write_bytes(content[:4096])
+            told.append(hear(call))
+            path.write_bytes(content)
+        engine.train_batch(iter(steps[1]))
+        return {"told": told, "weights": harness.read_weights(model)}
+
+
+def poisoned(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """A step whose gradients are not finite on rank 1 alone, and one that is: which of them count."""
+    good, bad = job.batches(rank)
+    with harness.running(job.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, model):
+        before = harness.read_weights(model)
+        engine.train_batch(iter(bad), poison(rank))
+        skipped = engine.skipped_steps, harness.differing(before, harness.read_weights(model))
+        loss = engine.train_batch(iter(good)).item()
+        return {"skipped": skipped, "loss": loss, "changed": harness.differing(before, harness.read_weights(model))}
+
+
+def killed(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """In the second step rank 1 is killed within the hop that `job.hop` names: a function of `distributed.levels`. Nobody else
+    returns."""
+    with harness.running(job.config(folder), partial(OddModel, "bf16"), vertical=True) as (engine, _):
+        first, second = job.batches(rank)
+        engine.train_batch(iter(first))
+        hop, calls = getattr(levels, job.hop), iter(range(3))
+
+        def dying(*args: Any) -> torch.Tensor:
+            if next(calls, None) is None:
+                (folder.parent / "failing").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return hop(*args)
+
+        with mock.patch.object(levels, job.hop, dying if rank == 1 else hop):
+            engine.train_batch(iter(second))
+    raise AssertionError("a step without rank 1")
+
+
+KINDS = {"train": train, "resume": resume, "suffer": suffer, "poisoned": poisoned, "killed": killed}
+
+
+def main(job: Path) -> None:
+    given = json.loads(job.read_text())
+    harness.start_process_group()
+    rank = torch.distributed.get_rank()
+    folder = Path(given["folder"])
+    for entry in given["runs"]:
+        each = Job(**entry)
+        torch.save(KINDS[each.kind](each, folder, rank), Path(given["out"]) / f"{each.name}.rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
