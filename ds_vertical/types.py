@@ -204,6 +204,34 @@ class ActivationSettings:
 
 
 @dataclass(frozen=True)
+class LevelSettings:
+    """Collectives over two levels: the ranks of a node, and the nodes. `ranks_per_node`: those that share a copy of the weights;
+    1: there is one level. `quantized_weights`: weights cross the link as INT8, `quantized_gradients`: gradients in
+    `gradient_bits` (within a node, across; None: as they are), each in blocks of `block` elements with a scale of their own.
+    `gradients`: their dtype on the way (None: fp32). `copy_share`: of the units that are fetched again in the backward, those
+    whose copy the node keeps (None: all), on the device with `copy_on_device`."""
+
+    ranks_per_node: int = 1
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
+    gradients: Literal["fp32", "bf16"] | None = None
+    copy_share: float | None = None
+    copy_on_device: bool = False
+    gradient_bits: tuple[int | None, int | None] = (None, 4)
+    block: int = 256
+
+    @property
+    def are_on(self) -> bool:
+        """Whether there are two levels."""
+        return self.ranks_per_node > 1
+
+    @property
+    def share(self) -> float | None:
+        """The share of the units whose copy is kept; None where there is one level."""
+        return None if not self.are_on else 1.0 if self.copy_share is None else self.copy_share
+
+
+@dataclass(frozen=True)
 class SignalSettings:
     """The checkpoint that is saved when a signal asks the run to end: its folder, its tag (None: `global_step<n>`)."""
 
@@ -235,6 +263,7 @@ class RunSettings:
     outside_layers: OutsideLayers
     nvme_paths: tuple[str, ...] | None
     activations: ActivationSettings
+    levels: LevelSettings
     seed_micro_batches: bool
     seed: int | None
     trace: str | None

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, SupportsFloat, cast
 
-from ds_vertical.config.section import SECTION, VerticalConfig, show
+from ds_vertical.config.levels import levels_faults, move_levels, stock_levels_faults
+from ds_vertical.config.section import SECTION, VerticalConfig, load_section, show
 from ds_vertical.errors import ConfigError
 from ds_vertical.types import OFFLOAD_DEVICES, Tier
 
@@ -83,10 +84,7 @@ _REDUCE = "each layer's gradient sum is reduced once, as an unscaled mean"
 _PARALLEL = "only data parallelism is supported"
 _REFUSALS = (
     _Refusal(f"{_ZERO}.zenflow", _present, "ZenFlow's delayed updates are not exact", _REMOVE),
-    _Refusal(f"{_ZERO}.zero_hpz_partition_size", _above_one, _PLAIN, "write 1 or remove it"),
-    _Refusal(f"{_ZERO}.zero_quantized_weights", _true, _PLAIN, _OFF),
     _Refusal(f"{_ZERO}.zero_quantized_nontrainable_weights", _true, _PLAIN, _OFF),
-    _Refusal(f"{_ZERO}.zero_quantized_gradients", _true, _REDUCE, _OFF),
     _Refusal(f"{_ZERO}.offload_optimizer.super_offload", _true, "SuperOffload replaces the optimizer", _OFF),
     _Refusal(f"{_ZERO}.offload_optimizer.ratio", _not_one, "the whole step runs on the host", "write 1.0 or remove it"),
     _Refusal("optimizer.params.torch_adam", _true, _ADAM, _OFF),
@@ -124,12 +122,15 @@ _OBJECTS = (
 
 
 def check(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
-    """Cross-check an enabled section against the rest of the JSON; nothing is checked where it is disabled.
+    """Cross-check an enabled section against the rest of the JSON; where it is disabled, only what stock fails on with words
+    that do not help.
 
     Supported: ZeRO stage 3; parameters on nvme, cpu or none; optimizer state on nvme or cpu, stepped on the host by
     DeepSpeed's CPU Adam; data parallelism. Returns warnings (JSON path first). Raises ConfigError with every fault.
     """
     if not section.enabled:
+        if faults := stock_levels_faults(config):
+            raise ConfigError("\n".join(faults))
         return []
     faults = _object_faults(config)
     if not faults:
@@ -143,6 +144,7 @@ def check(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
     faults += _gradient_faults(config, section)
     faults += _activation_faults(config, section)
     faults += _path_faults(config, section)
+    faults += _level_faults(config, section)
     if faults:
         raise ConfigError("\n".join(faults))
     return _warnings(config, section)
@@ -179,6 +181,15 @@ def _activation_faults(config: Mapping[str, object], section: VerticalConfig) ->
         for key in ("device", "keep_device")
         if getattr(section.activations, key) is Tier.SSD
     ]
+
+
+def _level_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
+    """Of the section's levels, whether its keys still stand in `zero_optimization` or not."""
+    try:
+        moved = load_section(move_levels({**config, SECTION: section.model_dump()}))
+        return [] if moved is None else levels_faults(moved.levels)
+    except ConfigError as error:
+        return str(error).splitlines()
 
 
 def _path_faults(config: Mapping[str, object], section: VerticalConfig) -> list[str]:

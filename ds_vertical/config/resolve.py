@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_vertical.config.section import SECTION, VerticalConfig, show
-from ds_vertical.types import ActivationSettings, RunSettings, SignalSettings
+from ds_vertical.types import ActivationSettings, LevelSettings, RunSettings, SignalSettings
 
 # --- null means "choose for me" ------------------------------------------------------------------------------------
 
@@ -48,6 +48,8 @@ def resolve(section: VerticalConfig, initial_seed: int | None = None) -> RunSett
         reasons["seed"] = "null: torch.initial_seed() at initialize"
     signal = section.on_signal
     values["activations"] = ActivationSettings(**dict(section.activations))
+    written_levels = {key: value for key, value in section.levels if value is not None}
+    values["levels"] = LevelSettings(**written_levels)
     values["on_signal"] = None if signal is None else SignalSettings(**dict(signal))
     return RunSettings(**values, reasons=MappingProxyType(reasons))
 

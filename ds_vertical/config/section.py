@@ -63,6 +63,29 @@ class Activations(BaseModel):
     """With "ssd" or "device": a further share of the cells, whose kept values rest in host memory."""
 
 
+class Levels(BaseModel):
+    """Collectives over the ranks of a node, and over the nodes."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
+    """Ranks that share a copy of the weights. Null: `zero_optimization.zero_hpz_partition_size`, which `prepare` moves here."""
+    quantized_weights: bool | None = None
+    """Whether weights cross the link as INT8. Null: `zero_optimization.zero_quantized_weights`, which `prepare` moves here."""
+    quantized_gradients: bool | None = None
+    """Whether gradients travel quantised. Null: `zero_optimization.zero_quantized_gradients`, which `prepare` moves here."""
+    gradients: Literal["fp32", "bf16"] | None = None
+    """The dtype in which gradients travel. Null: "fp32"."""
+    copy_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Of the units that are fetched again in the backward, the share whose copy a node keeps in host memory. Null: 1."""
+    copy_on_device: bool = False
+    """Keep the copy on the device instead. Not there yet: true is refused."""
+    gradient_bits: Annotated[tuple[Literal[4, 8] | None, Literal[4, 8] | None], BeforeValidator(_list_to_tuple)] = (None, 4)
+    """With quantised gradients, their bits within a node and across nodes. Null: as they are."""
+    block: Annotated[int, Field(ge=2, multiple_of=2)] = 256
+    """Neighbours that are quantised with one scale."""
+
+
 class OnSignal(BaseModel):
     """The checkpoint to save when SIGTERM or SIGINT asks the run to end."""
 
@@ -118,6 +141,8 @@ class VerticalConfig(BaseModel):
     """Folders on several SSDs, nvme_path the first; null: nvme_path alone. Each file is spread over all of them."""
     activations: Activations = Activations()
     """Where layer inputs and gradients between layers rest; what is kept."""
+    levels: Levels = Levels()
+    """Collectives over the levels of a cluster, with a copy in each node."""
     seed_micro_batches: bool = True
     """Give each micro-batch a random stream of its own, in both arms. From (seed, step, micro-batch, rank)."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -135,7 +160,7 @@ class VerticalConfig(BaseModel):
     """Save a checkpoint when SIGTERM or SIGINT ends the run. It ends between two steps. Null: at once, without one."""
 
 
-_NESTED: Mapping[str, type[BaseModel]] = {"activations": Activations, "on_signal": OnSignal}
+_NESTED: Mapping[str, type[BaseModel]] = {"activations": Activations, "levels": Levels, "on_signal": OnSignal}
 
 # What each key accepts, and an example; the start of the error for a wrong value.
 _EXPECTED: Mapping[str, tuple[str, str]] = {
@@ -163,6 +188,14 @@ _EXPECTED: Mapping[str, tuple[str, str]] = {
     "activations.keep_device": (", ".join(f'"{tier}"' for tier in Tier) + " or null", '"ssd"'),
     "activations.keep_share": ("a number from 0 to 1", "0.5"),
     "activations.keep_host_share": ("a number from 0 to 1", "0.25"),
+    "levels": (f"an object with {', '.join(map(json.dumps, Levels.model_fields))}", '{"copy_share": 0.5}'),
+    "levels.ranks_per_node": ("an integer >= 1, or null", "2 or null"),
+    **dict.fromkeys(("levels.quantized_weights", "levels.quantized_gradients"), ("true, false or null", "null")),
+    "levels.gradients": ('"fp32", "bf16" or null', '"bf16"'),
+    "levels.copy_share": ("a number from 0 to 1, or null", "0.5 or null"),
+    "levels.copy_on_device": ("true or false", "false"),
+    "levels.gradient_bits": ("two of null, 4 and 8: within a node, and across nodes", "[null, 4]"),
+    "levels.block": ("an even integer >= 2", "256"),
     "seed": ("an integer >= 0 and < 2^64, or null", "1234 or null"),
     "trace": ("the path of a folder, or null (off)", '"runs/trace" or null'),
     "on_signal": ('an object with "save_dir" and "tag", or null', '{"save_dir": "checkpoints"} or null'),

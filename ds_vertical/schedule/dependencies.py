@@ -16,6 +16,7 @@ from typing import Final
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import DROPS, Moves, find_fault, is_work
+from ds_vertical.schedule.checks import check_ahead, check_sums, check_window
 from ds_vertical.schedule.events import (
     DELAYED,
     EARLY,
@@ -29,10 +30,11 @@ from ds_vertical.schedule.events import (
     error_at,
     part_of,
 )
+from ds_vertical.schedule.levels import check_levels, refuse_spread
 from ds_vertical.types import PRE, SUF, Unit
 
 _TOO_OFTEN: Final = {1: "a second time; it must happen once", 2: "a third time; it must happen twice"}
-_REPEATED: Final = frozenset((Op.FETCH, Op.RELEASE, Op.LOAD))
+_REPEATED: Final = frozenset((Op.FETCH, Op.SPREAD, Op.RELEASE, Op.LOAD))
 _KEPT_MOVES: Final = (Op.KSAVE, Op.KLOAD, Op.KDROP)
 _MOVES: Final = (Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP)
 
@@ -148,6 +150,14 @@ def _fetch_ahead(walk: _Walk, event: Event) -> list[int]:
     return [walk.need(Op.NORM), walk.need(Op.RELEASE, unit), *walk.concluded(), *walk.steps.get(unit, ())]
 
 
+def _spread(walk: _Walk, event: Event) -> list[int]:
+    """It ends what the FETCH has begun: from here on whoever uses the unit waits for this event."""
+    unit, fetch = event.layer, walk.need(Op.FETCH, event.layer)
+    refuse_spread(unit, fetch, walk.fetched.get(unit), walk.uses[unit])
+    walk.fetched[unit] = walk.index
+    return [fetch]
+
+
 def _release(walk: _Walk, event: Event) -> list[int]:
     unit = event.layer
     if unit not in walk.fetched:
@@ -242,6 +252,14 @@ def _reduce(walk: _Walk, event: Event) -> list[int]:
     return [*sums, *before]
 
 
+def _cross(walk: _Walk, event: Event) -> list[int]:
+    """It ends what the REDUCE has begun: from here on whoever needs the unit's gradients waits for this event."""
+    reduced = walk.need(Op.REDUCE, event.layer)
+    walk.done[Op.REDUCE, event.layer, None] = walk.index
+    walk.reduces[-1] = walk.index
+    return [reduced]
+
+
 def _hold(walk: _Walk, event: Event) -> list[int]:
     """As many at a time as steps (MAX_STEPS): each keeps the memory that it is written from."""
     before = walk.holds[-MAX_STEPS:][:1] if len(walk.holds) >= MAX_STEPS else []
@@ -304,11 +322,13 @@ def _step_ahead(walk: _Walk, event: Event) -> list[int]:
 
 _RULES: Final[dict[Op, Callable[[_Walk, Event], list[int]]]] = {
     Op.FETCH: _fetch,
+    Op.SPREAD: _spread,
     Op.RELEASE: _release,
     Op.F: _forward,
     Op.HEAD: _head,
     Op.B: _backward,
     Op.REDUCE: _reduce,
+    Op.CROSS: _cross,
     Op.HOLD: _hold,
     Op.NORM: _norm,
     Op.STEP: _step,
@@ -384,9 +404,8 @@ def validate(schedule: Schedule) -> None:
     _check_once(schedule)
     _dependencies(schedule.events, _Walk(schedule.num_layers, schedule.num_micro_batches, schedule.calls, schedule.outside))
     _check_complete(schedule)
-    _check_window(schedule)
-    _check_ahead(schedule)
-    _check_sums(schedule)
+    for check in (check_window, check_ahead, check_sums, check_levels):
+        check(schedule)
     if (fault := find_fault(schedule.events, schedule.moved, schedule.look_ahead, set(schedule.kept))) is not None:
         raise error_at(schedule.events, *fault)
 
@@ -403,6 +422,7 @@ def _once(schedule: Schedule) -> list[Event]:
     events += [Event(Op.HEAD, SUF, m) for m in micro_batches]
     events += [Event(Op.B, unit, m) for unit in run for m in micro_batches]
     events += [Event(Op.NORM), *(Event(Op.REDUCE, unit) for unit in units)]
+    events += [] if schedule.copied is None else [Event(Op.CROSS, unit) for unit in units]
     if schedule.early:
         events += [Event(Op.COMMIT), *(Event(Op.STEP, unit, part=EARLY) for unit in units)]
     return events if schedule.delayed else [*events, *(Event(Op.STEP, unit) for unit in units)]
@@ -411,6 +431,8 @@ def _once(schedule: Schedule) -> list[Event]:
 def _check_once(schedule: Schedule) -> None:
     allowed = set(_once(schedule))
     allowed |= {Event(op, layer) for op in (Op.FETCH, Op.RELEASE) for layer in range(schedule.num_layers)}
+    if schedule.copied is not None:
+        allowed |= {Event(Op.SPREAD, unit) for unit in schedule.outside.around(range(schedule.num_layers))}
     if schedule.order != "forward":
         units = schedule.outside.around(range(schedule.num_layers))
         allowed |= {e for u in units for e in (Event(Op.STEP, u, None, DELAYED, -1), Event(Op.FETCH, u, step_offset=1))}
@@ -446,53 +468,3 @@ def _check_complete(schedule: Schedule) -> None:
     if missing:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise error_at(schedule.events, len(schedule.events), f"never happened: {' '.join(missing[:8])}{more}")
-
-
-def _check_window(schedule: Schedule) -> None:
-    fetched: set[Unit | None] = set()
-    ahead = {event.layer for event in schedule.events if event.op is Op.FETCH and event.ahead}
-    for index, event in enumerate(schedule.events):
-        if event.op is Op.RELEASE:
-            fetched.discard(event.layer)
-        elif event.op is Op.FETCH and isinstance(event.layer, int):
-            fetched.add(event.layer)
-        if len(fetched) > schedule.window + 1:
-            problem = f"is layer number {len(fetched)} fetched at once; window {schedule.window} allows"
-            raise error_at(schedule.events, index, f"{problem} {schedule.window + 1}: release one before")
-    fetched -= ahead
-    if fetched:
-        units = ", ".join(str(unit) for unit in fetched)
-        raise error_at(schedule.events, len(schedule.events), f"still fetched: {units}; every FETCH needs its RELEASE")
-
-
-def _check_ahead(schedule: Schedule) -> None:
-    """What is read for the next step while its step is due would be old then."""
-    stepped: set[Unit | None] = set()
-    for index, event in enumerate(schedule.events):
-        if event.op is Op.STEP and event.ahead:
-            stepped.add(event.layer)
-        elif event.op is Op.FETCH and event.ahead and schedule.delayed and event.layer not in stepped:
-            wanted = Event(Op.STEP, event.layer, part=DELAYED)
-            raise error_at(schedule.events, index, f"reads what a delayed step is to change; write {wanted} before it")
-
-
-def _check_sums(schedule: Schedule) -> None:
-    """[Note: order and timing]: per unit, the events that add to its gradient come in the header's order."""
-    if schedule.order == "forward":
-        return
-    micro_batches = range(schedule.num_micro_batches)
-    heads = [Event(Op.HEAD, SUF, m) for m in micro_batches]
-    prefix = [Event(Op.B, PRE, m) for m in micro_batches]
-    interleaved = [event for pair in zip(heads, prefix, strict=True) for event in pair]
-    added = interleaved if schedule.order == "horizontal" else heads + prefix
-    expected: dict[Unit | None, list[Event]] = {PRE: added}  # those of SUF are its HEADs
-    for layer in range(schedule.num_layers):
-        turned = schedule.snake and (schedule.num_layers - 1 - layer) % 2 == 1
-        expected[layer] = [Event(Op.B, layer, m) for m in (reversed(micro_batches) if turned else micro_batches)]
-    left = {unit: iter(events) for unit, events in expected.items()}
-    for index, event in enumerate(schedule.events):
-        if event.op in (Op.B, Op.HEAD):
-            wanted = next(left[PRE if event.op is Op.HEAD else event.layer])
-            if event != wanted:
-                told = f"order {schedule.order}{' with snake' if schedule.snake else ''}"
-                raise error_at(schedule.events, index, f"adds to a gradient sum where {told} wants {wanted}")

@@ -34,6 +34,7 @@ class Op(StrEnum):
     """What an event does; the value is its name in the text form."""
 
     FETCH = "FETCH"
+    SPREAD = "SPREAD"
     RELEASE = "RELEASE"
     F = "F"
     HEAD = "HEAD"
@@ -48,6 +49,7 @@ class Op(StrEnum):
     KLOAD = "KLOAD"
     KDROP = "KDROP"
     REDUCE = "REDUCE"
+    CROSS = "CROSS"
     HOLD = "HOLD"
     NORM = "NORM"
     STEP = "STEP"
@@ -56,7 +58,7 @@ class Op(StrEnum):
 
 # Op -> the units it may name ("layer" is any layer number, "none" is no unit at all).
 _UNITS: Final[dict[Op, str]] = {
-    **dict.fromkeys((Op.FETCH, Op.RELEASE, Op.REDUCE), "layer pre suf"),
+    **dict.fromkeys((Op.FETCH, Op.SPREAD, Op.RELEASE, Op.REDUCE, Op.CROSS), "layer pre suf"),
     Op.B: "layer pre",
     **dict.fromkeys((Op.F, Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP), "layer pre suf"),
     **dict.fromkeys((Op.KSAVE, Op.KLOAD, Op.KDROP), "layer"),
@@ -92,6 +94,7 @@ _HEADER = re.compile(
     " micro_batches=(?P<micro_batches>[0-9]+) snake=(?P<snake>[01]) window=(?P<window>[0-9]+) delayed=(?P<delayed>[01])"
     " early=(?P<early>[01])(?:(?: moved=(?P<moved>[0-9,]+))?(?: kept=(?P<kept>[0-9,-]+))? ahead=(?P<ahead>[0-9]+))?"
     "(?: calls=(?P<calls>[0-9]+))?(?P<suf> suf=1)?(?: apart=(?P<apart>pre|suf|pre,suf))?"
+    "(?: levels=(?P<levels>none|[0-9a-z,-]+))?"
 )
 
 
@@ -270,7 +273,8 @@ class Schedule:
     inputs and gradients leave memory between their uses, loaded again `look_ahead` uses ahead; `kept`: the layers and
     micro-batches of which what the forward keeps for the backward does. `calls`: how often each micro-batch's code calls the
     model; each call is a forward through all layers, and one backward is of all calls. `outside`: the parameters outside the
-    layers. Construction checks the header only; validate() checks the events. Raises ScheduleError.
+    layers. `copied`: with collectives over levels, the units whose copy each node keeps from one use to the next; None: there is
+    one level. Construction checks the header only; validate() checks the events. Raises ScheduleError.
     """
 
     num_layers: int
@@ -286,6 +290,7 @@ class Schedule:
     kept: tuple[Cell, ...] = ()
     calls: int = 1
     outside: Outside = Outside()
+    copied: tuple[Unit, ...] | None = None
 
     def __post_init__(self) -> None:
         if any(not _is_count(m) or m >= self.num_micro_batches for m in self.moved) or not _is_count(self.look_ahead):
@@ -298,6 +303,9 @@ class Schedule:
             value = getattr(self, name)
             if not _is_count(value) or value == 0:
                 raise ScheduleError(f"{name} must be at least 1, got {value!r}")
+        every = self.outside.around(range(self.num_layers))
+        if strangers := [unit for unit in self.copied or () if unit not in every]:
+            raise ScheduleError(f"copied must name units of the schedule, got {strangers[0]}: write some of {every}")
         if self.order not in ORDERS:
             raise ScheduleError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
         if self.snake and self.order != "vertical":
@@ -344,6 +352,7 @@ class Schedule:
         if self.calls > 1:
             header += f" calls={self.calls}"
         header += self.outside.to_text()
+        header += "" if self.copied is None else f" levels={_units_text(self.copied)}"
         # Long words and hyphens stay whole: "3STEP.d0@-1" is one event.
         wrap = textwrap.TextWrapper(width=120, break_long_words=False, break_on_hyphens=False).wrap
         return "\n".join([header, *(part for line in _visit_lines(self.events) for part in wrap(line))]) + "\n"
@@ -364,7 +373,8 @@ class Schedule:
         moves = (moved, int(match["ahead"] or 0), kept)
         apart = match["apart"]
         outside = Outside(bool(match["suf"]), tuple(unit for unit in (PRE, SUF) if apart and unit in apart))
-        given = (match["order"], snake, window, delayed, early, *moves, int(match["calls"] or 1), outside)
+        calls, copied = int(match["calls"] or 1), None if match["levels"] is None else _units(match["levels"])
+        given = (match["order"], snake, window, delayed, early, *moves, calls, outside, copied)
         return cls(layers, micro_batches, parse_events("\n".join(lines)), *given)
 
 
@@ -388,19 +398,32 @@ def _cells(text: str, num_micro_batches: int) -> tuple[Cell, ...]:
     return tuple(found)
 
 
+def _units_text(units: Sequence[Unit]) -> str:
+    """Units such as pre,0-7: layers as `_cells_text` has cells."""
+    layers = _cells_text([(unit, 0) for unit in units if isinstance(unit, int)], 1)
+    return ",".join([*(str(unit) for unit in units if not isinstance(unit, int)), *filter(None, [layers])]) or "none"
+
+
+def _units(text: str) -> tuple[Unit, ...]:
+    """The units of `_units_text`."""
+    words = [word for word in text.split(",") if word != "none"]
+    layers = _cells(",".join(word for word in words if word not in (PRE, SUF)), 1)
+    return (*(unit for unit in (PRE, SUF) if unit in words), *(layer for layer, _ in layers))
+
+
 def _is_aside(event: Event) -> bool:
-    return event.op in _ASIDE or (event.op, event.layer) == (Op.REDUCE, SUF)
+    return event.op in _ASIDE or (event.op in (Op.REDUCE, Op.CROSS) and event.layer == SUF)
 
 
 def _visit_lines(events: Sequence[Event]) -> list[str]:
-    """A FETCH opens the line of the work that follows it; a RELEASE, a HEAD with its REDUCE, and moves stand on the line of the
-    work before."""
+    """A FETCH opens the line of the work that follows it, a SPREAD does likewise; a RELEASE, a HEAD with its REDUCE, and moves
+    stand on the line of the work before."""
     lines: list[list[str]] = []
     ahead: list[str] = []
     current: Unit | str | None = None
     for event in events:
         unit = "optimizer" if event.op in _OPTIMIZER else event.layer
-        if event.op is Op.FETCH:
+        if event.op in (Op.FETCH, Op.SPREAD):
             ahead.append(str(event))
             continue
         if ahead or not lines or (unit != current and not _is_aside(event)):

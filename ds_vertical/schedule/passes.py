@@ -16,6 +16,7 @@ from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import LOOK_AHEAD, place_activations
 from ds_vertical.schedule.dependencies import validate
 from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Cell, Event, Op, Outside, Schedule, part_of
+from ds_vertical.schedule.levels import place_levels, units_to_copy
 from ds_vertical.types import PRE, SUF, Unit
 
 Events = tuple[Event, ...]
@@ -264,7 +265,8 @@ class TrainingStep:
     delayed step is issued. `ahead`: what the next step needs first is issued at the end. `hold`: what of the gradients may
     have to wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory; `kept`:
     the layers and micro-batches of which what the forward keeps for the backward does. `reduces_beside`: a unit's reduction is
-    under way in the next one's backward.
+    under way in the next one's backward. `copy_share`: of the units that are fetched again, the share whose copy each node keeps
+    (`levels`, [Note: levels]); None: there is one level.
     `order`, `snake`, `window`, `calls` and `outside`: as in `Schedule`.
     """
 
@@ -284,6 +286,7 @@ class TrainingStep:
     calls: int = 1
     outside: Outside = Outside()
     reduces_beside: bool = False
+    copy_share: float | None = None
 
 
 @lru_cache(maxsize=64)
@@ -307,15 +310,18 @@ def build_training(step: TrainingStep) -> Schedule:
     events = place_behind(events) if step.reduces_beside else events
     events = place_delayed(events, step.due, step.lead, outside)
     events = place_ahead(events, step.window, step.lead, step.delayed, outside) if step.ahead else events
-    return _checked(replace(empty, events=place_activations(events, step.moved, look_ahead, step.kept)))
+    copied = None if step.copy_share is None else units_to_copy(events, step.copy_share)
+    events = events if copied is None else place_levels(events, copied)
+    return _checked(replace(empty, events=place_activations(events, step.moved, look_ahead, step.kept), copied=copied))
 
 
 @lru_cache(maxsize=64)
 def build_evaluation(
-    num_layers: int, num_micro_batches: int, *, window: int = 1, calls: int = 1, outside: Outside = _ONE
+    num_layers: int, num_micro_batches: int, *, window: int = 1, calls: int = 1, outside: Outside = _ONE, levels: bool = False
 ) -> Schedule:
-    """The validated forward-only schedule; raises ScheduleError. Units outside the layers stay from end to end."""
+    """The validated forward-only schedule; raises ScheduleError. Units outside the layers stay from end to end. `levels`: units
+    are gathered over two levels, and no copy is kept."""
     stay = replace(outside, apart=())
     empty = Schedule(num_layers, num_micro_batches, (), "forward", False, window, calls=calls, outside=stay)
     events = place_parameters(forward_order(num_layers, num_micro_batches, calls), window, outside=stay)
-    return _checked(replace(empty, events=events))
+    return _checked(replace(empty, events=place_levels(events, ()) if levels else events, copied=() if levels else None))

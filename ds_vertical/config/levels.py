@@ -1,0 +1,95 @@
+"""DeepSpeed's keys of ZeRO++ in the vertical arm: what they mean there, and what they are refused with.
+
+`zero_hpz_partition_size` and its neighbours stand in `zero_optimization`, where the stock arm reads them. In the vertical arm
+zero.Init must make plain partitions, so `prepare` moves them into the section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ds_vertical.config.section import SECTION, Levels, show
+from ds_vertical.errors import ConfigError
+from ds_vertical.types import OFFLOAD_DEVICES, Tier
+
+_ZERO: Final = "zero_optimization"
+PARTITION_SIZE: Final = f"{_ZERO}.zero_hpz_partition_size"
+_LEVELS: Final = f"{SECTION}.levels"
+# Key of `zero_optimization` -> key of the section's `levels`, and DeepSpeed's value for "off"
+_MOVED: Final[Mapping[str, tuple[str, object]]] = {
+    "zero_hpz_partition_size": ("ranks_per_node", 1),
+    "zero_quantized_weights": ("quantized_weights", False),
+    "zero_quantized_gradients": ("quantized_gradients", False),
+}
+_WORDS: Final = {"true": True, "false": False, "1": True, "0": False}  # a flag as DeepSpeed reads it, written as a string
+
+
+def move_levels(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A shallow copy of a whole configuration, with the section on top, in which the section says what DeepSpeed's keys of
+    ZeRO++ have said, and these are gone. Raises ConfigError where both say something, and not the same."""
+    zero, section = config.get(_ZERO), config.get(SECTION)
+    if not isinstance(zero, Mapping) or not isinstance(section, Mapping) or not any(key in zero for key in _MOVED):
+        return dict(config)
+    levels = section.get("levels", {})
+    if not isinstance(levels, Mapping):
+        return dict(config)  # which `load_section` refuses
+    moved = dict(levels)
+    for key, (name, off) in _MOVED.items():
+        value = _value(zero.get(key), off)
+        if moved.get(name) not in (None, value) and key in zero:
+            raise ConfigError(
+                f"{_LEVELS}.{name}: got {show(moved[name])} with {_ZERO}.{key} {show(zero[key])}; they mean the same: remove"
+                f" {_LEVELS}.{name}"
+            )
+        if value != off:
+            moved[name] = value
+    kept = {key: value for key, value in zero.items() if key not in _MOVED}
+    return {**config, _ZERO: kept, SECTION: {**section, "levels": moved} if moved else section}
+
+
+def _value(written: object, off: object) -> object:
+    """What DeepSpeed makes of a value; a value that it refuses comes back as it is."""
+    if written is None or written == "auto":
+        return off
+    if isinstance(off, bool):
+        return _WORDS.get(str(written).lower(), written)
+    return int(written) if isinstance(written, str) and written.isdecimal() else written or off
+
+
+def levels_faults(levels: Levels) -> list[str]:
+    """What is wrong with the section's `levels`, as `move_levels` has left them."""
+    default, faults = Levels(), []
+    if levels.copy_on_device:
+        faults.append(
+            f"{_LEVELS}.copy_on_device: got true, which is not there yet: a node's copy rests in host memory; write false"
+        )
+    if (levels.ranks_per_node or 1) > 1:
+        return faults
+    for key in Levels.model_fields:
+        value = getattr(levels, key)
+        if key in ("ranks_per_node", "copy_on_device") or value == getattr(default, key) or value is False:
+            continue
+        name = next((f"{_ZERO}.{zero_key}" for zero_key, (name, _) in _MOVED.items() if name == key), f"{_LEVELS}.{key}")
+        faults.append(
+            f"{name}: got {show(value)} without {PARTITION_SIZE}, so that there is one level; write {PARTITION_SIZE}, the"
+            " number of ranks on a node, or remove it"
+        )
+    return faults
+
+
+def stock_levels_faults(config: Mapping[str, Any]) -> list[str]:
+    """What the stock arm would fail on with words of its own: hpZ puts its second copy where parameters rest, and that must be
+    memory."""
+    zero = config.get(_ZERO)
+    if not isinstance(zero, Mapping):
+        return []
+    size, param = _value(zero.get("zero_hpz_partition_size"), 1), zero.get("offload_param")
+    on_ssd = isinstance(param, Mapping) and param.get("device") == OFFLOAD_DEVICES[Tier.SSD]
+    if not on_ssd or not isinstance(size, int) or size <= 1:
+        return []
+    return [
+        f"{PARTITION_SIZE}: got {size} with {_ZERO}.offload_param.device {show(OFFLOAD_DEVICES[Tier.SSD])} in the stock arm, in"
+        f' which DeepSpeed makes its second copy on that device, and fails; write {_ZERO}.offload_param.device "cpu", or'
+        f" remove {PARTITION_SIZE}"
+    ]

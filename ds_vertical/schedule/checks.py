@@ -1,0 +1,57 @@
+"""Checks of a whole schedule, besides what each event waits for: the window, what is read ahead, the order of gradient sums."""
+
+from __future__ import annotations
+
+from ds_vertical.schedule.events import DELAYED, Event, Op, Schedule, error_at
+from ds_vertical.types import PRE, Unit
+
+
+def check_window(schedule: Schedule) -> None:
+    """At most window + 1 layers are fetched at a time, and none at the end."""
+    fetched: set[Unit | None] = set()
+    ahead = {event.layer for event in schedule.events if event.op is Op.FETCH and event.ahead}
+    for index, event in enumerate(schedule.events):
+        if event.op is Op.RELEASE:
+            fetched.discard(event.layer)
+        elif event.op is Op.FETCH and isinstance(event.layer, int):
+            fetched.add(event.layer)
+        if len(fetched) > schedule.window + 1:
+            problem = f"is layer number {len(fetched)} fetched at once; window {schedule.window} allows"
+            raise error_at(schedule.events, index, f"{problem} {schedule.window + 1}: release one before")
+    fetched -= ahead
+    if fetched:
+        units = ", ".join(str(unit) for unit in fetched)
+        raise error_at(schedule.events, len(schedule.events), f"still fetched: {units}; every FETCH needs its RELEASE")
+
+
+def check_ahead(schedule: Schedule) -> None:
+    """What is read for the next step while its step is due would be old then."""
+    stepped: set[Unit | None] = set()
+    for index, event in enumerate(schedule.events):
+        if event.op is Op.STEP and event.ahead:
+            stepped.add(event.layer)
+        elif event.op is Op.FETCH and event.ahead and schedule.delayed and event.layer not in stepped:
+            wanted = Event(Op.STEP, event.layer, part=DELAYED)
+            raise error_at(schedule.events, index, f"reads what a delayed step is to change; write {wanted} before it")
+
+
+def check_sums(schedule: Schedule) -> None:
+    """See [Note: order and timing] in `dependencies`: per unit, the events that add to its gradient come in the header's order."""
+    if schedule.order == "forward":
+        return
+    micro_batches = range(schedule.num_micro_batches)
+    heads = [Event(Op.HEAD, SUF, m) for m in micro_batches]
+    prefix = [Event(Op.B, PRE, m) for m in micro_batches]
+    interleaved = [event for pair in zip(heads, prefix, strict=True) for event in pair]
+    added = interleaved if schedule.order == "horizontal" else heads + prefix
+    expected: dict[Unit | None, list[Event]] = {PRE: added}  # those of SUF are its HEADs
+    for layer in range(schedule.num_layers):
+        turned = schedule.snake and (schedule.num_layers - 1 - layer) % 2 == 1
+        expected[layer] = [Event(Op.B, layer, m) for m in (reversed(micro_batches) if turned else micro_batches)]
+    left = {unit: iter(events) for unit, events in expected.items()}
+    for index, event in enumerate(schedule.events):
+        if event.op in (Op.B, Op.HEAD):
+            wanted = next(left[PRE if event.op is Op.HEAD else event.layer])
+            if event != wanted:
+                told = f"order {schedule.order}{' with snake' if schedule.snake else ''}"
+                raise error_at(schedule.events, index, f"adds to a gradient sum where {told} wants {wanted}")
