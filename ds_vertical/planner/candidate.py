@@ -33,7 +33,8 @@ class Choice:
 
     `RunSettings` are what a run has been told, all of them; these are few, and most of what they say is no key of the section
     (`cli.plan.deepspeed_json` writes it as JSON). `delay`: `optimizer_delay`; `window`: `prefetch_layers`;
-    `in_place`: early steps are never discarded, which is `on_nonfinite: "stop"`."""
+    `in_place`: early steps are never discarded, which is `on_nonfinite: "stop"`. `copy_share`: `levels.copy_share`; None where
+    collectives have one level."""
 
     micro_batch_size: int
     num_micro_batches: int
@@ -45,6 +46,7 @@ class Choice:
     speculation: bool = False
     kept: KeptShare | None = None
     in_place: bool = False
+    copy_share: float | None = None
 
     @property
     def policy(self) -> ActivationPolicy:
@@ -126,6 +128,8 @@ class Candidate:
                 moved=choice.moved if moves else (),
                 kept=self._kept_away(num_layers),
                 outside=outside,
+                reduces_beside=self.shape.num_shards > 1,
+                copy_share=choice.copy_share,
             )
         )
 
