@@ -205,8 +205,8 @@ class ActivationSettings:
 
 @dataclass(frozen=True)
 class LevelSettings:
-    """Collectives over two levels: the ranks of a node, and the nodes. `ranks_per_node`: those that share a copy of the weights;
-    1: there is one level. `quantized_weights`: weights cross the link as INT8, `quantized_gradients`: gradients in
+    """Collectives over two levels: the ranks of a node, and the nodes. `ranks_per_node`: those that share a copy of the
+    weights; 1: there is one level. `quantized_weights`: weights cross the link as INT8, `quantized_gradients`: gradients in
     `gradient_bits` (within a node, across; None: as they are), each in blocks of `block` elements with a scale of their own.
     `gradients`: their dtype on the way (None: fp32). `copy_share`: of the units that are fetched again in the backward, those
     whose copy the node keeps (None: all), on the device with `copy_on_device`."""

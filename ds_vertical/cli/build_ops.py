@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     with_fallback: dict[str, Callable[[], Any]] = {
         load.FREE_ADAM.build_name: load.free_adam,
         load.IDENTITY_NODE.build_name: load.identity_node,
+        load.BLOCK_QUANTIZE.build_name: load.block_quantizer,
     }
     loaded = {name: with_fallback.get(name, lambda name=name: needed[name]().load(verbose=False))() for name in missing}
     slow = [name for name, op in loaded.items() if op is None or isinstance(op, load.PiecewiseAdam)]

@@ -222,21 +222,44 @@ def gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None) -> li
     return [param.data for param in params]
 
 
+def shard_dtype(param: ZeroParam) -> torch.dtype:
+    """The dtype of the parameter's shards."""
+    return param.ds_tensor.dtype
+
+
+def expect(params: Iterable[ZeroParam]) -> None:
+    """Note that full parameters are on their way. Raises RuntimeError for one that is there."""
+    for param in params:
+        if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+            raise RuntimeError(param.ds_summary())
+        param.ds_status = ZeroParamStatus.INFLIGHT
+
+
+def fill(arrived: Iterable[tuple[ZeroParam, torch.Tensor]]) -> None:
+    """Have each parameter full: its elements, flat, in memory of their own."""
+    for param, flat in arrived:
+        param.data = flat.view(param.ds_shape)
+        param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def forget(params: Iterable[ZeroParam]) -> None:
+    """Nothing of these parameters is on its way any more: another rank is gone."""
+    for param in params:
+        if param.ds_status == ZeroParamStatus.INFLIGHT:
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
 def start_gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None) -> Callable[[], None]:
     """Start to assemble the full parameters on the device; returns what waits for them. Until then the shards stay as they are.
     `group`: of all ranks, for the collective; None: DeepSpeed's own, in which other code has collectives, too."""
     groups = [param.ds_process_group for param in params]
-
-    def forget() -> None:  # another rank is gone: nothing is under way any more
-        for param in (param for param in params if param.ds_status == ZeroParamStatus.INFLIGHT):
-            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
     def wait() -> None:
         try:
             if handle is not None:
                 handle.wait()
         except BaseException:
-            forget()
+            forget(params)
             raise
 
     try:
@@ -244,7 +267,7 @@ def start_gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None)
             param.ds_process_group = group
         handle = params[0].all_gather_coalesced(params) if params else None
     except BaseException:
-        forget()
+        forget(params)
         raise
     finally:
         for param, own in zip(params, groups, strict=True):

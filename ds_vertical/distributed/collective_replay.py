@@ -13,13 +13,14 @@ ranks ask each other once more at the end of the pass. Else the others would ret
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Protocol
 
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.schedule.events import Event, Op, Schedule, Unit
 from ds_vertical.schedule.executor import Executor, Handler
+from ds_vertical.schedule.levels import Arrival, arrivals
 
 
 class Others(Protocol):
@@ -40,8 +41,8 @@ class Others(Protocol):
         """On whether the pass is left, behind each layer, likewise."""
         ...
 
-    def gather(self, unit: Unit) -> None:
-        """Take part in a gather with values that nobody will use."""
+    def gather(self, unit: Unit, arrival: Arrival) -> None:
+        """Take part in a gather with values that nobody will use. `arrival`: over which levels it goes."""
         ...
 
     def reductions_of(self, unit: Unit) -> int:
@@ -119,7 +120,7 @@ class CollectiveReplay:
     def _go(self, schedule: Schedule, overlap: bool) -> None:
         done = self._counts()
         done.subtract(self._before)
-        rest = _Rest(self._others, done, self._only_gathers, self._leaves)
+        rest = _Rest(self._others, done, self._only_gathers, self._leaves, arrivals(schedule.events))
         try:
             Executor(rest.handlers(), overlap=overlap).run(schedule)
         except _ReachedEndError:
@@ -128,17 +129,22 @@ class CollectiveReplay:
 
 class _Rest:
     """The collectives of a pass that this rank has not begun. `done`: how many of each kind it has begun. `leaves`: all ranks
-    leave at the last vote of those."""
+    leave at the last vote of those. `coming`: how units come to the fetches of the pass."""
 
-    def __init__(self, others: Others, done: Counter[str], only_gathers: bool, leaves: bool) -> None:
+    def __init__(
+        self, others: Others, done: Counter[str], only_gathers: bool, leaves: bool, coming: dict[Unit, deque[Arrival]]
+    ) -> None:
         self._others = others
         self._done = done
         self._only_gathers = only_gathers
         self._leaves = leaves
-        self._fetched: list[Unit] = []  # whose gather this rank has not issued; the others do so where they use it, or before
+        self._coming = coming
+        self._fetched: list[
+            tuple[Unit, Arrival]
+        ] = []  # whose gather this rank has not issued; the others do so where they use it, or before
 
     def handlers(self) -> dict[Op, Handler]:
-        own = {Op.FETCH: self.fetch, Op.REDUCE: self.reduce, Op.RELEASE: self.vote, Op.NORM: self.reach}
+        own = {Op.FETCH: self.fetch, Op.SPREAD: self.spread, Op.REDUCE: self.reduce, Op.RELEASE: self.vote, Op.NORM: self.reach}
         nothing: dict[Op, Handler] = dict.fromkeys(Op, lambda _: None)
         return nothing | own
 
@@ -146,8 +152,13 @@ class _Rest:
         if event.ahead:
             return None
         unit = _unit(event)
+        arrival = self._coming[unit].popleft()
         if not self._is_done("gathers"):  # in the order of the fetches, as gathers are issued
-            self._fetched.append(unit)
+            self._fetched.append((unit, arrival))
+        return None if arrival.spreads else self.spread(event)
+
+    def spread(self, event: Event) -> Ticket:
+        unit = _unit(event)
         return Ticket(f"fetch {unit}", lambda: self._gather(unit))
 
     def reduce(self, event: Event) -> None:
@@ -161,7 +172,7 @@ class _Rest:
         is_last = self._done["votes"] == 1
         if (self._leaves and is_last) if self._is_done("votes") else self._others.vote():
             while self._fetched:  # the others issue what they have fetched before they leave
-                self._gather(self._fetched[-1])
+                self._gather(self._fetched[-1][0])
             self.reach()
 
     def reach(self, _: Event | None = None) -> None:
@@ -173,8 +184,8 @@ class _Rest:
 
     def _gather(self, unit: Unit) -> None:
         """Of all units up to this one, in the order of their fetches."""
-        while unit in self._fetched:
-            self._others.gather(self._fetched.pop(0))
+        while any(unit == fetched for fetched, _ in self._fetched):
+            self._others.gather(*self._fetched.pop(0))
 
 
 def _unit(event: Event) -> Unit:

@@ -4,46 +4,94 @@
 lane takes its hops first in, first out. A collective of several hops goes from lane to lane. All ranks issue collectives in the
 order of one schedule, so the order in each lane is the same on all ranks, whatever the other lanes do. A rank whose hop has
 failed issues none behind it any more: its hops would meet other ones of the other ranks. Every later collective of that
-direction raises that hop's error. On a GPU hops are issued at once by the calling thread.
+direction raises that hop's error. On a GPU the calling thread issues all hops at once.
 
-[Note: trees] A sum goes to its owner hop by hop: all-to-all of the ranks' terms, then their addition in ascending order of ranks,
-in fp32, rounded to the dtype of communication at the end of each hop. The first hop is over w ranks, then over g/w, then over
-W/g. So the bits of a sum depend on the topology's numbers alone.
+[Note: trees] A sum goes to its owner hop by hop: all-to-all of the ranks' terms, then their addition in fp32, in ascending order
+of ranks. The sum is rounded to the dtype of communication at the end of each hop. The first hop is over w ranks, then over g/w,
+then over W/g. So the bits of a sum depend on the topology's numbers alone.
+
+[Note: bytes] P: bytes of a whole unit, in the dtype of its collective. What a collective holds at most, the tensors that it was
+given included, on top of which gloo holds a gather's result once more while the gather is under way:
+
+- spread: P/W of the share and P/w of the copy; where g/w > 1, P g/(w W) of the first hop too.
+- gather: P/w of the copy and P.
+- reduce: 2 P, while the first hop's terms are exchanged; then P and P/w.
+- cross: 2 P/g, then P/g and P/W.
+
+With a quantizer what is sent and received has bits/8 bytes an element, and 4 bytes a block. Sums of its terms are in fp32 then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+import functools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ds_vertical.compat import accelerator
+from ds_vertical.distributed import ranks
 from ds_vertical.distributed.quantize import Quantizer
-from ds_vertical.distributed.topology import Topology
+from ds_vertical.distributed.topology import Level, Topology
 
 T = TypeVar("T")
 
+_PIECE_NUMEL: Final = 1 << 17  # of a sum: what is added in fp32 at a time
+
+# A hop takes its argument out of a list, so that nobody else keeps the memory, and returns the next hop's.
+_Hop = Callable[[list[torch.Tensor]], torch.Tensor]
+_Hops = Sequence[tuple[Level, _Hop]]
+
 
 class Issued(Generic[T]):
-    """A collective that this rank has issued."""
+    """A collective that this rank has issued. `form`: from what its last hop gives to the result."""
+
+    def __init__(self, form: Callable[[torch.Tensor], T]) -> None:
+        self._form = form
+        self._over = threading.Event()
+        self._result: list[T] = []
+        self._error: BaseException | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        raise NotImplementedError
+        return self._over.is_set()
 
     def wait(self) -> T:
         """The result, once it has come. May be called again. Raises what a hop has failed with."""
-        raise NotImplementedError
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+    def end(self, last: torch.Tensor) -> None:
+        """The collective is over, and its last hop has given this."""
+        self._result.append(self._form(last))
+        self._over.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The collective has failed with this."""
+        self._error = error
+        self._over.set()
 
 
 class LevelCollectives:
-    """See [Note: lanes]. Made on all ranks together. Chunks are ordered by `topology.order`; S is the elements of a chunk, of all
-    parameters of a unit together, which DeepSpeed has padded. Tensors given belong to the collective until it is over."""
+    """See [Note: lanes] and [Note: bytes]. Made on all ranks together. Chunks are ordered by `topology.order`; S is the elements
+    of a chunk: a rank's shards of all parameters of a unit, which DeepSpeed has padded. Tensors given belong to the collective
+    until it is over. A hop of one rank moves nothing, and rounds nothing."""
 
     def __init__(self, topology: Topology) -> None:
-        raise NotImplementedError
+        if topology.world != ranks.world_size():
+            raise ValueError(f"{topology} is none of {ranks.world_size()} ranks")
+        self.topology = topology
+        self._weights = _Direction("weights", topology, ranks.rank())
+        self._gradients = _Direction("gradients", topology, ranks.rank())
+        order = topology.order
+        self._by_rank = sorted(range(len(order)), key=order.__getitem__)
 
     def spread(self, share: torch.Tensor, quantizer: Quantizer | None = None) -> Issued[torch.Tensor]:
         """From this rank's own chunk (S elements) to its copy: the chunks of `topology.copy_order(rank)`, (W/w, S).
@@ -51,49 +99,227 @@ class LevelCollectives:
         With a quantizer each chunk is rounded once, by its owner, whose copy has the rounded values, too. The hop across
         nodes comes first.
         """
-        raise NotImplementedError
+        hops = self._weights.hops((Level.WORLD, Level.NODE), _all_gathered)
+        return self._weights.issue(share.view(1, -1), _in_bytes(hops, quantizer), lambda copy: copy)
 
     def gather(
         self, copy: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None
     ) -> Issued[list[torch.Tensor]]:
         """From the copies of a pair to the whole unit: the chunks of all W ranks, in the order of the ranks (views of one flat
-        tensor). `copy`: what `spread` gives, over or not."""
-        raise NotImplementedError
+        tensor). `copy`: what `spread` gives, over or not. With a quantizer each chunk is rounded, whether it was before or
+        not, in the same way on all ranks."""
+        hops = _in_bytes(self._weights.hops((Level.PAIR,), _all_gathered), quantizer)
+        return self._weights.issue(copy, hops, lambda chunks: [chunks[place] for place in self._by_rank])
 
     def reduce(self, rows: torch.Tensor, quantizer: Quantizer | None = None) -> Issued[torch.Tensor]:
-        """From this rank's terms of all chunks, (W, S) as `cut_into_chunks` orders them, to the sums over its node of the chunks of
-        `topology.node_share_order(rank)`, (W/g, S). Hops: pair, then node. With a quantizer each hop's terms are rounded."""
-        raise NotImplementedError
+        """From this rank's terms of all chunks, (W, S), to the sums over its node of the chunks of
+        `topology.node_share_order(rank)`, (W/g, S). `rows`: ordered by `topology.order`, see `cut_into_chunks`. Hops: pair, then
+        node. With a quantizer the terms of each hop are rounded."""
+        hops = self._gradients.hops((Level.PAIR, Level.NODE), functools.partial(_scattered_sums, quantizer))
+        return self._gradients.issue(rows, hops, lambda sums: sums)
 
     def cross(
         self, node_share: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None
     ) -> Issued[torch.Tensor]:
         """From the sums over each node to the sums over all ranks of this rank's own chunk (S elements). `node_share`: what
         `reduce` gives, over or not."""
-        raise NotImplementedError
+        hops = self._gradients.hops((Level.WORLD,), functools.partial(_scattered_sums, quantizer))
+        return self._gradients.issue(node_share, hops, lambda sums: sums.view(-1))
 
     def mesh(self) -> DeviceMesh:
-        """The process groups of the weights as torch's mesh, outermost first: "world", "node", "pair"; those of more than one
-        rank."""
-        raise NotImplementedError
+        """The process groups of the weights as torch's mesh, outermost first: "world", "node", "pair", those of more than one
+        rank. Raises ValueError where there is none."""
+        groups = [(level, group) for level, group in reversed(self._weights.groups.items()) if group is not None]
+        numbers = torch.arange(self.topology.world).view([self.topology.width(level) for level, _ in groups])
+        names = tuple(level.value for level, _ in groups)
+        return DeviceMesh.from_group(
+            [group for _, group in groups], accelerator.device_name(), mesh=numbers, mesh_dim_names=names
+        )
 
     def close(self) -> None:
-        """End the lanes' threads, once their hops are over."""
-        raise NotImplementedError
+        """End the lanes' threads, once the hops that were issued are over. No collective may be issued any more."""
+        self._weights.close()
+        self._gradients.close()
 
 
-def cut_into_chunks(tensors: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
-    """Flat tensors as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the rank's shard
-    of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W."""
-    raise NotImplementedError
+# ---- lanes
 
 
-def joined_chunks(chunks: Sequence[torch.Tensor], numels: Sequence[int]) -> list[torch.Tensor]:
-    """The flat tensors, of `numels` elements, from all ranks' chunks in the order of the ranks: undoes `cut_into_chunks`."""
-    raise NotImplementedError
+class _Lane:
+    """Runs what it is given, first in, first out: on a thread of its own, or at once on the caller's."""
+
+    def __init__(self, name: str, threaded: bool) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threaded = threaded
+        if threaded:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        if self._threaded:
+            self._jobs.put(job)
+        else:
+            job()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while (job := self._jobs.get()) is not None:
+                job()
+                del job  # and the memory that it holds
+
+
+class _Direction:
+    """The lanes and process groups of the weights, or of the gradients; see [Note: lanes]."""
+
+    def __init__(self, name: str, topology: Topology, rank: int) -> None:
+        self.groups = {level: ranks.own_subgroup(f"{name} {level.value}", topology.hop(level, rank)) for level in Level}
+        threaded = accelerator.device_name() == "cpu"
+        self._lanes = {level: _Lane(f"ds_vertical {name} {level.value}", threaded) for level in Level}
+        self._error: BaseException | None = None
+
+    def hops(self, levels: Sequence[Level], hop: Callable[[ProcessGroup, list[torch.Tensor]], torch.Tensor]) -> _Hops:
+        """`hop` over each level that has several ranks; over none, what is given stays as it is."""
+        groups = [(level, group) for level in levels if (group := self.groups[level]) is not None]
+        return [(level, functools.partial(hop, group)) for level, group in groups] or [(levels[0], list.pop)]
+
+    def issue(self, given: torch.Tensor | Issued[torch.Tensor], hops: _Hops, form: Callable[[torch.Tensor], T]) -> Issued[T]:
+        """Send what is given through the hops."""
+        issued = Issued(form)
+        self._enter(issued, given.wait if isinstance(given, Issued) else [given].pop, hops)
+        return issued
+
+    def _enter(self, issued: Issued[T], take: Callable[[], torch.Tensor], hops: _Hops) -> None:
+        """`take` gives what the first of the hops is of; called once, on that hop's lane."""
+        (level, hop), *rest = hops
+
+        def job() -> None:
+            try:
+                if self._error is not None:
+                    raise self._error
+                moved = hop([take()])
+                if rest:
+                    self._enter(issued, [moved].pop, rest)
+                else:
+                    issued.end(moved)
+            except BaseException as error:
+                self._error = self._error or error
+                issued.fail(error)
+
+        self._lanes[level].put(job)
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+
+
+# ---- hops
+
+
+def _all_gathered(group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor:
+    """The rows of all ranks of the group, in the order of the ranks."""
+    rows = held.pop()
+    found = rows.new_empty(group.size() * len(rows), rows.shape[1])
+    torch.distributed.all_gather_into_tensor(found.view(torch.uint8), rows.view(torch.uint8), group=group)
+    return found
+
+
+def _exchanged(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Of the rows, the n-th part goes to the n-th rank of the group, and the n-th part of the result comes from there."""
+    found = torch.empty_like(rows)
+    torch.distributed.all_to_all_single(found.view(torch.uint8), rows.view(torch.uint8), group=group)
+    return found
+
+
+def _scattered_sums(quantizer: Quantizer | None, group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor:
+    """Of all ranks' rows the sums of this rank's part."""
+    rows = held.pop()
+    count, numel, dtype = group.size(), rows.shape[1], rows.dtype
+    if quantizer is None:
+        terms = _exchanged(rows, group)
+        del rows
+        return tree_sum(terms.view(count, -1, numel), (count,))
+    packed = quantizer.quantize(rows)
+    del rows
+    first, *others = _exchanged(packed, group).chunk(count)
+    totals = torch.empty(len(first), numel, dtype=torch.float32, device=first.device)
+    quantizer.dequantize(first, totals)
+    for each in others:
+        quantizer.add(each, totals)
+    return totals.to(dtype)
+
+
+def _in_bytes(hops: _Hops, quantizer: Quantizer | None) -> _Hops:
+    """Hops that hand rows on as they are: of the rows rounded by `quantizer` ahead of the first, and read behind the last."""
+    if quantizer is None or hops[0][1] is list.pop:
+        return hops
+    given: list[torch.Tensor] = []  # without elements: its dtype and the length of its rows
+
+    def pack(held: list[torch.Tensor]) -> torch.Tensor:
+        rows = held.pop()
+        given.append(rows[:0])
+        return quantizer.quantize(rows)
+
+    def unpack(held: list[torch.Tensor]) -> torch.Tensor:
+        packed = held.pop()
+        rows = packed.new_empty(len(packed), given[0].shape[1], dtype=given[0].dtype)
+        quantizer.dequantize(packed, rows)
+        return rows
+
+    def packed_first(held: list[torch.Tensor]) -> torch.Tensor:
+        return hops[0][1]([pack(held)])
+
+    first = [(hops[0][0], packed_first), *hops[1:]]
+    level, last = first[-1]
+    return [*first[:-1], (level, lambda held: unpack([last(held)]))]
+
+
+# ---- sums
 
 
 def tree_sum(terms: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
     """The sum over the first dimension of `terms`, one hop after the other, see [Note: trees]: the first of `widths` is the
     number of neighbours that are added first."""
-    raise NotImplementedError
+    for width in widths:
+        terms = torch.stack([_sum(each) for each in terms.split(width)])
+    (total,) = terms
+    return total
+
+
+def _sum(terms: torch.Tensor) -> torch.Tensor:
+    total = torch.empty_like(terms[0])
+    flat, rows = total.view(-1), terms.reshape(len(terms), -1)
+    for first in range(0, flat.numel(), _PIECE_NUMEL):
+        pieces = rows[:, first : first + _PIECE_NUMEL]
+        piece = pieces[0].to(torch.float32, copy=True)
+        for each in pieces[1:]:
+            piece += each
+        flat[first : first + _PIECE_NUMEL] = piece
+    return total
+
+
+# ---- DeepSpeed's layout
+
+
+def cut_into_chunks(tensors: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
+    """Flat tensors as DeepSpeed partitions them over the ranks: (W, S), a row for each rank of `order`. A row has the rank's
+    shard of each tensor, one behind the other. Each tensor is padded with zeros to a multiple of W."""
+    sizes = [-(-each.numel() // len(order)) for each in tensors]
+    pieces: list[torch.Tensor] = []
+    for rank in order:
+        for each, size in zip(tensors, sizes, strict=True):
+            piece = each[rank * size : (rank + 1) * size]
+            pieces += (piece, piece.new_zeros(size - piece.numel()))
+    return torch.cat(pieces).view(len(order), -1)
+
+
+def joined_chunks(chunks: Sequence[torch.Tensor], numels: Sequence[int]) -> list[torch.Tensor]:
+    """The flat tensors, of `numels` elements, from all ranks' chunks in the order of the ranks: undoes `cut_into_chunks`."""
+    found, first = [], 0
+    for numel in numels:
+        size = -(-numel // len(chunks))
+        lengths = [min(size, max(0, numel - rank * size)) for rank in range(len(chunks))]
+        found.append(torch.cat([chunk[first : first + length] for chunk, length in zip(chunks, lengths, strict=True)]))
+        first += size
+    return found

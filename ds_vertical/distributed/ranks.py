@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -24,7 +24,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_groups: dict[str, tuple[object, torch.distributed.ProcessGroup]] = {}  # by purpose, with the process group's store
+_Group = torch.distributed.ProcessGroup
+_groups: dict[tuple[str, tuple[int, ...]], tuple[object, _Group]] = {}  # by purpose and ranks, with the process group's store
 _watch: FailureWatch | None = None
 _watched: object = None  # the process group's store
 
@@ -45,16 +46,32 @@ def own_group(purpose: str) -> torch.distributed.ProcessGroup | None:
     it is that group: kernels of several NCCL communicators would have to be ordered alike on all ranks."""
     if world_size() == 1:
         return None
-    whole = torch.distributed.group.WORLD
-    assert whole is not None  # there are ranks
     if accelerator.device_name() != "cpu":
-        return whole
+        return torch.distributed.group.WORLD
+    return _made_once(purpose, ())
+
+
+def own_subgroup(purpose: str, members: Sequence[int]) -> torch.distributed.ProcessGroup | None:
+    """As `own_group`, of the ranks `members` in ascending order, this one among them; collective among them. None where there
+    is one. On a GPU one group serves all purposes: its ranks issue kernels in one order."""
+    if len(members) == 1:
+        return None
+    return _made_once(purpose if accelerator.device_name() == "cpu" else "", tuple(members))
+
+
+def _made_once(purpose: str, members: tuple[int, ...]) -> torch.distributed.ProcessGroup:
+    """Of all ranks where there are no `members`. A group is made again where the process group's store is another one."""
     store = torch.distributed.distributed_c10d._get_default_store()
-    if purpose not in _groups or _groups[purpose][0] is not store:
-        made = torch.distributed.new_group(timeout=whole._get_backend(torch.device("cpu")).options._timeout)
+    key = purpose, members
+    if key not in _groups or _groups[key][0] is not store:
+        whole = torch.distributed.group.WORLD
+        assert whole is not None  # there are ranks
+        limit = whole._get_backend(torch.device(accelerator.device_name())).options._timeout
+        ranks = list(members) or None
+        made = torch.distributed.new_group(ranks, timeout=limit, use_local_synchronization=ranks is not None)
         assert isinstance(made, torch.distributed.ProcessGroup)  # this rank is in it
-        _groups[purpose] = store, made
-    return _groups[purpose][1]
+        _groups[key] = store, made
+    return _groups[key][1]
 
 
 def all_gathered(value: T) -> list[T]:

@@ -17,8 +17,14 @@ is the chunks of all owners with the same a.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+from ds_vertical.errors import ConfigError
+
+_PAIR_KEY: Final = "zero_optimization.zero_hpz_partition_size"
+_NODE_KEY: Final = "vertical_schedule.levels.gradients"
 
 
 class Level(enum.Enum):
@@ -38,33 +44,91 @@ class Topology:
     node: int
     pair: int
 
+    def __post_init__(self) -> None:
+        if self.node < 1 or self.world % self.node:
+            raise ConfigError(f"{_NODE_KEY}: {self.node} does not divide the {self.world} ranks; write a number that does")
+        if self.pair < 1 or self.node % self.pair:
+            raise ConfigError(
+                f"{_PAIR_KEY}: {self.pair} does not divide the {self.node} ranks that add their gradients first;"
+                " write a number that does"
+            )
+
+    def width(self, level: Level) -> int:
+        """The number of ranks of a hop: w, g/w or W/g."""
+        return {Level.PAIR: self.pair, Level.NODE: self.node // self.pair, Level.WORLD: self.world // self.node}[level]
+
     def num_chunks(self, level: Level) -> int:
         """Chunks of a unit that a rank holds: W/w of a copy (PAIR), W/g of a node share (NODE), 1 of its own (WORLD)."""
-        raise NotImplementedError
+        return {Level.PAIR: self.world // self.pair, Level.NODE: self.world // self.node, Level.WORLD: 1}[level]
 
     def hop(self, level: Level, rank: int) -> tuple[int, ...]:
         """The ranks with which `rank` has a hop of a level, itself among them, in ascending order."""
-        raise NotImplementedError
+        step = {Level.PAIR: 1, Level.NODE: self.pair, Level.WORLD: self.node}[level]
+        width = self.width(level)
+        first = rank - rank // step % width * step
+        return tuple(range(first, first + width * step, step))
 
     @property
     def order(self) -> tuple[int, ...]:
         """The ranks, ordered by (a, b, c): the order of chunks in memory."""
-        raise NotImplementedError
+        return tuple(
+            c * self.node + b * self.pair + a
+            for a in range(self.pair)
+            for b in range(self.node // self.pair)
+            for c in range(self.world // self.node)
+        )
 
     def copy_order(self, rank: int) -> tuple[int, ...]:
         """The owners of the chunks of a rank's copy, in the order of the chunks: W/w neighbours of `order`."""
-        raise NotImplementedError
+        return self._neighbours(rank, self.num_chunks(Level.PAIR))
 
     def node_share_order(self, rank: int) -> tuple[int, ...]:
         """The owners of the chunks of a rank's node share, in the order of the chunks: W/g neighbours of `order`."""
-        raise NotImplementedError
+        return self._neighbours(rank, self.num_chunks(Level.NODE))
+
+    def _neighbours(self, rank: int, count: int) -> tuple[int, ...]:
+        """Those that hold the chunk of `rank`, where `order` is cut into runs of `count`."""
+        order = self.order
+        first = order.index(rank) // count * count
+        return order[first : first + count]
 
 
 def topology_of(hosts: Sequence[str], pair: int | None = None, node: int | None = None) -> Topology:
     """The topology of ranks on `hosts` (`host_id()` of each rank, in the order of the ranks).
 
-    `pair`: w, as `zero_hpz_partition_size` gives it; None: the ranks of a node. `node`: g; None: the ranks of a host, or w
-    where that is more. Raises ConfigError, with the names of hosts and the numbers of their ranks: where the ranks of a host
-    are not neighbours, where hosts have unequal numbers of ranks, and for numbers that do not divide.
+    `pair`: w, as `zero_hpz_partition_size` gives it; None: the ranks of a host, or g where that is less. `node`: g; None: the
+    ranks of a host, or w where that is more. Raises ConfigError, with the names of hosts and the numbers of their ranks: where
+    the ranks of a host are not neighbours, where hosts have unequal numbers of ranks, and for numbers that do not divide.
     """
-    raise NotImplementedError
+    ranks = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)}
+    named = _named(ranks)
+    if any(numbers != list(range(numbers[0], numbers[-1] + 1)) for numbers in ranks.values()):
+        raise ConfigError(
+            f"hostfile: the ranks of a host must be neighbours, but {named}; list each host once, and let the launcher number"
+            " the ranks host by host"
+        )
+    if len({len(numbers) for numbers in ranks.values()}) > 1:
+        raise ConfigError(f"hostfile: hosts need equal numbers of ranks, but {named}; give all hosts the same slots=")
+    per_host = len(hosts) // len(ranks)
+    if pair is None:
+        pair = min(per_host, node or per_host)
+    if node is None:
+        node = max(per_host, pair)
+    for key, number in ((_PAIR_KEY, pair), (_NODE_KEY, node)):
+        divides = number > 0 and len(hosts) % number == 0 and (per_host % number == 0 or number % per_host == 0)
+        if not divides:
+            fitting = [
+                str(n) for n in range(1, len(hosts) + 1) if not len(hosts) % n and (not per_host % n or not n % per_host)
+            ]
+            raise ConfigError(f"{key}: {number} does not divide the ranks ({named}); write one of {', '.join(fitting)}")
+    return Topology(world=len(hosts), node=node, pair=pair)
+
+
+def _named(ranks: Mapping[str, Sequence[int]]) -> str:
+    """Hosts by their names, with the numbers of their ranks. Of two of one name, the boot tells which is which."""
+    names = [host.partition(" ")[0] for host in ranks]
+    texts = []
+    for (host, numbers), name in zip(ranks.items(), names, strict=True):
+        boot = f" (boot {host.partition(' ')[2][:8]})" if names.count(name) > 1 else ""
+        texts.append(f"{name}{boot} has rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}")
+    return "; ".join(texts)

@@ -20,9 +20,11 @@ from ds_vertical.compat import accelerator, stock_config, striped_swapping, zero
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.config.cross_check import check, refuse_unfilled
 from ds_vertical.config.file import DeepSpeedJson, read_config
+from ds_vertical.config.levels import move_levels
 from ds_vertical.config.resolve import explain, resolve
 from ds_vertical.config.section import SECTION, load_section
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.unit_levels import check_levels
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.assembly import HostBudget
 from ds_vertical.engine.autotune import choose_gradient_tier, choose_timing, refuse_fetched_compiled
@@ -84,6 +86,13 @@ def _claim(config: dict[str, Any]) -> dict[str, Any]:
         stripes.open_run(folders, machine_cache.shares_of(several))
         striped_swapping.stripe_parameters()
     return prepared
+
+
+def _with_levels(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with DeepSpeed's keys of levels in the section, where that trains layer-major: zero.Init, too, is to
+    make plain partitions. Raises ConfigError."""
+    section = load_section(config)
+    return move_levels(config) if section is not None and section.enabled else config
 
 
 def unclaimed_paths(config: Mapping[str, object]) -> list[str]:
@@ -173,11 +182,12 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
 
     Raises ConfigError (the JSON path, the value, what to write) and StorageError (the folder is in use).
     """
-    raw = read_config(config)
+    raw = _with_levels(read_config(config))
     preflight.check_process(nvme_paths(raw))
     section = load_section(raw)
     if section is not None:
         check(raw, section)
+        check_levels(resolve(section))
         if unclaimed_paths(raw):
             disk_check.check_before_the_model(raw)
         if section.enabled and accelerator.is_one_memory():
@@ -214,7 +224,7 @@ def initialize(
     kwargs |= dict(model=model, optimizer=optimizer, model_parameters=model_parameters)
     kwargs |= dict(training_data=training_data, lr_scheduler=lr_scheduler)
     args, given = single_config(args, kwargs.pop("config"), kwargs.pop("config_params"))
-    raw = read_config(given)
+    raw = _with_levels(read_config(given))
     preflight.check_process(nvme_paths(raw))
     section = load_section(raw)
     resolved = resolve(section, torch.initial_seed()) if section is not None else None
@@ -261,6 +271,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     if accelerator.is_one_memory():
         keep_cores_for_this_thread()
     ranks.start_distributed()
+    check_levels(resolved)
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)

@@ -16,6 +16,7 @@ from ds_vertical.compat import accelerator, pinned_memory, swap_buffers, zero_op
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.compat.ops.load import new_disk_queue
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.unit_levels import UnitLevels
 from ds_vertical.engine.handlers import LossScale, ScheduleRunner
 from ds_vertical.engine.keeping.keeping import RunKeeping, describe_keeping
 from ds_vertical.engine.keeping.planner import KeepPlanner
@@ -37,6 +38,7 @@ from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.memory_budget import layer_buffers
 from ds_vertical.schedule.activations import LOOK_AHEAD
 from ds_vertical.schedule.events import Outside, Unit
+from ds_vertical.schedule.levels import Arrival
 from ds_vertical.schedule.trace import RecordingTracer, Tracer
 from ds_vertical.types import HOLDING, ActivationSettings, RunSettings, Tier
 
@@ -150,6 +152,7 @@ class Assembly:
             optimizer.checksums,
             group=ranks.own_group("gathers"),
             overlap=self.vertical.overlap,
+            levels=UnitLevels(self.vertical.levels) if self.vertical.levels.are_on else None,
         )
         return ParamStore(self.layers.units, new_queue, new_queue(), settings)
 
@@ -356,9 +359,9 @@ class OtherRanks:
         """Votes on leaving the pass that this rank has begun."""
         return self._stopping.num_votes
 
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: Unit, arrival: Arrival) -> None:
         """Take part in the gather of a unit, whose values nobody will use."""
-        self._params.gather_for_others(unit)
+        self._params.gather_for_others(unit, arrival)
 
     def reductions_of(self, unit: Unit) -> int:
         """Collectives that reduce a unit's gradients."""

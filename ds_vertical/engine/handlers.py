@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
@@ -17,12 +16,11 @@ from ds_vertical.engine.zero3.interface import Optimizer, Params
 from ds_vertical.errors import StepLeft
 from ds_vertical.io.host import memory_bytes
 from ds_vertical.io.ticket import Ticket
-from ds_vertical.model.batch import LossOf, own_loss
 from ds_vertical.model.forward_coroutine import ForwardPass
 from ds_vertical.model.kept.kinds import KeptKinds
 from ds_vertical.model.kept.probe import Probe
 from ds_vertical.model.layers import LayerMap
-from ds_vertical.model.micro_batch import MicroBatch
+from ds_vertical.model.micro_batch import Body, MicroBatch
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.model.state.step_state import StepState
 from ds_vertical.model.stubs import OutsideWatch, Stubs
@@ -32,28 +30,12 @@ from ds_vertical.offload.grad_accumulator import GradientStore
 from ds_vertical.offload.kept_store import KeptStore, cell_of
 from ds_vertical.schedule.events import EARLY, Event, Op, Schedule, Unit
 from ds_vertical.schedule.executor import Executor, Handler
+from ds_vertical.schedule.levels import arrivals
 from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import PRE, SUF, Tier
 
 Stores = tuple[ActivationStore | None, KeptStore | None]  # of what passes between layers, and of what forwards keep
 LossScale = Callable[[torch.Tensor], torch.Tensor]  # of a micro-batch's loss what its backward starts from; both 0-d
-
-
-@dataclass(frozen=True)
-class Body:
-    """One micro-batch's forward: `run` is the user's unmodified code; `seed` of its random streams (None: the caller's).
-
-    `form`: equal for micro-batches of the same structure; `functions`: the user's that it calls besides the model. `checked`:
-    makes what the self-check runs in place of `run`; None: `run` itself. `loss_of`: what the hub calls where the suffix is due,
-    with what runs the suffix and returns what `run` returns; it returns the loss.
-    """
-
-    run: Callable[[], Any]
-    seed: int | None
-    form: Hashable = None
-    functions: tuple[Any, ...] = ()
-    checked: Callable[[], Callable[[], torch.Tensor]] | None = None
-    loss_of: LossOf = own_loss
 
 
 @dataclass(frozen=True)
@@ -264,7 +246,8 @@ class _Pass:
     def __init__(self, parts: PassParts) -> None:
         self.fused = parts.schedule.fused
         self.outside = parts.schedule.outside.units
-        self._coming = Counter(e.layer for e in parts.schedule.events if e.op is Op.FETCH and not e.ahead)
+        self._coming = arrivals(parts.schedule.events)
+        self._spreading: dict[Unit, Ticket] = {}
         self._watch = parts.watch
         self.micro_batches = parts.micro_batches
         self.params = parts.params
@@ -272,7 +255,7 @@ class _Pass:
         self.replay = parts.replay
 
     def handlers(self) -> dict[Op, Handler]:
-        return {Op.FETCH: self.fetch, Op.RELEASE: self.release, Op.F: self.forward}
+        return {Op.FETCH: self.fetch, Op.SPREAD: self.spread, Op.RELEASE: self.release, Op.F: self.forward}
 
     def micro_batch(self, event: Event) -> MicroBatch:
         assert event.micro_batch is not None
@@ -284,12 +267,24 @@ class _Pass:
         return contextlib.nullcontext() if self._watch is None else self._watch.watching(event.layer)
 
     def fetch(self, event: Event) -> Ticket | None:
-        self._coming[event.layer] -= 1
-        return self.params.fetch(_unit(event))
+        return self._fetch(_unit(event), None)
+
+    def _fetch(self, unit: Unit, step: Ticket | None) -> Ticket | None:
+        """Where a SPREAD follows, that returns the ticket: whoever uses the unit waits for it."""
+        arrival = self._coming[unit].popleft()
+        ticket = self.params.fetch(unit, step, arrival)
+        if not arrival.spreads:
+            return ticket
+        self._spreading[unit] = ticket
+        return None
+
+    def spread(self, event: Event) -> Ticket:
+        return self._spreading.pop(_unit(event))
 
     def release(self, event: Event) -> None:
         unit = _unit(event)
-        self.params.release(unit, not isinstance(unit, int) and self._coming[unit] > 0)
+        coming = self._coming[unit]
+        self.params.release(unit, not isinstance(unit, int) and bool(coming) and not coming[0].from_copy)
         if self.leave():
             if self.replay is not None:
                 self.replay.leave()
@@ -362,7 +357,7 @@ class _Training(_WithBackward):
         hints: Mapping[Event, Event],
     ) -> None:
         super().__init__(parts, gradients, scale)
-        self.hints = hints
+        self.hints, self._crosses = hints, parts.schedule.copied is not None
         self.activations, self.kept = stores
         self.optimizer = optimizer
         self._stepped: dict[Unit, Ticket] = {}  # delayed steps that make what a unit's fetch brings
@@ -379,6 +374,7 @@ class _Training(_WithBackward):
                 Op.HEAD: self.head,
                 Op.B: self.backward,
                 Op.REDUCE: self.reduce,
+                Op.CROSS: lambda event: self.optimizer.reducing(_unit(event)),
                 Op.HOLD: self.hold,
                 Op.NORM: self.norm,
                 Op.STEP: self.step,
@@ -405,8 +401,7 @@ class _Training(_WithBackward):
         if event.ahead:
             return self.params.fetch_ahead(_unit(event))
         unit = _unit(event)
-        self._coming[unit] -= 1
-        return self.params.fetch(unit, self.optimizer.stepped_ahead(unit) or self._stepped.pop(unit, None))
+        return self._fetch(unit, self.optimizer.stepped_ahead(unit) or self._stepped.pop(unit, None))
 
     def head(self, event: Event) -> None:
         self._hint(event)
@@ -434,7 +429,7 @@ class _Training(_WithBackward):
             self.gradients.give_away(unit)
         else:
             self.gradients.drop(unit)
-        return self.optimizer.reducing(unit)
+        return None if self._crosses else self.optimizer.reducing(unit)  # over levels, CROSS ends what begins here
 
     def hold(self, event: Event) -> Ticket | None:
         return self.optimizer.hold_unit(_unit(event))

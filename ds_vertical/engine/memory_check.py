@@ -36,6 +36,7 @@ _LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, k
 _HEADROOM: Final = 1.05  # in the limit that is advised: the interpreter takes somewhat more in one start than in another
 _MEASURED: Final = "(measured)"
 _LIMIT: Final = f"{SECTION}.host_memory_bytes"
+_LEVELS: Final = "zero_optimization.zero_hpz_partition_size"
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,24 @@ class Forecast:
             BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
             BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
+            *self._level_items,
+        )
+
+    @property
+    def _level_items(self) -> tuple[BudgetItem, ...]:
+        """With collectives over levels: this rank's parts of the copies that the node keeps, and what a reduction sends and
+        receives beside its sums."""
+        levels, units = self._resolved.levels, self._layers.units
+        if levels.share is None:
+            return ()
+        numels = {unit: sum(map(zero_params.full_numel, params)) for unit, params in units.items()}
+        layers = sorted((n for unit, n in numels.items() if isinstance(unit, int)), reverse=True)
+        outside = [numels[unit] for unit in self._layers.outside.apart if unit == PRE]
+        kept = sum([*layers, *outside][: round(levels.share * (len(layers) + len(outside)))])
+        copies = -(-kept * self._param_bytes // levels.ranks_per_node)
+        return (
+            BudgetItem(Tier.HOST, "copies of the weights", copies, "vertical_schedule.levels.copy_share"),
+            BudgetItem(Tier.HOST, "gradients sent over levels", 2 * FP32_BYTES * max(numels.values()), _LEVELS),
         )
 
     @property

@@ -17,7 +17,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine import metrics
 from ds_vertical.engine.assembly import StepParts, moved_tiers
 from ds_vertical.engine.call_guard import RUNNING
-from ds_vertical.engine.handlers import Body, LossScale
+from ds_vertical.engine.handlers import LossScale
 from ds_vertical.engine.keeping.keeping import refuse_several_calls
 from ds_vertical.engine.metrics import StepRecorder
 from ds_vertical.engine.module_hooks import suspended_hooks
@@ -31,6 +31,7 @@ from ds_vertical.io.openmp_wait import WATCH
 from ds_vertical.model import batch as micro
 from ds_vertical.model.batch import LossFn
 from ds_vertical.model.layers import check_trainable, refuse_batch_flags
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.state.module_state import global_generators_seeded
 from ds_vertical.model.state.restart import LearnedCalls, until_known
 from ds_vertical.model.thread_state import ThreadState, applied
@@ -384,14 +385,12 @@ class VerticalLoop(TrainLoop):
 
     def _schedule(self, num_micro_batches: int, moved: tuple[int, ...], kept: tuple[Cell, ...]) -> Schedule:
         """The step's events. `moved`: micro-batches whose activations leave the device; `kept`: cells whose kept values do."""
-        vertical, optimizer = self._parts.vertical, self._parts.optimizer
+        parts, vertical, optimizer = self._parts, self._parts.vertical, self._parts.optimizer
         return build_training(
             TrainingStep(
-                self._parts.layers.num_layers,
+                parts.layers.num_layers,
                 num_micro_batches,
-                vertical.order,
-                vertical.snake,
-                vertical.prefetch_layers,
+                *(vertical.order, vertical.snake, vertical.prefetch_layers),
                 delayed=optimizer.timing.leaves_steps,
                 due=frozenset(optimizer.driver.backlog.due),
                 early=optimizer.timing.early,
@@ -400,8 +399,9 @@ class VerticalLoop(TrainLoop):
                 moved=moved,
                 calls=self._calls.number,
                 kept=kept,
-                outside=self._parts.outside_of(self._calls.number),
+                outside=parts.outside_of(self._calls.number),
                 reduces_beside=vertical.overlap and ranks.world_size() > 1,
+                copy_share=vertical.levels.share,
             )
         )
 
@@ -472,8 +472,8 @@ class VerticalLoop(TrainLoop):
         parts, window = self._parts, self._parts.vertical.prefetch_layers
 
         def run(some: Sequence[Body]) -> list[Any]:
-            shape = parts.layers.num_layers, len(some)
-            sweep = build_evaluation(*shape, window=window, calls=calls.number, outside=parts.layers.outside)
+            shape, levels = (parts.layers.num_layers, len(some)), parts.vertical.levels.are_on
+            sweep = build_evaluation(*shape, window=window, calls=calls.number, outside=parts.layers.outside, levels=levels)
             return parts.runner.evaluate(sweep, some)
 
         def learned(some: Sequence[Body]) -> list[object]:

@@ -7,19 +7,38 @@ is kept: see `autograd_segments`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ds_vertical.errors import LayerError
 from ds_vertical.model.autograd_segments import OWN_BACKWARD, Segments
+from ds_vertical.model.batch import LossOf, own_loss
 from ds_vertical.model.block_call import requires_grad
 from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.model.forward_coroutine import ForwardCoroutine, ForwardPass
 from ds_vertical.model.recorded_blocks import RecordedBlocks
 from ds_vertical.model.state.tracks import PREFIX
 from ds_vertical.model.thread_state import ThreadState
+
+
+@dataclass(frozen=True)
+class Body:
+    """One micro-batch's forward: `run` is the user's unmodified code; `seed` of its random streams (None: the caller's).
+
+    `form`: equal for micro-batches of the same structure; `functions`: the user's that it calls besides the model. `checked`:
+    makes what the self-check runs in place of `run`; None: `run` itself. `loss_of`: what the hub calls where the suffix is due,
+    with what runs the suffix and returns what `run` returns; it returns the loss.
+    """
+
+    run: Callable[[], Any]
+    seed: int | None
+    form: Hashable = None
+    functions: tuple[Any, ...] = ()
+    checked: Callable[[], Callable[[], torch.Tensor]] | None = None
+    loss_of: LossOf = own_loss
 
 
 class MicroBatch:

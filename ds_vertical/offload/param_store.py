@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ds_vertical.compat import zero_params
 from ds_vertical.distributed.gather_queue import GatherQueue, UnitGather
+from ds_vertical.distributed.unit_levels import UnitLevels
 from ds_vertical.io.aio import DiskQueue, Transfer, complete
 from ds_vertical.io.buffers import BufferPool, HostBuffer, nothing_to_wait_for
 from ds_vertical.io.checksums import Checksums
@@ -23,6 +24,7 @@ from ds_vertical.io.streams import CopyStream, EventWindow, recorder
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.param_shards import Copy, ElementRange, Resident, Shard, ShardFiles, ShardPiece, UnitBuffers, Update
 from ds_vertical.schedule.events import Unit
+from ds_vertical.schedule.levels import Arrival
 
 
 class ParamUpdates:
@@ -173,6 +175,7 @@ class ParamSettings:
 
     `generations`: of each file; with one, early steps are written in place. `checksums`: those of the files. `group`: of the
     ranks, for gathers alone; None: there is one rank. `overlap`: where false, a gather is issued when it is waited for.
+    `levels`: gathers units over two levels; None: there is one.
     """
 
     device: torch.device
@@ -182,6 +185,7 @@ class ParamSettings:
     checksums: Checksums
     group: ProcessGroup | None = None
     overlap: bool = True
+    levels: UnitLevels | None = None
 
 
 class ParamStore:
@@ -213,7 +217,7 @@ class ParamStore:
         self.buffers = UnitBuffers(self.files, new_queue, settings.num_buffers)
         self.updates = ParamUpdates(self.files, self.buffers, writer, self._take)
         self.host_bytes, self.reads = self.buffers.num_bytes, self.buffers.reads
-        self._group = settings.group
+        self._group, self._levels = settings.group, settings.levels
         self._in_flight = settings.group is not None and settings.device.type == "cpu"
         self.gathers = GatherQueue(in_order=settings.group is not None, early=self._in_flight and settings.overlap)
         self._closed = False
@@ -223,19 +227,22 @@ class ParamStore:
         """Units that are fetched or on their way."""
         return list(self._resident)
 
-    def fetch(self, unit: Unit, step: Ticket | None = None) -> Ticket:
-        """Start reading a unit's shards; once the ticket has been waited for, the full parameters are on the device. `step`: it
-        makes the unit's values, and is waited for first."""
+    def fetch(self, unit: Unit, step: Ticket | None = None, arrival: Arrival = Arrival()) -> Ticket:  # noqa: B008 - frozen
+        """Start reading a unit's shards; once the ticket has been waited for, the full parameters are on the device. `step`:
+        it makes the unit's values, and is waited for first. `arrival`: over which levels they come; from a copy nothing is
+        read."""
         self._check_absent(unit)
-        shards = [shard for shard in self.files.by_unit[unit] if zero_params.needs_read(shard.param)]
-        buffer = self._in_memory(unit)
+        if arrival.from_copy and self._levels is not None:
+            self._levels.check_copy(unit, self.files.versions[unit])
+        shards = [] if arrival.from_copy else [s for s in self.files.by_unit[unit] if zero_params.needs_read(s.param)]
+        buffer = None if arrival.from_copy else self._in_memory(unit)
         missing = shards if buffer is None else []
         if missing:
             buffer = self._take(unit)
         partitioned = [param for param in self._units[unit] if zero_params.is_partitioned(param)]
         resident = Resident(buffer, partitioned, [])
         resident.gather = gather = UnitGather(
-            lambda: self._gather(unit, shards, step), lambda: (step is None or step.is_over) and resident.is_read
+            lambda: self._gather(unit, shards, step, arrival), lambda: (step is None or step.is_over) and resident.is_read
         )
         self._resident[unit] = resident
 
@@ -301,7 +308,7 @@ class ParamStore:
         for shard in shards:
             buffer.issue_read(shard.path, shard.start, shard.num_bytes)
 
-    def _gather(self, unit: Unit, shards: Sequence[Shard], step: Ticket | None) -> Callable[[], None]:
+    def _gather(self, unit: Unit, shards: Sequence[Shard], step: Ticket | None, arrival: Arrival) -> Callable[[], None]:
         """Have the unit's shards in memory and start to gather its parameters; returns what waits for that."""
         if step is not None:
             step.wait()
@@ -312,6 +319,10 @@ class ParamStore:
             for shard in shards:
                 zero_params.bind_shard(shard.param, shard.view(resident.buffer.data))
         self._backlog.wait()
+        if self._levels is not None and (arrival.spreads or arrival.from_copy):
+            version = self.files.versions[unit]
+            resident.gathered, wait = self._levels.start(unit, resident.partitioned, arrival, version)
+            return wait
         if self._in_flight:  # what was partitioned at the fetch, on all ranks alike
             resident.gathered = list(resident.partitioned)
             return zero_params.start_gather(resident.gathered, self._group)
@@ -321,8 +332,11 @@ class ParamStore:
             resident.buffer.wait_copies = wait_copies
         return nothing_to_wait_for
 
-    def gather_for_others(self, unit: Unit) -> None:
+    def gather_for_others(self, unit: Unit, arrival: Arrival = Arrival()) -> None:  # noqa: B008 - frozen
         """Take part in the gather of a unit with values that are used nowhere: this rank's part of the pass has failed."""
+        if self._levels is not None and (arrival.spreads or arrival.from_copy):
+            self._levels.join([param for param in self._units[unit] if zero_params.is_partitioned(param)], arrival)
+            return
         for shard in self.files.by_unit[unit]:
             if zero_params.needs_read(shard.param):
                 zero_params.bind_shard(shard.param, torch.zeros(shard.numel, dtype=shard.param.dtype))
@@ -368,6 +382,8 @@ class ParamStore:
             zero_params.leave_shards(resident.partitioned)
         self.gathers.clear()
         self._resident.clear()
+        if self._levels is not None:
+            self._levels.drop_all()
         self.ahead.clear()
         self._backlog.clear()
         self.buffers.reset(self.updates.taken_buffers())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_vertical.schedule.events import DELAYED, Event, Op, Schedule, error_at
-from ds_vertical.types import PRE, Unit
+from ds_vertical.types import PRE, SUF, Unit
 
 
 def check_window(schedule: Schedule) -> None:
@@ -36,7 +36,8 @@ def check_ahead(schedule: Schedule) -> None:
 
 
 def check_sums(schedule: Schedule) -> None:
-    """See [Note: order and timing] in `dependencies`: per unit, the events that add to its gradient come in the header's order."""
+    """See [Note: order and timing] in `dependencies`: per unit, the events that add to its gradient come in the header's
+    order."""
     if schedule.order == "forward":
         return
     micro_batches = range(schedule.num_micro_batches)

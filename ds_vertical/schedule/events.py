@@ -268,14 +268,13 @@ class Outside:
 class Schedule:
     """A step (or a forward-only pass) over `num_layers` layers and `num_micro_batches` micro-batches.
 
-    `window` is the number of layers fetched ahead of the one in use; `delayed` says that optimizer steps of this step are
-    left to the next schedule, `early` that some are taken during the backward. `moved`: the micro-batches whose layer
-    inputs and gradients leave memory between their uses, loaded again `look_ahead` uses ahead; `kept`: the layers and
-    micro-batches of which what the forward keeps for the backward does. `calls`: how often each micro-batch's code calls the
-    model; each call is a forward through all layers, and one backward is of all calls. `outside`: the parameters outside the
-    layers. `copied`: with collectives over levels, the units whose copy each node keeps from one use to the next; None: there is
-    one level. Construction checks the header only; validate() checks the events. Raises ScheduleError.
-    """
+    `window` is the number of layers fetched ahead of the one in use; `delayed` says that optimizer steps of this step are left
+    to the next schedule, `early` that some are taken during the backward. `moved`: the micro-batches whose layer inputs and
+    gradients leave memory between their uses, loaded again `look_ahead` uses ahead; `kept`: the layers and micro-batches of
+    which what the forward keeps for the backward does. `calls`: how often each micro-batch's code calls the model; each call
+    is a forward through all layers, and one backward is of all calls. `outside`: the parameters outside the layers. `copied`:
+    with collectives over levels, the units whose copy each node keeps from one use to the next; None: there is one level.
+    Construction checks the header only; validate() checks the events. Raises ScheduleError. """
 
     num_layers: int
     num_micro_batches: int

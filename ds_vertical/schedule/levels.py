@@ -1,12 +1,12 @@
 """Collectives over two levels: the ranks of a node, and the ranks of all nodes with one number in their nodes.
 
-[Note: levels] With one level each FETCH gathers a unit over all ranks, and each REDUCE reduces its gradients over all ranks. With
-two, SPREAD stands behind a FETCH: once the rank's own shards are read, it gathers them over the nodes, and then the unit over the
-ranks of the node. What has crossed the link is the node's copy of the unit. Each of its ranks has a part of the copy.
+[Note: levels] With one level each FETCH gathers a unit over all ranks, and each REDUCE reduces its gradients over all ranks.
+With two, SPREAD stands behind a FETCH: once the rank's own shards are read, it gathers them over the nodes, and then the unit
+over the ranks of the node. What has crossed the link is the node's copy of the unit. Each of its ranks has a part of the copy.
 
-A unit whose copy is kept (`Schedule.copied`) needs no SPREAD where it is fetched again: that FETCH reads nothing, and gathers the
-copy over the node alone. A node keeps the copy until no FETCH is left that needs it. REDUCE sums a unit's gradients over the ranks
-of the node, and CROSS behind it sums them over the nodes. What waits for a unit's gradients waits for CROSS.
+A unit whose copy is kept (`Schedule.copied`) needs no SPREAD where it is fetched again: that FETCH reads nothing, and gathers
+the copy over the node alone. A node keeps the copy until no FETCH is left that needs it. REDUCE sums a unit's gradients over
+the ranks of the node, and CROSS behind it sums them over the nodes. What waits for a unit's gradients waits for CROSS.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ def place_levels(events: Sequence[Event], copied: Collection[Unit]) -> tuple[Eve
 
 @dataclass(frozen=True)
 class Arrival:
-    """How a unit comes to a FETCH. `spreads`: a SPREAD of it follows. `keeps`: a later FETCH needs the node's copy."""
+    """How a unit comes to a FETCH. `spreads`: a SPREAD of it follows. `from_copy`: out of the node's copy. With one level it is
+    neither. `keeps`: the next FETCH needs the node's copy."""
 
     spreads: bool = False
+    from_copy: bool = False
     keeps: bool = False
 
 
@@ -64,8 +66,10 @@ def arrivals(events: Sequence[Event]) -> dict[Unit, deque[Arrival]]:
         elif event.op is Op.SPREAD:
             spreads[event.layer][-1] = True
     levels = any(map(any, spreads.values()))
+    if not levels:
+        return {unit: deque([Arrival()] * len(each)) for unit, each in spreads.items()}
     return {
-        unit: deque(Arrival(now, levels and not later) for now, later in zip(each, [*each[1:], True], strict=True))
+        unit: deque(Arrival(now, not now, not later) for now, later in zip(each, [*each[1:], True], strict=True))
         for unit, each in spreads.items()
     }
 
@@ -97,7 +101,8 @@ def _is_fetch(event: Event) -> bool:
 
 
 def refuse_spread(unit: Unit | None, fetched: int, at: int | None, used: Sequence[int]) -> None:
-    """Raise ScheduleError unless the unit's FETCH, event `fetched`, is what brought it `at`, and nothing has `used` it since."""
+    """Raise ScheduleError unless the unit's FETCH, event `fetched`, is what brought it `at`, and nothing has `used` it
+    since."""
     if at is None:
         raise ScheduleError(f"{unit} is not fetched here")
     if at != fetched:

@@ -261,14 +261,13 @@ class TrainingStep:
     """What a training step is to be; `build_training` makes its schedule.
 
     `early`: early parts are stepped during the backward. `delayed`: what is left of this step goes to the next schedule.
-    `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a
-    delayed step is issued. `ahead`: what the next step needs first is issued at the end. `hold`: what of the gradients may
-    have to wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory; `kept`:
-    the layers and micro-batches of which what the forward keeps for the backward does. `reduces_beside`: a unit's reduction is
-    under way in the next one's backward. `copy_share`: of the units that are fetched again, the share whose copy each node keeps
-    (`levels`, [Note: levels]); None: there is one level.
-    `order`, `snake`, `window`, `calls` and `outside`: as in `Schedule`.
-    """
+    `due`: the units of which the step before left something to this one. `lead`: how many layers ahead of its use a delayed
+    step is issued. `ahead`: what the next step needs first is issued at the end. `hold`: what of the gradients may have to
+    wait on SSD, see `place_holding`. `moved`: the micro-batches whose layer inputs and gradients leave memory; `kept`: the
+    layers and micro-batches of which what the forward keeps for the backward does. `reduces_beside`: a unit's reduction is
+    under way in the next one's backward. `copy_share`: of the units that are fetched again, the share whose copy each node
+    keeps (`levels`, [Note: levels]); None: there is one level. `order`, `snake`, `window`, `calls` and `outside`: as in
+    `Schedule`. """
 
     num_layers: int
     num_micro_batches: int

@@ -10,10 +10,11 @@ import pytest
 from toy import ToyTraining, toy_inputs, toy_model
 
 from ds_vertical.distributed.gather_queue import GatherQueue
-from ds_vertical.engine.handlers import Body
 from ds_vertical.errors import OtherRankError, StepLeft
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.state.restart import StateMissed
 from ds_vertical.schedule.events import Schedule
+from ds_vertical.schedule.levels import Arrival
 from ds_vertical.schedule.passes import TrainingStep, build_evaluation, build_training
 
 NUM_LAYERS = 3
@@ -83,7 +84,7 @@ class Ranks:
             if self.fails_at[1] < 0:
                 raise Fault(what)
 
-    def gather(self, unit: Any) -> None:
+    def gather(self, unit: Any, arrival: Arrival) -> None:
         self.done.append(f"gather {unit}")
 
     def reductions_of(self, unit: Any) -> int:
@@ -118,9 +119,10 @@ def trained(schedule: Schedule, overlap: bool, fails_at: tuple[str, int] = ("", 
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("order", ["vertical", "horizontal"])
-def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: str) -> None:
-    schedule = build_training(TrainingStep(NUM_LAYERS, 2, order=order))
+@pytest.mark.parametrize(("order", "share"), [("vertical", None), ("horizontal", None), ("vertical", 0.0), ("vertical", 1.0)])
+def test_a_step_that_fails_anywhere_leaves_nobody_alone(overlap: bool, order: str, share: float | None) -> None:
+    """With one level, and over two, with and without copies of the weights."""
+    schedule = build_training(TrainingStep(NUM_LAYERS, 2, order=order, copy_share=share))
     expected = trained(schedule, overlap)
     assert expected.agreed == [None, None], "at the norm, and at the end"
     for what, word in {"gather": "gather", "reduce": "reduce", "hold": "reduce", "release": "vote", "step": "step"}.items():

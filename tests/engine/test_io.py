@@ -43,6 +43,7 @@ from ds_vertical.io.runs import run_dir
 from ds_vertical.io.runs.run_dirs import FoundRun, find_runs
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.schedule.events import Unit
+from ds_vertical.schedule.levels import Arrival
 
 NUM_LAYERS = 5
 WIDTH = 512  # a matrix is 1 MiB in fp32
@@ -74,9 +75,9 @@ class RecordingParams:
         for buffer in store.buffers.every:
             buffer.issue_read = partial(self._issue_read, buffer.issue_read)
 
-    def fetch(self, unit: Unit, step: Ticket | None = None) -> Ticket:
+    def fetch(self, unit: Unit, step: Ticket | None = None, arrival: Arrival = Arrival()) -> Ticket:  # noqa: B008 - frozen
         self.fetched.append(unit)
-        return self.store.fetch(unit, step)
+        return self.store.fetch(unit, step, arrival)
 
     def _issue_read(self, issue: Any, path: str, start: int, num_bytes: int, offset: int = 0) -> None:
         self.files[path] += 1

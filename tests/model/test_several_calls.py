@@ -10,9 +10,10 @@ import pytest
 import torch
 from toy import WIDTH, Grads, MemoryOptimizer, MemoryParams, ToyModel, toy_inputs, toy_model
 
-from ds_vertical.engine.handlers import Body, ScheduleRunner
+from ds_vertical.engine.handlers import ScheduleRunner
 from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import map_layers
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.model.state.restart import CallsMissed, LearnedCalls, until_known
 from ds_vertical.model.thread_state import ThreadState, applied

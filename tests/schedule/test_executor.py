@@ -10,9 +10,9 @@ import pytest
 import torch
 from toy import Log, ToyTraining, facts, plain_step, toy_inputs, toy_model
 
-from ds_vertical.engine.handlers import Body
 from ds_vertical.errors import ScheduleError
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.thread_state import ThreadState
 from ds_vertical.schedule.events import Event, Op, Schedule, parse_events
 from ds_vertical.schedule.executor import Executor

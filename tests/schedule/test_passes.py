@@ -38,6 +38,8 @@ STEPS = {
     "ahead": {"ahead": True},
     "ahead_delayed": {"ahead": True, "delayed": True, "early": True, "due": frozenset({2})},
     "holding": {"delayed": True, "early": True, "due": DUE, "hold": "d0"},
+    "levels": {"early": True, "ahead": True, "reduces_beside": True, "copy_share": 1.0},
+    "levels_without_copies": {"hold": "all", "copy_share": 0.0},
 }
 SETTINGS = ORDERS | STEPS
 

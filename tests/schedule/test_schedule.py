@@ -74,7 +74,7 @@ def test_bad_event_text_is_refused_with_the_text_and_the_form(text: str) -> None
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"op": "F", "layer": 0, "micro_batch": 0}, "op must be one of FETCH, RELEASE, F"),
+        ({"op": "F", "layer": 0, "micro_batch": 0}, "op must be one of FETCH, SPREAD, RELEASE, F"),
         ({"op": Op.F, "layer": "mid", "micro_batch": 0}, "layer must be a number >= 0, 'pre' or 'suf', got 'mid'"),
         ({"op": Op.F, "layer": True, "micro_batch": 0}, "layer must be a number >= 0, 'pre' or 'suf', got True"),
         ({"op": Op.F, "layer": 0}, "F needs a micro-batch number >= 0, got None"),

@@ -36,10 +36,11 @@ from small_inputs import MOST_ATTEMPTS, Attempt, batch, demanded, further, loss_
 from torch import nn
 from toy import MemoryOptimizer, MemoryParams
 
-from ds_vertical.engine.handlers import Body, ScheduleRunner
+from ds_vertical.engine.handlers import ScheduleRunner
 from ds_vertical.engine.module_hooks import _identity_hook
 from ds_vertical.errors import LayerError
 from ds_vertical.model.layers import check_trainable, map_layers
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.state.forward_state import ForwardState
 from ds_vertical.model.state.restart import until_known
 from ds_vertical.model.thread_state import ThreadState, applied

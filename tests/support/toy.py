@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from ds_vertical.distributed.gather_queue import GatherQueue, UnitGather
-from ds_vertical.engine.handlers import Body, ScheduleRunner
+from ds_vertical.engine.handlers import ScheduleRunner
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import LayerMap, map_layers
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.thread_state import ThreadState, applied
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.events import Event, Op, Schedule, Unit
 from ds_vertical.schedule.executor import Handler
+from ds_vertical.schedule.levels import Arrival
 
 WIDTH = 8
 LR = 0.1
@@ -80,7 +82,7 @@ class MemoryParams:
         for unit in self.units:
             self._forget(unit)
 
-    def fetch(self, unit: Unit, step: Ticket | None = None) -> Ticket:
+    def fetch(self, unit: Unit, step: Ticket | None = None, arrival: Arrival = Arrival()) -> Ticket:  # noqa: B008 - frozen
         self.fetched.append(unit)
         gather = UnitGather(lambda: self.issue(unit, step), lambda: step is None or step.is_over)
         self.gathers.add(gather)

@@ -29,11 +29,13 @@ from torch import nn
 
 from ds_vertical.cli.bench.ssd_bench import median_s
 from ds_vertical.distributed.gather_queue import GatherQueue
-from ds_vertical.engine.handlers import Body, ScheduleRunner
+from ds_vertical.engine.handlers import ScheduleRunner
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.model.layers import map_layers
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.offload.grad_accumulator import GradientStore, ParamFacts
 from ds_vertical.schedule.events import Op, Unit
+from ds_vertical.schedule.levels import Arrival
 from ds_vertical.schedule.passes import TrainingStep, build_training
 
 _WINDOW_S = 0.25  # long against a product and a transfer, short against what others do on a shared machine
@@ -154,7 +156,7 @@ class _Memory:
     host_bytes = 0
     gathers = GatherQueue(in_order=False, early=False)
 
-    def fetch(self, unit: Unit, step: Ticket | None = None) -> Ticket:
+    def fetch(self, unit: Unit, step: Ticket | None = None, arrival: Arrival = Arrival()) -> Ticket:  # noqa: B008 - frozen
         return Ticket(f"fetch {unit}", lambda: None)
 
     def fetch_ahead(self, unit: Unit) -> Ticket | None:

@@ -2,8 +2,8 @@
 
 [Note: our own ops] Each is one file in csrc/ that is compiled together with sources from the installed DeepSpeed, if it needs
 any, with the flags of DeepSpeed's builder for the same kernel, so that the machine code of the kernel is the same. The name
-under which the op is built and cached ends in a hash of our file: an edited source is another op, and clones do not take
-turns rebuilding each other's.
+under which the op is built and cached ends in a hash of our file and flags: an edited source is another op, and clones do not
+take turns rebuilding each other's.
 """
 
 from __future__ import annotations
@@ -32,23 +32,28 @@ PIECE_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class OwnOp:
-    """An op of ours: `source` in csrc/, `shipped` sources of DeepSpeed, and `stock`, the builder whose flags it takes."""
+    """An op of ours: `source` in csrc/, `shipped` sources of DeepSpeed, and `stock`, the builder whose flags it takes, ahead of
+    `flags` of its own."""
 
     name: str
     source: str
     shipped: tuple[str, ...]
     stock: str
+    flags: tuple[str, ...] = ()
 
     @property
     def build_name(self) -> str:
         """Name of the compiled library; see [Note: our own ops]."""
-        return f"{self.name}_{hashlib.sha256((CSRC / self.source).read_bytes()).hexdigest()[:8]}"
+        made_of = (CSRC / self.source).read_bytes() + " ".join(self.flags).encode()
+        return f"{self.name}_{hashlib.sha256(made_of).hexdigest()[:8]}"
 
     def builder(self) -> OpBuilder:
         """A DeepSpeed builder of this op."""
         builder: Any = _stock_builder(self.stock)
         builder.name = self.build_name
         builder.sources = lambda: [str(CSRC / self.source), *self.shipped]
+        stock_flags = builder.cxx_args
+        builder.cxx_args = lambda: [*stock_flags(), *self.flags]
         return builder
 
 
@@ -60,7 +65,9 @@ CHECKED_AIO = OwnOp(
     "AsyncIOBuilder",
 )
 IDENTITY_NODE = OwnOp("joint", "joint.cpp", (), "CPUAdamBuilder")  # under this name in the caches of users
-OWN_OPS = (FREE_ADAM, CHECKED_AIO, IDENTITY_NODE)
+# a fused multiply-add would round once where the same code in torch rounds twice
+BLOCK_QUANTIZE = OwnOp("block_quantize", "block_quantize.cpp", (), "CPUAdamBuilder", ("-ffp-contract=off",))
+OWN_OPS = (FREE_ADAM, CHECKED_AIO, IDENTITY_NODE, BLOCK_QUANTIZE)
 
 
 def _stock_builder(class_name: str) -> OpBuilder:
@@ -256,6 +263,40 @@ def identity_node() -> Callable[[torch.Tensor], torch.Tensor] | None:
         warnings.warn(
             f"ds_vertical: {CSRC / IDENTITY_NODE.source} could not be compiled or loaded ({_first_line(error)}); nodes"
             " written in Python stand in: same result, some percent slower; the compiler's words are above,"
+            " `ds-vertical build-ops` tries again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+# ---- collectives in few bits
+
+
+class QuantizeModule(Protocol):
+    """The kernel of `ds_vertical.distributed.quantize`, which says what it computes. Its calls let other Python threads run. A
+    tensor's rows are in host memory, elements of a row neighbours. ValueError for what it does not take."""
+
+    def quantize(self, values: torch.Tensor, packed: torch.Tensor, bits: int, block: int, threads: int, /) -> None:
+        """Overwrite rows of bytes with what rows of fp32, bf16 or fp16 are rounded to."""
+        ...
+
+    def dequantize(self, packed: torch.Tensor, values: torch.Tensor, bits: int, block: int, threads: int, add: bool, /) -> None:
+        """Overwrite rows of values with what rows of bytes stand for, or add that to rows of fp32."""
+        ...
+
+
+@functools.cache
+def block_quantizer() -> QuantizeModule | None:
+    """The compiled kernel. None where it cannot be compiled, as a RuntimeWarning says: torch gives the same bits then."""
+    cache.activate()
+    try:
+        module: Any = BLOCK_QUANTIZE.builder().load(verbose=False)
+        return module
+    except Exception as error:
+        warnings.warn(
+            f"ds_vertical: {CSRC / BLOCK_QUANTIZE.source} could not be compiled or loaded ({_first_line(error)}); torch stands"
+            " in: same result, several times slower and with more memory; the compiler's words are above,"
             " `ds-vertical build-ops` tries again",
             RuntimeWarning,
             stacklevel=2,

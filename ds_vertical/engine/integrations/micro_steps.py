@@ -23,12 +23,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_vertical.compat import engine as compat_engine
-from ds_vertical.engine.handlers import Body
 from ds_vertical.engine.integrations.counted import Counted
 from ds_vertical.engine.train_loop import ModelCall
 from ds_vertical.errors import LoopError
 from ds_vertical.model import batch as micro
 from ds_vertical.model.layers import refuse_batch_flags
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.stubs import Coroutine
 
 T = TypeVar("T")

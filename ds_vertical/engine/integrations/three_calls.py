@@ -45,7 +45,6 @@ from ds_vertical import interrupts
 from ds_vertical.compat import accelerator
 from ds_vertical.compat import engine as compat_engine
 from ds_vertical.engine.call_guard import RUNNING, Calls
-from ds_vertical.engine.handlers import Body
 from ds_vertical.engine.integrations.micro_steps import SKIPPED_WHOLE, loss_of_outputs
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.train_loop import VerticalLoop
@@ -53,6 +52,7 @@ from ds_vertical.errors import LoopError
 from ds_vertical.model import batch as micro
 from ds_vertical.model.layers import refuse_batch_flags
 from ds_vertical.model.look_ahead import Call, Peekable, Prediction, comes_from, is_fetching, predict
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.state import attribute_watch
 from ds_vertical.model.thread_state import ThreadState, inference_guard
 

@@ -25,7 +25,7 @@ from greenlet import getcurrent
 from torch import nn
 
 from ds_vertical.engine.assembly import StepParts
-from ds_vertical.engine.handlers import Body, ScheduleRunner
+from ds_vertical.engine.handlers import ScheduleRunner
 from ds_vertical.engine.self_check.backward_hooks import survey_backward
 from ds_vertical.engine.self_check.comparison import Comparison, Record, agrees, state_differences
 from ds_vertical.engine.self_check.diagnosis import Diagnosis, SelfCheckError
@@ -33,6 +33,7 @@ from ds_vertical.engine.self_check.digests import Digest, digest
 from ds_vertical.engine.self_check.plain_pass import PlainOrder
 from ds_vertical.interrupts import Changed
 from ds_vertical.model.layers import LayerMap
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.state.module_state import global_generators, global_generators_seeded, key_of_item
 from ds_vertical.model.state.restart import until_known
 from ds_vertical.model.state.snapshot import Snapshot, StateChange, refuse_large

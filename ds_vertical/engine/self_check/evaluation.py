@@ -13,12 +13,12 @@ from functools import partial
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.assembly import StepParts
-from ds_vertical.engine.handlers import Body
 from ds_vertical.engine.self_check.check import generators_kept, put_state_back
 from ds_vertical.engine.self_check.diagnosis import Diagnosis, SelfCheckError
 from ds_vertical.engine.self_check.digests import digests_of, largest_distance
 from ds_vertical.engine.self_check.first_step import NUM_MICRO_BATCHES, FurtherChecks
 from ds_vertical.interrupts import Changed
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.state.snapshot import Snapshot
 from ds_vertical.model.state.survey import survey
 from ds_vertical.model.thread_state import preserved

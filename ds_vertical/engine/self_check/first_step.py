@@ -16,7 +16,7 @@ import torch
 from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.engine.assembly import StepParts
-from ds_vertical.engine.handlers import Body, LossScale
+from ds_vertical.engine.handlers import LossScale
 from ds_vertical.engine.module_hooks import suspended_hooks
 from ds_vertical.engine.self_check.check import SelfCheck, generators_kept, model_fingerprint
 from ds_vertical.engine.self_check.diagnosis import SelfCheckError
@@ -24,6 +24,7 @@ from ds_vertical.engine.self_check.plain_pass import PlainOrderError
 from ds_vertical.io import host
 from ds_vertical.io.openmp_wait import WATCH
 from ds_vertical.model.batch import own_loss
+from ds_vertical.model.micro_batch import Body
 from ds_vertical.model.thread_state import preserved
 from ds_vertical.schedule.passes import TrainingStep
 

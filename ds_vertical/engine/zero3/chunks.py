@@ -17,6 +17,7 @@ from torch import nn
 from ds_vertical.compat import accelerator, zero_optimizer, zero_params
 from ds_vertical.compat.zero_optimizer import DeepSpeedCPUAdam
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.unit_levels import LevelReductions
 from ds_vertical.engine.zero3.state import StateRoutes
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.ticket import Ticket
@@ -50,6 +51,7 @@ class ChunkedStage3(StateRoutes):
 
     condition: StateGuard
     timing: StepTiming
+    level_reductions: LevelReductions | None = None  # with collectives over two levels
 
     def __init__(self, *args: Any, layers: LayerMap, **kwargs: Any) -> None:
         self.layer_map = layers
@@ -130,11 +132,17 @@ class ChunkedStage3(StateRoutes):
             room -= numel
         return together
 
+    def start_reduction(self, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Start to average summed gradients over the ranks; see `zero_optimizer.start_reduction`."""
+        if self.level_reductions is not None:
+            return self.level_reductions.start(sums)
+        return zero_optimizer.start_reduction(sums, ranks.own_group(REDUCTIONS))
+
     def reduce_for_others(self, unit: Unit, number: int) -> None:
         """Take part in one of the `reductions` of a unit with zeros: this rank's part of the step has failed."""
         params, dtype, device = self.reductions(unit)[number], self.gradient_accumulation_dtype, accelerator.device_name()
         zeros = [torch.zeros(zero_params.full_numel(param), dtype=dtype, device=device) for param in params]
-        zero_optimizer.start_reduction(zeros, ranks.own_group(REDUCTIONS))()
+        self.start_reduction(zeros)()
 
 
 def make_chunks(optimizer: ChunkedStage3, early_share: float, generations: int) -> list[Chunk]:

@@ -9,14 +9,16 @@ import torch
 
 from ds_vertical.distributed.gather_queue import GatherQueue
 from ds_vertical.io.ticket import Ticket
+from ds_vertical.schedule.levels import Arrival
 from ds_vertical.types import Unit
 
 
 class Params(Protocol):
     """Where a unit's parameters come from."""
 
-    def fetch(self, unit: Unit, step: Ticket | None = None) -> Ticket:
-        """Have the unit's full parameters on the device once the ticket has been waited for. `step`: makes their values."""
+    def fetch(self, unit: Unit, step: Ticket | None = None, arrival: Arrival = ...) -> Ticket:
+        """Have the unit's full parameters on the device once the ticket has been waited for. `step`: makes their values.
+        `arrival`: over which levels they come."""
         ...
 
     @property

@@ -19,6 +19,7 @@ from ds_vertical.compat import accelerator, pinned_memory, striped_swapping, zer
 from ds_vertical.compat.ops import load
 from ds_vertical.compat.zero_optimizer import DeepSpeedCPUAdam
 from ds_vertical.distributed import ranks
+from ds_vertical.distributed.unit_levels import LevelReductions
 from ds_vertical.engine import disk_check
 from ds_vertical.engine.call_guard import FLUSHED, Calls
 from ds_vertical.engine.zero3.chunks import REDUCTIONS, ChunkedStage3, make_chunks
@@ -71,6 +72,8 @@ class VerticalStage3(ChunkedStage3):
     ) -> None:
         """Make the optimizer's own pipeline; `updates` takes the new parameters, `begin` is called on its thread."""
         ranks.own_group(REDUCTIONS)  # not first where one rank's step has failed ahead of it
+        if self._vertical.levels.are_on:
+            self.level_reductions = LevelReductions(self._vertical.levels)
         early_share = 1.0 - self.timing.delay if self.timing.possible else 0.0
         chunks = make_chunks(self, early_share, self.timing.generations)
         share: StepShare = "delayed" if self.timing.final else "all"

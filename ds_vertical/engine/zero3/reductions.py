@@ -16,7 +16,7 @@ from torch import nn
 from ds_vertical.compat import zero_optimizer
 from ds_vertical.compat.gradient_norm import NormMemory
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.zero3.chunks import REDUCTIONS, ChunkedStage3
+from ds_vertical.engine.zero3.chunks import ChunkedStage3
 from ds_vertical.io.ticket import Ticket
 from ds_vertical.offload.grad_store import HeldGradients, ReducedSums
 from ds_vertical.schedule.events import Unit
@@ -67,9 +67,8 @@ class UnitReductions:
 
     def _start(self, unit: Unit, sums: Iterator[torch.Tensor]) -> Iterator[_Reduction]:
         """Start the unit's reductions, one after the other."""
-        group = ranks.own_group(REDUCTIONS)
         for params in self._optimizer.reductions(unit):
-            finish = zero_optimizer.start_reduction([next(sums) for _ in params], group)
+            finish = self._optimizer.start_reduction([next(sums) for _ in params])
             self.num_reductions += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
             yield params, finish
         for _ in sums:  # it has none left, and ends

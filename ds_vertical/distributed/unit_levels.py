@@ -1,0 +1,208 @@
+"""Units over two levels: their parameters, of which each node keeps a copy, and the reduction of their gradients.
+
+A unit is sent as DeepSpeed has cut its parameters: a rank's chunk of the unit is the rank's shards, one behind the other.
+Parameters of different dtypes go apart. See `schedule.levels`, [Note: levels], for what is sent when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_vertical.compat import accelerator, zero_params
+from ds_vertical.compat.zero_params import ZeroParam
+from ds_vertical.distributed import ranks
+from ds_vertical.distributed.levels import Issued, LevelCollectives, cut_into_chunks, joined_chunks
+from ds_vertical.distributed.quantize import Quantizer
+from ds_vertical.distributed.topology import Topology, topology_of
+from ds_vertical.errors import ConfigError
+from ds_vertical.io.runs.this_host import host_id
+from ds_vertical.schedule.levels import Arrival
+from ds_vertical.types import LevelSettings, RunSettings, Unit
+
+_WEIGHT_BITS = 8
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_SIZE_KEY = "zero_optimization.zero_hpz_partition_size"
+
+_opened: dict[Topology, tuple[object, LevelCollectives]] = {}  # with the process group's store
+
+
+def topology_for(settings: LevelSettings) -> Topology:
+    """The ranks' topology. Collective. Raises ConfigError, on all ranks alike, where they do not make such nodes."""
+    size, hosts = settings.ranks_per_node, ranks.all_gathered(host_id())
+    if len(hosts) % size:
+        raise ConfigError(
+            f"{_SIZE_KEY}: got {size}, which does not divide the number of ranks, {len(hosts)}; write the number of ranks on a"
+            " node, the same on all nodes"
+        )
+    split = [hosts[first : first + size] for first in range(0, len(hosts), size)]
+    if mixed := next((number for number, node in enumerate(split) if len(set(node)) > 1), None):
+        told = ", ".join(f"rank {mixed * size + number} on {host.split()[0]}" for number, host in enumerate(split[mixed]))
+        raise ConfigError(
+            f"{_SIZE_KEY}: got {size}, by which a node is not on one host: {told}; give each host as many ranks as the others,"
+            f" {size} or a multiple of it, one host after the other in the hostfile, or write 1"
+        )
+    return topology_of([str(rank // size) for rank in range(len(hosts))], pair=size, node=size)
+
+
+def check_levels(settings: RunSettings) -> None:
+    """Raise ConfigError, on all ranks alike, where the section asks for levels that the ranks or the device do not have.
+    Collective where it asks for any."""
+    if not (settings.enabled and settings.levels.are_on):
+        return
+    if accelerator.device_name() != "cpu":
+        raise ConfigError(
+            f"{_SIZE_KEY}: got {settings.levels.ranks_per_node} on {accelerator.device_name()}; vertical_schedule has levels on"
+            " the CPU alone so far; write 1 or remove it"
+        )
+    ranks.start_distributed()
+    topology_for(settings.levels)
+
+
+def _open(settings: LevelSettings) -> tuple[Topology, LevelCollectives]:
+    """The ranks' topology, and their collectives, which the engines of one process share. Collective."""
+    topology = topology_for(settings)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if topology not in _opened or _opened[topology][0] is not store:
+        _opened[topology] = store, LevelCollectives(topology)
+    return topology, _opened[topology][1]
+
+
+# ---- parameters
+
+
+@dataclass(eq=False)
+class _Copy:
+    """This rank's part of its node's copy of a unit: per dtype the parameters, and what brings the part. `version`: of the
+    unit's files when they were read."""
+
+    groups: list[list[ZeroParam]]
+    parts: list[Issued[torch.Tensor]]
+    version: int
+
+
+class UnitLevels:
+    """Gathers units, and keeps this rank's parts of the node's copies. `topology`: of the ranks."""
+
+    def __init__(self, settings: LevelSettings) -> None:
+        self.topology, self._collectives = _open(settings)
+        self._settings = settings
+        self._copies: dict[Unit, _Copy] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory in the copies."""
+        groups = [group for copy in self._copies.values() for group in copy.groups]
+        num_chunks = self.topology.world // self.topology.pair
+        return num_chunks * sum(zero_params.shard_bytes(param) for group in groups for param in group)
+
+    def check_copy(self, unit: Unit, version: int) -> None:
+        """Raise RuntimeError where there is no copy of the unit's present values. All ranks do, or none."""
+        if (copy := self._copies.get(unit)) is not None and copy.version != version:
+            raise RuntimeError(
+                f"unit {unit}: its parameters were written between its forward and its backward, for which each node has kept a"
+                ' copy of them; write them between two steps, or set "vertical_schedule.levels.copy_share": 0'
+            )
+
+    def start(
+        self, unit: Unit, params: Sequence[ZeroParam], arrival: Arrival, version: int
+    ) -> tuple[list[ZeroParam], Callable[[], None]]:
+        """Start to assemble full parameters, out of the shards in memory or out of the node's copy. Returns those that will be
+        full, and what waits for that. `version`: of the unit's files."""
+        if arrival.spreads:
+            groups = _by_dtype(params)
+            parts = [self._collectives.spread(_own_chunk(group), self._quantizer(group)) for group in groups]
+            copy = _Copy(groups, parts, version)
+        else:
+            copy = self._copies[unit]
+        gathers = [self._collectives.gather(part) for part in copy.parts]
+        if arrival.keeps:
+            self._copies[unit] = copy
+        else:
+            self._copies.pop(unit, None)
+        wanted = {id(param) for param in params}
+        gathered = [param for group in copy.groups for param in group if id(param) in wanted]
+        zero_params.expect(gathered)
+
+        def wait() -> None:
+            try:
+                for group, gather in zip(copy.groups, gathers, strict=True):
+                    whole = joined_chunks(gather.wait(), [zero_params.full_numel(param) for param in group])
+                    zero_params.fill((param, flat) for param, flat in zip(group, whole, strict=True) if id(param) in wanted)
+            except BaseException:
+                zero_params.forget(gathered)
+                raise
+
+        return gathered, wait
+
+    def join(self, params: Sequence[ZeroParam], arrival: Arrival) -> None:
+        """Take part in what `start` does on the other ranks, with zeros: this rank's part of the pass has failed."""
+        for group in _by_dtype(params):
+            zeros = torch.zeros(sum(map(zero_params.shard_numel, group)), dtype=zero_params.shard_dtype(group[0]))
+            if arrival.spreads:
+                part = self._collectives.spread(zeros, self._quantizer(group)).wait()
+            else:
+                part = zeros.expand(self.topology.world // self.topology.pair, -1).contiguous()
+            self._collectives.gather(part).wait()
+
+    def drop_all(self) -> None:
+        """Forget the copies: the pass that has kept them was cut."""
+        self._copies.clear()
+
+    def _quantizer(self, group: Sequence[ZeroParam]) -> Quantizer | None:
+        if not self._settings.quantized_weights:
+            return None
+        return Quantizer(_WEIGHT_BITS, self._settings.block, tuple(map(zero_params.shard_numel, group)))
+
+
+def _by_dtype(params: Sequence[ZeroParam]) -> list[list[ZeroParam]]:
+    found: dict[torch.dtype, list[ZeroParam]] = {}
+    for param in params:
+        found.setdefault(zero_params.shard_dtype(param), []).append(param)
+    return list(found.values())
+
+
+def _own_chunk(params: Sequence[ZeroParam]) -> torch.Tensor:
+    return torch.cat([zero_params.shard(param) for param in params])
+
+
+# ---- gradients
+
+
+class LevelReductions:
+    """Averages summed gradients over the ranks, first over those of a node, then over the nodes."""
+
+    def __init__(self, settings: LevelSettings) -> None:
+        self._topology, self._collectives = _open(settings)
+        self._settings = settings
+
+    def start(self, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """As `zero_optimizer.start_reduction`: `sums` are copied, and the function returned waits for this rank's share of
+        each, flat."""
+        count, number = self._topology.world, ranks.rank()
+        dtype, numels = sums[0].dtype, [total.numel() for total in sums]
+        sizes = [-(-numel // count) for numel in numels]
+        rows = cut_into_chunks(sums, self._topology.order).div_(count)
+        rows = rows.to(_DTYPES[self._settings.gradients or "fp32"] if dtype is torch.float32 else dtype)
+        within, across = self._quantizers(tuple(sizes))
+        issued = self._collectives.cross(self._collectives.reduce(rows, within), across)
+        del rows
+
+        def finish() -> list[torch.Tensor]:
+            chunk = issued.wait().to(dtype)
+            lengths = [max(0, min(size, numel - number * size)) for size, numel in zip(sizes, numels, strict=True)]
+            return [place[:length] for place, length in zip(chunk.split(sizes), lengths, strict=True)]
+
+        return finish
+
+    def _quantizers(self, segments: tuple[int, ...]) -> tuple[Quantizer | None, Quantizer | None]:
+        if not self._settings.quantized_gradients:
+            return None, None
+        within, across = self._settings.gradient_bits
+        block = self._settings.block
+        return (
+            None if within is None else Quantizer(within, block, segments),
+            None if across is None else Quantizer(across, block, segments),
+        )
