@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--hostfile", type=Path, help="DeepSpeed's: a line `HOST slots=N` for each host")
     where.add_argument("--num-ranks", type=int, help="so many ranks on this host")
     parser.add_argument("--size-mb", type=int, default=64, help="MB that are gathered at a time (default 64)")
-    parser.add_argument("--rounds", type=int, default=5, help="the median of so many counts (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="the fastest of so many counts (default 5)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     return parser
@@ -113,4 +113,6 @@ def _lines(report: JsonObject, out: Path | None) -> list[str]:
         if f"{name}_bytes_per_s" in links:
             rate, latency = links[f"{name}_bytes_per_s"], links[f"{name}_latency_s"]
             shown.append(f"{meaning:36}{rate * 1e-9:10.3f} GB/s {latency * 1e3:10.3f} ms")
+    if "core_s_per_byte" in links:
+        shown.append(f"{'of a core, for what a rank receives':36}{links['core_s_per_byte'] * 1e9:10.3f} s/GB")
     return shown + ([f"written: {out}"] if out else [])

@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -53,19 +53,22 @@ def _say(line: str) -> None:
 
 
 def _links(topology: Topology, num_bytes: int, rounds: int) -> dict[str, float]:
-    """Rates and latencies of the links that there are: none within a host with one rank, none between hosts on one host."""
+    """Rates and latencies of the links that there are: none within a host with one rank, none between hosts on one host. Of
+    ranks that compute on the host's cores also the seconds of a core for each byte that a rank receives."""
     links: dict[str, float] = {}
+    core_s = received = 0.0
     for name, level, receivers in (("local", Level.PAIR, 1), ("cross", Level.WORLD, topology.pair)):
         group = _group(topology, level)
-        others = len(topology.hop(level, ranks.rank())) - 1
+        others = topology.width(level) - 1
         if not others:
             continue
         share = num_bytes // (others + 1)
-        tiny_s = _slowest(_gather_s(group, others + 1, 1, _TINY_ROUNDS))
-        whole_s = _slowest(_gather_s(group, others + 1, share, rounds))
+        tiny_s, _ = _gather_s(group, others + 1, 1, _TINY_ROUNDS)
+        whole_s, cores_s = _gather_s(group, others + 1, share, rounds)
         links[f"{name}_bytes_per_s"] = receivers * others * share / max(whole_s - tiny_s, 1e-9)
         links[f"{name}_latency_s"] = tiny_s
-    return links
+        core_s, received = core_s + cores_s, received + others * share
+    return links | ({"core_s_per_byte": core_s / received} if received and device_name() == "cpu" else {})
 
 
 def _group(topology: Topology, level: Level) -> torch.distributed.ProcessGroup:
@@ -76,26 +79,21 @@ def _group(topology: Topology, level: Level) -> torch.distributed.ProcessGroup:
     return group
 
 
-def _gather_s(group: torch.distributed.ProcessGroup, count: int, share: int, rounds: int) -> float:
-    """The median of the seconds of an all-gather in which each of `count` ranks gives `share` bytes."""
+def _gather_s(group: torch.distributed.ProcessGroup, count: int, share: int, rounds: int) -> tuple[float, float]:
+    """Seconds of an all-gather in which each of `count` ranks gives `share` bytes: of the slowest rank in the fastest round, and
+    of cores, in the mean of ranks and rounds."""
     own = torch.ones(share, dtype=torch.uint8, device=device_name())
     all_shares = [torch.empty_like(own) for _ in range(count)]
-    return _median_s(lambda: torch.distributed.all_gather(all_shares, own, group=group), rounds)
-
-
-def _median_s(gather: Callable[[], object], rounds: int) -> float:
     taken = []
     for _ in range(1 + rounds):  # the first one connects the ranks
         ranks.is_true_on_all_ranks(True)
-        begin = time.perf_counter()
-        gather()
+        begin, cores = time.perf_counter(), time.process_time()
+        torch.distributed.all_gather(all_shares, own, group=group)
         get_accelerator().synchronize()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[1:])
-
-
-def _slowest(seconds: float) -> float:
-    return max(ranks.all_gathered(seconds))
+        taken.append((time.perf_counter() - begin, time.process_time() - cores))
+    each = ranks.all_gathered(taken[1:])
+    of_rounds = [max(seconds for seconds, _ in same) for same in zip(*each, strict=True)]
+    return min(of_rounds), statistics.mean(cores for taken in each for _, cores in taken)
 
 
 if __name__ == "__main__":
