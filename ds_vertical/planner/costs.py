@@ -38,13 +38,14 @@ _ACTIVATION_MOVES: Final = per_tier({Tier.DEVICE: (False, False), Tier.HOST: (Tr
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Work on one lane. `seconds` at the lane's rate alone; `purpose` says which queue of the lane it takes. `num_bytes`: moved,
-    on a link by all ranks of the node together."""
+    """Work on one lane. `seconds` at the lane's rate alone; `purpose` says which queue of the lane it takes. `num_bytes`: what
+    moves on the lane; `received`: of a collective, what comes to all ranks of a node (`network.Hop`)."""
 
     lane: Lane
     purpose: Purpose
     seconds: float
     num_bytes: float = 0.0
+    received: float = 0.0
 
     @property
     def reads_state(self) -> bool:
@@ -150,7 +151,7 @@ class _Lanes:
     def links(self, purpose: Purpose, hops: Sequence[Hop]) -> Job:
         """A collective, hop by hop; nothing over links of which the machine says nothing."""
         timed = ((hop, seconds_of(hop, self.machine)) for hop in hops)
-        return tuple(Stage(hop.lane, purpose, seconds, hop.received) for hop, seconds in timed if seconds)
+        return tuple(Stage(hop.lane, purpose, seconds, hop.num_bytes, hop.received) for hop, seconds in timed if seconds)
 
 
 class _Moves:

@@ -230,3 +230,13 @@ def read_profile(name: str) -> Profile:
     if not isinstance(report, dict):
         raise CostsError(f"--machine {name}: no object; write the path of a file of `ds-vertical limits --out`")
     return Profile.from_dict(path.stem, report)
+
+
+def read_links(path: Path) -> dict[str, float]:
+    """The fields of a `Machine` that a file of `ds-vertical limits --links` has measured. Raises CostsError."""
+    try:
+        links = json.loads(path.read_text(encoding="utf-8"))["links"]
+        return {f"net_{name}": float(value) for name, value in links.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        advice = "write the path of a file of `ds-vertical limits --links --out`"
+        raise CostsError(f"--links {path}: {type(error).__name__}: {error}; {advice}") from error

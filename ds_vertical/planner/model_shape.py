@@ -353,8 +353,8 @@ def shaped(shape: ModelShape, seconds: Seconds, blocks_per_layer: int = 1) -> Mo
 @dataclass(frozen=True)
 class Division:
     """How a model and its batch are cut up: `sequences` of a micro-batch, blocks of a layer, ranks that share each parameter
-    (`num_shards`); `generations`, `part_elements`, `placement` and `network` as in `ModelShape`. `apart`: what lies outside the layers is
-    fetched where it is used, as far as the model lets it."""
+    (`num_shards`); `generations`, `part_elements`, `placement` and `network` as in `ModelShape`. `apart`: what lies outside the
+    layers is fetched where it is used, as far as the model lets it."""
 
     sequences: int
     blocks_per_layer: int = 1

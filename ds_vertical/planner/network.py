@@ -10,19 +10,21 @@
     two      REDUCE           (n - 1)/n q                    0
     two      CROSS            0                              (R - 1)/R q
 
-On one node what one level moves comes into a rank from its node. Within a node all ranks receive at a time, at the rate of each;
-the link between nodes is one for all ranks of a node. Measured bytes agree with the table to 2 % (docs/multi-node.md).
+On one node what one level moves comes into a rank from its node. Within a node all ranks receive at a time, each at its rate.
+The link between nodes is one for all ranks of a node. Measured bytes agree with the table to 2 % (docs/multi-node.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from ds_vertical.planner.machine import Machine
 from ds_vertical.types import check_number
 
 NetLane = Literal["net_local", "net_cross"]
+LINKS: Final[dict[NetLane, str]] = {"net_local": "links within a node", "net_cross": "links between nodes"}
+COPY_SHARES: Final = (1.0, 0.75, 0.5, 0.25, 0.0)  # that a search tries
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,12 @@ class Hop:
 
 @dataclass(frozen=True)
 class Network:
-    """How the ranks of a plan lie on nodes. `levels`: whether collectives go over the node first, then over all nodes; see
-    [Note: volumes]. `copy_share`: of the units that are fetched again, those whose copy the node keeps. `reduces_twice`: gloo's
-    reduce-scatter is an all-reduce. Of an element on the way: `weight_bytes` across (null: as in memory), `gradient_bytes` within
-    a node and across (null: as they are summed). Raises CostsError."""
+    """How the ranks of a plan lie on nodes. Raises CostsError.
+
+    `levels`: whether collectives have two levels, see [Note: volumes]. `copy_share`: of the units that are fetched again,
+    those whose copy the node keeps. `reduces_twice`: gloo's reduce-scatter is an all-reduce. Bytes of an element on the way:
+    `weight_bytes` (null: as in memory), `gradient_bytes` within a node and across (null: as they are summed).
+    """
 
     num_nodes: int = 1
     ranks_per_node: int = 1
@@ -82,6 +86,13 @@ class Network:
         """A CROSS."""
         return self._across(elements * (self.gradient_bytes[1] or element_bytes))
 
+    def sweep(self, elements: float, element_bytes: float, again: bool) -> tuple[Hop, ...]:
+        """The hops of all FETCHes of a sweep, of so many elements; `again`: they have been fetched in the sweep before."""
+        if not self.levels:
+            return self.gather(elements, element_bytes)
+        copied = self.copy_share * elements if again else 0.0
+        return self.spread(elements - copied, element_bytes) + self.local_gather(copied, element_bytes)
+
     def _weight(self, element_bytes: float) -> float:
         return self.weight_bytes or element_bytes
 
@@ -107,3 +118,8 @@ def seconds_of(hop: Hop, machine: Machine) -> float:
     name = hop.lane.removeprefix("net_")
     rate, latency = getattr(machine, f"net_{name}_bytes_per_s"), getattr(machine, f"net_{name}_latency_s")
     return latency + hop.num_bytes / rate if rate else 0.0
+
+
+def copy_share(network: Network | None) -> float | None:
+    """Of the units that are fetched again, those whose copy the node keeps; None where there is one level."""
+    return network.copy_share if network is not None and network.levels else None

@@ -323,7 +323,7 @@ class _Simulation:
         if machine.one_memory and "compute" in factors and "adam" in factors:
             factors["compute"] /= 1 + machine.adam_share
             factors["adam"] /= 1 + machine.adam_share
-        left = 1 - machine.load(*(_moved_per_s(active, factors, prefix) for prefix in ("ssd_", "net_")))
+        left = 1 - machine.load(*_moved_per_s(active, factors))
         return [factors[lane] * (left if lane in ("compute", "adam") else 1.0) for lane in lanes]
 
     def _complete(self, task: _Task) -> None:
@@ -341,7 +341,8 @@ class _Simulation:
             self._end(index)
 
 
-def _moved_per_s(active: Sequence[_Task], factors: Mapping[str, float], lanes: str) -> float:
-    """Bytes a second that move on the lanes whose names begin with `lanes`."""
-    stages = (task.stage for task in active if task.stage.lane.startswith(lanes))
-    return sum(factors[stage.lane] * stage.num_bytes / stage.seconds for stage in stages)
+def _moved_per_s(active: Sequence[_Task], factors: Mapping[str, float]) -> tuple[float, float]:
+    """Bytes a second that move to and from the SSD, and that the ranks of a node receive."""
+    speeds = [(task.stage, factors[task.stage.lane] / task.stage.seconds) for task in active if task.stage.seconds]
+    ssd = sum(speed * stage.num_bytes for stage, speed in speeds if stage.lane in ("ssd_read", "ssd_write"))
+    return ssd, sum(speed * stage.received for stage, speed in speeds)

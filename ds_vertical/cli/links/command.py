@@ -100,7 +100,9 @@ def _measured(command: Sequence[str]) -> JsonObject:
     result = worker_lines.after(lines, worker_lines.RESULT)
     if result is None:
         shown = "\n".join(f"    {line}" for line in lines[-_LINES_SHOWN:])
-        raise ConfigError(f"the ranks ended with status {run.returncode} and without a result; the end of their output:\n{shown}")
+        raise ConfigError(
+            f"the ranks ended with status {run.returncode} and without a result; the end of their output:\n{shown}"
+        )
     return json.loads(result)
 
 

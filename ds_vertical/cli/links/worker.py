@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from ds_vertical.cli.links.worker_lines import REFUSED, RESULT
-from ds_vertical.compat.accelerator import device_name, get_accelerator
+from ds_vertical.compat.accelerator import device_name, synchronize
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.topology import Level, Topology, topology_of
 from ds_vertical.errors import ConfigError
@@ -80,8 +80,8 @@ def _group(topology: Topology, level: Level) -> torch.distributed.ProcessGroup:
 
 
 def _gather_s(group: torch.distributed.ProcessGroup, count: int, share: int, rounds: int) -> tuple[float, float]:
-    """Seconds of an all-gather in which each of `count` ranks gives `share` bytes: of the slowest rank in the fastest round, and
-    of cores, in the mean of ranks and rounds."""
+    """Seconds of an all-gather in which each of `count` ranks gives `share` bytes: those of the slowest rank in the fastest
+    round, and those of cores in the mean of ranks and rounds."""
     own = torch.ones(share, dtype=torch.uint8, device=device_name())
     all_shares = [torch.empty_like(own) for _ in range(count)]
     taken = []
@@ -89,7 +89,7 @@ def _gather_s(group: torch.distributed.ProcessGroup, count: int, share: int, rou
         ranks.is_true_on_all_ranks(True)
         begin, cores = time.perf_counter(), time.process_time()
         torch.distributed.all_gather(all_shares, own, group=group)
-        get_accelerator().synchronize()
+        synchronize()
         taken.append((time.perf_counter() - begin, time.process_time() - cores))
     each = ranks.all_gathered(taken[1:])
     of_rounds = [max(seconds for seconds, _ in same) for same in zip(*each, strict=True)]
