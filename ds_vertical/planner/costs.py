@@ -229,6 +229,7 @@ class _Collectives:
         self._shape = shape
         self._network = shape.network or Network()
         self._arrivals = arrivals(events) if self.levels else {}
+        self._last: dict[Unit | None, Arrival] = {}  # by unit, of its last FETCH
 
     def fetch(self, event: Event) -> _Gathered:
         """To be asked once for each FETCH, in the schedule's order."""
@@ -247,7 +248,7 @@ class _Collectives:
         """The hops, and the copy on its way to where it waits."""
         shape = self._shape
         hops = self._lanes.links("parameters", self._network.spread(shape.elements(event.layer), shape.param_bytes))
-        keeps = event.layer is not None and self._spread_arrival.keeps
+        keeps = self._last.get(event.layer, Arrival()).keeps
         return hops + (self._lanes.copy("copy_out", "parameters", self._copy_bytes(event)) if keeps else ())
 
     def reduce(self, event: Event) -> Job:
@@ -267,8 +268,8 @@ class _Collectives:
 
     def _arrival(self, event: Event) -> Arrival:
         assert event.layer is not None
-        self._spread_arrival = self._arrivals[event.layer].popleft()
-        return self._spread_arrival
+        self._last[event.layer] = self._arrivals[event.layer].popleft()
+        return self._last[event.layer]
 
 
 class _Pricer:
