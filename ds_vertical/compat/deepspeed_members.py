@@ -138,6 +138,7 @@ CALLED: Final[Mapping[str, Rows]] = {
         ("train_micro_batch_size_per_gpu", "engine.train_loop", "self"),
         ("gradient_clipping", "engine.checkpoint.run_state", "self"),
         ("zero_sub_group_size", "engine.checkpoint.run_state", "self"),
+        ("use_node_local_storage", "engine.checkpoint.run_state", "self"),
     ),
     "deepspeed.runtime.engine": (("autocast_if_enabled", "engine.train_loop", "engine"),),
     STAGE3: (
