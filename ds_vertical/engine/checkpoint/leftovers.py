@@ -108,16 +108,16 @@ def find_leftovers(save_dir: Path) -> list[tuple[Path, str, str]]:
     return found
 
 
-def marked_beside(save_dir: Path, tag: str) -> list[tuple[Path, str]]:
-    """Folders beside a tag's that saves of the tag have marked, each with its save's token. Raises OSError."""
+def marked_beside(save_dir: Path) -> list[tuple[Path, str, str]]:
+    """Folders beside the tags' that saves have marked, each with its tag and its save's token. Raises OSError."""
     found = []
     for name in sorted(os.listdir(save_dir)):
         match = _BESIDE.fullmatch(name)
-        if match is None or match["tag"] != tag or match["end"] == ".new":
+        if match is None or match["end"] == ".new":
             continue
         with contextlib.suppress(OSError), remove_tree.opened(save_dir / name) as fd:
-            if is_marked(fd, tag, match["token"]):
-                found.append((save_dir / name, match["token"]))
+            if is_marked(fd, match["tag"], match["token"]):
+                found.append((save_dir / name, match["tag"], match["token"]))
     return found
 
 

@@ -26,7 +26,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest, parts, run_state
 from ds_vertical.engine.checkpoint.manifest import FileRange, RankManifest, SavedFile, TensorEntry
 from ds_vertical.engine.checkpoint.manifest_schema import SIGNPOST
-from ds_vertical.engine.checkpoint.shared_dir import Place, Places, check_seen, find_places
+from ds_vertical.engine.checkpoint.shared_dir import Place, Places, check_seen, find_places, mend
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag, sync_file, sync_folder, write_synced
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.interrupts import deferred
@@ -138,7 +138,10 @@ def new_folder(
 def _places(save_dir: Path, host: str, node_local: bool) -> Places:
     """Who makes the folders. `host`: rank 0's. Collective."""
     if node_local and ranks.ranks_on_this_host() < ranks.world_size():
-        return find_places(save_dir, "save_checkpoint")
+        places = find_places(save_dir, "save_checkpoint")
+        if places.are_several:
+            mend(save_dir)
+        return places
     return Places((Place(host, tuple(range(ranks.world_size()))),), ranks.rank())
 
 

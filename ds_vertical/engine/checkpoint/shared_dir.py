@@ -9,7 +9,7 @@ all ranks look for all of these. So hosts that share the folder are one place, w
 
 [Note: a save that ends half-way] All places put the new folder in place, then all delete the old one, then all write `latest`.
 A save that dies among the first leaves a tag whose folder is old on some hosts and new on others. Both are whole on all hosts,
-one under the tag's name and one beside it. A load puts the old one back on all hosts.
+one under the tag's name and one beside it. The next load or save puts the old one back on all hosts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.checkpoint import manifest
+from ds_vertical.engine.checkpoint import leftovers, manifest
 from ds_vertical.engine.checkpoint.tag_dir import Found, TagFolder, found_saves, make_folder
 from ds_vertical.errors import CheckpointError
 from ds_vertical.io.runs.this_host import host_id
@@ -177,14 +177,10 @@ def settle(load_dir: Path, tag: str) -> None:
     """
     if ranks.ranks_on_this_host() == ranks.world_size():
         return
-    told = ranks.all_gathered(_held(load_dir, tag))
+    told = _mended(load_dir, tag)
     saves = {each.save for each in told}
     if saves == {None}:
         return  # no checkpoint of ours; the load says so
-    if len(saves) > 1 and (chosen := _whole_on_all(told)) is not None:
-        _put_back(load_dir, tag, chosen)
-        told = ranks.all_gathered(_held(load_dir, tag))
-        saves = {each.save for each in told}
     _refuse_missing(load_dir / tag, told)
     if len(saves) > 1:
         names = [each.host for each in told]
@@ -194,6 +190,24 @@ def settle(load_dir: Path, tag: str) -> None:
             f"{load_dir / tag}: the hosts hold different saves under this tag: {shown}. Load another tag"
             f" ({_common(each.complete for each in told)}), or bring the folder of one save to all hosts"
         )
+
+
+def mend(save_dir: Path) -> None:
+    """Put back the old folders of all tags whose last save has died half-way: a new save deletes what lies beside the tags.
+    Collective."""
+    own = {tag for _, tag, _ in leftovers.marked_beside(save_dir)}
+    for tag in sorted(set[str]().union(*ranks.all_gathered(own))):
+        _mended(save_dir, tag)
+
+
+def _mended(load_dir: Path, tag: str) -> list[Held]:
+    """What all ranks hold, once a save that has died half-way is undone. Collective."""
+    told = ranks.all_gathered(_held(load_dir, tag))
+    chosen = _whole_on_all(told) if len({each.save for each in told}) > 1 else None
+    if chosen is None:
+        return told
+    _put_back(load_dir, tag, chosen)
+    return ranks.all_gathered(_held(load_dir, tag))
 
 
 def _held(load_dir: Path, tag: str) -> Held:

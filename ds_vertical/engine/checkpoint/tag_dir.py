@@ -227,8 +227,8 @@ def found_saves(save_dir: Path, tag: str) -> list[Found]:
     """Of a tag: its folder, and those that a save which has ended half-way has left beside it."""
     found = []
     with contextlib.suppress(OSError):
-        for path, token in ((save_dir / tag, ""), *leftovers.marked_beside(save_dir, tag)):
-            if (save := manifest.save_id(path)) is not None:
+        for path, name, token in ((save_dir / tag, tag, ""), *leftovers.marked_beside(save_dir)):
+            if name == tag and (save := manifest.save_id(path)) is not None:
                 found.append(Found(save, path, token, (path / manifest.NAME).stat().st_mtime_ns))
     return found
 
