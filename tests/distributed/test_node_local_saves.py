@@ -98,8 +98,9 @@ def test_a_mix_of_tags_is_refused_with_both_named(pair: Pair, saved: str) -> Non
     (own_folders(pair)[1] / "latest").write_text("one")
     for (said,) in pair.run(["load", saved]):
         assert said == (
-            f"CheckpointError: {saved}/latest: names different tags on the hosts: host nodeA (rank 0): two; host nodeB (rank 1):"
-            " one. Give a tag that all hosts have (complete on all hosts: two, one), or write it into that file on each host"
+            f"CheckpointError: {saved}/latest: names different tags on the hosts: host nodeA (rank 0): two; host nodeB"
+            " (rank 1): one. Give a tag that all hosts have (complete on all hosts: two, one), or write it into that file on"
+            " each host"
         )
     (own_folders(pair)[1] / "latest").unlink()
     for (said,) in pair.run(["load", saved]):

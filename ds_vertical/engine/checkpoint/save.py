@@ -91,9 +91,7 @@ def save(
 
 
 @contextlib.contextmanager
-def new_folder(
-    save_dir: Path, tag: str, save_latest: bool, node_local: bool = False
-) -> Iterator[tuple[TagFolder, Places]]:
+def new_folder(save_dir: Path, tag: str, save_latest: bool, node_local: bool = False) -> Iterator[tuple[TagFolder, Places]]:
     """A folder for all ranks to write to (`beside`), which takes the tag's place at the block's end. All ranks leave the block,
     or all raise, and then an earlier checkpoint of the tag is as it was; the block itself must agree likewise. Collective.
     `node_local`: hosts that do not share `save_dir` have a folder each.

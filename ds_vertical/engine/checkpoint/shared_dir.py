@@ -138,15 +138,14 @@ def find_places(save_dir: Path, what: str) -> Places:
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank's host holds of a tag. `save`: which save the tag's folder is of, by the checksum of its manifest, which all
-    ranks' manifests are gathered in; None: there is none. `beside`: of saves that have ended half-way, and of the one under the
-    tag's name. `lacks`: what of this rank's there is not. `saved_on`: by rank, the host that has saved its files, where that is
-    written. `complete`: all complete tags in the folder."""
+    """What one rank's host holds of a tag. `save`: which save the tag's folder is of (None: there is none). `there`: the
+    tag's folder, and what saves that ended half-way have left beside it. `lacks`: what of this rank's there is not. `saved_on`:
+    by rank, the host that has saved its files, where that is written. `complete`: all complete tags there are."""
 
     host: str
     boot: str
     save: int | None
-    beside: tuple[Found, ...]
+    there: tuple[Found, ...]
     lacks: tuple[str, ...]
     saved_on: dict[int, str]
     complete: tuple[str, ...]
@@ -184,7 +183,9 @@ def settle(load_dir: Path, tag: str) -> None:
     _refuse_missing(load_dir / tag, told)
     if len(saves) > 1:
         names = [each.host for each in told]
-        by_save = ([rank for rank, each in enumerate(told) if each.save == save] for save in dict.fromkeys(t.save for t in told))
+        by_save = (
+            [rank for rank, each in enumerate(told) if each.save == save] for save in dict.fromkeys(t.save for t in told)
+        )
         shown = "; ".join(f"{_where(names, found)}: {tag} of save {told[found[0]].save or 0:016x}" for found in by_save)
         raise CheckpointError(
             f"{load_dir / tag}: the hosts hold different saves under this tag: {shown}. Load another tag"
@@ -227,8 +228,8 @@ def _held(load_dir: Path, tag: str) -> Held:
 
 def _whole_on_all(told: Sequence[Held]) -> int | None:
     """The oldest save that all hosts have, and some host under the tag's name; None where there is none."""
-    on_all = set.intersection(*({each.save for each in held.beside} for held in told))
-    ages = {each.save: each.mtime_ns for each in told[0].beside}
+    on_all = set.intersection(*({each.save for each in held.there} for held in told))
+    ages = {each.save: each.mtime_ns for each in told[0].there}
     return min(on_all & {held.save for held in told if held.save is not None}, key=ages.__getitem__, default=None)
 
 
@@ -255,8 +256,8 @@ def _refuse_missing(folder: Path, told: Sequence[Held]) -> None:
     raise CheckpointError(
         f"{folder.parent}: of the tag {folder.name}, "
         + "; ".join(lines)
-        + ". List the hosts in the hostfile in the order of the save, so that each has its own ranks; or copy each rank's folder,"
-        f" and {manifest.NAME} beside it, from where they were saved; or load another tag"
+        + ". List the hosts in the hostfile in the order of the save, so that each has its own ranks; or copy each rank's"
+        f" folder, and {manifest.NAME} beside it, from where they were saved; or load another tag"
         f" ({_common(each.complete for each in told)})"
     )
 
