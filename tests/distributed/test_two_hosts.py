@@ -175,7 +175,7 @@ def test_a_folder_that_hosts_do_not_share_is_refused_by_name_and_the_run_goes_on
         launched = Launch(hosts, ["--on-signal", str(own), "--save", str(own), str(shared)])
         assert launched.wait() == 0, launched.log()
         first, second = results(launched.out, 2)
-        remedy = "write a path on a file system that they share, such as NFS or Lustre"
+        remedy = 'or write "checkpoint": {"use_node_local_storage": true} into the JSON, for a folder on each host'
         for told in (second["start"], second["saves"][0]):
             assert told.startswith(
                 f"CheckpointError: {own}: host nodeB does not see what rank 0 on host nodeA has just written"

@@ -53,6 +53,7 @@ class Noting(Executor):
 
 def main(folder: Path) -> None:
     global count
+    start = 0
     torch.set_num_threads(1)
     harness.start_process_group()
     rank, found = int(os.environ["RANK"]), {}

@@ -26,7 +26,7 @@ from ds_vertical.cli.bench.comparison import (
     describe_losses,
     summarize_arm,
 )
-from ds_vertical.cli.bench.hosts import OPTION, Hosts, read_hostfile
+from ds_vertical.cli.bench.hosts import HOSTFILE, Hosts, read_hostfile
 from ds_vertical.cli.bench.launch import RunError, Script, is_same_file, terminations_raised
 from ds_vertical.cli.bench.machine_info import describe_machine, versions
 from ds_vertical.cli.common import JsonObject
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10, help="steps per run, 2 or more (default 10)")
     parser.add_argument("--repeat", type=int, default=1, help="runs per arm, interleaved (default 1)")
     parser.add_argument("--num-ranks", type=int, default=1, help="processes on this machine (default 1)")
-    parser.add_argument(OPTION, type=Path, metavar="FILE", help="train on the hosts of DeepSpeed's hostfile instead")
+    parser.add_argument(HOSTFILE, type=Path, metavar="FILE", help="train on the hosts of DeepSpeed's hostfile instead")
     parser.add_argument("--master-addr", metavar="ADDRESS", help="of the first host, where the launcher finds a wrong one")
     parser.add_argument(disk_limit.OPTION, metavar="READ,WRITE", help=disk_limit.HELP)
     parser.add_argument("--vertical-only", action="store_true", help="leave stock out: nothing is compared")
@@ -173,13 +173,13 @@ def _hosts(options: argparse.Namespace) -> Hosts | None:
     if options.hostfile is None:
         if len(given) > 1 or options.master_addr is not None:
             name = "--master-addr" if options.master_addr is not None else f"--machine {given[1]}"
-            raise ConfigError(f"{name}: it is for several hosts; write {OPTION} FILE beside it, or leave it out")
+            raise ConfigError(f"{name}: it is for several hosts; write {HOSTFILE} FILE beside it, or leave it out")
         return None
     hosts = read_hostfile(options.hostfile, options.master_addr)
     if options.num_ranks != 1:
-        raise ConfigError(f"--num-ranks {options.num_ranks}: {OPTION} says how many ranks each host has; leave it out")
+        raise ConfigError(f"--num-ranks {options.num_ranks}: {HOSTFILE} says how many ranks each host has; leave it out")
     if options.ssd_limit is not None:
-        raise ConfigError(f"{disk_limit.OPTION}: it limits this machine's disks, not those of {OPTION}; leave it out")
+        raise ConfigError(f"{disk_limit.OPTION}: it limits this machine's disks, not those of {HOSTFILE}; leave it out")
     if given and len(given) != len(hosts.slots):
         raise ConfigError(
             f"--machine: got {len(given)} of them for {len(hosts.slots)} hosts; write one for each host, from `ds-vertical"

@@ -17,7 +17,7 @@ from typing import Final
 
 from ds_vertical.errors import ConfigError
 
-OPTION: Final = "--hostfile"
+HOSTFILE: Final = "--hostfile"
 _LINE: Final = re.compile(r"(\S+)\s+slots=(\d+)(\s.*)?")
 _USERS: Final = ".deepspeed_env"
 _REACH_S: Final = 60.0
@@ -25,8 +25,8 @@ _REACH_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts in a hostfile, with their numbers of ranks, in its order. `master`: the first one's address for the others, None
-    where the launcher shall ask it."""
+    """The hosts in a hostfile, with their numbers of ranks, in its order. `master`: the first one's address for the others,
+    None where the launcher shall ask it."""
 
     hostfile: Path
     slots: Mapping[str, int]
@@ -59,8 +59,8 @@ class Hosts:
                 seen = _run_on(host, f"test -e '{token}'")
                 if seen:
                     raise ConfigError(
-                        f"--out {out}: host {host} does not see it ({seen}); name a folder on a file system that this machine and"
-                        " all hosts share, such as NFS or Lustre"
+                        f"--out {out}: host {host} does not see it ({seen}); name a folder on a file system that this machine"
+                        " and all hosts share, such as NFS or Lustre"
                     )
         finally:
             token.unlink()
@@ -82,7 +82,7 @@ def read_hostfile(path: Path, master: str | None = None) -> Hosts:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{OPTION} {path}: {error}; write a file of lines `HOST slots=NUMBER`") from error
+        raise ConfigError(f"{HOSTFILE} {path}: {error}; write a file of lines `HOST slots=NUMBER`") from error
     slots: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):
@@ -90,11 +90,11 @@ def read_hostfile(path: Path, master: str | None = None) -> Hosts:
         match = _LINE.fullmatch(line)
         if match is None or int(match[2]) < 1 or match[1] in slots:
             told = f"host {match[1]} for the second time" if match and match[1] in slots else repr(line)
-            raise ConfigError(f"{OPTION} {path}, line {number}: got {told}; write each host once, as `HOST slots=NUMBER`")
+            raise ConfigError(f"{HOSTFILE} {path}, line {number}: got {told}; write each host once, as `HOST slots=NUMBER`")
         slots[match[1]] = int(match[2])
     if len(slots) < 2:
         raise ConfigError(
-            f"{OPTION} {path}: names {len(slots)} host{'s' * (len(slots) != 1)}; write two or more, or leave {OPTION} out and"
+            f"{HOSTFILE} {path}: names {len(slots)} host{'s' * (len(slots) != 1)}; write two or more, or leave {HOSTFILE} out and"
             " write --num-ranks"
         )
     return Hosts(path.resolve(), slots, master)

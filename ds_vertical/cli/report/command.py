@@ -18,7 +18,7 @@ from ds_vertical.cli.report import summary
 from ds_vertical.cli.report.charts import title
 from ds_vertical.cli.report.colors import RESOURCE_COLORS
 from ds_vertical.cli.report.page import RunReport, Table, page
-from ds_vertical.cli.report.run_folder import merged, names, open_folder
+from ds_vertical.cli.report.run_folder import joined_hosts, names, open_folder
 from ds_vertical.cli.report.sections import NONE, megabytes, number, sections, share
 from ds_vertical.cli.report.summary import Findings
 from ds_vertical.errors import ConfigError
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def write(folders: Sequence[Path], out: Path, step: int | None = None) -> JsonObject:
     """The page and its charts, written to `out`. Returns where they are, and all figures. Raises ConfigError."""
-    opened = merged([open_folder(folder) for folder in folders])
+    opened = joined_hosts([open_folder(folder) for folder in folders])
     try:
         every = [summary.summarize_run(folder, name, step) for folder, name in zip(opened, names(opened), strict=True)]
     except KeyError as error:

@@ -154,7 +154,7 @@ def _ranks_of(*folders: Path) -> dict[int, Path]:
     return {int(path.stem.removeprefix("rank")): path for folder in folders for path in folder.glob(_RANKS)}
 
 
-def merged(opened: Sequence[RecordedRun]) -> list[RecordedRun]:
+def joined_hosts(opened: Sequence[RecordedRun]) -> list[RecordedRun]:
     """The runs of folders, of which some may be those of a run's other hosts: a folder without rank 0 belongs to the run whose
     folder is named ahead of it. Raises ConfigError where there is none, or where it does not fit that one."""
     found: list[RecordedRun] = []
