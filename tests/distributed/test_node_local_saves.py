@@ -3,7 +3,9 @@ a host whose files are others, or gone. Two hosts of benchmarks/rig, a process o
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from two_hosts import TwoHosts, wait_for
 from ds_vertical.engine.checkpoint.save import POINTS
 
 pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(300)]
+ENDED_S = 15.0 + 5.0  # from the loss of a host; other work may share the cores
 OF_A_FOLDER = [point for point in POINTS if point.startswith(("folder", "switched", "latest"))]
 
 
@@ -59,12 +62,15 @@ def test_hosts_that_share_the_folder_save_as_without_the_setting(pair: Pair) -> 
     assert "hosts" not in (folder / "one" / "ds_vertical.json").read_text()
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+CASES = [(1, ["switched"]), *(pytest.param(killed, OF_A_FOLDER, marks=pytest.mark.slow) for killed in range(2))]
+
+
+@pytest.mark.parametrize(("killed", "points"), CASES)
 def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before_it_on_all_hosts(
-    pair: Pair, saved: str, killed: int
+    pair: Pair, saved: str, killed: int, points: list[str]
 ) -> None:
     """To the tag that is there, and to a new one. Behind the switch on all hosts the new save counts."""
-    for point in OF_A_FOLDER:
+    for point in points:
         for tag in ("one", "two"):
             done = point == "latest written"
             outs = pair.start(["end_at", point, killed, "kill"], ["save", saved, tag, f"at {point}"])
@@ -80,6 +86,24 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before_it_on_all_
             for folder in own_folders(pair):
                 assert [path.name for path in folder.glob(".*")] == [], "left beside the tags"
                 shutil.rmtree(folder / "two", ignore_errors=True)
+
+
+def test_a_host_that_vanishes_in_a_save_ends_the_other_and_leaves_the_checkpoint_before_it(pair: Pair, saved: str) -> None:
+    pair.start(["end_at", "folder made", 1, "stay"], ["watched", "save", saved, "one", "second"])
+    first, second = own_folders(pair)
+    wait_for(lambda: any(second.glob(".one.*")) and any(first.glob(".one.*")), 60)
+    before = pair.errors(0)
+    pair.hosts.hosts[1].set_link(False)
+    for pid in pair.ranks(1):
+        os.kill(pid, signal.SIGKILL)
+    try:
+        ended_s = wait_for(lambda: not pair.ranks(0), 60)
+    finally:
+        pair.hosts.hosts[1].set_link(True)
+    said = pair.errors(0).removeprefix(before)
+    assert "OtherRankError: save: host nodeB (rank 1) has said nothing for 10 s: it is down, cut off from" in said, said
+    assert ended_s < ENDED_S, said
+    assert pair.run(["load", saved]) == [[f"one: first of rank {rank}"] for rank in range(2)]
 
 
 def test_an_error_on_one_host_undoes_the_switch_of_the_other(pair: Pair, saved: str) -> None:

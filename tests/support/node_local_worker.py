@@ -39,7 +39,12 @@ class Pair:
         settings = f"DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME={INTERFACE} OMP_NUM_THREADS=1 PYTHONPATH={path}"
         command = f"{settings} exec {sys.executable} {__file__}"
         self._processes = [
-            subprocess.Popen([str(hosts.bin / "ssh"), name, command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [str(hosts.bin / "ssh"), name, f"{command} 2>> {hosts.shared}/errors.{name}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             for name in NAMES
         ]
         for process in self._processes:
@@ -47,6 +52,15 @@ class Pair:
             while line := process.stdout.readline():  # DeepSpeed prints, too
                 if line == "ready\n":
                     break
+        self._starters = {pid for host in hosts.hosts for pid in host.processes(Path(__file__))}
+
+    def ranks(self, number: int) -> list[int]:
+        """The process numbers, on this machine, of the ranks that run on a host."""
+        return [pid for pid in self.hosts.hosts[number].processes(Path(__file__)) if pid not in self._starters]
+
+    def errors(self, number: int) -> str:
+        """What a host's processes have said on their standard error."""
+        return (self.hosts.shared / f"errors.{NAMES[number]}").read_text(errors="replace")
 
     def start(self, *do: Sequence[object]) -> list[Path]:
         """Start a job on both; the files that it will write."""

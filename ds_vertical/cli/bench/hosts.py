@@ -94,8 +94,8 @@ def read_hostfile(path: Path, master: str | None = None) -> Hosts:
         slots[match[1]] = int(match[2])
     if len(slots) < 2:
         raise ConfigError(
-            f"{HOSTFILE} {path}: names {len(slots)} host{'s' * (len(slots) != 1)}; write two or more, or leave {HOSTFILE} out and"
-            " write --num-ranks"
+            f"{HOSTFILE} {path}: names {len(slots)} host{'s' * (len(slots) != 1)}; write two or more, or leave {HOSTFILE} out"
+            " and write --num-ranks"
         )
     return Hosts(path.resolve(), slots, master)
 
