@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ds_vertical.cli.bench import disk_limit
 from rig import quota
 
 NAMES: Final = ("nodeA", "nodeB")
@@ -153,15 +154,22 @@ class TwoHosts:
     """Two hosts in a new folder below `base`, linked at `rate`; to be used in a `with` block.
 
     `slow`: {name: percent of its half of this machine's cores that the host has}. Where it is given, the other host has its
-    half and no more. Raises RigError.
+    half and no more. `disks`: {name: bytes/s of reads and writes that the host's disk has}, of one host; see
+    `cli.bench.disk_limit` for what is limited. Raises RigError, ConfigError.
 
     `folder`: the new folder, which both hosts see. `shared`: a folder in it, in which commands are run. `ssd`: a path at which
     each host has a folder of its own. `bin`: the folder with the commands `ssh` and `pdsh` that reach these hosts.
     """
 
-    def __init__(self, base: Path | None = None, rate: str | None = None, slow: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        base: Path | None = None,
+        rate: str | None = None,
+        slow: Mapping[str, float] | None = None,
+        disks: Mapping[str, disk_limit.Limit] | None = None,
+    ) -> None:
         self._base = base or Path(tempfile.gettempdir())
-        self._rate, self._slow = rate, slow or {}
+        self._rate, self._slow, self._disks = rate, slow or {}, disks or {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> TwoHosts:
@@ -180,7 +188,7 @@ class TwoHosts:
                 self.hosts.append(Host(name, address, self.folder))
                 stack.callback(self.hosts[-1].close)
             self._link()
-            table: dict[str, Any] = {host.name: {"pid": host.pid, "group": groups.get(host.name)} for host in self.hosts}
+            table: dict[str, Any] = {host.name: {"pid": host.pid, "groups": groups[host.name]} for host in self.hosts}
             (self.folder / "table.json").write_text(json.dumps(table))
             self._stack = stack.pop_all()
         return self
@@ -200,14 +208,16 @@ class TwoHosts:
             command.chmod(0o755)
 
     @contextlib.contextmanager
-    def _groups(self) -> Iterator[dict[str, str]]:
-        """{name: control group} for as long as the block runs; empty where no host is slow."""
+    def _groups(self) -> Iterator[dict[str, list[str]]]:
+        """{name: control groups} for as long as the block runs; none where nothing is slow."""
         shares = {name: self._slow.get(name, 100.0) / 100 / len(NAMES) for name in NAMES} if self._slow else {}
         with contextlib.ExitStack() as stack:
-            yield {
-                name: str(stack.enter_context(quota.limited(f"{PREFIX}{os.getpid()}.{name}", share)))
-                for name, share in shares.items()
-            }
+            found: dict[str, list[str]] = {name: [] for name in NAMES}
+            for name, share in shares.items():
+                found[name].append(str(stack.enter_context(quota.limited(f"{PREFIX}{os.getpid()}.{name}", share))))
+            for name, limit in self._disks.items():
+                found[name].append(str(stack.enter_context(disk_limit.limited(limit, [self.folder])).folder))
+            yield found
 
     def _link(self) -> None:
         first, second = self.hosts

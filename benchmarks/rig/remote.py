@@ -34,8 +34,8 @@ def ssh(rig: Path, words: Sequence[str]) -> NoReturn:
     if host is None or not Path(f"/proc/{host['pid']}").exists():
         print(f"ssh: connect to host {name} port 22: No route to host", file=sys.stderr)
         sys.exit(UNREACHABLE)
-    if host["group"] is not None:
-        (Path(host["group"]) / "cgroup.procs").write_text(str(os.getpid()))
+    for group in host["groups"]:
+        (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
     home = str(Path.home())
     login = [f"HOME={home}", "USER=root", "LOGNAME=root", "SHELL=/bin/sh", f"PATH={LOGIN_PATH}"]
     inside = ["env", "-i", *login, "/bin/sh", "-c", f'cd "$HOME"; {command}']

@@ -138,6 +138,7 @@ CALLED: Final[Mapping[str, Rows]] = {
         ("train_micro_batch_size_per_gpu", "engine.train_loop", "self"),
         ("gradient_clipping", "engine.checkpoint.run_state", "self"),
         ("zero_sub_group_size", "engine.checkpoint.run_state", "self"),
+        ("use_node_local_storage", "engine.checkpoint.run_state", "self"),
     ),
     "deepspeed.runtime.engine": (("autocast_if_enabled", "engine.train_loop", "engine"),),
     STAGE3: (
@@ -151,7 +152,7 @@ CALLED: Final[Mapping[str, Rows]] = {
         ("_loss_scale_update_and_overflow_cleanup", "compat.zero_optimizer", "self"),
         ("reset_cpu_buffers", "compat.zero_optimizer", "self"),
         ("invalidate_secondary_tensor", "compat.zero_optimizer", "self"),
-        ("complete_grad_norm_calculation_for_cpu_offload", "compat.zero_optimizer", "self, params"),
+        ("_get_param_partition_group", "compat.zero_optimizer", "self, param"),
         ("_get_param_partition_rank", "compat.zero_optimizer", "self, param"),
         ("_constant_buffered_norm2", "compat.zero_optimizer", "self, input, buffer_size=..."),
         ("get_param_id", "compat.zero_optimizer", "self, param"),
@@ -193,6 +194,7 @@ CALLED: Final[Mapping[str, Rows]] = {
     "deepspeed.runtime.utils": (
         ("combine_grad_norm_groups", "compat.zero_optimizer", "norm_groups, norm_type=..."),
         ("is_invalid_grad_norm", "compat.zero_optimizer", "norm"),
+        ("mask_nan_or_inf_with_val_inplace", "compat.zero_optimizer", "input, device=..., val=..."),
     ),
     "deepspeed.runtime.zero.utils": (
         ("get_norm_dtype", "compat.gradient_norm", ""),

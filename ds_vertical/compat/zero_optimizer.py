@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: F401 - used by others
-from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm, mask_nan_or_inf_with_val_inplace
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.distributed import ProcessGroup
 
-from ds_vertical.compat.accelerator import get_accelerator
+from ds_vertical.compat.accelerator import device_name, get_accelerator
 from ds_vertical.compat.gradient_norm import NormMemory
 from ds_vertical.compat.zero_params import ZeroParam, is_persistent, second_generation
 
@@ -73,9 +73,29 @@ def combined_scale(optimizer: DeepSpeedZeroOptimizer_Stage3, norm: torch.Tensor)
     return optimizer.loss_scale
 
 
-def group_norm(optimizer: DeepSpeedZeroOptimizer_Stage3, params: Sequence[ZeroParam]) -> torch.Tensor:
-    """The norm of one group of gradients as stock takes it: rounded to fp32 once per group."""
-    return optimizer.complete_grad_norm_calculation_for_cpu_offload(params)
+def group_norms(optimizer: DeepSpeedZeroOptimizer_Stage3, groups: Sequence[Sequence[ZeroParam]]) -> list[torch.Tensor]:
+    """The norms of groups of gradients as stock takes them, each rounded to fp32 once. One collective, whereas stock has one
+    for each group.
+
+    The order in which ranks are added depends on a number's place: gloo's ring cuts a tensor of W ranks into 2 W segments, and
+    begins at another rank in each. Stock adds tensors of one number, which is all of the first segment. So all numbers lie in
+    the first segment here, and have stock's bits with any number of ranks.
+    """
+    known = optimizer.norm_for_param_grads
+    squares = []
+    for params in groups:
+        own = (known.get(optimizer.get_param_id(param)) for param in params)
+        squares.append(float(sum((norm**2 for norm in own if norm is not None), start=0.0)))
+    group, device = optimizer._get_param_partition_group(groups[0][0]), device_name()
+    totals = torch.zeros(2 * dist.get_world_size(group), len(groups), dtype=torch.float32, device=device)
+    totals[0] = torch.tensor(squares, dtype=torch.float32)
+    dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=group)
+    found = []
+    for total in totals[0]:
+        norm = total**0.5
+        mask_nan_or_inf_with_val_inplace(norm, device=norm.device)
+        found.append(norm.cpu())
+    return found
 
 
 def start_reduction(sums: Sequence[torch.Tensor], group: ProcessGroup | None) -> Callable[[], list[torch.Tensor]]:

@@ -117,7 +117,7 @@ _REFUSALS = (
 
 _OBJECTS = (
     *(_ZERO, f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer", "optimizer", "optimizer.params", "bf16", "fp16"),
-    *("tensor_parallel", "hybrid_engine", "compile", "data_efficiency", "flops_profiler", "expert_parallel"),
+    *("tensor_parallel", "hybrid_engine", "compile", "data_efficiency", "flops_profiler", "expert_parallel", "checkpoint"),
 )
 
 
@@ -145,6 +145,9 @@ def check(config: Mapping[str, object], section: VerticalConfig) -> list[str]:
     faults += _activation_faults(config, section)
     faults += _path_faults(config, section)
     faults += _level_faults(config, section)
+    node_local = value_at(config, "checkpoint.use_node_local_storage")
+    if not isinstance(node_local, bool | None):
+        faults.append(f"checkpoint.use_node_local_storage: got {show(node_local)}; write true or false")
     if faults:
         raise ConfigError("\n".join(faults))
     return _warnings(config, section)

@@ -28,6 +28,7 @@ from typing import Final
 from ds_vertical.distributed.failure_log import FailureLog, RankReport
 from ds_vertical.distributed.host_beats import HostBeats
 from ds_vertical.distributed.host_peers import HostPeers, Store
+from ds_vertical.distributed.host_probe import Listener
 from ds_vertical.errors import OtherRankError, Unanimous
 
 POLL_S: Final = 0.2
@@ -56,7 +57,7 @@ class FailureWatch:
         self._changed = threading.Condition()
         self.log = FailureLog(store, rank, world_size, self._changed)
         self.peers = HostPeers(store, rank, world_size)
-        self.beats = HostBeats(store, rank, world_size)
+        self.beats = HostBeats(store, rank, world_size, listener=Listener())
         self._section, self._settled = 0, -1  # the number of the last one; up to which all failures were shared
         self._inside: list[str] = []
         self._failed = False  # in the last section, and has not gone on

@@ -5,6 +5,9 @@ process of rank 0. Rank 0 alone reads the numbers, so that the store's work does
 takes a host for lost when the host's number stands still. The other ranks read that in the log of failures. They judge only
 rank 0's host by themselves: it is lost when the store does not answer.
 
+[Note: stopped ranks] A host whose ranks are all stopped (by a debugger, say) is silent, too. So a silent host is asked once
+more before it counts as lost: see `host_probe`. If it answers, it has STOPPED_S to go on.
+
 [Note: a patient clock] A process that was stopped for a while (by a debugger, or with its whole machine) has heard nothing
 meanwhile, although no host was silent. So the clock here goes on only at a tick of the watch, and by a second at most.
 """
@@ -18,6 +21,7 @@ import time
 from collections.abc import Collection, Iterator
 from typing import Final
 
+from ds_vertical.distributed import host_probe
 from ds_vertical.distributed.failure_log import RankReport
 from ds_vertical.distributed.host_peers import Store
 from ds_vertical.io.runs.this_host import host_id
@@ -25,6 +29,8 @@ from ds_vertical.io.runs.this_host import host_id
 BEAT_S: Final = 1.0
 SILENCE_S: Final = 10.0  # of silence, and a host is lost; a link that comes back within 5 s is used again 1 to 4 s later
 DOUBT_S: Final = 3.0  # the same once a collective has failed: its connections are closed already
+STOPPED_S: Final = 600.0  # of silence, where the host's kernel still answers for its ranks
+_ASK_S: Final = 5.0  # from one question to the next
 _TICK_S: Final = 1.0
 _ALWAYS: Final = 1 << 62  # a section that is never settled
 
@@ -34,13 +40,19 @@ class HostBeats:
     them for ever: it calls `exchange`. The thread of the watch never waits for the store: it calls `tick` and `lost`.
 
     `hosts`: the ids of all ranks' hosts, in the order of the ranks; empty until all ranks have introduced themselves.
+    `listener`: by which other hosts find that this process is there; None: they do not ask.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, host: str = "") -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, host: str = "", listener: host_probe.Listener | None = None
+    ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._host = host or host_id()
+        self._listener = listener
+        self._addresses: dict[str, list[host_probe.Address]] = {}  # by host
+        self._stopped: dict[str, tuple[float, float]] = {}  # by silent host: when it was first asked, and when it last answered
         self._introduced = False
         self.hosts: list[str] = []
         self._names: dict[str, str] = {}
@@ -79,15 +91,23 @@ class HostBeats:
         """Introduce this rank at the first call, and beat once a second; rank 0 also reads all hosts' numbers. Raises what the
         store raises: RuntimeError, OSError."""
         if not self._introduced:
-            self._store.set(f"host/{self._rank}", json.dumps([self._host, socket.gethostname()]))
+            address = None if self._listener is None else self._listener.address
+            self._store.set(f"host/{self._rank}", json.dumps([self._host, socket.gethostname(), address]))
             self._store.add("host/count", 1)
             self._introduced = True
         if not self.hosts and self._store.add("host/count", 0) == self._world_size:
             found = [json.loads(self._store.get(f"host/{rank}")) for rank in range(self._world_size)]
-            self._names, self.hosts = dict(found), [host for host, _ in found]
+            self._names = {host: name for host, name, _ in found}
+            for host, _, address in found:
+                self._addresses.setdefault(host, []).extend([] if address is None else [tuple(address)])
+            self.hosts = [host for host, *_ in found]
+        if self._listener is not None:
+            self._listener.take()
         if self.are_several and self._clock - self._beaten >= BEAT_S:
             self._beat()
         self._answered = self._clock
+        if self.hosts and self._rank:
+            self._stopped.pop(self.hosts[0], None)
 
     def _beat(self) -> None:
         self._beaten = self._clock
@@ -96,6 +116,7 @@ class HostBeats:
             number = self._store.add(f"beat/{host}", 0)
             if self._numbers.get(host, (-1, 0.0))[0] != number:
                 self._numbers[host] = number, self._clock
+                self._stopped.pop(host, None)
 
     def close(self) -> None:
         """Note that the store is closed. The store's thread calls this; the store lay in rank 0's process."""
@@ -111,15 +132,27 @@ class HostBeats:
         first = self.hosts[0]
         if self._rank == 0:
             for host, (_, since) in list(self._numbers.items()):
-                if host != self._host and self._answered - since > self._silence_s:
+                if host != self._host and self._answered - since > self._silence_s and not self._is_stopped(host):
                     found += self._report(host, f"has said nothing for {self._silence_s:.0f} s", ended)
         elif self._host != first and self._closed and 0 in ended:
             return []  # the store has gone with rank 0, which had said that it ends
         elif self._host != first and self._closed:
             found += self._report(first, "has closed the store of the process group, without a word of rank 0", ended)
-        elif self._host != first and self._clock - self._answered > self._silence_s:
+        elif self._host != first and self._clock - self._answered > self._silence_s and not self._is_stopped(first):
             found += self._report(first, f"has not answered for {self._silence_s:.0f} s", ended)
         return found
+
+    def _is_stopped(self, host: str) -> bool:
+        """Whether a silent host's ranks are there, and only stand still: see [Note: stopped ranks]."""
+        if host in self._reported:
+            return False
+        first, last = self._stopped.get(host, (self._clock, -_ASK_S))
+        if self._clock - last < _ASK_S:
+            return True
+        if self._clock - first > STOPPED_S or not host_probe.any_answers(self._addresses.get(host, ())):
+            return False
+        self._stopped[host] = first, self._clock
+        return True
 
     def _report(self, host: str, what: str, ended: Collection[int]) -> list[RankReport]:
         ranks = [rank for rank, other in enumerate(self.hosts) if other == host and rank not in ended]

@@ -58,7 +58,7 @@ class VerticalEngine(CallableEngine):
         self._activations = assembly.open_activations(folder, budget.left)
         self._keeping = assembly.open_keeping(budget.planner, folder, budget.left, self._activations)
         if vertical.on_signal is not None:
-            shared_dir.check_at_start(Path(vertical.on_signal.save_dir))
+            shared_dir.check_at_start(Path(vertical.on_signal.save_dir), self.use_node_local_storage())
         self._stopping = Stopping(vertical.on_signal, self.optimizer.timing)
         self._state = assembly.watch_state()
         self._runner = assembly.new_runner(self._params, self._activations, self._stopping, self._state)

@@ -36,6 +36,7 @@ class StepRecord:
     step counts from 1. read_bytes and write_bytes are what this process moved to and from block devices during the
     step; peak_host_bytes is the largest resident set so far. loss is the mean of losses (one per micro-batch).
     tied says whether the model shares a weight between modules (it decides how equal two arms must be); None: unknown.
+    host is the name of the rank's host; empty in records of earlier versions.
     """
 
     step: int
@@ -48,6 +49,7 @@ class StepRecord:
     loss: float
     losses: tuple[float, ...]
     tied: bool | None = None
+    host: str = ""
 
     def to_json(self) -> str:
         """One line of strict JSON; a loss that is not finite is written as a string, which `from_json` reads back."""
@@ -150,6 +152,7 @@ class StepRecorder:
             loss=sum(values) / len(values),
             losses=values,
             tied=tied,
+            host=socket.gethostname(),
         )
         self._file.write(record.to_json() + "\n")
 

@@ -3,7 +3,7 @@
 Times are `now()`, seconds of a clock that all threads of the process share. A record costs one append of a tuple; text is
 made once per step, after the step's end is taken. One file per rank, one JSON object per line, by "kind":
 
-- header: version, rank, date
+- header: version, rank, date, host (its name; absent in traces of earlier versions)
 - step: step, start, end, write_s (seconds that writing the records of the step before took)
 - span: step, thread, resource, name, issue, start, end, bytes
 - wait: step, thread, name (what was waited for), by (the event that needed it), start, end
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import socket
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -68,7 +69,8 @@ class RecordingTracer(Tracer):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank{rank}.jsonl"
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        self.path.write_text(json.dumps({"kind": "header", "version": VERSION, "rank": rank, "date": date}) + "\n")
+        header = {"kind": "header", "version": VERSION, "rank": rank, "date": date, "host": socket.gethostname()}
+        self.path.write_text(json.dumps(header) + "\n")
         self._records: deque[tuple[Any, ...]] = deque()  # append and popleft are atomic
         self._num_steps = 0
         self._write_s = 0.0
@@ -188,6 +190,14 @@ def read_trace(path: Path) -> list[StepTrace]:
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise ValueError(f"{path}, line {number}: no record of a trace of version {VERSION} ({error})") from error
     return steps
+
+
+def read_host(path: Path) -> str:
+    """The name of the host of one rank's file; "" where it does not say. Raises ValueError for what is no trace."""
+    with path.open(encoding="ascii") as file:
+        header = json.loads(file.readline())
+    found = header.get("host", "") if isinstance(header, dict) else ""
+    return found if isinstance(found, str) else ""
 
 
 def _take(steps: list[StepTrace], fields: dict[str, Any], first: bool) -> None:

@@ -3,6 +3,9 @@ test_two_hosts.py."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import time
 from collections.abc import Callable
 
@@ -11,6 +14,7 @@ import torch.distributed
 
 from ds_vertical.distributed import host_beats
 from ds_vertical.distributed.host_beats import HostBeats
+from ds_vertical.distributed.host_probe import Listener, any_answers
 
 SILENCE_S = 0.4
 
@@ -29,6 +33,15 @@ def ranks_of(hosts: str) -> list[HostBeats]:
     for each in [*ranks, *ranks]:
         each.exchange()
     return ranks
+
+
+class Listening(Listener):
+    """A socket of this process, as a rank's that is stopped: its kernel answers."""
+
+    def __init__(self, server: socket.socket) -> None:
+        super().__init__()
+        self.close()
+        self.address = server.getsockname()
 
 
 def let_pass(seconds: float, of: list[HostBeats], speaking: list[HostBeats], found: Callable[[], bool] = lambda: False) -> bool:
@@ -87,6 +100,47 @@ def test_a_failed_collective_makes_a_shorter_silence_suspicious() -> None:
         assert len(ranks[0].lost(())) == 1
     let_pass(SILENCE_S / 2, ranks, ranks)
     assert ranks[0].lost(()) == []
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_host_whose_ranks_are_stopped_is_not_lost_for_a_while(monkeypatch: pytest.MonkeyPatch, stopped: int) -> None:
+    """Until they have been stopped for too long, or are killed: then the kernel refuses."""
+    monkeypatch.setattr(host_beats, "_ASK_S", 0.05)
+    for end in ("killed", "for too long"):
+        store = torch.distributed.HashStore()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            listeners = [Listening(server) if rank == stopped else None for rank in range(2)]
+            ranks = [HostBeats(store, rank, 2, "ab"[rank], listeners[rank]) for rank in range(2)]
+            for each in [*ranks, *ranks]:
+                each.exchange()
+            speaking = ranks[1 - stopped]
+            let_pass(2 * SILENCE_S, ranks, [speaking] if stopped else [])
+            assert speaking.lost(()) == []
+            if end == "for too long":
+                monkeypatch.setattr(host_beats, "STOPPED_S", 0.1)
+            else:
+                server.close()
+            let_pass(0.2, ranks, [speaking] if stopped else [])
+            assert [report.rank for report in speaking.lost(())] == [stopped]
+
+
+def test_a_listener_is_found_while_its_process_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    listener = Listener()
+    assert listener.address is not None and listener.address[0] == "127.0.0.1"
+    assert any_answers([listener.address])
+    listener.take()
+    child = os.fork()
+    if child == 0:  # a worker that outlives its rank holds nothing
+        time.sleep(5)
+        os._exit(0)
+    listener.close()
+    assert not any_answers([listener.address])
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    monkeypatch.delenv("MASTER_ADDR")
+    assert Listener().address is None
 
 
 def test_the_others_find_that_the_store_does_not_answer() -> None:

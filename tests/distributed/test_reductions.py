@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import reduction_worker
 import torch
 from processes import start_ranks
@@ -12,8 +13,9 @@ from processes import start_ranks
 from ds_vertical.compat.zero_optimizer import start_reduction
 
 
-def test_reductions_that_are_under_way_at_once_have_deepspeeds_bits(tmp_path: Path) -> None:
-    start_ranks([sys.executable, str(Path(reduction_worker.__file__))], tmp_path, limit_s=200)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_reductions_and_norms_that_are_under_way_at_once_have_deepspeeds_bits(tmp_path: Path, num_ranks: int) -> None:
+    start_ranks([sys.executable, str(Path(reduction_worker.__file__))], tmp_path, limit_s=200, num_ranks=num_ranks)
 
 
 def test_with_one_rank_the_sums_are_the_shares() -> None:

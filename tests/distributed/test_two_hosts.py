@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,12 @@ from pathlib import Path
 
 import pytest
 import two_hosts
+from ab_runs import BASE, SCRIPT, write
 from places import ROOT, SUPPORT
 from processes import start_ranks
-from two_hosts import NAMES, Launch, TwoHosts, results, wait_for
+from two_hosts import NAMES, Launch, TwoHosts, launch, results, wait_for
+
+from ds_vertical.cli.bench import disk_limit
 
 slow = pytest.mark.slow
 pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(500)]
@@ -175,7 +179,7 @@ def test_a_folder_that_hosts_do_not_share_is_refused_by_name_and_the_run_goes_on
         launched = Launch(hosts, ["--on-signal", str(own), "--save", str(own), str(shared)])
         assert launched.wait() == 0, launched.log()
         first, second = results(launched.out, 2)
-        remedy = "write a path on a file system that they share, such as NFS or Lustre"
+        remedy = 'or write "checkpoint": {"use_node_local_storage": true} into the JSON, for a folder on each host'
         for told in (second["start"], second["saves"][0]):
             assert told.startswith(
                 f"CheckpointError: {own}: host nodeB does not see what rank 0 on host nodeA has just written"
@@ -186,6 +190,78 @@ def test_a_folder_that_hosts_do_not_share_is_refused_by_name_and_the_run_goes_on
         assert [rank["saves"][1] for rank in (first, second)] == ["done", "done"]
         assert sorted(path.name for path in shared.iterdir()) == ["global_step2", "latest", "zero_to_fp32.py"]
         assert [list((host.own / "saved").iterdir()) for host in hosts.hosts if (host.own / "saved").exists()] == [[]]
+
+
+@slow
+def test_a_run_resumes_from_its_hosts_own_folders_with_its_bits_and_a_save_that_dies_is_undone(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path) as hosts:
+        own = hosts.own / "saved"
+        common = ["--node-local", "--on-signal", str(own)]
+        first = Launch(hosts, [*common, "--save", str(own)])
+        assert first.wait() == 0, first.log()
+        assert [rank["start"] for rank in results(first.out, 2)] == ["done"] * 2
+        common += ["--load", str(own), "--steps", "1"]
+        dying = Launch(hosts, [*common, "--save", str(own), "--die", "switched"], name="dying")
+        assert dying.wait() != 0
+        assert "OtherRankError: save_checkpoint: " in dying.log()
+        last = Launch(hosts, common, name="last")
+        one = on_one_host(tmp_path, 2, steps=3)
+        assert last.wait() == 0, last.log()
+        found, expected = results(last.out, 2), results(one, 2)
+        assert [rank["loaded"] for rank in found] == [str(own / "global_step2" / "ds_vertical.json")] * 2
+        assert [rank["digest"] for rank in found] == [rank["digest"] for rank in expected]
+        assert [rank["losses"] for rank in found] == [rank["losses"][2:] for rank in expected]
+        check_export(tmp_path, [host.own / "saved" for host in hosts.hosts])
+
+
+def check_export(folder: Path, saved: list[Path]) -> None:
+    """The script in a host's folder says what it needs, and takes it once it is there."""
+    words = [sys.executable, "zero_to_fp32.py", ".", str(folder / "weights")]
+    done = subprocess.run(words, cwd=saved[0], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "lacks rank1, which host nodeB has saved to a folder of its own: copy rank1 from " in done.stderr
+    shutil.copytree(saved[1] / "global_step2" / "rank1", saved[0] / "global_step2" / "rank1")
+    subprocess.run(words, cwd=saved[0], check=True)
+    assert [path.name for path in (folder / "weights").iterdir()] == ["pytorch_model.bin"]
+
+
+def ab(hosts: TwoHosts, out: Path, *words: str) -> str:
+    """`ds-vertical ab` on the hosts, called on this machine as on one from which hosts are logged in to."""
+    launch.write_settings(hosts, 1)
+    env = os.environ | {"PATH": f"{hosts.bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    own = ["--hostfile", launch.HOSTFILE, "--out", str(out), "--no-bound"]
+    command = [sys.executable, "-m", "ds_vertical.cli.main", "ab", *own, *words]
+    done = subprocess.run(command, cwd=hosts.shared, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@slow
+def test_ab_compares_the_arms_on_hosts_and_says_where_they_share_no_folder(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path) as hosts:
+        config, script = write(hosts.shared, "base.json", BASE), write(hosts.shared, "script.py", SCRIPT)
+        out = hosts.shared / "ab"
+        ab(hosts, out, "--config", str(config), "--steps", "3", "--", str(script))
+        report = json.loads((out / "ab.json").read_text())
+        assert (report["ranks"], report["hosts"], report["losses_equal"]) == (2, {"nodeA": 1, "nodeB": 1}, True)
+        for arm in ("stock", "vertical"):
+            lines = [(out / f"{arm}.0.metrics" / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(2)]
+            assert [json.loads(each[0])["host"] for each in lines] == ["nodeA", "nodeB"]
+        (tmp_path / "apart").mkdir()
+        with pytest.raises(AssertionError, match="host nodeA does not see it"):
+            ab(hosts, hosts.own / "ab", "--config", str(config), "--steps", "3", "--", str(script))
+
+
+@slow
+def test_a_report_names_the_host_with_a_slow_disk(tmp_path: Path) -> None:
+    limit = disk_limit.Limit(20_000_000, 40_000_000)
+    with TwoHosts(tmp_path, disks={"nodeB": limit}) as hosts:
+        traced = Launch(hosts, ["--steps", "3", "--trace", str(hosts.own / "trace")])
+        assert traced.wait() == 0, traced.log()
+        words = ["report", *(str(host.own / "trace") for host in hosts.hosts), "--out", str(tmp_path / "report")]
+        command = [sys.executable, "-m", "ds_vertical.cli.main", *words]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "nodeB is the slowest host: SSD " in done.stdout, done.stdout
 
 
 @slow

@@ -26,7 +26,7 @@ from run_owners import Job, jobs, write_lock
 from ds_vertical.errors import StorageError
 from ds_vertical.io import files as io_files
 from ds_vertical.io.files import check_files, free_bytes, preallocate
-from ds_vertical.io.runs import run_dir
+from ds_vertical.io.runs import run_dir, run_lock, this_host
 from ds_vertical.io.runs.run_dir import RunFolder, claim_config, new_run_id, owned
 
 MIB = 2**20
@@ -73,6 +73,7 @@ def test_claim_makes_a_private_folder_and_lock_and_release_deletes_it(tmp_path: 
     assert mode_of(folder.lock_path) == 0o600
     entry = json.loads((root / "run1" / "rank2.lock").read_text())
     assert (entry["pid"], entry["rank"], entry["host"]) == (os.getpid(), 2, os.uname().nodename)
+    assert entry["boot"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     assert entry["start_ticks"] == int(ticks)
     (folder.path / "zero_stage_3" / "rank2").mkdir(parents=True)
@@ -235,6 +236,36 @@ def test_a_lock_of_another_host_is_never_taken_over(tmp_path: Path) -> None:
     folder = RunFolder.claim(tmp_path, "run1", 1)
     folder.release()
     assert (tmp_path / "run1" / "rank0.lock").exists()
+
+
+def test_a_lock_of_a_past_boot_is_not_alive_by_a_process_id_that_is_in_use_again(tmp_path: Path) -> None:
+    ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+    write_lock(tmp_path / "run1", pid=os.getppid(), start_ticks=ticks, boot="another")
+    RunFolder.claim(tmp_path, "run1", 0).release()
+    assert not (tmp_path / "run1").exists()
+
+
+def test_where_hosts_share_a_file_system_a_lock_of_another_boot_may_be_another_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts from copies of one image have one name."""
+    write_lock(tmp_path / "run1", pid=2**22, boot="another")
+    with run_dir.guarded(tmp_path / "run1", create=False) as guard:
+        assert [lock.standing for lock in run_lock.locks_in(guard.fd)] == ["gone"]
+        monkeypatch.setattr(this_host, "_LOCAL", frozenset())  # as if the kind of this file system were a shared one
+        assert [lock.standing for lock in run_lock.locks_in(guard.fd)] == ["elsewhere"]
+    with pytest.raises(StorageError, match="held by pid 4194304 on host "):
+        RunFolder.claim(tmp_path, "run1", 0)
+
+
+def test_a_container_of_this_kernel_with_a_name_of_its_own_is_no_other_host(tmp_path: Path) -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    folder = write_lock(tmp_path / "run1", host="container", pid=2**22, boot=boot)
+    with run_dir.guarded(folder, create=False) as guard, open(folder / "rank0.lock") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert [lock.standing for lock in run_lock.locks_in(guard.fd)] == ["live"]
+        fcntl.flock(held, fcntl.LOCK_UN)
+        assert [lock.standing for lock in run_lock.locks_in(guard.fd)] == ["gone"]
 
 
 def test_a_live_process_is_not_robbed_even_without_its_flock(tmp_path: Path) -> None:

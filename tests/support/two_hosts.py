@@ -22,12 +22,12 @@ WORKER = SUPPORT / "two_hosts_worker.py"
 
 
 class Launch:
-    """A run of `WORKER` on both hosts. `out`: where its ranks write."""
+    """A run of `WORKER` on both hosts. `name`: another one for each run on the same hosts; `out`: where its ranks write."""
 
-    def __init__(self, hosts: TwoHosts, words: Sequence[str] = (), ranks_per_host: int = 1) -> None:
-        self.out = hosts.shared / "out"
+    def __init__(self, hosts: TwoHosts, words: Sequence[str] = (), ranks_per_host: int = 1, name: str = "out") -> None:
+        self.out = hosts.shared / name
         self.out.mkdir()
-        self._log = hosts.shared / "log"
+        self._log = hosts.shared / f"{name}.log"
         launch.write_settings(hosts, ranks_per_host)
         given = ["--nvme", str(hosts.ssd), "--out", str(self.out), *words]
         self.process = launch.start(hosts, WORKER, given, self._log)

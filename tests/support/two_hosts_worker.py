@@ -1,11 +1,13 @@
 """One rank of a run on two hosts, or on one, for test_two_hosts.py: a small model, parameters and state on SSD.
 
     deepspeed --hostfile hostfile tests/support/two_hosts_worker.py --nvme FOLDER --out FOLDER [--steps 2] [--loop]
-        [--save FOLDER ...] [--on-signal FOLDER]
+        [--save FOLDER ...] [--on-signal FOLDER] [--node-local] [--load FOLDER] [--die POINT] [--trace FOLDER]
 
 Each rank writes OUT/rank<R>.json at the end: losses, a digest of weights and of its share of the state, and per step the bytes
 that came in over the host's link. `--loop`: steps without end; OUT/step<R> holds the number of the last one. `--save`: saves to
 each folder at the end, and says what came of it, as does `--on-signal` of an engine with that `on_signal.save_dir`.
+`--node-local`: hosts that do not share the folder have one each. `--load`: goes on from the folder's last checkpoint. `--die`:
+rank 1 is killed in its save, at that point.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import copy
 import itertools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +34,7 @@ from failing_worker import state_without_padding
 from rig import traffic  # two_hosts has put benchmarks/ on the path
 
 from ds_vertical.distributed import ranks
+from ds_vertical.engine.checkpoint import save
 
 
 def inbound_bytes() -> int:
@@ -41,7 +45,8 @@ def inbound_bytes() -> int:
 
 def train(engine: Any, rank: int, count: int) -> dict[str, Any]:
     found: dict[str, list[Any]] = {"losses": [], "inbound": [], "formula": []}
-    for step in itertools.islice(itertools.cycle(rank_worker.batches(rank, dist.get_world_size())), count):
+    steps, first = itertools.cycle(rank_worker.batches(rank, dist.get_world_size())), engine.global_steps
+    for step in itertools.islice(steps, first, first + count):
         dist.barrier()
         before = inbound_bytes()
         found["losses"].append(engine.train_batch(iter(step)).item().hex())
@@ -66,6 +71,16 @@ def told(call: Callable[[], object]) -> str:
     return "done"
 
 
+def die_at(point: str, rank: int) -> None:
+    """Let rank 1 be killed where its save reaches the point."""
+
+    def reach(now: str) -> None:
+        if now == point and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    save.reach = reach
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--nvme", type=Path, required=True)
@@ -74,6 +89,10 @@ def main() -> int:
     parser.add_argument("--loop", action="store_true")
     parser.add_argument("--save", type=Path, nargs="*", default=[])
     parser.add_argument("--on-signal", type=Path)
+    parser.add_argument("--node-local", action="store_true")
+    parser.add_argument("--load", type=Path)
+    parser.add_argument("--die")
+    parser.add_argument("--trace", type=Path)
     parser.add_argument("--local_rank", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -81,15 +100,22 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     config = rank_worker.config(options.nvme, "fp32")
     start = None
+    if options.node_local:
+        config["checkpoint"] = {"use_node_local_storage": True}
+    if options.trace is not None:
+        config["vertical_schedule"]["trace"] = str(options.trace)
+    if options.die is not None:
+        die_at(options.die, rank)
     if options.on_signal is not None:
         asking = copy.deepcopy(config)
         asking["vertical_schedule"]["on_signal"] = {"save_dir": str(options.on_signal)}
         start = told(lambda: harness.build_engine(asking, rank_worker.OddModel, vertical=True))
     engine, model = harness.build_engine(config, rank_worker.OddModel, vertical=True)
+    loaded = None if options.load is None else engine.load_checkpoint(str(options.load))[0]
     if options.loop:
         loop(engine, rank, options.out)
     found = train(engine, rank, options.steps)
-    found |= {"start": start, "neighbours": ranks.ranks_on_this_host()}
+    found |= {"start": start, "loaded": loaded, "neighbours": ranks.ranks_on_this_host()}
     found["saves"] = [told(partial(engine.save_checkpoint, str(folder))) for folder in options.save]
     found["digest"] = harness.digest(harness.read_weights(model) | state_without_padding(engine, model, rank))
     (options.out / f"rank{rank}.json").write_text(json.dumps(found))

@@ -26,11 +26,13 @@ from ds_vertical.cli.bench.comparison import (
     describe_losses,
     summarize_arm,
 )
+from ds_vertical.cli.bench.hosts import HOSTFILE, Hosts, read_hostfile
 from ds_vertical.cli.bench.launch import RunError, Script, is_same_file, terminations_raised
 from ds_vertical.cli.bench.machine_info import describe_machine, versions
 from ds_vertical.cli.common import JsonObject
 from ds_vertical.config.section import SECTION
 from ds_vertical.engine import metrics
+from ds_vertical.engine.machine_cache import slowest_report
 from ds_vertical.engine.metrics import ARMS, TRACED, Agreement, encode_float
 from ds_vertical.errors import ConfigError
 from ds_vertical.planner.run_record import KeptRecord
@@ -57,6 +59,7 @@ class AbPlan:
     machine: JsonObject | None = None  # None: measured ahead of and after each run of the vertical arm
     with_bound: bool = True
     with_local_rank: bool = True
+    hosts: Hosts | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,12 +101,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10, help="steps per run, 2 or more (default 10)")
     parser.add_argument("--repeat", type=int, default=1, help="runs per arm, interleaved (default 1)")
     parser.add_argument("--num-ranks", type=int, default=1, help="processes on this machine (default 1)")
+    parser.add_argument(HOSTFILE, type=Path, metavar="FILE", help="train on the hosts of DeepSpeed's hostfile instead")
+    parser.add_argument("--master-addr", metavar="ADDRESS", help="of the first host, where the launcher finds a wrong one")
     parser.add_argument(disk_limit.OPTION, metavar="READ,WRITE", help=disk_limit.HELP)
     parser.add_argument("--vertical-only", action="store_true", help="leave stock out: nothing is compared")
     parser.add_argument(
         "--trace", action="store_true", help="trace a third run: time outside all resources, and what that costs"
     )
-    parser.add_argument("--machine", type=Path, help="rates for the bound, from `ds-vertical limits` (default: measured)")
+    parser.add_argument(
+        "--machine",
+        type=Path,
+        action="append",
+        default=[],
+        help="rates for the bound, from `ds-vertical limits` (default: measured); with a hostfile once for each host",
+    )
     parser.add_argument("--no-bound", action="store_true", help="do not measure the machine, print no bound")
     parser.add_argument(
         "--no-local-rank", action="store_true", help="start SCRIPT without --local_rank, which `deepspeed` adds"
@@ -123,31 +134,58 @@ def parse(arguments: Sequence[str]) -> AbPlan:
     if not path.is_file():
         raise ConfigError(f"{path}: no such script; write the path of a Python file after `--`")
     _refuse_other_config(script[1:], options.config)
-    if options.machine is not None and options.no_bound:
-        raise ConfigError(f"--machine {options.machine}: it is for the bound; leave it out, or --no-bound")
+    hosts = _hosts(options)
+    num_ranks = options.num_ranks if hosts is None else hosts.num_ranks
     limit = disk_limit.parse_limit(options.ssd_limit) if options.ssd_limit is not None else None
-    arms = build_arms(options.config, options.stock_config, options.set, options.num_ranks)
+    arms = build_arms(options.config, options.stock_config, options.set, num_ranks)
     if limit is not None and not ssd_folders(arms.vertical):
         raise ConfigError(f"{disk_limit.OPTION}: {options.config} keeps nothing on SSD (no nvme_path); leave the option out")
     for nvme_path in ssd_folders(arms.vertical) if limit else []:
         disk_limit.disk_of(nvme_path)  # refused before --out is made
+    out = _make_out(options.out or Path("runs", f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"))
+    if hosts is not None:
+        hosts.check_shared(out)
     return AbPlan(
         arms=arms,
         config=options.config,
         stock_config=options.stock_config,
         num_steps=options.steps,
         num_repeats=options.repeat,
-        num_ranks=options.num_ranks,
-        out=_make_out(options.out or Path("runs", f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}")),
+        num_ranks=num_ranks,
+        out=out,
         script=path,
         script_arguments=tuple(script[1:]),
         ssd_limit=limit,
         with_stock=not options.vertical_only,
         with_trace=options.trace,
-        machine=efficiency.read_machine(options.machine) if options.machine else None,
-        with_bound=not options.no_bound,
+        machine=slowest_report([efficiency.read_machine(path) for path in options.machine]),
+        with_bound=not options.no_bound and (hosts is None or bool(options.machine)),
         with_local_rank=not options.no_local_rank,
+        hosts=hosts,
     )
+
+
+def _hosts(options: argparse.Namespace) -> Hosts | None:
+    """The hosts that the command line names; None: this machine alone. Raises ConfigError for options that do not fit."""
+    given = options.machine
+    if given and options.no_bound:
+        raise ConfigError(f"--machine {given[0]}: it is for the bound; leave it out, or --no-bound")
+    if options.hostfile is None:
+        if len(given) > 1 or options.master_addr is not None:
+            name = "--master-addr" if options.master_addr is not None else f"--machine {given[1]}"
+            raise ConfigError(f"{name}: it is for several hosts; write {HOSTFILE} FILE beside it, or leave it out")
+        return None
+    hosts = read_hostfile(options.hostfile, options.master_addr)
+    if options.num_ranks != 1:
+        raise ConfigError(f"--num-ranks {options.num_ranks}: {HOSTFILE} says how many ranks each host has; leave it out")
+    if options.ssd_limit is not None:
+        raise ConfigError(f"{disk_limit.OPTION}: it limits this machine's disks, not those of {HOSTFILE}; leave it out")
+    if given and len(given) != len(hosts.slots):
+        raise ConfigError(
+            f"--machine: got {len(given)} of them for {len(hosts.slots)} hosts; write one for each host, from `ds-vertical"
+            " limits` there: the slowest rates count"
+        )
+    return hosts
 
 
 def _refuse_other_config(arguments: Sequence[str], config: Path) -> None:
@@ -252,6 +290,7 @@ def _runs(
         environment,
         plan.config,
         plan.with_local_rank,
+        plan.hosts,
     )
     kinds = [arm for arm, wanted in ((ARMS[0], plan.with_stock), (TRACED, plan.with_trace), (ARMS[1], True)) if wanted]
     runs: list[Run] = []
@@ -345,6 +384,7 @@ def _report(
         "steps": plan.num_steps,
         "repeats": plan.num_repeats,
         "ranks": plan.num_ranks,
+        "hosts": None if plan.hosts is None else dict(plan.hosts.slots),
         "command": list(command),
         "date": started.isoformat(timespec="seconds"),
         "machine": describe_machine(),

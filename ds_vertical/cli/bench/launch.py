@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from ds_vertical.cli.bench.disk_limit import LimitedGroup
+from ds_vertical.cli.bench.hosts import Hosts, own_variables
 from ds_vertical.cli.bench.machine_info import accelerator
 from ds_vertical.engine.metrics import METRICS_VARIABLE, STEPS_VARIABLE, StepRecord, read_records
 
@@ -32,7 +34,8 @@ class RunError(Exception):
 class Script:
     """What is run, and how: `num_steps` steps on `num_ranks` local processes, under a disk limit if there is a `group`, with
     the variables `environment` besides this process's. An argument that names the file `config` names a run's own JSON there.
-    `with_local_rank`: whether the launcher gives the script `--local_rank`, as it does by itself.
+    `with_local_rank`: whether the launcher gives the script `--local_rank`, as it does by itself. `hosts`: on which the ranks
+    are instead of on this machine.
     """
 
     path: Path
@@ -43,19 +46,22 @@ class Script:
     environment: Mapping[str, str] = field(default_factory=dict)
     config: Path | None = None
     with_local_rank: bool = True
+    hosts: Hosts | None = None
 
     def run(self, config: Path, out: Path, name: str, title: str) -> dict[int, list[StepRecord]]:
         """Trains with the JSON `config`; the records by rank. Writes `out/<name>.log` and `.metrics`. Raises RunError."""
         log, metrics = out / f"{name}.log", out / f"{name}.metrics"
-        environment = dict(os.environ) | dict(self.environment)
-        environment |= {METRICS_VARIABLE: str(metrics), STEPS_VARIABLE: str(self.num_steps)}
-        environment["DS_ACCELERATOR"] = accelerator()
+        variables = {METRICS_VARIABLE: str(metrics), STEPS_VARIABLE: str(self.num_steps), "DS_ACCELERATOR": accelerator()}
+        environment = dict(os.environ) | dict(self.environment) | variables
+        if self.hosts is not None:
+            handed = out / f"{name}.env"
+            self.hosts.write_environment(handed, own_variables() | dict(self.environment) | variables)
+            environment["DS_ENV_FILE"] = str(handed)
         # The launcher's children find this interpreter's tools (ninja, for ops) before the system's.
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
         command = [
             *(sys.executable, "-m", "deepspeed.launcher.runner"),
-            # No host file: a machine that has /job/hostfile would otherwise train on all its hosts.
-            *("--hostfile", os.devnull, *_devices(self.num_ranks), "--master_port", str(_free_port())),
+            *(_local_options(self.num_ranks) if self.hosts is None else self.hosts.options(_any_port())),
             *(() if self.with_local_rank else ("--no_local_rank",)),
             *("--module", "ds_vertical.run", str(self.path), *self._arguments(config)),
         ]
@@ -138,6 +144,11 @@ def terminations_raised() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def _local_options(num_ranks: int) -> list[str]:
+    """The launcher's. No host file: a machine that has /job/hostfile would otherwise train on all its hosts."""
+    return ["--hostfile", os.devnull, *_devices(num_ranks), "--master_port", str(_free_port())]
+
+
 def _devices(num_ranks: int) -> tuple[str, str]:
     """The launcher's option for this many local processes, on the devices that the caller has made visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -150,6 +161,11 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _any_port() -> int:
+    """Of another host's, where nobody can ask which are free: below those that kernels give to clients."""
+    return 20000 + secrets.randbelow(10000)
 
 
 def _failure(name: str, what: str, log: Path) -> str:

@@ -18,7 +18,7 @@ from ds_vertical.cli.report import summary
 from ds_vertical.cli.report.charts import title
 from ds_vertical.cli.report.colors import RESOURCE_COLORS
 from ds_vertical.cli.report.page import RunReport, Table, page
-from ds_vertical.cli.report.run_folder import names, open_folder
+from ds_vertical.cli.report.run_folder import joined_hosts, names, open_folder
 from ds_vertical.cli.report.sections import NONE, megabytes, number, sections, share
 from ds_vertical.cli.report.summary import Findings
 from ds_vertical.errors import ConfigError
@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     for run in written["runs"]:
         print(_line(summary.RunSummary(**run["summary"])))
+        if "hosts" in run["sections"]:
+            print(f"  {run['sections']['hosts']['told']}")
         for missing in run["missing"]:
             print(f"  left out: {missing}")
     print(f"written: {written['page']}, and {len(written['charts'])} charts beside it")
@@ -50,11 +52,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ds-vertical report",
         description="Writes one HTML page about runs: timeline with stalls named, measured beside predicted, the drive's "
-        "limits, the bound, memory, the arms, losses, optimizer overlap. It needs no network. Charts lie beside it as PNG.",
+        "limits, the bound, memory, the arms, losses, optimizer overlap, hosts. It needs no network. Charts lie beside it as "
+        "PNG.",
         epilog="example: ds-vertical report runs/ab16",
     )
     parser.add_argument(
-        "folders", type=Path, nargs="+", metavar="DIR", help="folder of `ds-vertical ab --trace`, or of a traced run"
+        "folders",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="folder of `ds-vertical ab --trace`, or of a traced run;"
+        " behind it those of the run's other hosts, where hosts have written to folders of their own",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: report/ in the first DIR)")
     parser.add_argument("--step", type=int, metavar="N", help="traced step to show (default: the middle one by length)")
@@ -64,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def write(folders: Sequence[Path], out: Path, step: int | None = None) -> JsonObject:
     """The page and its charts, written to `out`. Returns where they are, and all figures. Raises ConfigError."""
-    opened = [open_folder(folder) for folder in folders]
+    opened = joined_hosts([open_folder(folder) for folder in folders])
     try:
         every = [summary.summarize_run(folder, name, step) for folder, name in zip(opened, names(opened), strict=True)]
     except KeyError as error:

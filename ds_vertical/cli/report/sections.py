@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from ds_vertical.cli.common import JsonObject
-from ds_vertical.cli.report import charts
+from ds_vertical.cli.report import charts, hosts
 from ds_vertical.cli.report import summary as findings
 from ds_vertical.cli.report.charts import title
 from ds_vertical.cli.report.page import ReportSection, Table
@@ -28,7 +28,8 @@ _NO_RATES = f"No prediction: it needs the schedule that ran and the machine's ra
 def sections(found: Findings) -> list[ReportSection]:
     """All sections of a run, in the order of the page."""
     makers: tuple[Callable[[Findings], ReportSection], ...] = (timeline, kinds, rates, bound, memory, arms, losses, overlap)
-    return [make(found) for make in makers]
+    of_hosts = hosts.compared(found.folder)
+    return [make(found) for make in makers] + ([] if of_hosts is None else [_hosts(of_hosts)])
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -305,6 +306,27 @@ def losses(found: Findings) -> ReportSection:
     lines[0] += f"; {found.agreement}." if found.agreement else "."
     missing = "" if len(curves) == 2 else "One arm only: `ds-vertical ab` without --vertical-only has both."
     return ReportSection(key, head, lines, [], charts.draw_losses(curves), "Training loss by step", missing, curves)
+
+
+def _hosts(found: hosts.HostsCompared) -> ReportSection:
+    """What each of several hosts did in a step, and which one the others waited for."""
+    busy = [f"{title(resource)} s" for resource in hosts.COMPARED]
+    rates = [f"{title(resource)} MB/s" for resource in hosts.SSD]
+    rows = [
+        [each.host, ", ".join(map(str, each.ranks)), *(number(each.busy_s[name], 3) for name in hosts.COMPARED)]
+        + [megabytes(each.rates.get(name)) for name in hosts.SSD]
+        for each in found.hosts
+    ]
+    table = Table(
+        "Busy seconds of a traced step, of each host's slowest rank (medians)", ["host", "ranks", *busy, *rates], rows
+    )
+    data = {
+        "hosts": [vars(each) for each in found.hosts],
+        "slowest": found.slowest,
+        "resource": found.resource,
+        "told": found.describe(),
+    }
+    return ReportSection("hosts", "Hosts", [found.describe()], [table], data=data)
 
 
 def overlap(found: Findings) -> ReportSection:

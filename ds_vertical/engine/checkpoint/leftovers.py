@@ -108,6 +108,19 @@ def find_leftovers(save_dir: Path) -> list[tuple[Path, str, str]]:
     return found
 
 
+def marked_beside(save_dir: Path) -> list[tuple[Path, str, str]]:
+    """Folders beside the tags' that saves have marked, each with its tag and its save's token. Raises OSError."""
+    found = []
+    for name in sorted(os.listdir(save_dir)):
+        match = _BESIDE.fullmatch(name)
+        if match is None or match["end"] == ".new":
+            continue
+        with contextlib.suppress(OSError), remove_tree.opened(save_dir / name) as fd:
+            if is_marked(fd, match["tag"], match["token"]):
+                found.append((save_dir / name, match["tag"], match["token"]))
+    return found
+
+
 def _tell_unmarked(path: Path, fd: int) -> None:
     if any(name == NAME or _RANK.fullmatch(name) for name in os.listdir(fd)):
         logger.warning(

@@ -20,7 +20,7 @@ import torch
 from ds_vertical.compat import accelerator, zero_optimizer, zero_params
 from ds_vertical.compat.zero_params import ZeroParam
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.checkpoint import manifest, run_state
+from ds_vertical.engine.checkpoint import manifest, run_state, shared_dir
 from ds_vertical.engine.checkpoint.manifest import NUM_SHOWN, FileRange, RankManifest, TensorEntry
 from ds_vertical.engine.checkpoint.save import LOOSE
 from ds_vertical.engine.checkpoint.stock_load import StockSource, is_stock
@@ -71,6 +71,8 @@ def load(engine: run_state.TrainedEngine, load_dir: Path, tag: str, wanted: Want
     fit this run. An error after that leaves the live state torn.
     """
     folder = load_dir / tag
+    if is_plain_name(tag):
+        shared_dir.settle(load_dir, tag)
     with ranks.all_or_none("load_checkpoint"):
         if not is_plain_name(tag):
             raise CheckpointError(f"load_checkpoint: tag {tag!r}: no name of a folder in {load_dir}")

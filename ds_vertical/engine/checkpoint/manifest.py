@@ -1,7 +1,8 @@
 """What a checkpoint consists of, as JSON: files with sizes and checksums, and where in them each parameter's tensors are.
 
 A checkpoint is `<folder>/<tag>` with one folder per rank, `rank<r>`. The rank's own manifest names the files beside it; the
-folder's manifest, written last, names the ranks' manifests. Imports neither torch nor deepspeed.
+folder's manifest, written last, names the ranks' manifests. Where hosts have folders of their own, each has the same folder's
+manifest, and its own ranks' folders. Imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -107,12 +108,26 @@ def rank_folder(tag_folder: Path, rank: int) -> Path:
     return tag_folder / f"rank{rank}"
 
 
-def folder_manifest(tag: str, ranks: Sequence[tuple[int, int]]) -> bytes:
-    """The folder's manifest, given size and checksum of every rank's."""
+def folder_manifest(
+    tag: str, ranks: Sequence[tuple[int, int]], hosts: Sequence[tuple[str, Sequence[int]]] | None = None
+) -> bytes:
+    """The folder's manifest, given size and checksum of every rank's. `hosts`: the names of those that have folders of their
+    own, with their ranks."""
     found = {str(rank): {"num_bytes": size, "checksum": each} for rank, (size, each) in enumerate(ranks)}
     head = {"format": FORMAT, "written_by": "ds_vertical", "checksums": ALGORITHM, "tag": tag}
-    entry = head | {"world_size": len(ranks), "ranks": found}
+    entry: dict[str, Any] = head | {"world_size": len(ranks), "ranks": found}
+    if hosts is not None:
+        entry["hosts"] = [{"name": name, "ranks": list(numbers)} for name, numbers in hosts]
     return (json.dumps(entry, indent=1) + "\n").encode()
+
+
+def save_id(tag_folder: Path) -> int | None:
+    """What tells a save from all others: the checksum of the folder's manifest, in which those of all ranks' are. None where
+    there is none to be read."""
+    try:
+        return checksum(read_regular(tag_folder / NAME, _MOST_BYTES))
+    except OSError:
+        return None
 
 
 def read_folder(tag_folder: Path) -> dict[str, Any]:

@@ -67,8 +67,15 @@ class RankEntry(_Strict):
     checksum: NonNegative
 
 
+class HostEntry(_Strict):
+    """A host that has saved to a folder of its own, and the ranks whose files that folder has."""
+
+    name: str
+    ranks: list[NonNegative]
+
+
 class FolderManifest(_Strict):
-    """The manifest of a whole checkpoint, which rank 0 writes last."""
+    """The manifest of a whole checkpoint, which is written last. `hosts`: where each has a folder of its own."""
 
     format: Literal[1]
     written_by: str
@@ -76,11 +83,15 @@ class FolderManifest(_Strict):
     tag: str
     world_size: Annotated[int, Field(ge=1)]
     ranks: dict[str, RankEntry]
+    hosts: list[HostEntry] | None = None
 
     @model_validator(mode="after")
     def _names_every_rank(self) -> FolderManifest:
         if set(self.ranks) != set(map(str, range(self.world_size))):
             raise ValueError(f"ranks: of world size {self.world_size}, got {sorted(self.ranks)[:_NUM_SHOWN]}")
+        saved = sorted(rank for host in self.hosts or () for rank in host.ranks)
+        if self.hosts is not None and saved != list(range(self.world_size)):
+            raise ValueError(f"hosts: each of {self.world_size} ranks once, got {saved[:_NUM_SHOWN]}")
         return self
 
 

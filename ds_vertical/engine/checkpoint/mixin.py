@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_vertical.compat import accelerator, engine, stock_checkpoint
 from ds_vertical.distributed import ranks
-from ds_vertical.engine.checkpoint import load, stock_format, zero_to_fp32
+from ds_vertical.engine.checkpoint import load, shared_dir, stock_format, zero_to_fp32
 from ds_vertical.engine.checkpoint import save as checkpoint
 from ds_vertical.engine.self_check.first_step import FirstStepCheck
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
@@ -123,7 +123,7 @@ class SavingEngine(engine.DeepSpeedEngine):
         self._check_between_steps("load_checkpoint")
         with ranks.all_or_none("load_checkpoint"):
             own = load.latest_tag(Path(load_dir)) if tag is None else str(tag)
-        found = ranks.all_gathered(own)[0]
+        found = shared_dir.agreed_latest(Path(load_dir), own) if tag is None else ranks.all_gathered(own)[0]
         if found is None:
             return None, None
         if custom_load_fn is not None:

@@ -47,6 +47,10 @@ class TrainedEngine(Protocol):
     def stream_seed(self, seed: int | None) -> None:
         """Set the base, as a checkpoint that was loaded has it."""
 
+    def use_node_local_storage(self) -> bool:
+        """Whether each host saves to a folder of its own, where hosts do not share the path."""
+        ...
+
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch."""
         ...

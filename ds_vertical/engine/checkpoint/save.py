@@ -26,7 +26,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.engine.checkpoint import manifest, parts, run_state
 from ds_vertical.engine.checkpoint.manifest import FileRange, RankManifest, SavedFile, TensorEntry
 from ds_vertical.engine.checkpoint.manifest_schema import SIGNPOST
-from ds_vertical.engine.checkpoint.shared_dir import check_seen
+from ds_vertical.engine.checkpoint.shared_dir import Place, Places, check_seen, find_places, mend
 from ds_vertical.engine.checkpoint.tag_dir import TagFolder, check_tag, sync_file, sync_folder, write_synced
 from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.interrupts import deferred
@@ -76,23 +76,25 @@ def save(
         _check_loadable("client_state", client_state)
     with ranks.all_or_none("save_checkpoint"):
         engine.optimizer.flush()
-    with new_folder(save_dir, tag, save_latest) as folder:
+    with new_folder(save_dir, tag, save_latest, engine.use_node_local_storage()) as (folder, places):
         with ranks.all_or_none("save_checkpoint"):
             place = manifest.rank_folder(folder.beside, ranks.rank())
             data = RankSave(engine, place, exclude_frozen).write(client_state)
         every = ranks.all_gathered((len(data), checksum(data)))
         with ranks.all_or_none("save_checkpoint"):
-            if ranks.rank() == 0:
+            if places.is_first:
+                hosts = places.every if places.are_several else None
                 write_synced(folder.beside / SIGNPOST, _saved_as_bytes({}))
-                write_synced(folder.beside / manifest.NAME, manifest.folder_manifest(tag, every))
+                write_synced(folder.beside / manifest.NAME, manifest.folder_manifest(tag, every, hosts))
                 _place_script(folder)
     return folder.path
 
 
 @contextlib.contextmanager
-def new_folder(save_dir: Path, tag: str, save_latest: bool) -> Iterator[TagFolder]:
+def new_folder(save_dir: Path, tag: str, save_latest: bool, node_local: bool = False) -> Iterator[tuple[TagFolder, Places]]:
     """A folder for all ranks to write to (`beside`), which takes the tag's place at the block's end. All ranks leave the block,
     or all raise, and then an earlier checkpoint of the tag is as it was; the block itself must agree likewise. Collective.
+    `node_local`: hosts that do not share `save_dir` have a folder each.
 
     Raises CheckpointError, StorageError, OtherRankError.
     """
@@ -105,28 +107,40 @@ def new_folder(save_dir: Path, tag: str, save_latest: bool) -> Iterator[TagFolde
                 f"save_checkpoint: {save_dir} lies in the folder of this run, {run.path}, which is deleted with all in it when"
                 f" the run ends; save beside it, for example to {run.path.parent / 'checkpoints'}"
             )
-    folder, is_first = TagFolder(save_dir, tag, asked[0][2]), ranks.rank() == 0
+    folder, places = TagFolder(save_dir, tag, asked[0][2]), _places(save_dir, asked[0][3], node_local)
     try:
         with ranks.all_or_none("save_checkpoint"):
-            if is_first:
+            if places.is_first:
                 folder.make()
             reach("folder made")
         with ranks.all_or_none("save_checkpoint"):
-            check_seen(folder.beside, save_dir, asked[0][3])
-        yield folder
+            check_seen(folder.beside, save_dir, places.own.host, places.own.ranks[0])
+        yield folder, places
         with ranks.all_or_none("save_checkpoint"):
-            if is_first:
+            if places.is_first:
                 reach("folder complete")
-                folder.switch()
+                folder.switch(keep=places.are_several)
                 reach("switched")
     except BaseException:
-        if is_first:
+        if places.is_first:
             folder.discard()
         raise
     with ranks.all_or_none("save_checkpoint"):
-        if is_first and save_latest:
-            folder.write_latest()
+        if places.is_first:
+            folder.settle()
+            if save_latest:
+                folder.write_latest()
         reach("latest written")
+
+
+def _places(save_dir: Path, host: str, node_local: bool) -> Places:
+    """Who makes the folders. `host`: rank 0's. Collective."""
+    if node_local and ranks.ranks_on_this_host() < ranks.world_size():
+        places = find_places(save_dir, "save_checkpoint")
+        if places.are_several:
+            mend(save_dir)
+        return places
+    return Places((Place(host, tuple(range(ranks.world_size()))),), ranks.rank())
 
 
 def _place_script(folder: TagFolder) -> None:

@@ -26,9 +26,10 @@ from ds_vertical.engine.checkpoint.leftovers import PORTABLE, mark_portable
 from ds_vertical.engine.checkpoint.run_state import TrainedEngine
 from ds_vertical.engine.checkpoint.save import new_folder
 from ds_vertical.engine.checkpoint.scratch import Scratch
+from ds_vertical.engine.checkpoint.shared_dir import KEY
 from ds_vertical.engine.checkpoint.tag_dir import check_tag, sync_file
 from ds_vertical.engine.zero3.optimizer import VerticalStage3
-from ds_vertical.errors import StorageError
+from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import files
 from ds_vertical.io.regular_file import open_regular
 from ds_vertical.io.runs import stripes
@@ -46,11 +47,17 @@ def save_stock(
     Needs twice the checkpoint's size on its disk until it is complete. Raises CheckpointError (tag), StorageError or OSError
     (files), OtherRankError, TornStateError; what pickle raises of `client_state`.
     """
+    is_apart = engine.use_node_local_storage() and ranks.ranks_on_this_host() < ranks.world_size()
     with ranks.all_or_none("save_checkpoint"):
         check_tag(tag, save_dir)
+        if is_apart:
+            raise CheckpointError(
+                f"save_checkpoint(portable=True) with {KEY}: a checkpoint for stock DeepSpeed has all ranks' files in one"
+                " folder; write false there, and a save_dir that all hosts share"
+            )
     with ranks.all_or_none("save_checkpoint"):
         engine.optimizer.flush()
-    with new_folder(save_dir, tag, save_latest) as folder:
+    with new_folder(save_dir, tag, save_latest) as (folder, _):
         with ranks.all_or_none("save_checkpoint"):
             if ranks.rank() == 0:
                 _mark(folder.beside)

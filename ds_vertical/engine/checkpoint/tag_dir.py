@@ -17,11 +17,10 @@ import fcntl
 import logging
 import os
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from ds_vertical.engine.checkpoint import leftovers
-from ds_vertical.engine.checkpoint.manifest import LATEST
-from ds_vertical.errors import CheckpointError
+from ds_vertical.engine.checkpoint import leftovers, manifest
+from ds_vertical.errors import CheckpointError, StorageError
 from ds_vertical.io import remove_tree
 from ds_vertical.io.disk_errors import remedy
 from ds_vertical.io.files import naming
@@ -35,7 +34,7 @@ _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
 _RENAME_EXCHANGE: Final = 2
 _AROUND_A_TAG: Final = len(".") + len(".0123abcd.old")  # bytes that the longest name of a folder beside has more than the tag
 _BELOW_A_TAG: Final = 100  # bytes that the longest path of a file in it has more
-_NAMES_BESIDE: Final = (LATEST, "zero_to_fp32.py")
+_NAMES_BESIDE: Final = (manifest.LATEST, "zero_to_fp32.py")
 _NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY)  # a kernel or file system that cannot exchange two names
 
 
@@ -49,6 +48,8 @@ class TagFolder:
         self._token = token
         self._run = next((run.name for run in run_dir.claimed()), None) or run_dir.new_run_id()
         self._lock: int | None = None
+        self._earlier: Path | None = None  # what was the tag's folder, where it is kept
+        self._is_switched = False  # and not settled: other hosts have yet to switch
         self._is_unclear = False  # which of the two folders is which
 
     def make(self) -> None:
@@ -63,8 +64,9 @@ class TagFolder:
         except OSError as error:
             raise fail(self.beside, "create the folder", error, f"{remedy(error.errno)}; or save elsewhere") from error
 
-    def switch(self) -> None:
-        """Let the complete `beside` be the tag's folder; the earlier one is loadable until then. Raises StorageError.
+    def switch(self, keep: bool = False) -> None:
+        """Let the complete `beside` be the tag's folder; the earlier one is loadable until then. Raises StorageError. `keep`:
+        the earlier one stays beside it until `settle` or `discard`.
 
         One system call where the file system can exchange two names (ext4, xfs, btrfs, tmpfs). Where it cannot, the tag is
         absent between two calls, and its earlier folder is beside it with ".old" at its name's end.
@@ -78,18 +80,39 @@ class TagFolder:
             except OSError:
                 self._put_back(old)
                 raise
+            self._earlier, self._is_switched = old, True
             with remove_tree.opened(self.path) as fd:
                 leftovers.unmark(fd)
         except OSError as error:
             raise fail(self.path, "switch to the new folder", error, remedy(error.errno)) from error
         finally:
             self._unlock()
-        if old is not None:
-            self._remove(old)
+        if not keep:
+            self.settle()
+
+    def settle(self) -> None:
+        """All hosts have switched: delete the earlier folder."""
+        self._is_switched = False
+        if self._earlier is not None:
+            self._remove(self._earlier)
+            self._earlier = None
+
+    def put_back(self, earlier: Path | None) -> None:
+        """Let the folder of an earlier save, which is beside the tag's, be the tag's again (None: there was none), and the
+        tag's own be one beside it. Raises StorageError."""
+        try:
+            self._mark_earlier()
+            self._put_back(earlier)
+            if earlier is not None:
+                with remove_tree.opened(self.path) as fd:
+                    leftovers.unmark(fd)
+            _sync(self.path.parent, _FOLDER)
+        except OSError as error:
+            raise fail(self.path, "put the earlier folder back", error, remedy(error.errno)) from error
 
     def write_latest(self) -> None:
         """Name the tag in `latest`, in one step. Raises StorageError."""
-        self.place(LATEST, self.path.name.encode(), f"write {self.path.name} into it by hand")
+        self.place(manifest.LATEST, self.path.name.encode(), f"write {self.path.name} into it by hand")
 
     def place(self, name: str, data: bytes, remedy: str, mode: int = 0o600) -> None:
         """Write a file among the tags, or replace it, in one step. Raises StorageError."""
@@ -132,8 +155,15 @@ class TagFolder:
         leftovers.remove_leftover(folder, self.path.name, self._token)
 
     def discard(self) -> None:
-        """Delete `beside` after a failure."""
+        """Delete `beside` after a failure, here or on another host."""
         self._unlock()
+        if self._is_switched:
+            self._is_switched = False
+            try:
+                self.put_back(self._earlier)
+            except StorageError as error:
+                logger.error("%s", error)
+                return
         if not self._is_unclear:
             self._remove(self.beside)
 
@@ -181,6 +211,26 @@ class TagFolder:
             if old is not None:
                 os.rename(old, self.path)
         self._is_unclear = False
+
+
+class Found(NamedTuple):
+    """The complete folder of a save. `save`: its `manifest.save_id`; `token`: of the save that has put it beside the tag's
+    folder, "" for that itself."""
+
+    save: int
+    path: Path
+    token: str
+    mtime_ns: int
+
+
+def found_saves(save_dir: Path, tag: str) -> list[Found]:
+    """Of a tag: its folder, and those that a save which has ended half-way has left beside it."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path, name, token in ((save_dir / tag, tag, ""), *leftovers.marked_beside(save_dir)):
+            if name == tag and (save := manifest.save_id(path)) is not None:
+                found.append(Found(save, path, token, (path / manifest.NAME).stat().st_mtime_ns))
+    return found
 
 
 def check_tag(tag: str, save_dir: Path | None = None) -> None:

@@ -65,6 +65,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         described = _folder_manifest(folder)
+        _refuse_missing(folder, [(host["name"], host["ranks"]) for host in described.get("hosts") or ()])
         self._ranks = [_Rank(folder / f"rank{n}", described["ranks"][str(n)]) for n in range(described["world_size"])]
         self._tensors: Mapping[str, Any] = self._ranks[0].entry["tensors"]
         self._tied: Mapping[str, str] = self._ranks[0].entry["tied"]
@@ -190,6 +191,18 @@ def _folder_manifest(folder: Path) -> dict[str, Any]:
             f" {FORMAT} with {ALGORITHM}: take the zero_to_fp32.py of the version that saved it"
         )
     return found
+
+
+def _refuse_missing(folder: Path, hosts: Sequence[tuple[str, list[int]]]) -> None:
+    """Raise ExportError where hosts have saved to folders of their own, and not all of these are together here."""
+    for host, saved in hosts:
+        missing = [f"rank{rank}" for rank in saved if not (folder / f"rank{rank}").is_dir()]
+        if missing:
+            names = ", ".join(missing)
+            raise ExportError(
+                f"{folder}: lacks {names}, which host {host} has saved to a folder of its own: copy {names} from"
+                f" {folder.resolve()} there into this folder"
+            )
 
 
 def _tags(folder: Path) -> str:

@@ -157,7 +157,7 @@ class VerticalStage3(ChunkedStage3):
 
     def _get_norm_groups(self) -> list[torch.Tensor]:  # override
         """Stock rounds the norm to fp32 once per sub-group, so it is combined in stock's grouping, not in chunks."""
-        return [zero_optimizer.group_norm(self, group) for group in self.stock_groups]
+        return zero_optimizer.group_norms(self, self.stock_groups)
 
     def held_share(self, param: nn.Parameter) -> torch.Tensor | None:
         """See `StateRoutes.held_share`."""

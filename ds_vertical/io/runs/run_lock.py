@@ -1,7 +1,12 @@
 """A run's folder says by its lock files whose it is: `rank<r>.lock`, with the run's id and its owner's process, and a flock.
 
 They are read through the folder's descriptor. A lock that does not say so is another program's, and so may be the folder.
-Imports neither torch nor deepspeed.
+
+[Note: boots] A lock also names the kernel's boot. Two processes with one boot see each other's flocks, whatever their hostnames
+are (containers). A process id means something within one boot only. A lock of another boot under this host's name is of this
+host before its last start, or of another host that was made from a copy of its image. On a local file system it can only be the
+former, so its owner is gone. On a file system that hosts may share it is treated as another host's. Imports neither torch nor
+deepspeed.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from ds_vertical.io.regular_file import open_regular, parse_json
+from ds_vertical.io.runs.this_host import boot_id, is_of_this_host
 
 _WRITTEN_BY: Final = {"written_by": "ds_vertical"}
 _MOST_BYTES: Final = 1 << 14
@@ -30,7 +36,8 @@ Standing = Literal["live", "elsewhere", "gone"]
 @dataclass(frozen=True)
 class Owner:
     """Who holds a lock file. `start_ticks` (clock ticks since boot) tells a process from a later one of its pid. `run`: the
-    run's id; empty in locks of earlier versions, which did not write it. `beside`: the run's folders on its other SSDs."""
+    run's id; empty in locks of earlier versions, which did not write it. `beside`: the run's folders on its other SSDs. `boot`:
+    the kernel's boot id; empty where nobody has written it."""
 
     pid: int
     host: str
@@ -39,12 +46,14 @@ class Owner:
     since: str
     run: str = ""
     beside: tuple[str, ...] = ()
+    boot: str = ""
 
     @classmethod
     def me(cls, rank: int, run: str, beside: Sequence[str] = ()) -> Owner:
         """This process, as the owner of a rank's lock in the folder of `run`."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        return cls(os.getpid(), socket.gethostname(), rank, start_ticks(os.getpid()) or 0, since, run, tuple(beside))
+        ticks = start_ticks(os.getpid()) or 0
+        return cls(os.getpid(), socket.gethostname(), rank, ticks, since, run, tuple(beside), boot_id())
 
     @classmethod
     def of(cls, data: bytes) -> Owner | None:
@@ -59,6 +68,8 @@ class Owner:
         kinds: Mapping[str, type] = {"pid": int, "host": str, "rank": int, "start_ticks": int, "since": str}
         if isinstance(entry, dict) and "run" in entry:
             kinds = {**kinds, "run": str, "written_by": str}
+        if isinstance(entry, dict) and "boot" in entry:
+            kinds = {**kinds, "boot": str}
         if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != kinds:
             return None
         if entry.pop("written_by", _WRITTEN_BY["written_by"]) != _WRITTEN_BY["written_by"]:
@@ -67,9 +78,7 @@ class Owner:
 
     def to_json(self) -> bytes:
         """The bytes of a lock file of this owner's: a line of JSON."""
-        entry = asdict(self)
-        if not self.beside:
-            del entry["beside"]
+        entry = {key: value for key, value in asdict(self).items() if value or key not in ("beside", "boot")}
         return json.dumps(_WRITTEN_BY | entry).encode() + b"\n"
 
     def __str__(self) -> str:
@@ -116,15 +125,26 @@ def read_owner(fd: int) -> tuple[Owner | None, bool]:
 
 
 def standing(fd: int, owner: Owner | None) -> Standing:
-    """How the owner of an open lock fares. Another host's flock may be invisible here, so that one is never called gone."""
-    here = owner is None or owner.host == socket.gethostname()
-    if owner is not None and here and owner.start_ticks and start_ticks(owner.pid) == owner.start_ticks:
+    """How the owner of an open lock fares. Another host's flock may be invisible here, so that one is never called gone. See
+    [Note: boots]."""
+    same_boot, here = (False, True) if owner is None else _is_known_here(fd, owner)
+    if owner is not None and same_boot and owner.start_ticks and start_ticks(owner.pid) == owner.start_ticks:
         return "live"
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return "live"
     return "gone" if here else "elsewhere"
+
+
+def _is_known_here(fd: int, owner: Owner) -> tuple[bool, bool]:
+    """Whether the process id in a lock is one of this kernel's, and whether the lock's flock would be seen here."""
+    named = owner.host == socket.gethostname()
+    if not owner.boot or not boot_id():
+        return named, named
+    if owner.boot == boot_id():
+        return True, True
+    return False, named and is_of_this_host(fd)
 
 
 def locks_in(folder: int) -> list[Lock]:
@@ -181,4 +201,4 @@ def is_of_run(locks: list[Lock], run: str) -> bool:
 
 def plain_entry(owner: Owner) -> dict[str, object]:
     """The owner as JSON objects for users have it: without the run, whose folders are named beside it."""
-    return {key: value for key, value in asdict(owner).items() if key not in ("run", "beside")}
+    return {key: value for key, value in asdict(owner).items() if key not in ("run", "beside", "boot")}
