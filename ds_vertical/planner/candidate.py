@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Final, Self
+from functools import cached_property, wraps
+from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from ds_vertical.planner import linear_program, memory_budget
 from ds_vertical.planner.activation_tiers import activation_tiers
@@ -18,9 +19,11 @@ from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.planner.simulate import SimulatedRun, SimulationSettings, simulate
 from ds_vertical.schedule.events import DELAYED, EVERYTHING, LEAD, Cell, Schedule
-from ds_vertical.schedule.passes import TrainingStep, build_training
+from ds_vertical.schedule.passes import TrainingStep, build_training, training_with_needs
 from ds_vertical.types import PRE, SUF, ActivationPolicy, Placement, TensorKind, Tier, Unit
 
+_Given = ParamSpec("_Given")
+_Found = TypeVar("_Found")
 _RANKED_LAYERS: Final = 5
 _PIECES: Final = 8  # of a layer in the optimizer's pipeline
 _STEADY_STEPS: Final = 3
@@ -79,6 +82,23 @@ class Choice:
         return {**vars(self), "placement": self.placement.named(), "kept": kept}
 
 
+def _uncollected(function: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
+    """Let no garbage be collected meanwhile: what a simulation makes is in no cycle, and the collector would look at all that
+    the process holds, which has imported torch, again and again."""
+
+    @wraps(function)
+    def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Found:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if collects:
+                gc.enable()
+
+    return called
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A choice with the case of the linear program that it comes from, and what the program says of it."""
@@ -108,6 +128,9 @@ class Candidate:
 
     def schedule(self, num_layers: int) -> Schedule:
         """A step in the steady state."""
+        return build_training(self._training(num_layers))
+
+    def _training(self, num_layers: int) -> TrainingStep:
         choice, placement = self.choice, self.choice.placement
         # What is issued ahead at the end of a step, of `pre` and the first layers, is no longer due in the next one.
         outside = self.shape.outside
@@ -115,22 +138,20 @@ class Candidate:
         due = frozenset(outside.around(range(num_layers))) - ahead
         waits = placement.in_files(TensorKind.GRADIENTS) > 0
         moves = not self.machine.one_memory or placement.in_files(TensorKind.ACTIVATIONS) > 0
-        return build_training(
-            TrainingStep(
-                num_layers,
-                choice.num_micro_batches,
-                window=choice.window,
-                delayed=choice.early or choice.delay > 0,
-                due=due if choice.delay > 0 else frozenset(),
-                early=choice.early,
-                ahead=choice.window > 0,
-                hold=None if not waits else DELAYED if choice.early else EVERYTHING,
-                moved=choice.moved if moves else (),
-                kept=self._kept_away(num_layers),
-                outside=outside,
-                reduces_beside=self.shape.num_shards > 1,
-                copy_share=choice.copy_share,
-            )
+        return TrainingStep(
+            num_layers,
+            choice.num_micro_batches,
+            window=choice.window,
+            delayed=choice.early or choice.delay > 0,
+            due=due if choice.delay > 0 else frozenset(),
+            early=choice.early,
+            ahead=choice.window > 0,
+            hold=None if not waits else DELAYED if choice.early else EVERYTHING,
+            moved=choice.moved if moves else (),
+            kept=self._kept_away(num_layers),
+            outside=outside,
+            reduces_beside=self.shape.num_shards > 1,
+            copy_share=choice.copy_share,
         )
 
     def parts(self, shape: ModelShape) -> Parts | None:
@@ -143,11 +164,12 @@ class Candidate:
         size = max(memory_budget.PART_ELEMENTS, max(elements) // self.shape.num_shards // _PIECES)
         return replace(self.shape, layer_elements=elements, part_elements=size)
 
+    @_uncollected
     def simulated(self, num_layers: int) -> SimulatedRun:
         """Steps of the model's first layers."""
-        shape, schedule = self.coarse(num_layers), self.schedule(num_layers)
+        shape, (schedule, needs) = self.coarse(num_layers), training_with_needs(self._training(num_layers))
         settings = SimulationSettings(_STEADY_STEPS, memory_budget.SLOTS)
-        return simulate(schedule, self.machine, shape, settings, parts=self.parts(shape))
+        return simulate(schedule, self.machine, shape, settings, parts=self.parts(shape), needs=needs)
 
     @cached_property
     def timeline(self) -> SimulatedRun:
@@ -169,12 +191,15 @@ class Candidate:
         return few + (more - few) * (count - _RANKED_LAYERS) / _RANKED_LAYERS
 
     @cached_property
+    @_uncollected
     def bound(self) -> Bound:
         """The least time of a step, as `step_bound` has it."""
-        shape = self.coarse(self.shape.num_layers)
-        return step_bound(self.schedule(shape.num_layers), self.machine, shape, parts=self.parts(shape))
+        count = self.shape.num_layers
+        shape, (schedule, needs) = self.coarse(count), training_with_needs(self._training(count))
+        return step_bound(schedule, self.machine, shape, parts=self.parts(shape), needs=needs)
 
     @cached_property
+    @_uncollected
     def traffic(self) -> Traffic:
         """Bytes of one step to and from this rank's SSD."""
         shape = self.coarse(self.shape.num_layers)

@@ -38,7 +38,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, assert_never
+from functools import cached_property, lru_cache
+from typing import Any, Final
 
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.kept_activations import KeepMenu, PolicyPoint, buffer_bytes, num_cells, tier_shares
@@ -60,6 +61,7 @@ _PREFERENCE: Final = 1e-3  # of the busy seconds of what moves: among equals, th
 _DISTANCES: Final = per_tier({Tier.DEVICE: 0.0, Tier.HOST: 0.5, Tier.SSD: 1.0})  # of that, by the tier moved to
 _SPARE: Final = 0.005  # of a tier: formulas round pieces and micro-batches up, the program does not
 _NEARLY_NONE: Final = 1e-9  # a share that is none
+_TOLERANCE: Final = 1e-6  # of a row's scale: what exceeds its limit by more does so for HiGHS, too, which takes 1e-7
 _LEAST_COST: Final = 1e-3  # of that, for what is kept where it is made, or left out for no bytes: nothing is done for no gain
 Row = dict[str, float]
 
@@ -118,8 +120,8 @@ class LpProblem:
     keep_tiers: tuple[Tier, ...] = tuple(Tier)
     fixed: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def kept(self) -> dict[str, tuple[PolicyPoint, Tier]]:
+    @cached_property
+    def kept(self) -> Mapping[str, tuple[PolicyPoint, Tier]]:
         """What the variables of kept activations stand for, by their names, such as products_kept_on_host. Where host and
         device are one memory, the device stands for it; what keeps no bytes is counted there."""
         points = self.menu.points if self.menu is not None and self.shape.num_layers > 1 else ()
@@ -168,11 +170,14 @@ def solve(case: LpProblem) -> Solution | None:
 def _solved(case: LpProblem) -> Solution | None:
     from scipy.optimize import linprog
 
-    rows, names = constraints(case), case.variables
+    rows, names, bounds = constraints(case), case.variables, _bounds(case, case.variables)
+    by_name = dict(zip(names, bounds, strict=True))
+    if any(_is_out_of_reach(row, by_name) for row in rows):
+        return None
     cost = _costs(case)
     matrix = [[row.row.get(name, 0.0) / row.scale for name in names] for row in rows]
     limits = [row.limit / row.scale for row in rows]
-    found: Any = linprog([cost.get(name, 0.0) for name in names], matrix, limits, bounds=_bounds(case, names), method="highs")
+    found: Any = linprog([cost.get(name, 0.0) for name in names], matrix, limits, bounds=bounds, method="highs")
     if found.status != 0:
         return None
     values: dict[str, float] = dict(zip(names, map(float, found.x), strict=True))
@@ -180,6 +185,18 @@ def _solved(case: LpProblem) -> Solution | None:
     binding = tuple(row.what for price, row in prices if price > 1e-9)
     kept = tuple((point, tier, values[name]) for name, (point, tier) in case.kept.items() if values[name] > _NEARLY_NONE)
     return Solution(values, sum(values[sweep] for sweep in _SWEEPS), binding, kept)
+
+
+def _is_out_of_reach(row: Constraint, bounds: Mapping[str, tuple[float, float | None]]) -> bool:
+    """Whether no values within the bounds keep to a row, whatever the others say. False for one with a variable that has no
+    most, such as seconds."""
+    least = 0.0
+    for name, each in row.row.items():
+        low, high = bounds[name]
+        if high is None:
+            return False
+        least += min(each * low, each * high)
+    return least - row.limit > _TOLERANCE * row.scale
 
 
 def _bounds(case: LpProblem, names: Sequence[str]) -> list[tuple[float, float | None]]:
@@ -206,6 +223,13 @@ def _costs(case: LpProblem) -> Row:
         moved_bytes = case.num_cells * point.num_bytes * _DISTANCES[tier]
         cost[name] = each * moved_bytes + _PREFERENCE * _LEAST_COST * case.num_cells * point.saved_s
     return cost
+
+
+def is_short(case: LpProblem) -> bool:
+    """Whether a tier lacks bytes whatever the shares, as `shortage` has it."""
+    bounds = dict(zip(_SHARES, _bounds(case, _SHARES), strict=True))
+    rows = _memory_rows(replace(case, menu=None), _SPARE)
+    return any(_is_out_of_reach(row, bounds) for row in rows) or bool(shortage(case))
 
 
 def shortage(case: LpProblem) -> dict[Tier, float]:
@@ -379,20 +403,30 @@ def _staying(case: LpProblem) -> float:
 def _memory_rows(case: LpProblem, spare: float = 0.0) -> Iterator[Constraint]:
     """Bytes per tier as `memory_budget.budget` has them: at no share, and what each share adds. `spare`: share of a tier left
     free."""
-    nothing = Placement.of(
-        parameters_on_ssd=1.0 if case.shape.in_files(TensorKind.PARAMETERS) else 0.0,
-        state_on_ssd=case.shape.in_files(TensorKind.STATE),
-    )
-    each = {name: _with_everything(nothing, kind, tier) for name, (kind, tier) in _CHOSEN.items()}
-    for tier in Tier:
+    for tier, (base, each) in _resting_bytes(case.shape, case.terms, case.further).items():
         limit = case.limits[tier]
         if limit is None or (tier is Tier.DEVICE and case.machine.one_memory):
             continue
-        base = tier_bytes(case, nothing, tier)
-        row = {name: tier_bytes(case, placement, tier) - base for name, placement in each.items()}
-        row |= _kept_bytes(case, *_counted_in(tier, case.machine.one_memory))
+        row = each | _kept_bytes(case, *_counted_in(tier, case.machine.one_memory))
         base += _kept_buffers(case, tier)
         yield Constraint(f"{tier} memory", row, limit * (1 - spare) - base, max(1.0, abs(limit)))
+
+
+@lru_cache(maxsize=1024)  # the ways to keep of a case have these in common
+def _resting_bytes(
+    shape: ModelShape, terms: memory_budget.BudgetTerms, further: tuple[memory_budget.BudgetItem, ...]
+) -> Mapping[Tier, tuple[float, Row]]:
+    """Bytes per tier at no share, and what all of each share adds."""
+    nothing = Placement.of(
+        parameters_on_ssd=1.0 if shape.in_files(TensorKind.PARAMETERS) else 0.0,
+        state_on_ssd=shape.in_files(TensorKind.STATE),
+    )
+    base = _bytes(replace(shape, placement=nothing), terms, further)
+    filled = {
+        name: _bytes(replace(shape, placement=_with_everything(nothing, kind, tier)), terms, further)
+        for name, (kind, tier) in _CHOSEN.items()
+    }
+    return {tier: (base[tier], {name: found[tier] - base[tier] for name, found in filled.items()}) for tier in Tier}
 
 
 def _counted_in(tier: Tier, one_memory: bool) -> tuple[Tier, ...]:
@@ -414,21 +448,27 @@ def _with_everything(placement: Placement, kind: TensorKind, tier: Tier) -> Plac
 
 def tier_bytes(problem: LpProblem, placement: Placement, tier: Tier) -> float:
     """Bytes in a tier with things resting as `placement` says."""
-    shape = replace(problem.shape, placement=placement)
-    match tier:
-        case Tier.DEVICE | Tier.HOST:
-            return memory_budget.total_bytes(memory_budget.budget(shape, problem.terms, problem.further), tier)
-        case Tier.SSD:
-            stepped, frozen = shape.stepped_elements, shape.num_elements - shape.stepped_elements
-            gradients = problem.terms.held_share * shape.gradient_bytes * shape.in_files(TensorKind.GRADIENTS)
-            files = stepped * (shape.written_bytes * shape.generations + gradients)
-            files = (files + frozen * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)) / shape.num_shards
-            kept = shape.kept.resting_bytes(shape.num_layers, problem.terms.num_micro_batches) if shape.kept else {}
-            return files + _ssd_activations(problem) * shape.in_files(TensorKind.ACTIVATIONS) + kept.get(Tier.SSD, 0.0)
-    assert_never(tier)
+    return _bytes(replace(problem.shape, placement=placement), problem.terms, problem.further)[tier]
 
 
-def _ssd_activations(case: LpProblem) -> float:
+def _bytes(
+    shape: ModelShape, terms: memory_budget.BudgetTerms, further: tuple[memory_budget.BudgetItem, ...]
+) -> Mapping[Tier, float]:
+    """Bytes in each tier with things resting as `shape.placement` says."""
+    items = memory_budget.budget(shape, terms, further)
+    in_memory = {tier: float(memory_budget.total_bytes(items, tier)) for tier in (Tier.DEVICE, Tier.HOST)}
+    return per_tier({**in_memory, Tier.SSD: _ssd_bytes(shape, terms)})
+
+
+def _ssd_bytes(shape: ModelShape, terms: memory_budget.BudgetTerms) -> float:
+    stepped, frozen = shape.stepped_elements, shape.num_elements - shape.stepped_elements
+    gradients = terms.held_share * shape.gradient_bytes * shape.in_files(TensorKind.GRADIENTS)
+    files = stepped * (shape.written_bytes * shape.generations + gradients)
+    files = (files + frozen * shape.param_bytes * shape.in_files(TensorKind.PARAMETERS)) / shape.num_shards
+    kept = shape.kept.resting_bytes(shape.num_layers, terms.num_micro_batches) if shape.kept else {}
+    return files + _ssd_activations(shape, terms) * shape.in_files(TensorKind.ACTIVATIONS) + kept.get(Tier.SSD, 0.0)
+
+
+def _ssd_activations(shape: ModelShape, terms: memory_budget.BudgetTerms) -> float:
     """Inputs of all layers, and the gradients between two."""
-    shape, count = case.shape, case.terms.num_micro_batches
-    return float(count * (shape.num_layers + 2) * shape.activation_bytes)
+    return float(terms.num_micro_batches * (shape.num_layers + 2) * shape.activation_bytes)

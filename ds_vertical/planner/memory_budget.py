@@ -34,9 +34,8 @@ from typing import Final
 
 from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.planner.model_shape import ModelShape, suf_files
-from ds_vertical.schedule.activations import LOOK_AHEAD
-from ds_vertical.schedule.events import LEAD, MAX_SAVES, MAX_STEPS
-from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, TierBytes, Unit, check_number
+from ds_vertical.schedule.events import LEAD, MAX_STEPS
+from ds_vertical.types import NORM_COPIED, NORM_ELEMENTS, PRE, SUF, TensorKind, Tier, TierBytes, Unit
 
 SLOTS: Final = 4  # pieces of state in the optimizer's pipeline at a time
 PART_ELEMENTS: Final = 1 << 21  # of such a piece, at most
@@ -56,21 +55,6 @@ def num_slots(num_pieces: int, overlap: bool) -> int:
 
 
 @dataclass(frozen=True)
-class KeptBytes:
-    """What the forward of one micro-batch keeps for its backward: bytes of all layers per tier, and of the largest layer that
-    moves (`cell`; 0 where none does)."""
-
-    on_device: float = 0.0
-    on_host: float = 0.0
-    on_ssd: float = 0.0
-    cell: float = 0.0
-
-    def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):
-            check_number("kept", each.name, getattr(self, each.name), 0.0, "bytes, 0 or more")
-
-
-@dataclass(frozen=True)
 class BudgetTerms:
     """What the formulas take besides the model: what a run's settings come down to, and so no setting itself.
 
@@ -80,7 +64,7 @@ class BudgetTerms:
     where steps follow NORM or may be redone, alpha for delayed parts, 0 where every step is early). `gradient_layers`:
     layers whose gradients are under way otherwise: as many as are stepped or written to SSD at a time, and one more.
     `pairs`: whether a layer's gradients wait for those of the next micro-batch, where device and host are one memory: in
-    layer-major order, and where there is room. `kept`: what a forward keeps for its backward.
+    layer-major order, and where there is room.
     """
 
     num_micro_batches: int
@@ -90,7 +74,6 @@ class BudgetTerms:
     gradient_layers: int = MAX_STEPS + 1
     one_memory: bool = False
     pairs: bool = True
-    kept: KeptBytes = KeptBytes()
 
 
 @dataclass(frozen=True)
@@ -207,17 +190,11 @@ def _device(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
 
 
 def _kept(shape: ModelShape, terms: BudgetTerms, tier: Tier) -> Iterator[BudgetItem]:
-    """What forwards keep for their backwards: at rest, and on its way to another tier and back. A run knows it by `terms`, a
-    plan by the `shape`."""
-    run = terms.kept
-    at_rest = {Tier.DEVICE: run.on_device, Tier.HOST: run.on_host, Tier.SSD: run.on_ssd}
-    cells = {Tier.DEVICE: LOOK_AHEAD + 2, Tier.HOST: MAX_SAVES + LOOK_AHEAD + 1 if run.on_ssd else 0, Tier.SSD: 0}
-    resting, moving = terms.num_micro_batches * at_rest[tier], cells[tier] * run.cell
+    """What forwards keep for their backwards: at rest, and on its way to another tier and back."""
     if shape.kept is not None:
-        resting += shape.kept.resting_bytes(shape.num_layers, terms.num_micro_batches)[tier]
-        moving += shape.kept.buffer_bytes()[tier]
-    yield _item(tier, "kept for the backward", resting, _KEEP)
-    yield _item(tier, "kept values on their way", moving, _KEEP)
+        resting = shape.kept.resting_bytes(shape.num_layers, terms.num_micro_batches)
+        yield _item(tier, "kept for the backward", resting[tier], _KEEP)
+        yield _item(tier, "kept values on their way", shape.kept.buffer_bytes()[tier], _KEEP)
 
 
 def backward_bytes(shape: ModelShape, terms: BudgetTerms) -> int:

@@ -74,7 +74,7 @@ class ModelShape:
     def __post_init__(self) -> None:
         if not self.layer_elements:
             raise refuse("model", "layer_elements", self.layer_elements, "the elements of each layer, at least one")
-        for elements in (self.pre_elements, *self.layer_elements):
+        for elements in (each for each in self._units if type(each) is not int or each < 0):  # few of many layers
             check_number("model", "layer_elements and pre_elements", elements, 0, "whole numbers, 0 or more", whole=True)
         for key in ("forward_s", "backward_s", "pre_forward_s", "pre_backward_s", "head_s"):
             check_number("model", key, getattr(self, key), 0.0, "seconds, 0 or more")

@@ -208,7 +208,7 @@ class _Search:
             both = ((_Sizes(size, count, blocks), timing) for blocks in self._all_blocks for timing in self._all_timings)
             varied = [each for each in both if self._has_files(*each)]
             untimed = [self._case(sizes, timing) for sizes, timing in varied]
-            if all(linear_program.shortage(case) for case in untimed):
+            if all(map(linear_program.is_short, untimed)):
                 yield from ((case, size, sizes.blocks_per_layer) for case, (sizes, _) in zip(untimed, varied, strict=True))
                 continue  # nothing is timed that would not fit
             seconds = task.seconds(size)

@@ -22,8 +22,9 @@ issued ahead of it (`STEP.d0`) the values only: what is written is needed by the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import truediv
 from typing import Final
 
 from ds_vertical.errors import CostsError
@@ -203,6 +204,8 @@ class _Simulation:
         self.spans: list[SimulatedSpan] = []
         self.busy_s: dict[Lane, float] = {}
         self.overlap = settings.overlap
+        self.factors: dict[tuple[Lane, ...], tuple[float, ...]] = {}  # by what is active, see `_divided`
+        self.transfers_load = machine.load(1.0, 1.0) > 0  # the host cores
 
     def _chain(self, index: int, job: Sequence[Stage]) -> list[_Task]:
         tasks = [_Task(index, stage, 1, stage.seconds) for stage in job]
@@ -214,10 +217,10 @@ class _Simulation:
 
     def add_edge(self, earlier: int, later: int) -> None:
         """`later` needs `earlier`: of a delayed step its values, for a FETCH its files."""
-        step = self.events[earlier]
-        hands_over = step.op is Op.STEP and (step.ahead or step.step_offset < 0)
-        reads = self.events[later].op is Op.FETCH and not (step.ahead and later in self.first_fetches)
-        by_values = hands_over and not reads and self.values_left[earlier] > 0
+        step, by_values = self.events[earlier], False
+        if step.op is Op.STEP and (step.ahead or step.step_offset < 0):
+            reads = self.events[later].op is Op.FETCH and not (step.ahead and later in self.first_fetches)
+            by_values = not reads and self.values_left[earlier] > 0
         (self.on_values if by_values else self.on_end)[earlier].append(later)
         self.waits[later] += 1
 
@@ -258,8 +261,8 @@ class _Simulation:
         return SimulatedRun(self.events, self.steps, spans, tuple(issued), tuple(ended), self.busy_s)
 
     def _issue(self) -> None:
-        while self.next < len(self.events) and self._may_issue(self.next):
-            index = self.next
+        count = len(self.events)
+        while (index := self.next) < count and self._may_issue(index):
             self.next += 1
             self.issued_s[index] = self.now
             if self.events[index].op in COMPUTE_OPS:
@@ -298,33 +301,42 @@ class _Simulation:
 
     def _advance(self, active: Sequence[_Task]) -> None:
         """Let time pass until the first of the active stages is complete."""
-        rates = self._rates(active)
-        passed_s = min(task.left_s / rate for task, rate in zip(active, rates, strict=True))
-        lanes: set[Lane] = {task.stage.lane for task in active}
-        for lane in lanes:
+        lanes = tuple([task.stage.lane for task in active])
+        rates = self._rates(active, lanes)
+        passed_s = min(map(truediv, [task.left_s for task in active], rates))
+        for lane in set(lanes):
             self.busy_s[lane] = self.busy_s.get(lane, 0.0) + passed_s
-        for task in active:
-            task.start_s = self.now if task.start_s is None else task.start_s
+        begun_s = self.now
         self.now += passed_s
         for task, rate in zip(active, rates, strict=True):
+            if task.start_s is None:
+                task.start_s = begun_s
             task.left_s -= rate * passed_s
             if task.left_s <= _ROUNDING * task.stage.seconds:
                 self._complete(task)
 
-    def _rates(self, active: Sequence[_Task]) -> list[float]:
+    def _rates(self, active: Sequence[_Task], lanes: tuple[Lane, ...]) -> Sequence[float]:
         """Per stage, its speed against its lane alone. See [Note: lanes and queues]."""
-        machine, lanes = self.machine, [task.stage.lane for task in active]
-        factors: dict[str, float] = {}
-        for lane in lanes:
-            factors[lane] = 1 / lanes.count(lane)
+        factors = self.factors.get(lanes)
+        if factors is None:
+            factors = self.factors[lanes] = self._divided(lanes)
+        if not self.transfers_load:
+            return factors
+        stages = [(factor, task.stage) for factor, task in zip(factors, active, strict=True)]
+        left = 1 - self.machine.load(*_moved_per_s(stages))
+        return [factor * (left if stage.lane in ("compute", "adam") else 1.0) for factor, stage in stages]
+
+    def _divided(self, lanes: tuple[Lane, ...]) -> tuple[float, ...]:
+        """The part of its lane's speed that each of the active stages has, before transfers take any of the host cores."""
+        machine = self.machine
+        factors: dict[Lane, float] = {lane: 1 / lanes.count(lane) for lane in lanes}
         if "ssd_read" in factors and "ssd_write" in factors:
             factors["ssd_read"] *= machine.read_together
             factors["ssd_write"] *= machine.write_together
         if machine.one_memory and "compute" in factors and "adam" in factors:
             factors["compute"] /= 1 + machine.adam_share
             factors["adam"] /= 1 + machine.adam_share
-        left = 1 - machine.load(*_moved_per_s(active, factors))
-        return [factors[lane] * (left if lane in ("compute", "adam") else 1.0) for lane in lanes]
+        return tuple(factors[lane] for lane in lanes)
 
     def _complete(self, task: _Task) -> None:
         index, stage = task.index, task.stage
@@ -341,8 +353,8 @@ class _Simulation:
             self._end(index)
 
 
-def _moved_per_s(active: Sequence[_Task], factors: Mapping[str, float]) -> tuple[float, float]:
-    """Bytes a second that move to and from the SSD, and that the ranks of a node receive."""
-    speeds = [(task.stage, factors[task.stage.lane] / task.stage.seconds) for task in active if task.stage.seconds]
-    ssd = sum(speed * stage.num_bytes for stage, speed in speeds if stage.lane in ("ssd_read", "ssd_write"))
-    return ssd, sum(speed * stage.received for stage, speed in speeds)
+def _moved_per_s(active: Sequence[tuple[float, Stage]]) -> tuple[float, float]:
+    """Bytes a second that move to and from the SSD, and that the ranks of a node receive. `active`: speeds, and what has them."""
+    moving = [(speed / stage.seconds, stage) for speed, stage in active if stage.seconds]
+    ssd = sum(each * stage.num_bytes for each, stage in moving if stage.lane in ("ssd_read", "ssd_write"))
+    return ssd, sum(each * stage.received for each, stage in moving)

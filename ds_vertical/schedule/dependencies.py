@@ -33,6 +33,7 @@ from ds_vertical.schedule.events import (
 from ds_vertical.schedule.levels import check_levels, refuse_spread
 from ds_vertical.types import PRE, SUF, Unit
 
+Needs = tuple[tuple[int, ...], ...]  # per event the events that it waits for
 _TOO_OFTEN: Final = {1: "a second time; it must happen once", 2: "a third time; it must happen twice"}
 _REPEATED: Final = frozenset((Op.FETCH, Op.SPREAD, Op.RELEASE, Op.LOAD))
 _KEPT_MOVES: Final = (Op.KSAVE, Op.KLOAD, Op.KDROP)
@@ -354,7 +355,7 @@ _RULES_BY_PART: Final[dict[tuple[str | None, int], dict[Op, Callable[[_Walk, Eve
 }
 
 
-def dependencies(events: Sequence[Event]) -> tuple[tuple[int, ...], ...]:
+def dependencies(events: Sequence[Event]) -> Needs:
     """For each event the ascending indices of the earlier events that must be complete before it may start.
 
     Raises ScheduleError, with the events around, at the first event that lacks something it depends on.
@@ -383,7 +384,7 @@ def _outside_of(events: Sequence[Event]) -> Outside:
     return Outside(has_suf, apart)
 
 
-def _dependencies(events: Sequence[Event], walk: _Walk) -> tuple[tuple[int, ...], ...]:
+def _dependencies(events: Sequence[Event], walk: _Walk) -> Needs:
     found: list[tuple[int, ...]] = []
     for index, event in enumerate(events):
         try:
@@ -393,8 +394,9 @@ def _dependencies(events: Sequence[Event], walk: _Walk) -> tuple[tuple[int, ...]
     return tuple(found)
 
 
-def validate(schedule: Schedule) -> None:
-    """Raises ScheduleError, naming the event and showing those around it, unless the schedule can be run as it stands.
+def validate(schedule: Schedule) -> Needs:
+    """What `dependencies` has of the events. Raises ScheduleError, naming the event and showing those around it, unless the
+    schedule can be run as it stands.
 
     Checked: what an event depends on comes before it; F, HEAD, B, REDUCE, NORM, STEP and the prefix's FETCH stand there once;
     at most window + 1 layers are fetched at a time, those read for the next step included, and no other at the end; nothing
@@ -402,12 +404,14 @@ def validate(schedule: Schedule) -> None:
     move, at most look_ahead + 1 inputs, gradients and kept cells each are loaded and not yet used, and all saved is dropped.
     """
     _check_once(schedule)
-    _dependencies(schedule.events, _Walk(schedule.num_layers, schedule.num_micro_batches, schedule.calls, schedule.outside))
+    shape = schedule.num_layers, schedule.num_micro_batches, schedule.calls
+    needs = _dependencies(schedule.events, _Walk(*shape, schedule.outside))
     _check_complete(schedule)
     for check in (check_window, check_ahead, check_sums, check_levels):
         check(schedule)
     if (fault := find_fault(schedule.events, schedule.moved, schedule.look_ahead, set(schedule.kept))) is not None:
         raise error_at(schedule.events, *fault)
+    return needs
 
 
 def _once(schedule: Schedule) -> list[Event]:

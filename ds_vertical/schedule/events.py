@@ -67,6 +67,7 @@ _UNITS: Final[dict[Op, str]] = {
     Op.HEAD: "suf",
     Op.NORM: "none",
 }
+_KINDS: Final = {op: frozenset(kinds.split()) for op, kinds in _UNITS.items()}
 _MOVES: Final = frozenset((Op.SAVE, Op.LOAD, Op.DROP, Op.GSAVE, Op.GLOAD, Op.GDROP, Op.KSAVE, Op.KLOAD, Op.KDROP))
 _PER_MICRO_BATCH: Final = _MOVES | {Op.F, Op.HEAD, Op.B}
 _PER_PART: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT))
@@ -149,18 +150,20 @@ def _misfit(event: Event) -> str | None:
     kind = "none" if layer is None else layer if layer in (PRE, SUF) else "layer"
     if kind == "layer" and not _is_count(layer):
         return f"layer must be a number >= 0, 'pre' or 'suf', got {layer!r}"
-    if kind not in _UNITS[op].split():
+    if kind not in _KINDS[op]:
         return f"{op} goes with {' or '.join(_UNITS[op].split())}, got {'none' if layer is None else layer}"
     if op in _PER_MICRO_BATCH and not _is_count(event.micro_batch):
         return f"{op} needs a micro-batch number >= 0, got {event.micro_batch!r}"
     if op not in _PER_MICRO_BATCH and event.micro_batch is not None:
         return f"{op} takes no micro-batch, got {event.micro_batch!r}"
-    form, parts = _PARTS_OF.get(op, (None, "no part")) if (op, layer) != (Op.F, SUF) else (None, "no part")
-    if event.part is not None and (form is None or not form.fullmatch(event.part)):
-        return f"{op} takes {parts}, got {event.part!r}"
-    sign, offsets = _OFFSETS.get(op, (0, "no step offset"))
-    if event.step_offset and not (sign and _is_count(sign * event.step_offset)):
-        return f"{op} takes {offsets}, got {event.step_offset!r}"
+    if event.part is not None:
+        form, parts = _PARTS_OF.get(op, (None, "no part")) if (op, layer) != (Op.F, SUF) else (None, "no part")
+        if form is None or not form.fullmatch(event.part):
+            return f"{op} takes {parts}, got {event.part!r}"
+    if event.step_offset:
+        sign, offsets = _OFFSETS.get(op, (0, "no step offset"))
+        if not (sign and _is_count(sign * event.step_offset)):
+            return f"{op} takes {offsets}, got {event.step_offset!r}"
     return None
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import LOOK_AHEAD, place_activations
-from ds_vertical.schedule.dependencies import validate
+from ds_vertical.schedule.dependencies import Needs, validate
 from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Cell, Event, Op, Outside, Schedule, part_of
 from ds_vertical.schedule.levels import place_levels, units_to_copy
 from ds_vertical.types import PRE, SUF, Unit
@@ -288,9 +288,14 @@ class TrainingStep:
     copy_share: float | None = None
 
 
-@lru_cache(maxsize=64)
 def build_training(step: TrainingStep) -> Schedule:
     """The validated schedule of one training step; raises ScheduleError for settings that do not fit together."""
+    return training_with_needs(step)[0]
+
+
+@lru_cache(maxsize=64)
+def training_with_needs(step: TrainingStep) -> tuple[Schedule, Needs]:
+    """As `build_training`, with what `dependencies` has of the schedule."""
     if step.order == "forward":
         raise ScheduleError("order 'forward' has no backward; write 'vertical' or 'horizontal' to train")
     # An empty schedule first: its header check refuses bad settings before any pass sees them.
@@ -311,7 +316,9 @@ def build_training(step: TrainingStep) -> Schedule:
     events = place_ahead(events, step.window, step.lead, step.delayed, outside) if step.ahead else events
     copied = None if step.copy_share is None else units_to_copy(events, step.copy_share)
     events = events if copied is None else place_levels(events, copied)
-    return _checked(replace(empty, events=place_activations(events, step.moved, look_ahead, step.kept), copied=copied))
+    moved = place_activations(events, step.moved, look_ahead, step.kept)
+    schedule = replace(empty, events=moved, copied=copied)
+    return schedule, validate(schedule)
 
 
 @lru_cache(maxsize=64)

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from ds_vertical.errors import CostsError, MemoryBudgetError
+from ds_vertical.errors import MemoryBudgetError
 from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.memory_budget import (
     SLOTS,
     BudgetItem,
     BudgetTerms,
-    KeptBytes,
     budget,
     budget_lines,
     check_budget,
@@ -91,16 +90,17 @@ def test_a_norm_counts_as_far_as_it_needs_more_than_a_backward() -> None:
 
 
 def test_what_a_forward_keeps_counts_in_its_tier_with_the_buffers_on_its_way() -> None:
-    terms = BudgetTerms(num_micro_batches=3, slots=3, kept=KeptBytes(on_device=50, on_host=70, on_ssd=90, cell=30))
-    added = {key: count for key, count in sizes(SHAPE, terms).items() if key[1].startswith("kept")}
-    assert added == {
-        ("host", "kept for the backward"): 3 * 70,
+    """Of nine cells of 30 bytes three are for each tier; of those for SSD one is of the last layer but one, and in the host."""
+    keeping = replace(SHAPE, kept=KeptShare(PolicyPoint("products", 30, 0.5), 1 / 3, 1 / 3, 1 / 3))
+    found = sizes(keeping, BudgetTerms(num_micro_batches=3, slots=3))
+    assert {key: count for key, count in found.items() if key[1].startswith("kept")} == {
+        ("host", "kept for the backward"): 4 * 30,
         ("host", "kept values on their way"): 6 * 30,
-        ("device", "kept for the backward"): 3 * 50,
+        ("device", "kept for the backward"): 3 * 30,
         ("device", "kept values on their way"): 4 * 30,
     }
-    with pytest.raises(CostsError, match="kept.cell: got -1; write bytes, 0 or more"):
-        KeptBytes(cell=-1)
+    resting = sizes(replace(SHAPE, kept=KeptShare(PolicyPoint("products", 30, 0.5), device=1.0)), BudgetTerms(3))
+    assert resting["device", "kept for the backward"] == 9 * 30 and ("device", "kept values on their way") not in resting
 
 
 def test_one_memory_counts_parameters_and_sums_once() -> None:

@@ -44,7 +44,7 @@ _EXAMPLE = """example:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the plan, writes the JSON. Returns 0; 1 where no setting fits the machine; 2 for bad input."""
-    options = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    options = parsed(sys.argv[1:] if argv is None else argv)
     try:
         check_out(options.out)
         found = plan(options)
@@ -60,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.out and not options.json:
         print(f"written: {options.out}")
     return 0
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line, as `plan` takes them."""
+    return _parser().parse_args(list(argv))
 
 
 def _parser() -> argparse.ArgumentParser:

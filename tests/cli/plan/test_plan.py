@@ -29,7 +29,7 @@ from ds_vertical.model import hf
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner.candidate import Candidate, Choice
 from ds_vertical.planner.linear_program import LpProblem
-from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.model_shape import ModelShape, Seconds
 
 SHAPES = ROOT / "configs" / "models"
 
@@ -198,8 +198,11 @@ def test_a_plan_for_several_ssds_has_their_rates_together_and_writes_their_paths
     kept = {"/ssd0": rates, "/ssd1": rates, "/fast": fast}
     monkeypatch.setattr("ds_vertical.cli.plan.command.cached_report", lambda folder: kept.get(str(folder)))
     monkeypatch.setattr("ds_vertical.cli.plan.command.disks_of", lambda folders: range(len(folders)))
-    options = ("--model", "llama_3_8b", "--tokens-per-step", "65536")
+    monkeypatch.setattr("ds_vertical.cli.plan.command.time_pieces", lambda *_: Seconds(2e-4, 4e-4, 1e-5, 1e-5, 6e-4))
+    options = ("--model", "gpt_101m", "--tokens-per-step", "8192", "--micro-batch-size", "2", "--host-memory", "1.8G")
     two, one = planned(capsys, *options, "--nvme-path", "/ssd0", "/ssd1"), planned(capsys, *options, "--nvme-path", "/fast")
+    assert two["config"]["zero_optimization"]["offload_optimizer"]["device"] == "nvme" and two["resource"].startswith("ssd")
+    assert (two["step_s"], two["ssd_bytes"]) == (pytest.approx(one["step_s"]), one["ssd_bytes"])
     assert two["config"]["vertical_schedule"].pop("nvme_paths") == ["/ssd0", "/ssd1"]
     assert "nvme_paths" not in one["config"]["vertical_schedule"]
     paths = json.dumps(two["config"]).replace("/ssd0", "/fast")

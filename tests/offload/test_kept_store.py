@@ -1,0 +1,66 @@
+"""What of a block's forward may leave the device: memory that nobody else can reach, at its end and when it is saved."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+from torch.autograd.graph import saved_tensors_hooks
+
+from ds_vertical.compat import pinned_memory
+from ds_vertical.compat.ops import load
+from ds_vertical.model.kept.slots import KeptStorage, Slots, unpack
+from ds_vertical.offload.kept_store import KeptStore
+from ds_vertical.offload.tensor_swapper import HostMemory, TensorSwapper
+from ds_vertical.types import Tier
+
+CELL = (0, 0)
+SIZE = 4096
+
+
+def settled() -> tuple[list[KeptStorage], torch.Tensor, list[Any]]:
+    """A forward that saves three results, one of which a module holds: what may move, what is held, and the graph's nodes."""
+    start = torch.linspace(-1, 1, SIZE).requires_grad_()
+    slots = Slots([], [start])
+    with saved_tensors_hooks(slots.pack, unpack):
+        results = [start.tanh(), start.exp(), start.sigmoid()]
+    nodes: list[Any] = [result.grad_fn for result in results]
+    held = results[1].detach()
+    del results
+    return slots.settle(), held, nodes
+
+
+def test_what_others_hold_at_the_end_of_a_forward_is_not_kept() -> None:
+    values, held, _ = settled()
+    assert len(values) == 2 and all(value.is_private for value in values)
+    assert held.untyped_storage().data_ptr() not in {value.storage.data_ptr() for value in values}
+
+
+def test_memory_that_somebody_has_taken_hold_of_since_stays(tmp_path: Path) -> None:
+    """Between the end of a forward and its save other blocks of the layer run, and a node of autograd shows what it saved."""
+    values, _, nodes = settled()
+    taken = nodes[2]._saved_result
+    expected = taken.clone()
+    memory = HostMemory(pinned_memory.lock_host_bytes, pinned_memory.unlock_host_bytes)
+    queue = partial(load.new_disk_queue, get_aio_config({}))
+    store = KeptStore(TensorSwapper(tmp_path / "kept.bin", queue, memory, torch.device("cpu"), 3, None), None)
+    try:
+        store.open_step({CELL: Tier.SSD})
+        boundary: Any = SimpleNamespace(kept=lambda layer: values)
+        store.note(CELL, boundary)
+        ticket = store.save(CELL, boundary)
+        assert ticket is not None
+        ticket.wait()
+        assert [value.in_memory for value in values] == [False, True]
+        assert torch.equal(taken, expected) and store.resting[Tier.SSD] == (1, 4 * SIZE)
+        loaded = store.load(CELL)
+        assert loaded is not None
+        loaded.wait()
+        assert torch.equal(nodes[0]._saved_result, torch.linspace(-1, 1, SIZE).tanh())
+        store.drop(CELL)
+    finally:
+        store.close()
