@@ -301,7 +301,7 @@ class _Simulation:
 
     def _advance(self, active: Sequence[_Task]) -> None:
         """Let time pass until the first of the active stages is complete."""
-        lanes = tuple([task.stage.lane for task in active])
+        lanes: tuple[Lane, ...] = tuple([task.stage.lane for task in active])
         rates = self._rates(active, lanes)
         passed_s = min(map(truediv, [task.left_s for task in active], rates))
         for lane in set(lanes):
@@ -354,7 +354,7 @@ class _Simulation:
 
 
 def _moved_per_s(active: Sequence[tuple[float, Stage]]) -> tuple[float, float]:
-    """Bytes a second that move to and from the SSD, and that the ranks of a node receive. `active`: speeds, and what has them."""
+    """Bytes a second that move to and from the SSD, and that the ranks of a node receive. `active`: speeds, and their stages."""
     moving = [(speed / stage.seconds, stage) for speed, stage in active if stage.seconds]
     ssd = sum(each * stage.num_bytes for each, stage in moving if stage.lane in ("ssd_read", "ssd_write"))
     return ssd, sum(each * stage.received for each, stage in moving)

@@ -26,7 +26,7 @@ def units_to_copy(events: Sequence[Event], share: float) -> tuple[Unit, ...]:
     counts = Counter(event.layer for event in events if _is_fetch(event))
     again = [unit for unit, count in counts.items() if count > 1 and unit is not None]
     layers = sorted((unit for unit in again if isinstance(unit, int)), reverse=True)
-    outside: list[Unit] = [unit for unit in again if not isinstance(unit, int)]
+    outside: list[Unit] = [*filter(lambda unit: not isinstance(unit, int), again)]
     chosen = [*layers, *outside][: round(share * len(again))]
     return (*(unit for unit in outside if unit in chosen), *sorted(unit for unit in chosen if isinstance(unit, int)))
 

@@ -13,6 +13,7 @@ from ds_vertical.cli import main
 from ds_vertical.config.section import load_section
 from ds_vertical.errors import CostsError
 from ds_vertical.planner import linear_program, memory_budget
+from ds_vertical.planner import machine as profile
 from ds_vertical.planner.costs import event_costs
 from ds_vertical.planner.linear_program import LpProblem
 from ds_vertical.planner.machine import Machine, read_links
@@ -129,28 +130,34 @@ def test_copies_take_host_memory() -> None:
 # ---- the command
 
 
-def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
-    fixed = ("plan", "--model", "gpt_101m", "--tokens-per-step", "65536", "--machine", "a100_server", "--json")
-    status = main.main([*fixed, *words])
+def plan(capsys: pytest.CaptureFixture[str], machine: str, *words: str) -> tuple[int, dict[str, Any], str]:
+    fixed = ("plan", "--model", "gpt_13m", "--tokens-per-step", "65536", "--machine", machine, "--json")
+    status = main.main([*fixed, "--nodes", "2", "--num-ranks", "4", *words])
     out, err = capsys.readouterr()
     return status, json.loads(out) if status == 0 else {}, err
 
 
-def test_several_nodes_need_links_and_the_plan_has_levels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = plan(capsys, "--nodes", "2", "--num-ranks", "4")
+def test_several_nodes_need_links_and_plans_have_levels_where_runs_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = plan(capsys, "a100_server")
     assert status == 2 and "--nodes 2: a100_server says nothing of the links between machines" in err
-    links = tmp_path / "links.json"
+    links, on_cpu = tmp_path / "links.json", tmp_path / "on_cpu.json"
     links.write_text(json.dumps({"links": {**LINKS, "cross_bytes_per_s": 1e7}}))
-    status, found, err = plan(capsys, "--nodes", "2", "--num-ranks", "4", "--links", str(links))
-    assert status == 0, err
-    assert found["resource"] == "net_cross" and found["tokens_per_step"] == 65536
-    # all weights and fp32 gradients cross once, half of them into each node
-    assert found["into_node_bytes"] == pytest.approx(found["model"]["elements"] * (2 + 4) / 2, rel=0.02)
-    assert found["step_s"] == pytest.approx(found["into_node_bytes"] / 1e7, rel=0.15)
-    levels = load_section(found["config"]).levels
-    assert (levels.ranks_per_node, levels.copy_share) == (4, 1.0)
-    assert found["stock"]["step_s"] > found["step_s"]
-    assert any(item["what"] == "copies of the weights" for item in found["memory"])
+    report = json.loads((profile.SHIPPED / "a100_server.json").read_text())
+    report["machine"] = {**report["machine"], "one_memory": True}
+    on_cpu.write_text(json.dumps(report))
+    for machine, copied in ((str(on_cpu), 1.0), ("a100_server", None)):
+        status, found, err = plan(capsys, machine, "--links", str(links))
+        assert status == 0, err
+        assert found["resource"] == "net_cross" and found["tokens_per_step"] == 65536
+        assert found["step_s"] == pytest.approx(found["into_node_bytes"] / 1e7, rel=0.15)
+        assert found["stock"]["step_s"] > found["step_s"]
+        levels = load_section(found["config"]).levels
+        assert (levels.ranks_per_node, levels.copy_share) == ((4, 1.0) if copied else (None, None))
+        assert any(item["what"] == "copies of the weights" for item in found["memory"]) is bool(copied)
+        if copied:  # all weights and fp32 gradients cross once, half of them into each node
+            assert found["into_node_bytes"] == pytest.approx(found["model"]["elements"] * (2 + 4) / 2, rel=0.02)
 
 
 def test_links_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def plan(options: argparse.Namespace) -> JsonObject:
     _check(options)
     whole = _linked(_profile(options), options)
     ranks = options.nodes * options.num_ranks
-    levels = options.nodes > 1 and options.num_ranks > 1
+    levels = options.nodes > 1 and options.num_ranks > 1 and whole.machine.one_memory  # which a run on GPUs refuses
     network = Network(options.nodes, options.num_ranks, levels, reduces_twice=whole.machine.one_memory)
     machine = replace(whole, machine=whole.machine.shared(options.num_ranks))
     spec, fields = _spec(options)
