@@ -206,13 +206,6 @@ class Candidate:
         events = self.schedule(shape.num_layers).events
         return traffic_of(event_costs(events, self.machine, shape, self.parts(shape)), shape)
 
-    @cached_property
-    def into_node_bytes(self) -> float:
-        """What comes into a node from the others in one step."""
-        shape = self.coarse(self.shape.num_layers)
-        costs = event_costs(self.schedule(shape.num_layers).events, self.machine, shape, self.parts(shape))
-        return sum(stage.num_bytes for cost in costs for job in cost for stage in job if stage.lane == "net_cross")
-
     @property
     def items(self) -> tuple[memory_budget.BudgetItem, ...]:
         """The memory budget."""
@@ -222,6 +215,14 @@ class Candidate:
     def ssd_bytes(self) -> float:
         """Bytes that rest on this rank's SSD."""
         return linear_program.tier_bytes(self.case, self.shape.placement, Tier.SSD)
+
+
+def into_node_bytes(candidate: Candidate) -> float:
+    """What comes into a node from the others in one step."""
+    shape = candidate.coarse(candidate.shape.num_layers)
+    events = candidate.schedule(shape.num_layers).events
+    costs = event_costs(events, candidate.machine, shape, candidate.parts(shape))
+    return sum(stage.num_bytes for cost in costs for job in cost for stage in job if stage.lane == "net_cross")
 
 
 def simplicity(candidate: Candidate) -> tuple[float, ...]:

@@ -152,8 +152,10 @@ def test_several_nodes_need_links_and_plans_have_levels_where_runs_have(
         assert status == 0, err
         assert found["resource"] == "net_cross" and found["tokens_per_step"] == 65536
         assert found["step_s"] == pytest.approx(found["into_node_bytes"] / 1e7, rel=0.15)
-        assert found["stock"]["step_s"] > found["step_s"]
-        levels = load_section(found["config"]).levels
+        assert found["stock"]["step_s"] > found["step_s"] * (1 if copied else 0.9)  # its gradients travel in bf16
+        section = load_section(found["config"])
+        assert section is not None
+        levels = section.levels
         assert (levels.ranks_per_node, levels.copy_share) == ((4, 1.0) if copied else (None, None))
         assert any(item["what"] == "copies of the weights" for item in found["memory"]) is bool(copied)
         if copied:  # all weights and fp32 gradients cross once, half of them into each node

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(words[:cut])
     try:
         check_out(options.out)
-        report = measure(options, words[cut + 1 :])
+        report = measure_links(options, words[cut + 1 :])
         text = json.dumps(report, indent=2, allow_nan=False)
         if options.out:
             write_out(options.out, text + "\n")
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(options: argparse.Namespace, launcher_words: Sequence[str] = ()) -> JsonObject:
+def measure_links(options: argparse.Namespace, launcher_words: Sequence[str] = ()) -> JsonObject:
     """The report. Raises ConfigError for options that make no sense, hosts that cannot be used, and ranks that fail."""
     for name in ("size_mb", "rounds", "num_ranks"):
         value = getattr(options, name)

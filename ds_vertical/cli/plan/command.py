@@ -22,7 +22,7 @@ from ds_vertical.io.atomic_file import check_out, write_out
 from ds_vertical.model.hf import named_shape, read_fields, shape_names
 from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
-from ds_vertical.planner.candidate import Candidate
+from ds_vertical.planner.candidate import Candidate, into_node_bytes
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
 from ds_vertical.planner.machine import Profile, read_links
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
@@ -286,7 +286,7 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
         "keep_reason": _keep_reason(found),
         "nodes": options.nodes,
         "ranks_per_node": options.num_ranks,
-        "into_node_bytes": chosen.into_node_bytes,
+        "into_node_bytes": into_node_bytes(chosen),
         "menu": _menu(chosen),
         "memory": [asdict(item) for item in chosen.items],
         "ssd_bytes": chosen.ssd_bytes,
@@ -387,8 +387,7 @@ def plan_lines(found: JsonObject) -> list[str]:
         f" {found['stock']['step_s']:.2f} s or more ({found['stock']['step_s'] / found['step_s']:.2f} x)",
         "busy: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["busy_s"].items()),
     ]
-    shown += [_IN_PLACE] if setting["in_place"] else []
-    shown += _nodes_lines(found)
+    shown += ([_IN_PLACE] if setting["in_place"] else []) + _nodes_lines(found)
     shown += [f"instead: {other['differs']}: {other['step_over_chosen'] - 1:+.1%}" for other in found["others"]]
     read = sum(value for key, value in traffic.items() if key.endswith("_read"))
     written = sum(value for key, value in traffic.items() if key.endswith("_written"))
