@@ -47,7 +47,7 @@ def topology_for(settings: LevelSettings) -> Topology:
     return topology_of([str(rank // size) for rank in range(len(hosts))], pair=size, node=size)
 
 
-def check_levels(settings: RunSettings) -> None:
+def refuse_levels(settings: RunSettings) -> None:
     """Raise ConfigError, on all ranks alike, where the section asks for levels that the ranks or the device do not have.
     Collective where it asks for any."""
     if not (settings.enabled and settings.levels.are_on):
@@ -135,7 +135,7 @@ class UnitLevels:
                     whole = joined_chunks(gather.wait(), [zero_params.full_numel(param) for param in group])
                     zero_params.fill((param, flat) for param, flat in zip(group, whole, strict=True) if id(param) in wanted)
             except BaseException:
-                zero_params.forget(gathered)
+                zero_params.expect_no_more(gathered)
                 raise
 
         return gathered, wait

@@ -24,7 +24,7 @@ from ds_vertical.config.levels import move_levels
 from ds_vertical.config.resolve import explain, resolve
 from ds_vertical.config.section import SECTION, load_section
 from ds_vertical.distributed import ranks
-from ds_vertical.distributed.unit_levels import check_levels
+from ds_vertical.distributed.unit_levels import refuse_levels
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.assembly import HostBudget
 from ds_vertical.engine.autotune import choose_gradient_tier, choose_timing, refuse_fetched_compiled
@@ -88,7 +88,7 @@ def _claim(config: dict[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def _with_levels(config: dict[str, Any]) -> dict[str, Any]:
+def _with_levels(config: DeepSpeedJson) -> DeepSpeedJson:
     """The configuration with DeepSpeed's keys of levels in the section, where that trains layer-major: zero.Init, too, is to
     make plain partitions. Raises ConfigError."""
     section = load_section(config)
@@ -187,7 +187,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     section = load_section(raw)
     if section is not None:
         check(raw, section)
-        check_levels(resolve(section))
+        refuse_levels(resolve(section))
         if unclaimed_paths(raw):
             disk_check.check_before_the_model(raw)
         if section.enabled and accelerator.is_one_memory():
@@ -271,7 +271,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     if accelerator.is_one_memory():
         keep_cores_for_this_thread()
     ranks.start_distributed()
-    check_levels(resolved)
+    refuse_levels(resolved)
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
