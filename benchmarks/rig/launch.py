@@ -42,16 +42,20 @@ def command(script: Path, words: Sequence[str], port: int = PORT) -> list[str]:
     return [*launcher, str(script), *words]
 
 
+def environment(hosts: TwoHosts) -> dict[str, str]:
+    """The variables of a user who is logged in where the hosts can be reached."""
+    python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PATH": f"{hosts.bin}:{os.environ['PATH']}", "PYTHONPATH": python_path, "DS_ACCELERATOR": "cpu"}
+
+
 def start(hosts: TwoHosts, script: Path, words: Sequence[str], log: Path, port: int = PORT) -> subprocess.Popen[bytes]:
     """Start a script on all ranks of both hosts. Their output goes to `log`, with the host's name before each line. `port`:
     launches that run at the same time need different ones."""
-    python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = os.environ | {"PATH": f"{hosts.bin}:{os.environ['PATH']}", "PYTHONPATH": python_path, "DS_ACCELERATOR": "cpu"}
     with log.open("wb") as out:
         return subprocess.Popen(
             command(script, words, port),
             cwd=hosts.shared,
-            env=env,
+            env=environment(hosts),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

@@ -100,8 +100,8 @@ def _resources(lane: Lane, machine: Machine) -> tuple[str, ...]:
 def _transferring(stages: Sequence[Stage], machine: Machine, idle_s: float) -> float:
     """Seconds of the host cores for the transfers among the stages, which in `idle_s` seconds hold up nothing else."""
     num_bytes = sum(stage.num_bytes for stage in stages if stage.lane in ("ssd_read", "ssd_write"))
-    fastest = machine.ssd_load(machine.ssd_read_bytes_per_s + machine.ssd_write_bytes_per_s)
-    return max(0.0, machine.ssd_load(1.0) * num_bytes - fastest * idle_s)
+    fastest = machine.load(machine.ssd_read_bytes_per_s + machine.ssd_write_bytes_per_s)
+    return max(0.0, machine.load(1.0) * num_bytes - fastest * idle_s)
 
 
 def _busy(resource: str, stages: Sequence[Stage], machine: Machine) -> float:

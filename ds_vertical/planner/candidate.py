@@ -33,7 +33,8 @@ class Choice:
 
     `RunSettings` are what a run has been told, all of them; these are few, and most of what they say is no key of the section
     (`cli.plan.deepspeed_json` writes it as JSON). `delay`: `optimizer_delay`; `window`: `prefetch_layers`;
-    `in_place`: early steps are never discarded, which is `on_nonfinite: "stop"`."""
+    `in_place`: early steps are never discarded, which is `on_nonfinite: "stop"`. `copy_share`: `levels.copy_share`; None where
+    collectives have one level."""
 
     micro_batch_size: int
     num_micro_batches: int
@@ -45,6 +46,7 @@ class Choice:
     speculation: bool = False
     kept: KeptShare | None = None
     in_place: bool = False
+    copy_share: float | None = None
 
     @property
     def policy(self) -> ActivationPolicy:
@@ -126,6 +128,8 @@ class Candidate:
                 moved=choice.moved if moves else (),
                 kept=self._kept_away(num_layers),
                 outside=outside,
+                reduces_beside=self.shape.num_shards > 1,
+                copy_share=choice.copy_share,
             )
         )
 
@@ -177,6 +181,13 @@ class Candidate:
         events = self.schedule(shape.num_layers).events
         return traffic_of(event_costs(events, self.machine, shape, self.parts(shape)), shape)
 
+    @cached_property
+    def into_node_bytes(self) -> float:
+        """What comes into a node from the others in one step."""
+        shape = self.coarse(self.shape.num_layers)
+        costs = event_costs(self.schedule(shape.num_layers).events, self.machine, shape, self.parts(shape))
+        return sum(stage.num_bytes for cost in costs for job in cost for stage in job if stage.lane == "net_cross")
+
     @property
     def items(self) -> tuple[memory_budget.BudgetItem, ...]:
         """The memory budget."""
@@ -219,6 +230,9 @@ def difference(chosen: Choice, other: Choice) -> str:
         found.append(f"activations off the device {away:.0%}")
     if (on_ssd := theirs.share(TensorKind.STATE, Tier.SSD)) != ours.share(TensorKind.STATE, Tier.SSD):
         found.append(f"optimizer state on {'SSD' if on_ssd else 'host'}")
+    if other.copy_share != chosen.copy_share:
+        share = other.copy_share
+        found.append("collectives of all ranks at once" if share is None else f"levels.copy_share {share:g}")
     if other.in_place != chosen.in_place:
         found.append(f'on_nonfinite "{"stop" if other.in_place else "skip"}"')
     if _keeping(other) != _keeping(chosen):

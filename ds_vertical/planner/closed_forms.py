@@ -24,13 +24,14 @@ the gain.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.costs import Cost
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape, outside_elements
+from ds_vertical.planner.network import LINKS, seconds_of
 from ds_vertical.types import IN_FILES, Placement, TensorKind, Tier, check_share
 
 
@@ -187,10 +188,23 @@ def horizontal_step(shape: ModelShape, machine: Machine, num_micro_batches: int)
         forward |= {"copies in": parameters / into, "copies out": activations / out}
         added = gradients * (count - 1) / count
         backward |= {"copies in": (parameters + activations + added) / into, "copies out": gradients / out}
+    for lane, name in LINKS.items():
+        forward[name], backward[name] = (_link_s(shape, machine, lane, times) for times in ((1, 0), (1, 1)))
     seconds = {name: forward[name] + backward[name] for name in forward}
     optimizer = _optimizer_s(shape, machine, gradients * shape.in_files(TensorKind.GRADIENTS))
     slowest = max(seconds, key=seconds.__getitem__)
     return HorizontalStep(count * max(forward.values()), count * max(backward.values()), optimizer, slowest)
+
+
+def _link_s(shape: ModelShape, machine: Machine, lane: str, times: tuple[int, int]) -> float:
+    """Seconds of a link for a micro-batch's gathers and reductions of the whole model, so many `times`. Stock sends gradients
+    in the parameters' dtype, for each micro-batch, over all ranks at once."""
+    if shape.network is None:
+        return 0.0
+    network, (gathers, reductions) = replace(shape.network, levels=False), times
+    hops = network.gather(gathers * shape.num_elements, shape.param_bytes)
+    hops += network.reduce(reductions * shape.stepped_elements, shape.param_bytes)
+    return sum(seconds_of(hop, machine) for hop in hops if hop.lane == lane)
 
 
 def _optimizer_s(shape: ModelShape, machine: Machine, waiting_bytes: float) -> float:

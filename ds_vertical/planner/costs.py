@@ -7,25 +7,28 @@ fixed latency. Nothing is assumed about what runs beside it: `simulate` and `bou
 carries the writing of waiting gradients to SSD where the unit has no HOLD, whose work that is otherwise. An early STEP finds
 its gradient in memory. A HOLD of a part says that the rest of the unit's gradients does not wait.
 
-All bytes and elements are those of one rank's shard, except what stays on the device: that is gathered. Collectives
-between ranks are not modelled.
+All bytes and elements are those of one rank's shard, except what stays on the device: that is gathered. Collectives take time
+where the shape has a network and the machine says what its links carry; `network` has their volumes. A rank's unit comes over
+the links behind its own shard's read, and the norm of a unit's gradients stands behind the last hop of their reduction.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.activation_tiers import activation_tiers
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.network import Hop, Network, seconds_of
 from ds_vertical.schedule.events import Event, Op
+from ds_vertical.schedule.levels import Arrival, arrivals
 from ds_vertical.types import PRE, SUF, TensorKind, Tier, Unit, check_share, per_tier
 
-Lane = Literal["compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam"]
+Lane = Literal["compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam", "net_local", "net_cross"]
 Purpose = Literal["compute", "parameters", "gradients", "state", "activations", "kept"]
 Parts = Mapping[tuple[Unit, str], float]
 Needs = Sequence[Sequence[int]]  # per event the events that it waits for
@@ -35,12 +38,14 @@ _ACTIVATION_MOVES: Final = per_tier({Tier.DEVICE: (False, False), Tier.HOST: (Tr
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Work on one lane. `seconds` at the lane's rate alone; `purpose` says which queue of the lane it takes."""
+    """Work on one lane. `seconds` at the lane's rate alone; `purpose` says which queue of the lane it takes. `num_bytes`: what
+    moves on the lane; `received`: of a collective, what comes to all ranks of a node (`network.Hop`)."""
 
     lane: Lane
     purpose: Purpose
     seconds: float
     num_bytes: float = 0.0
+    received: float = 0.0
 
     @property
     def reads_state(self) -> bool:
@@ -143,6 +148,11 @@ class _Lanes:
         """A kernel, or several, of the device."""
         return ((Stage("compute", "compute", self.machine.compute_latency_s + seconds),),)
 
+    def links(self, purpose: Purpose, hops: Sequence[Hop]) -> Job:
+        """A collective, hop by hop; nothing over links of which the machine says nothing."""
+        timed = ((hop, seconds_of(hop, self.machine)) for hop in hops)
+        return tuple(Stage(hop.lane, purpose, seconds, hop.num_bytes, hop.received) for hop, seconds in timed if seconds)
+
 
 class _Moves:
     """Prices what moves between the tiers between its uses: what passes between two layers, and what forwards keep."""
@@ -201,6 +211,67 @@ def _cell(event: Event) -> tuple[Unit | None, int | None]:
     return event.layer, event.micro_batch
 
 
+@dataclass(frozen=True)
+class _Gathered:
+    """How a unit comes to a FETCH: `from_copy`: from the node's copy, `copied` to the device; `hops`: over the links."""
+
+    from_copy: bool
+    hops: Job
+    copied: Job = ()
+
+
+class _Collectives:
+    """Prices what ranks send each other, and the node's copies on their way between host and device."""
+
+    def __init__(self, lanes: _Lanes, shape: ModelShape, events: Sequence[Event]) -> None:
+        self.levels = any(event.op is Op.CROSS for event in events)
+        self._lanes = lanes
+        self._shape = shape
+        self._network = shape.network or Network()
+        self._arrivals = arrivals(events) if self.levels else {}
+        self._last: dict[Unit | None, Arrival] = {}  # by unit, of its last FETCH
+
+    def fetch(self, event: Event) -> _Gathered:
+        """To be asked once for each FETCH, in the schedule's order."""
+        shape, network = self._shape, self._network
+        elements = shape.elements(event.layer)
+        if event.ahead:
+            return _Gathered(False, ())
+        if not self.levels:
+            return _Gathered(False, self._lanes.links("parameters", network.gather(elements, shape.param_bytes)))
+        if self._arrival(event).spreads:
+            return _Gathered(False, ())
+        hops = self._lanes.links("parameters", network.local_gather(elements, shape.param_bytes))
+        return _Gathered(True, hops, self._lanes.copy("copy_in", "parameters", self._copy_bytes(event)))
+
+    def spread(self, event: Event) -> Job:
+        """The hops, and the copy on its way to where it waits."""
+        shape = self._shape
+        hops = self._lanes.links("parameters", self._network.spread(shape.elements(event.layer), shape.param_bytes))
+        keeps = self._last.get(event.layer, Arrival()).keeps
+        return hops + (self._lanes.copy("copy_out", "parameters", self._copy_bytes(event)) if keeps else ())
+
+    def reduce(self, event: Event) -> Job:
+        """Over the node, or over all ranks."""
+        return self._lanes.links("gradients", self._network.reduce(*self._gradients(event)))
+
+    def cross(self, event: Event) -> Job:
+        """Over the nodes."""
+        return self._lanes.links("gradients", self._network.cross(*self._gradients(event)))
+
+    def _gradients(self, event: Event) -> tuple[float, int]:
+        return self._shape.stepped(event.layer) * self._shape.num_shards, self._shape.gradient_bytes
+
+    def _copy_bytes(self, event: Event) -> float:
+        """Of a rank's part of its node's copy."""
+        return self._shape.elements(event.layer) * self._shape.param_bytes / self._network.ranks_per_node
+
+    def _arrival(self, event: Event) -> Arrival:
+        assert event.layer is not None
+        self._last[event.layer] = self._arrivals[event.layer].popleft()
+        return self._last[event.layer]
+
+
 class _Pricer:
     """Prices the events of one schedule, in its order: a delayed STEP decides what the FETCH after it has to read."""
 
@@ -215,9 +286,13 @@ class _Pricer:
         ahead = (event for event in events if event.ahead and (event.op is Op.FETCH or self.sizes.elements(event)))
         self.in_memory = {event.layer for event in ahead}  # until the unit's next FETCH
         self.again = {PRE} & set(shape.apart)  # its buffer keeps it from its first FETCH to its second
+        self.collectives = _Collectives(self.lanes, shape, events)
 
     def fetch(self, event: Event) -> Cost:
-        """The read of a unit's shard, where it is not in memory yet, and the copy of it to the device."""
+        """The read of a unit's shard, where it is not in memory yet, the copy of it to the device, and its gather."""
+        gathered = self.collectives.fetch(event)
+        if gathered.from_copy:
+            return _cost(gathered.copied + gathered.hops)
         elements = self.shape.shard(event.layer)
         read = () if event.layer in self.in_memory else self._read_parameters(elements)
         self.in_memory.discard(event.layer)
@@ -225,7 +300,11 @@ class _Pricer:
             self.again.discard(PRE)
             self.in_memory.add(PRE)
         copied = self.lanes.copy("copy_in", "parameters", elements * self.shape.param_bytes)
-        return _cost(read if event.ahead else read + copied)
+        return _cost(read if event.ahead else read + copied + gathered.hops)
+
+    def spread(self, event: Event) -> Cost:
+        """The unit on its way over the nodes and over the node."""
+        return _cost(self.collectives.spread(event))
 
     def _read_parameters(self, elements: float) -> Job:
         num_bytes = elements * self.shape.param_bytes * self.shape.in_files(TensorKind.PARAMETERS)
@@ -256,12 +335,23 @@ class _Pricer:
         return self.shape.elements(event.layer) / (max(self.shape.layer_elements) or 1)
 
     def reduce(self, event: Event) -> Cost:
-        """The unit's gradient sums on their way to where they wait."""
+        """The unit's gradient sums on their way over the links, or over those of the node where a CROSS follows."""
+        hops = self.collectives.reduce(event)
+        return _cost(hops) if self.collectives.levels else self._reduced(event, hops)
+
+    def cross(self, event: Event) -> Cost:
+        """The node's sums on their way over the nodes."""
+        return self._reduced(event, self.collectives.cross(event))
+
+    def _reduced(self, event: Event, hops: Job) -> Cost:
+        """The last hops of the unit's gradient sums, and their way to where they wait."""
         out = self.lanes.copy("copy_out", "gradients", self.sizes.gradient_bytes(event))
         norm_s = self.sizes.elements(event) / (self.lanes.machine.norm_elements_per_s or math.inf)
         if host_s := norm_s + self._copied_s(event):
-            out = self.lanes.compute(host_s)[0] + out
-        return _cost(out + (() if event.layer in self.held else sum(self.hold(event), ())))
+            # behind a collective it is computed when that is over, whatever else is computed meanwhile
+            purpose: Purpose = "gradients" if hops else "compute"
+            out = (replace(self.lanes.compute(host_s)[0][0], purpose=purpose), *out)
+        return _cost(hops + out + (() if event.layer in self.held else sum(self.hold(event), ())))
 
     def _copied_s(self, event: Event) -> float:
         """Seconds of the copy of those of a unit's gradients that wait, so that the memory of the rest need not be kept; with
@@ -319,7 +409,9 @@ _PRICES: Final[dict[Op, Callable[[_Pricer, Event], Cost]]] = {
     **dict.fromkeys((Op.LOAD, Op.GLOAD), lambda pricer, event: pricer.moves.load(event)),
     Op.KSAVE: lambda pricer, event: pricer.moves.keep(event),
     Op.KLOAD: lambda pricer, event: pricer.moves.recall(event),
+    Op.SPREAD: _Pricer.spread,
     Op.REDUCE: _Pricer.reduce,
+    Op.CROSS: _Pricer.cross,
     Op.HOLD: _Pricer.hold,
     Op.STEP: _Pricer.step,
 }

@@ -18,6 +18,7 @@ For one micro-batch size, one M and one share alpha of delayed steps, per rank a
     copies out  M A a                                    g + M A a
     SSD read    (1 - alpha) p' + alpha (s + g w) + M A a_s   p' + (1 - alpha) s + 2 M A a_s
     SSD write   alpha (s + p') + M A a_s                 (1 - alpha) (s + p') + g w + M A a_s
+    links       the hops of all FETCHes                  those that come again, and of all gradients (`network`)
 
 Each y adds, with A_l bytes and S_l saved seconds of a cell:
 
@@ -43,6 +44,7 @@ from ds_vertical.planner import memory_budget
 from ds_vertical.planner.kept_activations import KeepMenu, PolicyPoint, buffer_bytes, num_cells, tier_shares
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape, outside_elements
+from ds_vertical.planner.network import LINKS, seconds_of
 from ds_vertical.types import RESTING_PLACES, Placement, TensorKind, Tier, TierBytes, per_tier
 
 # The shares that the program chooses; those of the state are tried in turn by `search`.
@@ -241,6 +243,7 @@ def _sweep_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
         yield _time("compute", sweep, saved, compute)
         yield _time("CPU Adam", sweep, {}, adam)
         yield from _copy_rows(case, sweep)
+    yield from _link_rows(case, sweep)
     read, write = _read_write(case, sweep)
     rates = machine.ssd_read_bytes_per_s, machine.ssd_write_bytes_per_s
     seconds = [{name: value / rate for name, value in row.items()} for row, rate in zip((read, write), rates, strict=True)]
@@ -310,6 +313,21 @@ def _copy_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
         yield _time(what, sweep, row, fixed / rate)
 
 
+def _link_rows(case: LpProblem, sweep: str) -> Iterator[Constraint]:
+    """What collectives take of each link; see `network`."""
+    shape, network = case.shape, case.shape.network
+    if network is None:
+        return
+    again = sweep != "forward_s"
+    hops = network.sweep(shape.num_elements * (1 - _staying(case) * again), shape.param_bytes, again)
+    if again:
+        gradients = shape.stepped_elements, shape.gradient_bytes
+        hops += network.reduce(*gradients) + (network.cross(*gradients) if network.levels else ())
+    for lane in ("net_local", "net_cross"):
+        seconds = sum(seconds_of(hop, case.machine) for hop in hops if hop.lane == lane)
+        yield _time(LINKS[lane], sweep, {}, seconds)
+
+
 def _kept_bytes(case: LpProblem, *tiers: Tier) -> Row:
     """Bytes that all cells would keep in `tiers`, by the variables for it."""
     found: Row = {}
@@ -333,7 +351,8 @@ def _read_write(case: LpProblem, sweep: str) -> tuple[Row, Row]:
     state, gradients = stepped * shape.state_bytes * shape.in_files(TensorKind.STATE), stepped * shape.gradient_bytes
     steps, activations, waiting = _share(case, sweep), _activation_bytes(case), case.terms.held_share
     forward = sweep == "forward_s"
-    fetched = parameters * (1 - case.forward_share if forward else 1 - _staying(case))
+    copied = shape.network.copy_share if shape.network is not None and shape.network.levels else 0.0
+    fetched = parameters * (1 - case.forward_share if forward else (1 - _staying(case)) * (1 - copied))
     read = {
         "": fetched + steps * state,
         "parameters_in_host": -fetched,

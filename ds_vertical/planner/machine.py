@@ -31,7 +31,10 @@ class Machine:
     `adam_core_share`: seconds of all host cores that a second of CPU Adam takes from what computes there, as measured
     (null: as `adam_cores` of them; counted where `one_memory`). `norm_elements_per_s`: the norm that stock takes of each
     summed gradient (null: no time). `ssd_core_s_per_byte`: seconds of a host core that a byte read or written takes from
-    what computes there (null: none; counted where `one_memory`). Latencies are seconds per event.
+    what computes there (null: none; counted where `one_memory`). `net_local_bytes_per_s`: what comes into a rank from the
+    others of its node while all receive; `net_cross_bytes_per_s`: into a node from the others (null: links take no time; see
+    `network`). `net_core_s_per_byte`: as `ssd_core_s_per_byte`, for a byte that a rank receives. Latencies are seconds per
+    event.
     `from_dict` reads the JSON of `ds-vertical limits`.
     """
 
@@ -51,6 +54,11 @@ class Machine:
     adam_cores: int | None = None
     adam_core_share: float | None = None
     ssd_core_s_per_byte: float | None = None
+    net_local_bytes_per_s: float | None = None
+    net_cross_bytes_per_s: float | None = None
+    net_core_s_per_byte: float | None = None
+    net_local_latency_s: float = 0.0
+    net_cross_latency_s: float = 0.0
     ssd_latency_s: float = 0.0
     copy_latency_s: float = 0.0
     compute_latency_s: float = 0.0
@@ -109,8 +117,9 @@ class Machine:
         """This machine, when its host's cores take `factor` times as long for everything."""
         names = ("adam_elements_per_s", "cast_elements_per_s", "checksum_bytes_per_s", "norm_elements_per_s")
         rates = {name: rate / factor for name in names if (rate := getattr(self, name)) is not None}
-        load = None if self.ssd_core_s_per_byte is None else self.ssd_core_s_per_byte * factor
-        return replace(self, ssd_core_s_per_byte=load, compute_latency_s=self.compute_latency_s * factor, **rates)
+        costs = ("ssd_core_s_per_byte", "net_core_s_per_byte")
+        rates |= {name: cost * factor for name in costs if (cost := getattr(self, name)) is not None}
+        return replace(self, compute_latency_s=self.compute_latency_s * factor, **rates)
 
     def shared(self, num_ranks: int) -> Self:
         """This machine as each of `num_ranks` ranks sees it, which all do the same at the same time: they share one SSD and one
@@ -139,10 +148,10 @@ class Machine:
         """`adam_share` in the best order: where both at a time are slower, in turn."""
         return min(1.0, self.adam_share)
 
-    def ssd_load(self, bytes_per_s: float) -> float:
-        """The share of the host cores that transfers at this rate take from the computation, where it runs on these."""
-        load = (self.ssd_core_s_per_byte or 0.0) * bytes_per_s / self.host_cores
-        return min(load, _MOST_LOAD) if self.one_memory else 0.0
+    def load(self, ssd_bytes_per_s: float, net_bytes_per_s: float = 0.0) -> float:
+        """The share of the host cores that transfers at these rates take from the computation, where it runs on these."""
+        cores = (self.ssd_core_s_per_byte or 0.0) * ssd_bytes_per_s + (self.net_core_s_per_byte or 0.0) * net_bytes_per_s
+        return min(cores / self.host_cores, _MOST_LOAD) if self.one_memory else 0.0
 
     @property
     def read_together(self) -> float:
@@ -221,3 +230,13 @@ def read_profile(name: str) -> Profile:
     if not isinstance(report, dict):
         raise CostsError(f"--machine {name}: no object; write the path of a file of `ds-vertical limits --out`")
     return Profile.from_dict(path.stem, report)
+
+
+def read_links(path: Path) -> dict[str, float]:
+    """The fields of a `Machine` that a file of `ds-vertical limits --links` has measured. Raises CostsError."""
+    try:
+        links = json.loads(path.read_text(encoding="utf-8"))["links"]
+        return {f"net_{name}": float(value) for name, value in links.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        advice = "write the path of a file of `ds-vertical limits --links --out`"
+        raise CostsError(f"--links {path}: {type(error).__name__}: {error}; {advice}") from error

@@ -150,6 +150,19 @@ def _host(shape: ModelShape, terms: BudgetTerms) -> Iterator[BudgetItem]:
     kept *= shape.placement.share(TensorKind.ACTIVATIONS, Tier.HOST)
     yield _item(Tier.HOST, "activations", kept, "gradient_accumulation_steps")
     yield from _kept(shape, terms, Tier.HOST)
+    yield from _levels(shape)
+
+
+def _levels(shape: ModelShape) -> Iterator[BudgetItem]:
+    """With collectives over two levels: this rank's parts of the copies that the node keeps, and what a reduction sends and
+    receives beside its sums."""
+    network = shape.network
+    if network is None or not network.levels:
+        return
+    kept = network.copy_share * sum(shape.layer_elements) * shape.param_bytes / network.ranks_per_node
+    sent = 2 * max(shape.unit_gradients) * shape.gradient_bytes
+    yield _item(Tier.HOST, "copies of the weights", kept, "vertical_schedule.levels.copy_share")
+    yield _item(Tier.HOST, "gradients sent over levels", sent, "zero_optimization.zero_hpz_partition_size")
 
 
 def _slot_bytes(shape: ModelShape, terms: BudgetTerms) -> float:

@@ -9,6 +9,7 @@ from typing import Final
 
 from ds_vertical.errors import CostsError
 from ds_vertical.planner.kept_activations import KeepMenu, KeptShare, PolicyPoint, concave, mean_menu, thinned
+from ds_vertical.planner.network import Network
 from ds_vertical.schedule.events import Outside
 from ds_vertical.types import PRE, SUF, ActivationPolicy, Placement, TensorKind, Unit, check_number, refuse
 
@@ -41,7 +42,7 @@ class ModelShape:
     this rank, `gradients`: their elements that the optimizer steps, `slot_bytes`: of the largest piece's state (null: what
     placement, elements and `part_elements` say). `kept`: what forwards keep for backwards (null: nothing). `suf`: the unit of
     what the suffix alone uses (null: that belongs to `pre`); `apart`: the units outside the layers that are away where other
-    code runs, see `Outside`. Raises CostsError.
+    code runs, see `Outside`. `network`: how the ranks lie on nodes (null: collectives take no time). Raises CostsError.
     """
 
     pre_elements: int
@@ -68,6 +69,7 @@ class ModelShape:
     kept: KeptShare | None = None
     suf: SufShape | None = None
     apart: tuple[Unit, ...] = ()
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         if not self.layer_elements:
@@ -351,8 +353,8 @@ def shaped(shape: ModelShape, seconds: Seconds, blocks_per_layer: int = 1) -> Mo
 @dataclass(frozen=True)
 class Division:
     """How a model and its batch are cut up: `sequences` of a micro-batch, blocks of a layer, ranks that share each parameter
-    (`num_shards`); `generations`, `part_elements` and `placement` as in `ModelShape`. `apart`: what lies outside the layers is
-    fetched where it is used, as far as the model lets it."""
+    (`num_shards`); `generations`, `part_elements`, `placement` and `network` as in `ModelShape`. `apart`: what lies outside the
+    layers is fetched where it is used, as far as the model lets it."""
 
     sequences: int
     blocks_per_layer: int = 1
@@ -361,6 +363,7 @@ class Division:
     part_elements: int | None = None
     placement: Placement = Placement()
     apart: bool = False
+    network: Network | None = None
 
 
 def _working_bytes(spec: ModelSpec, division: Division) -> int:
@@ -403,5 +406,6 @@ def shape_of(spec: ModelSpec, seconds: Seconds, division: Division) -> ModelShap
         gradients=gradients,
         suf=suf,
         apart=spec.apart if division.apart else (),
+        network=division.network,
     )
     return shaped(shape, seconds, blocks_per_layer)

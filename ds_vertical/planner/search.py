@@ -30,6 +30,7 @@ from ds_vertical.planner.kept_activations import KeptShare, PolicyPoint, rounded
 from ds_vertical.planner.linear_program import LpProblem, Solution
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, shape_of
+from ds_vertical.planner.network import COPY_SHARES, Network, copy_share
 from ds_vertical.types import Placement, TensorKind, Tier, TierBytes, per_tier
 
 WINDOWS: Final = (1, 2, 3)
@@ -63,12 +64,12 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be trained: `tokens` per optimizer step over `num_ranks` ranks of one machine; `clip`: gradient_clipping.
+    """What is to be trained: `tokens` per optimizer step over `num_ranks` ranks; `clip`: gradient_clipping.
 
     `micro_batch_size`: given instead of chosen. `seconds`: of the pieces for a micro-batch of so many sequences.
     `speculation`: with clipping, expect that the norm asks for none, so that layers are stepped early and nothing is redone.
     `stop`: end the run at a norm that is not finite (None: where that is what fits). `keep`: plan what forwards keep.
-    `flops_per_byte`: of this device, operations in the time of a byte of its memory.
+    `flops_per_byte`: of this device, operations in the time of a byte of its memory. `network`: how the ranks lie on nodes.
     """
 
     spec: ModelSpec
@@ -81,6 +82,12 @@ class Task:
     stop: bool | None = None
     keep: bool = True
     flops_per_byte: float = 0.0
+    network: Network = Network()
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether nodes are to keep copies of the weights."""
+        return self.network.levels and self.network.copy_share > 0
 
     def counts(self) -> Iterator[tuple[int, int]]:
         """(sequences per micro-batch, M) with `tokens` or the least above it."""
@@ -117,8 +124,12 @@ def choose(
     norm = memory_budget.norm_copy(task.spec.largest_parameter, machine.one_memory)
     search = _Search(task, machine, limits, (*further, norm))
     fitting = search.fitting() or (search := replace(search, window=0)).fitting()
+    if not fitting and task.keeps_copies:
+        return choose(replace(task, network=replace(task.network, copy_share=0.0)), machine, limits, further)
     if not fitting:
         raise PlanError(_shortage(search))
+    fitting.sort(key=lambda c: c.estimate_s)
+    fitting += [other for c in fitting[:_VARIED] for other in _with_other_collectives(c) if _fits(other)]
     fitting.sort(key=lambda c: c.estimate_s)
     fitting += [wider for c in fitting[:_VARIED] for window in WINDOWS[1:] if _fits(wider := _with_window(c, window))]
     return _decide(sorted(fitting, key=lambda c: c.estimate_s))
@@ -244,6 +255,7 @@ class _Search:
             part_elements=memory_budget.PART_ELEMENTS,
             placement=Placement.of(state_on_ssd=timing.state_on_ssd),
             apart=not self.machine.one_memory,  # which the plan writes: `outside_layers`
+            network=task.network if task.network.num_ranks > 1 else None,
         )
         held = delay if early and self.task.clip == 0 else 1.0  # what may be redone is kept
         one_memory = self.machine.one_memory
@@ -395,7 +407,8 @@ def _candidate(case: LpProblem, size: int, blocks: int, solution: Solution, *, w
     kept = _kept_share(solution, case)
     shape, terms = replace(case.shape, placement=placement, kept=kept), replace(case.terms, window=window)
     guessed = case.early and case.terms.held_share > case.delay
-    choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed, kept, _in_place(case))
+    share = copy_share(case.shape.network)
+    choice = Choice(size, count, blocks, window, case.delay, case.early, placement, guessed, kept, _in_place(case), share)
     own = replace(case, shape=shape, terms=terms)
     return _in_pairs(Candidate(choice, own, solution.seconds, solution.binding))
 
@@ -423,6 +436,18 @@ def _kept_share(solution: Solution, case: LpProblem) -> KeptShare | None:
 def _with_window(candidate: Candidate, window: int) -> Candidate:
     case = replace(candidate.case, terms=replace(candidate.case.terms, window=window, pairs=False))
     return _in_pairs(replace(candidate, choice=replace(candidate.choice, window=window), case=case))
+
+
+def _with_other_collectives(candidate: Candidate) -> Iterator[Candidate]:
+    """With nodes that keep fewer copies, and with all ranks at once."""
+    network = candidate.shape.network
+    if network is None or not network.levels:
+        return
+    fewer = [replace(network, copy_share=share) for share in COPY_SHARES if share < network.copy_share]
+    for other in (*fewer, replace(network, levels=False)):
+        case = replace(candidate.case, shape=replace(candidate.shape, network=other))
+        choice = replace(candidate.choice, copy_share=copy_share(other))
+        yield _in_pairs(replace(candidate, choice=choice, case=case))
 
 
 def _rounded(placement: Placement, num_micro_batches: int) -> Placement:

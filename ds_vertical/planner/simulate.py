@@ -22,7 +22,7 @@ issued ahead of it (`STEP.d0`) the values only: what is written is needed by the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -323,8 +323,7 @@ class _Simulation:
         if machine.one_memory and "compute" in factors and "adam" in factors:
             factors["compute"] /= 1 + machine.adam_share
             factors["adam"] /= 1 + machine.adam_share
-        transfers = (task.stage for task in active if task.stage.lane in ("ssd_read", "ssd_write"))
-        left = 1 - machine.ssd_load(sum(factors[stage.lane] * stage.num_bytes / stage.seconds for stage in transfers))
+        left = 1 - machine.load(*_moved_per_s(active, factors))
         return [factors[lane] * (left if lane in ("compute", "adam") else 1.0) for lane in lanes]
 
     def _complete(self, task: _Task) -> None:
@@ -340,3 +339,10 @@ class _Simulation:
         self.tasks_left[index] -= 1
         if self.tasks_left[index] == 0:
             self._end(index)
+
+
+def _moved_per_s(active: Sequence[_Task], factors: Mapping[str, float]) -> tuple[float, float]:
+    """Bytes a second that move to and from the SSD, and that the ranks of a node receive."""
+    speeds = [(task.stage, factors[task.stage.lane] / task.stage.seconds) for task in active if task.stage.seconds]
+    ssd = sum(speed * stage.num_bytes for stage, speed in speeds if stage.lane in ("ssd_read", "ssd_write"))
+    return ssd, sum(speed * stage.received for stage, speed in speeds)

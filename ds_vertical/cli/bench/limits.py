@@ -25,6 +25,7 @@ from ds_vertical.cli.bench.host_bench import core_s_per_byte, core_share
 from ds_vertical.cli.bench.machine_info import accelerator, describe_machine, versions
 from ds_vertical.cli.bench.ssd_bench import median_s, transfer_s, tune_aio
 from ds_vertical.cli.common import JsonObject, first_line
+from ds_vertical.cli.links import command as links
 from ds_vertical.config.file import read_config
 from ds_vertical.engine.machine_cache import (
     at_once,
@@ -61,6 +62,8 @@ _PIECE, _PIECES = 1 << 20, 8  # elements: 16 MB of state and gradient each
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints a table, writes JSON. Returns 0; 2 for bad input; a limited child's status with --ssd-limit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--links" in arguments:
+        return links.main(arguments)
     options = _parser().parse_args(arguments)
     try:
         check_out(options.out)
@@ -107,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size-mb", type=int, default=256, help="MB per transfer (default 256)")
     parser.add_argument("--rounds", type=int, default=3, help="the median of so many counts, of a layer the mean (default 3)")
     parser.add_argument("--tune-aio", action="store_true", help="try aio settings first; plans write the fastest ones")
+    parser.add_argument("--links", action="store_true", help="links between ranks instead; see `limits --links --help`")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     parser.add_argument("--no-fio", action="store_true", help="do not measure with fio too")

@@ -24,8 +24,9 @@ from ds_vertical.planner import machine as profile
 from ds_vertical.planner import memory_budget
 from ds_vertical.planner.candidate import Candidate
 from ds_vertical.planner.closed_forms import horizontal_step, stock_placement
-from ds_vertical.planner.machine import Profile
+from ds_vertical.planner.machine import Profile, read_links
 from ds_vertical.planner.model_shape import Division, ModelSpec, Seconds, estimated, shape_of, without_frozen
+from ds_vertical.planner.network import Network
 from ds_vertical.planner.search import Plan, PlanError, Task, choose
 from ds_vertical.types import ActivationPolicy, TensorKind, Tier, TierBytes, per_tier
 
@@ -77,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--speculation", action="store_true", help=speculation)
     stop = "stop: without clipping, early steps in place, with one generation of files (default: where two do not fit)"
     parser.add_argument("--on-nonfinite", choices=("skip", "stop"), help=stop)
-    parser.add_argument("--num-ranks", type=int, default=1, help="GPUs of the machine (default 1)")
+    parser.add_argument("--num-ranks", type=int, default=1, help="GPUs of a machine (default 1)")
+    parser.add_argument("--nodes", type=int, default=1, help="machines like this one (default 1)")
+    parser.add_argument("--links", type=Path, help="file of `ds-vertical limits --links --out`: what carries between ranks")
     names = ", ".join(profile.shipped())
     parser.add_argument("--machine", help=f"file of `ds-vertical limits --out`, or {names} (default: this one's limits)")
     paths = "folder on the SSD (default /tmp/ds_vertical); several: one on each SSD"
@@ -92,22 +95,26 @@ def _parser() -> argparse.ArgumentParser:
 def plan(options: argparse.Namespace) -> JsonObject:
     """The plan as JSON fields. Raises ConfigError, CostsError, PlanError."""
     _check(options)
-    whole = _profile(options)
+    whole = _linked(_profile(options), options)
+    ranks = options.nodes * options.num_ranks
+    levels = options.nodes > 1 and options.num_ranks > 1
+    network = Network(options.nodes, options.num_ranks, levels, reduces_twice=whole.machine.one_memory)
     machine = replace(whole, machine=whole.machine.shared(options.num_ranks))
     spec, fields = _spec(options)
     task = Task(
         spec,
         options.tokens_per_step,
         _seconds(options, machine, spec, fields),
-        options.num_ranks,
+        ranks,
         options.clip,
         options.micro_batch_size,
         options.speculation,
         None if options.on_nonfinite is None else options.on_nonfinite == "stop",
         flops_per_byte=machine.flops_per_byte(spec.dtype),
+        network=network,
     )
     if not any(task.counts()):
-        fitting = -(-options.tokens_per_step // (spec.sequence_length * options.num_ranks))
+        fitting = -(-options.tokens_per_step // (spec.sequence_length * ranks))
         has = f"a step of {options.tokens_per_step} tokens has {fitting} sequence(s) a rank"
         advice = f"write {fitting} or less, or more --tokens-per-step"
         raise ConfigError(f"--micro-batch-size {options.micro_batch_size}: {has}; {advice}")
@@ -128,7 +135,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--lora {options.lora}: peft is not installed, which makes the adapters: pip install peft")
     if options.lora is None and options.lora_targets is not None:
         raise ConfigError(f"--lora-targets {options.lora_targets}: write the adapters' rank beside it: --lora RANK")
-    for name in ("tokens_per_step", "sequence_length", "micro_batch_size", "num_ranks", "lora"):
+    for name in ("tokens_per_step", "sequence_length", "micro_batch_size", "num_ranks", "nodes", "lora"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: write 1 or more")
@@ -157,6 +164,18 @@ def _profile(options: argparse.Namespace) -> Profile:
         )
     disks = disks_of(paths)
     return Profile.from_dict("this machine", joint_report(reports, shares_by_rates(reports, disks), disks))
+
+
+def _linked(machine: Profile, options: argparse.Namespace) -> Profile:
+    """With the links of a file, where one is given. Raises CostsError where links are needed that nobody has measured."""
+    if options.links is not None:
+        machine = replace(machine, machine=replace(machine.machine, **read_links(options.links)))
+    if options.nodes > 1 and machine.machine.net_cross_bytes_per_s is None:
+        raise CostsError(
+            f"--nodes {options.nodes}: {machine.name} says nothing of the links between machines; measure them with"
+            " `ds-vertical limits --links --hostfile HOSTFILE --out links.json`, and write --links links.json"
+        )
+    return machine
 
 
 def _spec(options: argparse.Namespace) -> tuple[ModelSpec, JsonObject]:
@@ -240,7 +259,7 @@ def time_pieces(spec: ModelSpec, fields: JsonObject, size: int) -> Seconds:
 
 def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespace) -> JsonObject:
     chosen, spec, ranks = found.chosen, task.spec, options.num_ranks
-    tokens = chosen.choice.micro_batch_size * chosen.choice.num_micro_batches * spec.sequence_length * ranks
+    tokens = chosen.choice.micro_batch_size * chosen.choice.num_micro_batches * spec.sequence_length * task.num_ranks
     return {
         "model": {
             "name": spec.name,
@@ -260,6 +279,9 @@ def _report(found: Plan, task: Task, machine: Profile, options: argparse.Namespa
         "stock": _stock(task, machine, _limits(machine, options)),
         "others": [{"differs": what, "step_over_chosen": ratio} for what, ratio in found.differences()],
         "keep_reason": _keep_reason(found),
+        "nodes": options.nodes,
+        "ranks_per_node": options.num_ranks,
+        "into_node_bytes": chosen.into_node_bytes,
         "menu": _menu(chosen),
         "memory": [asdict(item) for item in chosen.items],
         "ssd_bytes": chosen.ssd_bytes,
@@ -300,12 +322,23 @@ def _kept_text(setting: JsonObject) -> str:
     return f'backward: activations.keep "{kept["policy"]}", {kept["cell_bytes"] / 1e6:.1f} MB a layer and micro-batch, {where}'
 
 
+def _nodes_lines(found: JsonObject) -> list[str]:
+    """How ranks on several nodes send each other weights and gradients."""
+    if found["nodes"] == 1:
+        return []
+    share, ranks = found["setting"]["copy_share"], found["ranks_per_node"]
+    how = "over all ranks at once"
+    if share is not None:
+        how = f"over the {ranks} ranks of a node, then over the nodes; copies of {share:.0%} of the layers wait in their memory"
+    return [f"{found['nodes']} nodes: collectives {how}; {found['into_node_bytes'] / 1e9:.2f} GB into a node a step"]
+
+
 def _stock(task: Task, machine: Profile, limits: TierBytes) -> JsonObject:
     """The least that a step of stock ZeRO-Infinity takes on as many tokens, with the micro-batches that suit it best of those
     whose layers fit into the device; its activations rest in host memory, those of one micro-batch at a time."""
     steps: list[tuple[float, int]] = []
     for size, count in task.counts():
-        shape = shape_of(task.spec, task.seconds(size), Division(size, num_shards=task.num_ranks))
+        shape = shape_of(task.spec, task.seconds(size), Division(size, num_shards=task.num_ranks, network=task.network))
         device = shape.working_bytes + 2 * max(shape.layer_elements) * shape.param_bytes
         room = limits[Tier.DEVICE]
         if steps and room is not None and device > room:
@@ -350,6 +383,7 @@ def plan_lines(found: JsonObject) -> list[str]:
         "busy: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["busy_s"].items()),
     ]
     shown += [_IN_PLACE] if setting["in_place"] else []
+    shown += _nodes_lines(found)
     shown += [f"instead: {other['differs']}: {other['step_over_chosen'] - 1:+.1%}" for other in found["others"]]
     read = sum(value for key, value in traffic.items() if key.endswith("_read"))
     written = sum(value for key, value in traffic.items() if key.endswith("_written"))

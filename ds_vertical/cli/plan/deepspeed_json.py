@@ -52,7 +52,7 @@ def write_config(candidate: Candidate, spec: ModelSpec, training: TrainingOption
         },
         "zero_optimization": zero,
         "aio": dict(training.aio),
-        SECTION: section(choice, candidate.machine.one_memory) | paths,
+        SECTION: section(choice, candidate.machine.one_memory) | paths | _levels(candidate),
     }
 
 
@@ -70,6 +70,15 @@ def section(choice: Choice, one_memory: bool) -> JsonObject:
         **({} if one_memory else {"outside_layers": "fetched"}),
         **({"on_nonfinite": "stop"} if choice.in_place else {}),
     }
+
+
+def _levels(candidate: Candidate) -> JsonObject:
+    """Two levels of collectives, as keys of the section alone. DeepSpeed's own keys would be the stock arm's as well, which
+    refuses them with parameters on SSD."""
+    network, share = candidate.shape.network, candidate.choice.copy_share
+    if network is None or share is None:
+        return {}
+    return {"levels": {"ranks_per_node": network.ranks_per_node, "copy_share": share}}
 
 
 def _activations(choice: Choice) -> JsonObject:

@@ -1,0 +1,54 @@
+"""`ds-vertical limits --links`: what the links between ranks carry, measured under the launcher."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from two_hosts import TwoHosts, launch
+
+from ds_vertical.cli.main import main
+
+
+def test_ranks_of_one_host_have_links_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "links.json"
+    assert main(["limits", "--links", "--num-ranks", "2", "--size-mb", "8", "--rounds", "3", "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    links = report["links"]
+    assert (len(report["hosts"]), report["ranks_per_host"], report["device"]) == (1, 2, "cpu")
+    assert set(links) == {"local_bytes_per_s", "local_latency_s", "core_s_per_byte"}  # there is no other host
+    assert 1e7 < links["local_bytes_per_s"] < 1e11 and 0 < links["local_latency_s"] < 1
+    assert 1e-11 < links["core_s_per_byte"] < 1e-7
+    shown = capfd.readouterr().out
+    assert "into a rank, from its host's others" in shown and "into a host" not in shown and f"written: {out}" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.two_hosts
+def test_the_link_between_two_hosts_has_the_rate_of_the_interface(tmp_path: Path) -> None:
+    with TwoHosts(tmp_path, "500mbit") as hosts:
+        launch.write_settings(hosts, 2)
+        words = ["limits", "--links", "--hostfile", launch.HOSTFILE, "--size-mb", "16", "--json"]
+        command = [sys.executable, "-m", "ds_vertical.cli.main", *words]
+        run = subprocess.run(command, cwd=hosts.shared, env=launch.environment(hosts), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    assert (report["hosts"], report["ranks_per_host"]) == (["nodeA", "nodeB"], 2)
+    assert 0.7 * 500e6 / 8 < report["links"]["cross_bytes_per_s"] < 1.02 * 500e6 / 8  # this machine may be busy
+    assert report["links"]["local_bytes_per_s"] > report["links"]["cross_bytes_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--num-ranks", "0"], "--num-ranks 0: write 1 or more"),
+        (["--num-ranks", "2", "--size-mb", "0"], "--size-mb 0: write 1 or more"),
+        (["--hostfile", "absent"], "--hostfile absent: no such file; write one with a line `HOST slots=N` for each host"),
+    ],
+)
+def test_bad_input_is_refused_before_a_launch(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["limits", "--links", *words]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,163 @@
+"""What collectives take of the links between ranks: volumes by hand, in costs, in the program, in plans."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_vertical.cli import main
+from ds_vertical.config.section import load_section
+from ds_vertical.errors import CostsError
+from ds_vertical.planner import linear_program, memory_budget
+from ds_vertical.planner.costs import event_costs
+from ds_vertical.planner.linear_program import LpProblem
+from ds_vertical.planner.machine import Machine, read_links
+from ds_vertical.planner.model_shape import ModelShape
+from ds_vertical.planner.network import Network, seconds_of
+from ds_vertical.planner.simulate import SimulationSettings, simulate
+from ds_vertical.schedule.passes import TrainingStep, build_training
+from ds_vertical.types import Tier
+
+MACHINE = Machine(
+    ssd_read_bytes_per_s=1e6,
+    ssd_write_bytes_per_s=1e6,
+    adam_elements_per_s=1e6,
+    host_cores=2,
+    one_memory=True,
+    net_local_bytes_per_s=4000.0,
+    net_cross_bytes_per_s=1000.0,
+)
+FLAT = Network(2, 2, reduces_twice=True)
+LEVELS = replace(FLAT, levels=True)
+SHAPE = ModelShape(0, (1000,) * 6, 0.001, 0.002, 4, num_shards=4, network=FLAT)
+LINKS = {"local_bytes_per_s": 5e9, "local_latency_s": 1e-5, "cross_bytes_per_s": 1e9, "cross_latency_s": 2e-5}
+
+
+def training(network: Network, num_micro_batches: int = 2) -> Any:
+    share = network.copy_share if network.levels else None
+    return build_training(TrainingStep(6, num_micro_batches, reduces_beside=True, copy_share=share))
+
+
+def moved(network: Network, num_micro_batches: int = 2) -> dict[str, float]:
+    """Bytes on each lane in a step."""
+    found: dict[str, float] = {}
+    for cost in event_costs(training(network, num_micro_batches).events, MACHINE, replace(SHAPE, network=network)):
+        for stage in (stage for job in cost for stage in job):
+            found[stage.lane] = found.get(stage.lane, 0.0) + stage.num_bytes
+    return found
+
+
+def step_s(network: Network, machine: Machine = MACHINE) -> float:
+    settings = SimulationSettings(3)
+    return simulate(training(network), machine, replace(SHAPE, network=network), settings).step_s
+
+
+def test_a_step_moves_what_the_table_says_whatever_m_is() -> None:
+    weights, again, gradients = 6 * 2000, 4 * 2000, 6 * 4000  # the last two layers stay from forward to backward
+    for count in (2, 16):
+        flat, levels = moved(FLAT, count), moved(LEVELS, count)
+        assert flat["net_cross"] == pytest.approx(3 / 4 * (weights + again) + 2 * 3 / 4 * gradients)
+        assert "net_local" not in flat
+        assert levels["net_cross"] == pytest.approx(1 / 2 * weights + 1 / 2 * gradients)
+        assert levels["net_local"] == pytest.approx(1 / 2 * (weights + again + gradients))
+        none = moved(replace(LEVELS, copy_share=0.0), count)
+        assert none["net_cross"] == pytest.approx(levels["net_cross"] + again / 2)
+
+
+def test_what_a_node_keeps_is_not_read_again() -> None:
+    read, again = 6 * 500, 4 * 500  # bytes of this rank's shards
+    assert moved(FLAT)["ssd_read"] - moved(LEVELS)["ssd_read"] == pytest.approx(again)
+    half = moved(replace(LEVELS, copy_share=0.5))
+    assert half["ssd_read"] - moved(LEVELS)["ssd_read"] == pytest.approx(again / 2)
+    assert moved(LEVELS)["ssd_read"] >= read
+
+
+def test_fewer_bits_cross() -> None:
+    bits = replace(LEVELS, weight_bytes=1 + 4 / 256, gradient_bytes=(None, 0.5 + 4 / 256))
+    found, exact = moved(bits), moved(LEVELS)
+    assert found["net_cross"] == pytest.approx(6000 / 2 * (1 + 4 / 256) + 6000 / 2 * (0.5 + 4 / 256))
+    assert exact["net_cross"] / found["net_cross"] > 3.7
+
+
+def test_one_node_and_one_rank() -> None:
+    assert [hop.lane for hop in Network(1, 4).gather(1000, 2)] == ["net_local"]
+    assert Network().gather(1000, 2) == () and Network().reduce(1000, 4) == ()
+    assert seconds_of(FLAT.gather(1000, 2)[0], replace(MACHINE, net_cross_bytes_per_s=None)) == 0.0
+    assert seconds_of(FLAT.gather(1000, 2)[0], replace(MACHINE, net_cross_latency_s=0.5)) == pytest.approx(0.5 + 1.5)
+    with pytest.raises(CostsError, match="num_nodes: got 0"):
+        Network(0, 2)
+
+
+def test_a_step_is_as_long_as_its_link_is_busy() -> None:
+    assert step_s(FLAT) == pytest.approx(moved(FLAT)["net_cross"] / 1000, rel=0.1)
+    assert step_s(FLAT) / step_s(LEVELS) > 2
+    assert step_s(replace(LEVELS, copy_share=0.0)) > 1.1 * step_s(LEVELS)
+    unlimited = replace(MACHINE, net_local_bytes_per_s=None, net_cross_bytes_per_s=None)
+    assert step_s(FLAT, unlimited) < 0.05 * step_s(FLAT)
+
+
+def test_bytes_that_ranks_receive_take_cores_from_the_computation() -> None:
+    fast = replace(MACHINE, net_local_bytes_per_s=1e9, net_cross_bytes_per_s=2e6)
+    busy = replace(fast, net_core_s_per_byte=0.8e-6)  # at 2 MB/s and two ranks 3.2 cores: as many as there are
+    assert step_s(FLAT, busy) > 1.15 * step_s(FLAT, fast)
+
+
+def test_the_program_knows_the_links() -> None:
+    terms = memory_budget.BudgetTerms(2, one_memory=True)
+    limits = {Tier.DEVICE: None, Tier.HOST: 1e9, Tier.SSD: 1e9}
+    found = {}
+    for name, network in (("flat", FLAT), ("levels", LEVELS)):
+        solution = linear_program.solve(LpProblem(replace(SHAPE, network=network), MACHINE, terms, limits, 0.0, True))
+        assert solution is not None and solution.binding[0].startswith("links between nodes")
+        found[name] = solution.seconds
+    assert found["flat"] == pytest.approx(moved(FLAT)["net_cross"] / 1000, rel=0.05)
+    assert found["levels"] == pytest.approx(moved(LEVELS)["net_cross"] / 1000, rel=0.05)
+
+
+def test_copies_take_host_memory() -> None:
+    terms = memory_budget.BudgetTerms(2, one_memory=True)
+    items = {item.what: item.num_bytes for item in memory_budget.budget(replace(SHAPE, network=LEVELS), terms)}
+    assert items["copies of the weights"] == 6 * 2000 // 2
+    half = replace(SHAPE, network=replace(LEVELS, copy_share=0.5))
+    assert {i.what: i.num_bytes for i in memory_budget.budget(half, terms)}["copies of the weights"] == 6 * 2000 // 4
+
+
+# ---- the command
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
+    fixed = ("plan", "--model", "gpt_101m", "--tokens-per-step", "65536", "--machine", "a100_server", "--json")
+    status = main.main([*fixed, *words])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if status == 0 else {}, err
+
+
+def test_several_nodes_need_links_and_the_plan_has_levels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = plan(capsys, "--nodes", "2", "--num-ranks", "4")
+    assert status == 2 and "--nodes 2: a100_server says nothing of the links between machines" in err
+    links = tmp_path / "links.json"
+    links.write_text(json.dumps({"links": {**LINKS, "cross_bytes_per_s": 1e7}}))
+    status, found, err = plan(capsys, "--nodes", "2", "--num-ranks", "4", "--links", str(links))
+    assert status == 0, err
+    assert found["resource"] == "net_cross" and found["tokens_per_step"] == 65536
+    # all weights and fp32 gradients cross once, half of them into each node
+    assert found["into_node_bytes"] == pytest.approx(found["model"]["elements"] * (2 + 4) / 2, rel=0.02)
+    assert found["step_s"] == pytest.approx(found["into_node_bytes"] / 1e7, rel=0.15)
+    levels = load_section(found["config"]).levels
+    assert (levels.ranks_per_node, levels.copy_share) == (4, 1.0)
+    assert found["stock"]["step_s"] > found["step_s"]
+    assert any(item["what"] == "copies of the weights" for item in found["memory"])
+
+
+def test_links_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    broken = tmp_path / "links.json"
+    for text in ("", "[]", '{"links": 3}', '{"links": {"cross_bytes_per_s": "fast"}}'):
+        broken.write_text(text)
+        with pytest.raises(CostsError, match="write the path of a file of `ds-vertical limits --links --out`"):
+            read_links(broken)
+    broken.write_text(json.dumps({"links": LINKS}))
+    assert read_links(broken) == {f"net_{name}": value for name, value in LINKS.items()}
