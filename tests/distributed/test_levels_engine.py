@@ -17,6 +17,9 @@ import torch
 from harness import differing, largest_relative
 from processes import free_port, start_ranks
 
+from ds_vertical.cli.report.timeline import kind_of
+from ds_vertical.schedule.trace import read_trace
+
 TOLERANCE = 1e-6  # fp32, relative per tensor: sums in another order
 pytestmark = pytest.mark.timeout(1000)  # processes of one core each, which other work may share
 
@@ -63,8 +66,10 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleran
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    runs = [{"name": "flat"}, {"name": "copies", "levels": {}}, {"name": "no copies", "levels": {"copy_share": 0.0}}]
-    return run_jobs(tmp_path_factory.mktemp("levels"), runs)
+    folder = tmp_path_factory.mktemp("levels")
+    runs: list[dict[str, Any]] = [{"name": "flat"}, {"name": "no copies", "levels": {"copy_share": 0.0}}]
+    runs.append({"name": "copies", "levels": {}, "section": {"trace": str(folder / "trace")}})
+    return run_jobs(folder, runs)
 
 
 def test_weights_and_gradients_are_those_of_one_level(trained: list[Found]) -> None:
@@ -90,6 +95,20 @@ def test_a_copy_changes_no_bit(trained: list[Found]) -> None:
 def test_a_unit_crosses_the_link_once_where_its_copy_is_kept(trained: list[Found]) -> None:
     spreads = {name: trained[0][name]["schedule"].count("0SPREAD") for name in ("flat", "copies", "no copies")}
     assert spreads == {"flat": 0, "copies": 1, "no copies": 2}
+
+
+def test_a_trace_has_the_hops_and_their_bytes(trained: list[Found]) -> None:
+    """Two nodes: of a unit each rank receives its own number of bytes once, and of its gradients, too."""
+    rank = trained[3]
+    step = read_trace(rank.folder / "trace" / "rank3.jsonl")[-1]
+    hops = [span for span in step.spans if span.resource.startswith("net_")]
+    names = {(span.resource, span.name) for span in hops}
+    assert {("net_cross", "0SPREAD"), ("net_cross", "0CROSS"), ("net_local", "0FETCH"), ("net_local", "0REDUCE")} <= names
+    assert ("net_cross", "0FETCH") not in names, "its copy is there"
+    assert {kind_of(span) for span in hops} == {"SPREAD", "SPREAD local", "FETCH local", "REDUCE local", "CROSS"}
+    chunk_bytes = 4 * sum(-(-weight.numel() // 4) for weight in rank["copies"]["weights"].values())
+    assert sum(span.bytes for span in hops if span.resource == "net_cross") == 2 * chunk_bytes
+    assert all(span.end >= span.start >= span.issue for span in hops)
 
 
 # what is varied beside levels; each with a flat run of its own
