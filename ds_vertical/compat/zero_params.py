@@ -73,6 +73,11 @@ def is_persistent(param: ZeroParam) -> bool:
     return bool(param.ds_persist) and not is_on_ssd(param)
 
 
+def has_second_partition(param: ZeroParam) -> bool:
+    """Whether zero.Init was told of hpZ, with which it also partitions the parameter over a node alone."""
+    return is_zero_param(param) and param.ds_zero_param_process_group is not None
+
+
 def shard_tier(param: ZeroParam) -> Tier:
     """Where the shard rests between uses."""
     if is_on_ssd(param):

@@ -159,6 +159,12 @@ def refuse_parameters(model: nn.Module, config: DeepSpeedJson) -> None:
             " torch.set_default_dtype(torch.float32) before ds_vertical.initialize"
         )
     for name, param in model.named_parameters():
+        if zero_params.has_second_partition(param):
+            raise ConfigError(
+                f"model parameter {name}: zero.Init has partitioned it for zero_optimization.zero_hpz_partition_size; build the"
+                " model under deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config)), which leaves that to the"
+                " schedule"
+            )
         if param.dtype is torch.float64:
             raise ConfigError(
                 f"model parameter {name}: got torch.float64, which CPU Adam does not step; call model.float(), or build the"
