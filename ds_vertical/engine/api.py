@@ -27,7 +27,7 @@ from ds_vertical.distributed import ranks
 from ds_vertical.distributed.unit_levels import refuse_levels
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.assembly import HostBudget
-from ds_vertical.engine.autotune import choose_gradient_tier, choose_timing, refuse_fetched_compiled
+from ds_vertical.engine.autotune import choose_copy_share, choose_gradient_tier, choose_timing, refuse_fetched_compiled
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
@@ -281,6 +281,7 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
+    resolved = choose_copy_share(resolved, forecast_of, room)
     resolved = choose_gradient_tier(section, resolved, forecast_of, room)
     own = machine_cache.training_report(run_folder(config), several_paths(config)[1:])
     report = machine_cache.slowest_report(ranks.all_gathered(own))
