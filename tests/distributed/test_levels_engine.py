@@ -175,7 +175,9 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "int4 gradients": {"levels": {}, "zero": {"zero_quantized_gradients": True}},
     "int8 and int4": {"levels": {"gradient_bits": [8, 4], "copy_share": 0.5}, "zero": level_training_worker.QUANTIZED},
 }
-ROUNDED = {"bf16 gradients": 2**-8, "int8 weights": 0.03, "int4 gradients": 0.2, "int8 and int4": 0.2}  # of a gradient's norm
+# Of a gradient's norm. A block of normal numbers loses 12.6 % to INT4; one with a few large numbers among them loses more. What
+# an element may lose is tested in test_quantize.py.
+ROUNDED = {"bf16 gradients": 2**-8, "int8 weights": 0.03, "int4 gradients": 0.25, "int8 and int4": 0.25}
 
 
 @pytest.fixture(scope="module")
