@@ -135,7 +135,8 @@ def test_whatever_else_is_set_weights_and_gradients_are_those_of_one_level(matri
     for rank in matrix:
         flat, *found = (rank[f"{name}, {each}"] for each in ("flat", *shares_of(name)))
         crossing = [each["schedule"].count("SPREAD") for each in found]
-        assert crossing == sorted(set(crossing), reverse=True), "each share is another schedule"
+        assert crossing == sorted(crossing, reverse=True)
+        assert name != "nothing ahead" or len(set(crossing)) == 3, "each share is another schedule"
         for each in found:
             assert each["losses"][0] == flat["losses"][0]
             assert each["norms"] == pytest.approx(flat["norms"], rel=TOLERANCE)
