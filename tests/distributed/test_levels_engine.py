@@ -173,9 +173,9 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "int4 gradients": {"levels": {}, "zero": {"zero_quantized_gradients": True}},
     "int8 and int4": {"levels": {"gradient_bits": [8, 4], "copy_share": 0.5}, "zero": level_training_worker.QUANTIZED},
 }
-# Of a gradient's norm. A block of normal numbers loses 12.6 % to INT4; one with a few large numbers among them loses more. What
-# an element may lose is tested in test_quantize.py.
-ROUNDED = {"bf16 gradients": 2**-8, "int8 weights": 0.03, "int4 gradients": 0.25, "int8 and int4": 0.25}
+# Of a matrix's norm, whose many blocks are like blocks of normal numbers: these lose 12.6 % to INT4. A single block with a few
+# large numbers loses more. What an element may lose is tested in test_quantize.py.
+ROUNDED = {"bf16 gradients": 2**-8, "int8 weights": 0.03, "int4 gradients": 0.2, "int8 and int4": 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,8 @@ def test_what_is_rounded_on_its_way_is_near_to_what_is_not(quantized: list[Found
     for rank in quantized:
         flat, found = rank["flat"], rank[name]
         assert found["losses"] == pytest.approx(flat["losses"], rel=0.01)
-        gaps = largest_relative(flat["grads"][0], found["grads"][0])
+        matrices = [name for name, weight in flat["weights"].items() if weight.ndim == 2]
+        gaps = largest_relative(*({name: run["grads"][0][name] for name in matrices} for run in (flat, found)))
         assert max(gaps.values()) < ROUNDED[name], gaps
         assert ("int8" in name) == (found["losses"][0] != flat["losses"][0]), "gradients alone leave the first forward exact"
 
