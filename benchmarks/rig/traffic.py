@@ -52,14 +52,15 @@ def _sent_bytes(params: Sequence[Any], element_bytes: int, bits: int | None, blo
 
 
 def stock_bytes(engine: Any) -> dict[str, int]:
-    """As `scheduled_bytes`, of a stock engine: each micro-batch gathers twice what does not stay on the device, with hpZ once
-    over all ranks, and reduces all gradients in the dtype in which stock communicates them."""
+    """As `scheduled_bytes`, of a stock engine: each micro-batch gathers twice what does not stay on the device, and reduces all
+    gradients in the dtype in which stock communicates them. With hpZ a step gathers it once over all ranks: the node's copy
+    then holds until the optimizer's step."""
     sizes = [(param, param.ds_tensor.ds_numel * engine.world_size) for param in engine.module.parameters()]
     gathered = sum(numel * param.element_size() for param, numel in sizes if not param.ds_persist)
     reduced = sum(numel * engine.communication_data_type.itemsize for param, numel in sizes if param.requires_grad)
     hpz = engine.zero_hpz_partition_size() > 1
     count = engine.gradient_accumulation_steps()
-    return {"gathered": count * (1 if hpz else 2) * gathered, "reduced": count * reduced, "spread": 0, "crossed": 0}
+    return {"gathered": (1 if hpz else 2 * count) * gathered, "reduced": count * reduced, "spread": 0, "crossed": 0}
 
 
 def inbound(scheduled: dict[str, int], world_size: int, num_hosts: int) -> float:

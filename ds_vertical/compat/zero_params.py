@@ -73,6 +73,11 @@ def is_persistent(param: ZeroParam) -> bool:
     return bool(param.ds_persist) and not is_on_ssd(param)
 
 
+def has_second_partition(param: ZeroParam) -> bool:
+    """Whether zero.Init was told of hpZ, with which it also partitions the parameter over a node alone."""
+    return is_zero_param(param) and param.ds_zero_param_process_group is not None
+
+
 def shard_tier(param: ZeroParam) -> Tier:
     """Where the shard rests between uses."""
     if is_on_ssd(param):
@@ -223,8 +228,8 @@ def gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None) -> li
 
 
 def shard_dtype(param: ZeroParam) -> torch.dtype:
-    """The dtype of the parameter's shards."""
-    return param.ds_tensor.dtype
+    """The dtype of the parameter's shards. Away from memory DeepSpeed has another tensor in their place."""
+    return param.dtype if is_on_ssd(param) else param.ds_tensor.dtype
 
 
 def expect(params: Iterable[ZeroParam]) -> None:
@@ -242,7 +247,7 @@ def fill(arrived: Iterable[tuple[ZeroParam, torch.Tensor]]) -> None:
         param.ds_status = ZeroParamStatus.AVAILABLE
 
 
-def forget(params: Iterable[ZeroParam]) -> None:
+def expect_no_more(params: Iterable[ZeroParam]) -> None:
     """Nothing of these parameters is on its way any more: another rank is gone."""
     for param in params:
         if param.ds_status == ZeroParamStatus.INFLIGHT:
@@ -259,7 +264,7 @@ def start_gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None)
             if handle is not None:
                 handle.wait()
         except BaseException:
-            forget(params)
+            expect_no_more(params)
             raise
 
     try:
@@ -267,7 +272,7 @@ def start_gather(params: Sequence[ZeroParam], group: ProcessGroup | None = None)
             param.ds_process_group = group
         handle = params[0].all_gather_coalesced(params) if params else None
     except BaseException:
-        forget(params)
+        expect_no_more(params)
         raise
     finally:
         for param, own in zip(params, groups, strict=True):

@@ -7,8 +7,9 @@ zero.Init must make plain partitions, so `prepare` moves them into the section.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
+from ds_vertical.config.file import DeepSpeedJson
 from ds_vertical.config.section import SECTION, Levels, show
 from ds_vertical.errors import ConfigError
 from ds_vertical.types import OFFLOAD_DEVICES, Tier
@@ -25,7 +26,7 @@ _MOVED: Final[Mapping[str, tuple[str, object]]] = {
 _WORDS: Final = {"true": True, "false": False, "1": True, "0": False}  # a flag as DeepSpeed reads it, written as a string
 
 
-def move_levels(config: Mapping[str, Any]) -> dict[str, Any]:
+def move_levels(config: Mapping[str, object]) -> DeepSpeedJson:
     """A shallow copy of a whole configuration, with the section on top, in which the section says what DeepSpeed's keys of
     ZeRO++ have said, and these are gone. Raises ConfigError where both say something, and not the same."""
     zero, section = config.get(_ZERO), config.get(SECTION)
@@ -78,7 +79,7 @@ def levels_faults(levels: Levels) -> list[str]:
     return faults
 
 
-def stock_levels_faults(config: Mapping[str, Any]) -> list[str]:
+def stock_levels_faults(config: Mapping[str, object]) -> list[str]:
     """What the stock arm would fail on with words of its own: hpZ puts its second copy where parameters rest, and that must be
     memory."""
     zero = config.get(_ZERO)

@@ -78,7 +78,8 @@ class Levels(BaseModel):
     gradients: Literal["fp32", "bf16"] | None = None
     """The dtype in which gradients travel. Null: "fp32"."""
     copy_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Of the units that are fetched again in the backward, the share whose copy a node keeps in host memory. Null: 1."""
+    """Of the units that are fetched again in the backward, the share whose copy a node keeps in host memory. Null: as
+    much as it has room for."""
     copy_on_device: bool = False
     """Keep the copy on the device instead. Not there yet: true is refused."""
     gradient_bits: Annotated[tuple[Literal[4, 8] | None, Literal[4, 8] | None], BeforeValidator(_list_to_tuple)] = (None, 4)

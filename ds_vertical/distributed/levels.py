@@ -37,6 +37,7 @@ from ds_vertical.compat import accelerator
 from ds_vertical.distributed import ranks
 from ds_vertical.distributed.quantize import Quantizer
 from ds_vertical.distributed.topology import Level, Topology
+from ds_vertical.schedule.trace import Tracer, now
 
 T = TypeVar("T")
 
@@ -45,15 +46,27 @@ _PIECE_NUMEL: Final = 1 << 17  # of a sum: what is added in fp32 at a time
 # under its name in torch 2.13, or in those before
 _ALL_GATHER: Final = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 
+_RESOURCES: Final = {Level.PAIR: "net_local", Level.NODE: "net_local", Level.WORLD: "net_cross"}  # of traces
+
+
+class _Received(threading.local):
+    """Of a lane's last hop."""
+
+    num_bytes = 0
+
+
+_received = _Received()
+
 # A hop takes its argument out of a list, so that nobody else keeps the memory, and returns the next hop's.
 _Hop = Callable[[list[torch.Tensor]], torch.Tensor]
 _Hops = Sequence[tuple[Level, _Hop]]
 
 
 class Issued(Generic[T]):
-    """A collective that this rank has issued. `form`: from what its last hop gives to the result."""
+    """A collective that this rank has issued. `form`: from what its last hop gives to the result. `what`: for traces."""
 
-    def __init__(self, form: Callable[[torch.Tensor], T]) -> None:
+    def __init__(self, form: Callable[[torch.Tensor], T], what: str = "") -> None:
+        self.what = what
         self._form = form
         self._over = threading.Event()
         self._result: list[T] = []
@@ -96,38 +109,43 @@ class LevelCollectives:
         order = topology.order
         self._by_rank = sorted(range(len(order)), key=order.__getitem__)
 
-    def spread(self, share: torch.Tensor, quantizer: Quantizer | None = None) -> Issued[torch.Tensor]:
+    def trace(self, tracer: Tracer) -> None:
+        """Note each hop from now on, under the name `what` of its collective: a hop within a node as work of "net_local",
+        another one as work of "net_cross"."""
+        self._weights.tracer = self._gradients.tracer = tracer
+
+    def spread(self, share: torch.Tensor, quantizer: Quantizer | None = None, what: str = "") -> Issued[torch.Tensor]:
         """From this rank's own chunk (S elements) to its copy: the chunks of `topology.copy_order(rank)`, (W/w, S).
 
         With a quantizer each chunk is rounded once, by its owner, whose copy has the rounded values, too. The padding must be
         finite then, see `clear_padding`. The hop across nodes comes first.
         """
         hops = self._weights.hops((Level.WORLD, Level.NODE), _all_gathered)
-        return self._weights.issue(share.view(1, -1), _in_bytes(hops, quantizer), lambda copy: copy)
+        return self._weights.issue(share.view(1, -1), _in_bytes(hops, quantizer), lambda copy: copy, what)
 
     def gather(
-        self, copy: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None
+        self, copy: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None, what: str = ""
     ) -> Issued[list[torch.Tensor]]:
         """From the copies of a pair to the whole unit: the chunks of all W ranks, in the order of the ranks (views of one flat
         tensor). `copy`: what `spread` gives, over or not. With a quantizer each chunk is rounded, whether it was before or
         not, in the same way on all ranks."""
         hops = _in_bytes(self._weights.hops((Level.PAIR,), _all_gathered), quantizer)
-        return self._weights.issue(copy, hops, lambda chunks: [chunks[place] for place in self._by_rank])
+        return self._weights.issue(copy, hops, lambda chunks: [chunks[place] for place in self._by_rank], what)
 
-    def reduce(self, rows: torch.Tensor, quantizer: Quantizer | None = None) -> Issued[torch.Tensor]:
+    def reduce(self, rows: torch.Tensor, quantizer: Quantizer | None = None, what: str = "") -> Issued[torch.Tensor]:
         """From this rank's terms of all chunks, (W, S), to the sums over its node of the chunks of
         `topology.node_share_order(rank)`, (W/g, S). `rows`: ordered by `topology.order`, see `cut_into_chunks`. Hops: pair,
         then node. With a quantizer the terms of each hop are rounded."""
         hops = self._gradients.hops((Level.PAIR, Level.NODE), functools.partial(_scattered_sums, quantizer))
-        return self._gradients.issue(rows, hops, lambda sums: sums)
+        return self._gradients.issue(rows, hops, lambda sums: sums, what)
 
     def cross(
-        self, node_share: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None
+        self, node_share: torch.Tensor | Issued[torch.Tensor], quantizer: Quantizer | None = None, what: str = ""
     ) -> Issued[torch.Tensor]:
         """From the sums over each node to the sums over all ranks of this rank's own chunk (S elements). `node_share`: what
         `reduce` gives, over or not."""
         hops = self._gradients.hops((Level.WORLD,), functools.partial(_scattered_sums, quantizer))
-        return self._gradients.issue(node_share, hops, lambda sums: sums.view(-1))
+        return self._gradients.issue(node_share, hops, lambda sums: sums.view(-1), what)
 
     def mesh(self) -> DeviceMesh:
         """The process groups of the weights as torch's mesh, outermost first: "world", "node", "pair", those of more than one
@@ -179,6 +197,7 @@ class _Direction:
         self.groups = {level: ranks.own_subgroup(f"{name} {level.value}", topology.hop(level, rank)) for level in Level}
         threaded = accelerator.device_name() == "cpu"
         self._lanes = {level: _Lane(f"ds_vertical {name} {level.value}", threaded) for level in Level}
+        self.tracer = Tracer()
         self._error: BaseException | None = None
 
     def hops(self, levels: Sequence[Level], hop: Callable[[ProcessGroup, list[torch.Tensor]], torch.Tensor]) -> _Hops:
@@ -186,9 +205,11 @@ class _Direction:
         groups = [(level, group) for level in levels if (group := self.groups[level]) is not None]
         return [(level, functools.partial(hop, group)) for level, group in groups] or [(levels[0], list.pop)]
 
-    def issue(self, given: torch.Tensor | Issued[torch.Tensor], hops: _Hops, form: Callable[[torch.Tensor], T]) -> Issued[T]:
+    def issue(
+        self, given: torch.Tensor | Issued[torch.Tensor], hops: _Hops, form: Callable[[torch.Tensor], T], what: str
+    ) -> Issued[T]:
         """Send what is given through the hops."""
-        issued = Issued(form)
+        issued = Issued(form, what)
         self._enter(issued, given.wait if isinstance(given, Issued) else [given].pop, hops)
         return issued
 
@@ -200,8 +221,12 @@ class _Direction:
             try:
                 if self._error is not None:
                     raise self._error
+                held = [take()]
+                start = now()
                 with torch.no_grad():  # a thread has a mode of its own
-                    moved = hop([take()])
+                    moved = hop(held)
+                if hop is not list.pop:
+                    self.tracer.span(_RESOURCES[level], issued.what, start, now(), _received.num_bytes)
                 if rest:
                     self._enter(issued, [moved].pop, rest)
                 else:
@@ -224,6 +249,7 @@ def _all_gathered(group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor
     """The rows of all ranks of the group, in the order of the ranks."""
     rows = held.pop()
     found = rows.new_empty(group.size() * len(rows), rows.shape[1])
+    _received.num_bytes = found.nbytes - rows.nbytes
     _ALL_GATHER(found.view(torch.uint8), rows.view(torch.uint8), group=group)
     return found
 
@@ -231,6 +257,7 @@ def _all_gathered(group: ProcessGroup, held: list[torch.Tensor]) -> torch.Tensor
 def _exchanged(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Of the rows, the n-th part goes to the n-th rank of the group, and the n-th part of the result comes from there."""
     found = torch.empty_like(rows)
+    _received.num_bytes = rows.nbytes - rows.nbytes // group.size()
     torch.distributed.all_to_all_single(found.view(torch.uint8), rows.view(torch.uint8), group=group)
     return found
 

@@ -20,6 +20,7 @@ from ds_vertical.distributed.topology import Topology, topology_of
 from ds_vertical.errors import ConfigError
 from ds_vertical.io.runs.this_host import host_id
 from ds_vertical.schedule.levels import Arrival
+from ds_vertical.schedule.trace import Tracer
 from ds_vertical.types import LevelSettings, RunSettings, Unit
 
 _WEIGHT_BITS = 8
@@ -47,7 +48,7 @@ def topology_for(settings: LevelSettings) -> Topology:
     return topology_of([str(rank // size) for rank in range(len(hosts))], pair=size, node=size)
 
 
-def check_levels(settings: RunSettings) -> None:
+def refuse_levels(settings: RunSettings) -> None:
     """Raise ConfigError, on all ranks alike, where the section asks for levels that the ranks or the device do not have.
     Collective where it asks for any."""
     if not (settings.enabled and settings.levels.are_on):
@@ -84,10 +85,12 @@ class _Copy:
 
 
 class UnitLevels:
-    """Gathers units, and keeps this rank's parts of the node's copies. `topology`: of the ranks."""
+    """Gathers units, and keeps this rank's parts of the node's copies. `topology`: of the ranks. `tracer`: takes all hops,
+    those of reductions, too."""
 
-    def __init__(self, settings: LevelSettings) -> None:
+    def __init__(self, settings: LevelSettings, tracer: Tracer) -> None:
         self.topology, self._collectives = _open(settings)
+        self._collectives.trace(tracer)
         self._settings = settings
         self._copies: dict[Unit, _Copy] = {}
 
@@ -112,12 +115,13 @@ class UnitLevels:
         """Start to assemble full parameters, out of the shards in memory or out of the node's copy. Returns those that will be
         full, and what waits for that. `version`: of the unit's files."""
         if arrival.spreads:
-            groups = _by_dtype(params)
-            parts = [self._collectives.spread(_own_chunk(group), self._quantizer(group)) for group in groups]
+            groups, what = _by_dtype(params), f"{unit}SPREAD"
+            parts = [self._collectives.spread(_own_chunk(group), self._quantizer(group), what) for group in groups]
             copy = _Copy(groups, parts, version)
         else:
-            copy = self._copies[unit]
-        under_way = [(group, self._collectives.gather(part)) for group, part in zip(copy.groups, copy.parts, strict=True)]
+            copy, what = self._copies[unit], f"{unit}FETCH"
+        pairs = zip(copy.groups, copy.parts, strict=True)
+        under_way = [(group, self._collectives.gather(part, what=what)) for group, part in pairs]
         if arrival.keeps:
             self._copies[unit] = copy
         else:
@@ -135,7 +139,7 @@ class UnitLevels:
                     whole = joined_chunks(gather.wait(), [zero_params.full_numel(param) for param in group])
                     zero_params.fill((param, flat) for param, flat in zip(group, whole, strict=True) if id(param) in wanted)
             except BaseException:
-                zero_params.forget(gathered)
+                zero_params.expect_no_more(gathered)
                 raise
 
         return gathered, wait
@@ -181,7 +185,7 @@ class LevelReductions:
         self._topology, self._collectives = _open(settings)
         self._settings = settings
 
-    def start(self, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    def start(self, unit: Unit, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """As `zero_optimizer.start_reduction`: `sums` are copied, and the function returned waits for this rank's share of
         each, flat."""
         count, number = self._topology.world, ranks.rank()
@@ -190,8 +194,9 @@ class LevelReductions:
         rows = cut_into_chunks(sums, self._topology.order).div_(count)
         rows = rows.to(_DTYPES[self._settings.gradients or "fp32"] if dtype is torch.float32 else dtype)
         within, across = self._quantizers(tuple(sizes))
-        issued = self._collectives.cross(self._collectives.reduce(rows, within), across)
-        del rows
+        summed = self._collectives.reduce(rows, within, f"{unit}REDUCE")
+        issued = self._collectives.cross(summed, across, f"{unit}CROSS")
+        del rows, summed
 
         def finish() -> list[torch.Tensor]:
             chunk = issued.wait().to(dtype)

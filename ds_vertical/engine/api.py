@@ -24,10 +24,10 @@ from ds_vertical.config.levels import move_levels
 from ds_vertical.config.resolve import explain, resolve
 from ds_vertical.config.section import SECTION, load_section
 from ds_vertical.distributed import ranks
-from ds_vertical.distributed.unit_levels import check_levels
+from ds_vertical.distributed.unit_levels import refuse_levels
 from ds_vertical.engine import disk_check, machine_cache
 from ds_vertical.engine.assembly import HostBudget
-from ds_vertical.engine.autotune import choose_gradient_tier, choose_timing, refuse_fetched_compiled
+from ds_vertical.engine.autotune import choose_copy_share, choose_gradient_tier, choose_timing, refuse_fetched_compiled
 from ds_vertical.engine.engine import VerticalEngine
 from ds_vertical.engine.integrations.pretrained import write_full_weights
 from ds_vertical.engine.integrations.stock_calls import StockCalls
@@ -88,7 +88,7 @@ def _claim(config: dict[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def _with_levels(config: dict[str, Any]) -> dict[str, Any]:
+def _with_levels(config: DeepSpeedJson) -> DeepSpeedJson:
     """The configuration with DeepSpeed's keys of levels in the section, where that trains layer-major: zero.Init, too, is to
     make plain partitions. Raises ConfigError."""
     section = load_section(config)
@@ -159,6 +159,12 @@ def refuse_parameters(model: nn.Module, config: DeepSpeedJson) -> None:
             " torch.set_default_dtype(torch.float32) before ds_vertical.initialize"
         )
     for name, param in model.named_parameters():
+        if zero_params.has_second_partition(param):
+            raise ConfigError(
+                f"model parameter {name}: zero.Init has partitioned it for zero_optimization.zero_hpz_partition_size; build the"
+                " model under deepspeed.zero.Init(config_dict_or_path=ds_vertical.prepare(config)), which leaves that to the"
+                " schedule"
+            )
         if param.dtype is torch.float64:
             raise ConfigError(
                 f"model parameter {name}: got torch.float64, which CPU Adam does not step; call model.float(), or build the"
@@ -187,7 +193,7 @@ def prepare(config: dict[str, Any] | str) -> dict[str, Any]:
     section = load_section(raw)
     if section is not None:
         check(raw, section)
-        check_levels(resolve(section))
+        refuse_levels(resolve(section))
         if unclaimed_paths(raw):
             disk_check.check_before_the_model(raw)
         if section.enabled and accelerator.is_one_memory():
@@ -271,11 +277,11 @@ def _initialize_vertical(config: dict[str, Any], resolved: RunSettings, **kwargs
     if accelerator.is_one_memory():
         keep_cores_for_this_thread()
     ranks.start_distributed()
-    check_levels(resolved)
+    refuse_levels(resolved)
     groups = groups_of(model, kwargs["model_parameters"], kwargs["optimizer"])
     forecast_of = partial(Forecast, layers, groups, config)
     room = host_room(model.parameters(), resolved.host_memory_bytes)
-    resolved = choose_gradient_tier(section, resolved, forecast_of, room)
+    resolved = choose_gradient_tier(section, choose_copy_share(resolved, forecast_of, room), forecast_of, room)
     own = machine_cache.training_report(run_folder(config), several_paths(config)[1:])
     report = machine_cache.slowest_report(ranks.all_gathered(own))
     resolved = choose_timing(section, resolved, forecast_of(resolved).paired(room), model, report, room)

@@ -152,7 +152,7 @@ class Assembly:
             optimizer.checksums,
             group=ranks.own_group("gathers"),
             overlap=self.vertical.overlap,
-            levels=UnitLevels(self.vertical.levels) if self.vertical.levels.are_on else None,
+            levels=UnitLevels(self.vertical.levels, self.tracer) if self.vertical.levels.are_on else None,
         )
         return ParamStore(self.layers.units, new_queue, new_queue(), settings)
 

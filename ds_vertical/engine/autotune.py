@@ -7,7 +7,7 @@ nothing else. Gradients wait in host memory, which is faster than any SSD, as fa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -30,10 +30,36 @@ from ds_vertical.types import RunSettings, Tier, TierBytes, per_tier
 _MOST_TOKENS: Final = 2048  # of a sequence, where the model's configuration allows more
 _DTYPES: Final = {2: "bf16", 4: "fp32"}
 _DELAYS: Final = DELAYS[::2]
-_SHARES: Final = 16  # of the waiting gradients, tried from all to none
+_SHARES: Final = 16  # of the waiting gradients, and of the copies, tried from all to none
 
 # bytes of host memory that this rank may take in all, and beside its parameters: `memory_check.host_room`
 Room = tuple[int, int]
+
+
+def choose_copy_share(resolved: RunSettings, forecast_of: Callable[[RunSettings], Forecast], room: Room) -> RunSettings:
+    """`resolved` with the largest `levels.copy_share` that host memory has room for, where the JSON leaves it null. What has no
+    copy crosses the link once more in a step. Where nothing fits, none; then other choices make room, or the budget says so."""
+    levels = resolved.levels
+    if not levels.are_on or levels.copy_share is not None:
+        return resolved
+
+    def with_share(share: float) -> RunSettings:
+        return replace(resolved, levels=replace(levels, copy_share=share))
+
+    fitting = (share for share in _shares() if _needed(forecast_of(with_share(share)), room) <= room[0])
+    share = min(ranks.all_gathered(next(fitting, 0.0)))
+    reason = f"{resolved.reasons['levels']}; copy_share null: {'all fit' if share == 1 else 'host memory holds no more copies'}"
+    return replace(with_share(share), reasons=MappingProxyType({**resolved.reasons, "levels": reason}))
+
+
+def _shares() -> Iterator[float]:
+    return (count / _SHARES for count in range(_SHARES, -1, -1))
+
+
+def _needed(forecast: Forecast, room: Room) -> int:
+    """Bytes of host memory, with gradients added one by one, which gives up less speed than anything on SSD."""
+    least = replace(forecast.terms, pairs=False)
+    return memory_budget.total_bytes(memory_budget.budget(forecast.shape, least, forecast.further(room[1])), Tier.HOST)
 
 
 def choose_gradient_tier(
@@ -43,16 +69,12 @@ def choose_gradient_tier(
     optimizer's state is on SSD, beside which the others can wait. Where nothing fits, the least; then the budget says so."""
     if section.gradient_host_share is not None or resolved.keep_gradients or not forecast_of(resolved).state_in_files:
         return resolved
-    allowed, baseline = room
 
     def needed(share: float) -> int:
-        forecast = forecast_of(replace(resolved, gradient_host_share=share))
-        least = replace(forecast.terms, pairs=False)  # which gives up less speed than gradients on SSD
-        items = memory_budget.budget(forecast.shape, least, forecast.further(baseline))
-        return memory_budget.total_bytes(items, Tier.HOST)
+        return _needed(forecast_of(replace(resolved, gradient_host_share=share)), room)
 
-    shares = [count / _SHARES for count in range(_SHARES, -1, -1)]
-    fitting = (share for share in shares if needed(share) <= allowed)
+    shares = list(_shares())
+    fitting = (share for share in shares if needed(share) <= room[0])
     share = min(ranks.all_gathered(next(fitting, None) or min(shares, key=needed)))
     if share == 1.0:
         return resolved

@@ -29,7 +29,7 @@ from ds_vertical.planner import memory_budget
 from ds_vertical.planner.memory_budget import BudgetItem, BudgetTerms
 from ds_vertical.planner.model_shape import ModelShape, SufShape
 from ds_vertical.schedule.events import Unit
-from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, Placement, RunSettings, TensorKind, Tier
+from ds_vertical.types import NORM_ELEMENTS, PRE, SUF, LevelSettings, Placement, RunSettings, TensorKind, Tier
 
 _MOMENTS: Final = 3  # master, exp_avg, exp_avg_sq
 _LATER_BYTES: Final = 96 << 20  # what libraries load at their first use (ops, kernels' code), and heap between buffers
@@ -266,24 +266,7 @@ class Forecast:
             BudgetItem(Tier.HOST, "scaled gradient", scaled, "gradient_clipping"),
             BudgetItem(Tier.HOST, "parameters that stay fp32", self._wide_bytes, "(their dtype)"),
             BudgetItem(Tier.HOST, "freed memory that is kept", kept, "train_micro_batch_size_per_gpu"),
-            *self._level_items,
-        )
-
-    @property
-    def _level_items(self) -> tuple[BudgetItem, ...]:
-        """With collectives over levels: this rank's parts of the copies that the node keeps, and what a reduction sends and
-        receives beside its sums."""
-        levels, units = self._resolved.levels, self._layers.units
-        if levels.share is None:
-            return ()
-        numels = {unit: sum(map(zero_params.full_numel, params)) for unit, params in units.items()}
-        layers = sorted((n for unit, n in numels.items() if isinstance(unit, int)), reverse=True)
-        outside = [numels[unit] for unit in self._layers.outside.apart if unit == PRE]
-        kept = sum([*layers, *outside][: round(levels.share * (len(layers) + len(outside)))])
-        copies = -(-kept * self._param_bytes // levels.ranks_per_node)
-        return (
-            BudgetItem(Tier.HOST, "copies of the weights", copies, "vertical_schedule.levels.copy_share"),
-            BudgetItem(Tier.HOST, "gradients sent over levels", 2 * FP32_BYTES * max(numels.values()), _LEVELS),
+            *_level_items(self._layers, self._resolved.levels, self._param_bytes),
         )
 
     @property
@@ -360,6 +343,21 @@ def _reduce_bytes(chunks: Sequence[PlannedChunk], num_shards: int, one_memory: b
     if one_memory:
         return copied if num_shards > 1 else 0
     return min(largest, NORM_ELEMENTS) * stock_config.norm_bytes() + copied
+
+
+def _level_items(layers: LayerMap, levels: LevelSettings, param_bytes: int) -> tuple[BudgetItem, ...]:
+    """With collectives over levels: this rank's parts of the copies that the node keeps, and what a reduction sends and
+    receives beside its sums."""
+    if levels.share is None:
+        return ()
+    numels = {unit: sum(map(zero_params.full_numel, params)) for unit, params in layers.units.items()}
+    again = sorted((numel for unit, numel in numels.items() if isinstance(unit, int)), reverse=True)
+    again += [numels[unit] for unit in layers.outside.apart if unit == PRE]
+    copies = -(-sum(again[: round(levels.share * len(again))]) * param_bytes // levels.ranks_per_node)
+    return (
+        BudgetItem(Tier.HOST, "copies of the weights", copies, "vertical_schedule.levels.copy_share"),
+        BudgetItem(Tier.HOST, "gradients sent over levels", 2 * FP32_BYTES * max(numels.values()), _LEVELS),
+    )
 
 
 def groups_of(model: nn.Module, model_parameters: Any, optimizer: Any) -> list[list[nn.Parameter]]:

@@ -307,12 +307,16 @@ def training_with_needs(step: TrainingStep) -> tuple[Schedule, Needs]:
     else:
         compute = horizontal_order(step.num_layers, step.num_micro_batches, step.calls)
     outside = step.outside
-    events = place_parameters(place_gradients(compute, outside), step.window, step.due, outside)
+    # Over levels a unit that comes from its optimizer step is fetched ahead, too: its way over the link takes time. The step is
+    # then a layer less ahead of the FETCH, so that no more layers are in memory.
+    crosses = step.copy_share is not None and step.window > 0
+    handed_over, lead = (frozenset[Unit](), 1) if crosses else (step.due, step.lead)
+    events = place_parameters(place_gradients(compute, outside), step.window, handed_over, outside)
     events = place_optimizer(events, step.delayed, outside)
     events = place_holding(events, step.hold) if step.hold else events
     events = place_early(events) if step.early else events
     events = place_behind(events) if step.reduces_beside else events
-    events = place_delayed(events, step.due, step.lead, outside)
+    events = place_delayed(events, step.due, lead, outside)
     events = place_ahead(events, step.window, step.lead, step.delayed, outside) if step.ahead else events
     copied = None if step.copy_share is None else units_to_copy(events, step.copy_share)
     events = events if copied is None else place_levels(events, copied)

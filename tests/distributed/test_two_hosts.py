@@ -280,6 +280,21 @@ def test_the_benchmark_of_two_hosts(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
+@slow
+def test_with_levels_fewer_bytes_cross_the_link_as_the_formula_says(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    words = ["--model", "gpt_13m", "--rate", "1gbit", "--arms", "flat,levels,int8_int4", "--micro-batches", "1", "--steps", "1"]
+    words += ["--ranks-per-node", "2", "--folder", str(tmp_path), "--json", str(record)]
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "twonode.py"), *words], check=True)
+    arms = json.loads(record.read_text())["arms"]
+    for arm in arms.values():
+        assert arm["inbound_over_formula"] == pytest.approx(1, rel=0.02)
+    flat, levels, quantized = (arms[name]["inbound_bytes_per_step"] for name in ("flat", "levels", "int8_int4"))
+    assert flat >= 2.75 * levels and levels >= 3.7 * quantized
+    assert arms["levels"]["losses"] == pytest.approx(arms["flat"]["losses"], rel=1e-3)
+    assert arms["int8_int4"]["losses"] == pytest.approx(arms["flat"]["losses"], rel=0.01)
+
+
 BUILD = """
 import sys
 from ds_vertical.compat.ops import build_lock, cache

@@ -234,6 +234,41 @@ def test_gradients_wait_in_host_memory_as_far_as_it_holds_them(tmp_path: Path) -
     assert chosen(1, resolved=replace(resolved, keep_gradients=True)) == 1.0
 
 
+def test_a_node_keeps_as_many_copies_as_host_memory_holds(tmp_path: Path) -> None:
+    from ds_vertical.config.resolve import resolve
+    from ds_vertical.config.section import load_section
+    from ds_vertical.engine.autotune import choose_copy_share
+    from ds_vertical.engine.memory_check import Forecast, groups_of
+    from ds_vertical.model.layers import map_layers
+    from ds_vertical.planner import memory_budget
+    from ds_vertical.types import LevelSettings
+
+    start_process_group()
+    made, network = config(tmp_path, clip=1.0), long_model()
+    section = load_section(made)
+    assert section is not None
+    resolved = replace(resolve(section), levels=LevelSettings(2))
+
+    def forecast_of(resolved: Any) -> Forecast:
+        return Forecast(map_layers(network, None), groups_of(network, None, None), made, resolved)
+
+    def needed(share: float | None, ranks_per_node: int = 2) -> int:
+        forecast = forecast_of(replace(resolved, levels=LevelSettings(ranks_per_node, copy_share=share)))
+        items = memory_budget.budget(forecast.shape, replace(forecast.terms, pairs=False), forecast.further(7))
+        return memory_budget.total_bytes(items, "host")
+
+    def chosen(allowed: int, settings: Any = resolved) -> float | None:
+        return choose_copy_share(settings, forecast_of, (allowed, 7)).levels.copy_share
+
+    layers = sum(param.numel() for param in network.blocks.parameters())
+    assert needed(1.0) - needed(0.0) == layers * 4 // 2 and needed(None) == needed(1.0), "fp32, of which a rank has a half"
+    assert chosen(needed(1.0)) == 1.0 and chosen(needed(0.0)) == 0.0 and chosen(1) == 0.0
+    assert chosen(needed(0.5)) == 0.5 and chosen(needed(0.5) - 1) == 7 / 16
+    assert chosen(1, replace(resolved, levels=LevelSettings(2, copy_share=0.75))) == 0.75
+    assert chosen(1, replace(resolved, levels=LevelSettings())) is None
+    assert "host memory holds no more copies" in choose_copy_share(resolved, forecast_of, (1, 7)).reasons["levels"]
+
+
 def test_what_host_memory_does_not_hold_waits_on_ssd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

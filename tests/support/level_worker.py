@@ -6,6 +6,7 @@ python tests/support/level_worker.py [NODE/PAIR ...]      # topologies, for the 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -223,6 +224,7 @@ class Rank:
 
 def check(topology: Topology) -> None:
     rank = Rank(topology)
+    assert len(lanes()) == 2 * len(Level)
     for dtype in (torch.float32, torch.bfloat16):
         rank.weights_arrive_everywhere(dtype)
         rank.sums_are_those_of_one_hop(dtype)
@@ -235,11 +237,28 @@ def check(topology: Topology) -> None:
     rank.groups_are_a_mesh()
     rank.none_is_issued_behind_one_that_failed()
     rank.levels.close()
+    for thread in lanes():
+        thread.join(60)
+    assert not lanes()
+
+
+def lanes() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(("ds_vertical weights", "ds_vertical grad"))]
+
+
+def another_number_of_ranks_is_refused() -> None:
+    try:
+        LevelCollectives(Topology(2 * ranks.world_size(), 2, 1))
+    except ValueError as error:
+        assert f"none of {ranks.world_size()} ranks" in str(error)
+    else:
+        raise AssertionError("levels of more ranks than there are")
 
 
 def main() -> None:
     init_distributed(dist_backend="gloo", timeout=LIMIT)
     ranks.start_distributed()
+    another_number_of_ranks_is_refused()
     for numbers in sys.argv[1:]:
         node, pair = map(int, numbers.split("/"))
         check(Topology(ranks.world_size(), node, pair))

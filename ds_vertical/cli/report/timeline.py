@@ -41,6 +41,8 @@ _MOVES: Final = {
     **{Op.LOAD: "load", Op.GLOAD: "load gradient", Op.KLOAD: "load kept"},
     **{Op.SAVE: "save", Op.GSAVE: "save gradient", Op.KSAVE: "save kept"},
 }
+_LINKS: Final = {"net_local": "local", "net_cross": "cross"}
+_OWN_LINK: Final = {("net_cross", Op.SPREAD), ("net_cross", Op.CROSS)}  # events that are named for what they do there
 _PARAMETERS: Final = re.compile(r".*_param\.tensor\.swp(\.\d+)?")  # with a number where a checkpoint shares the file
 _GRADIENTS: Final = "gradients.swp"
 _ACTIVATIONS: Final = re.compile(r"rank\d+\.bin")
@@ -90,6 +92,8 @@ def kind_of(span: Span) -> str:
         event = _event(span.name)
         return _file_kind(span.name, verb) if event is None else _DISK.get(event.op, f"STEP {verb}")
     event = parse_event(span.name)
+    if span.resource in _LINKS:
+        return str(event.op) if (span.resource, event.op) in _OWN_LINK else f"{event.op} {_LINKS[span.resource]}"
     if span.resource in ("copy_in", "copy_out"):
         return f"{event.op} copy"
     return f"{event.layer if isinstance(event.layer, str) and event.op is not Op.HEAD else ''}{event.op}"

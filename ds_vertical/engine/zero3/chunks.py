@@ -132,17 +132,17 @@ class ChunkedStage3(StateRoutes):
             room -= numel
         return together
 
-    def start_reduction(self, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Start to average summed gradients over the ranks; see `zero_optimizer.start_reduction`."""
+    def start_reduction(self, unit: Unit, sums: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Start to average summed gradients of a unit over the ranks; see `zero_optimizer.start_reduction`."""
         if self.level_reductions is not None:
-            return self.level_reductions.start(sums)
+            return self.level_reductions.start(unit, sums)
         return zero_optimizer.start_reduction(sums, ranks.own_group(REDUCTIONS))
 
     def reduce_for_others(self, unit: Unit, number: int) -> None:
         """Take part in one of the `reductions` of a unit with zeros: this rank's part of the step has failed."""
         params, dtype, device = self.reductions(unit)[number], self.gradient_accumulation_dtype, accelerator.device_name()
         zeros = [torch.zeros(zero_params.full_numel(param), dtype=dtype, device=device) for param in params]
-        self.start_reduction(zeros)()
+        self.start_reduction(unit, zeros)()
 
 
 def make_chunks(optimizer: ChunkedStage3, early_share: float, generations: int) -> list[Chunk]:

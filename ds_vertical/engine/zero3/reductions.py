@@ -68,7 +68,7 @@ class UnitReductions:
     def _start(self, unit: Unit, sums: Iterator[torch.Tensor]) -> Iterator[_Reduction]:
         """Start the unit's reductions, one after the other."""
         for params in self._optimizer.reductions(unit):
-            finish = self._optimizer.start_reduction([next(sums) for _ in params])
+            finish = self._optimizer.start_reduction(unit, [next(sums) for _ in params])
             self.num_reductions += 1  # not before: an error ahead of the collective leaves the other ranks alone in it
             yield params, finish
         for _ in sums:  # it has none left, and ends

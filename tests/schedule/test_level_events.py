@@ -31,12 +31,15 @@ def steps(draw: st.DrawFn) -> TrainingStep:
     order = "vertical" if outside.apart else draw(st.sampled_from(["vertical", "horizontal"]))
     flags = {name: draw(st.booleans()) for name in ("early", "delayed", "ahead", "reduces_beside")}
     share = draw(st.sampled_from([0.0, 0.4, 0.5, 1.0]))
-    return TrainingStep(layers, draw(st.integers(1, 3)), order, window=window, outside=outside, copy_share=share, **flags)
+    due = draw(st.frozensets(st.sampled_from(outside.around(range(layers)))))
+    settings = {"window": window, "outside": outside, "due": due, "copy_share": share}
+    return TrainingStep(layers, draw(st.integers(1, 3)), order, **settings, **flags)
 
 
 @settings(max_examples=60, deadline=None)
 @given(steps())
 def test_levels_add_events_and_move_none(step: TrainingStep) -> None:
+    step = replace(step, due=frozenset())
     schedule = build_training(step)
     assert without_levels(schedule) == [*build_training(replace(step, copy_share=None)).events]
     assert Schedule.from_text(schedule.to_text()) == schedule
@@ -64,6 +67,25 @@ def test_who_needs_a_unit_or_its_gradients_waits_for_what_crosses_the_link(step:
         elif event.op in (Op.HOLD, Op.NORM) or (event.op is Op.STEP and event.part == "e0"):
             assert not any(events[need].op is Op.REDUCE for need in needs)
             assert unit is None or any(events[need] == Event(Op.CROSS, unit) for need in needs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_a_unit_on_its_way_from_its_step_is_fetched_ahead_and_few_are_in_memory(step: TrainingStep) -> None:
+    schedule = build_training(step)
+    events = [event for event in schedule.events if event.op in (Op.FETCH, Op.STEP, Op.F, Op.RELEASE) and not event.ahead]
+    there: set[object] = set()
+    for index, event in enumerate(events):
+        if not isinstance(event.layer, int):
+            continue
+        if event.op is Op.STEP and event.step_offset:
+            assert Event(Op.FETCH, event.layer) in events[index:] and event.layer not in there
+            there.add(event.layer)
+        elif event.op is Op.FETCH:
+            there.add(event.layer)
+        elif event.op is Op.RELEASE:
+            there.discard(event.layer)
+        assert len(there) <= max(step.window + 2, 2) + 1, "buffers, as `memory_budget.layer_buffers` counts them"
 
 
 def test_the_last_layers_keep_their_copies_first_and_units_outside_the_layers_last() -> None:
