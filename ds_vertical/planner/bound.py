@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ds_vertical.planner.costs import Cost, Lane, Needs, Parts, Stage, event_costs
+from ds_vertical.planner.costs import Cost, Lane, Parts, Stage, event_costs
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.dependencies import dependencies
-from ds_vertical.schedule.events import Event, Op, Schedule
+from ds_vertical.schedule.events import Event, Needs, Op, Schedule
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from ds_vertical.types import PRE, SUF, TensorKind, Tier, Unit, check_share, per
 Lane = Literal["compute", "copy_in", "copy_out", "ssd_read", "ssd_write", "adam", "net_local", "net_cross"]
 Purpose = Literal["compute", "parameters", "gradients", "state", "activations", "kept"]
 Parts = Mapping[tuple[Unit, str], float]
-Needs = Sequence[Sequence[int]]  # per event the events that it waits for
 # Whether activations and what forwards keep that rest in a tier are copied off the device, and whether they are written to SSD.
 _ACTIVATION_MOVES: Final = per_tier({Tier.DEVICE: (False, False), Tier.HOST: (True, False), Tier.SSD: (True, True)})
 

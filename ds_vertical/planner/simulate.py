@@ -28,11 +28,11 @@ from operator import truediv
 from typing import Final
 
 from ds_vertical.errors import CostsError
-from ds_vertical.planner.costs import Cost, Lane, Needs, Parts, Stage, event_costs
+from ds_vertical.planner.costs import Cost, Lane, Parts, Stage, event_costs
 from ds_vertical.planner.machine import Machine
 from ds_vertical.planner.model_shape import ModelShape
 from ds_vertical.schedule.dependencies import dependencies
-from ds_vertical.schedule.events import Event, Op, Schedule, error_at
+from ds_vertical.schedule.events import Event, Needs, Op, Schedule, error_at
 from ds_vertical.types import Unit
 
 OPTIMIZER_OPS: Final = frozenset((Op.HOLD, Op.STEP, Op.COMMIT))
@@ -304,7 +304,8 @@ class _Simulation:
         lanes: tuple[Lane, ...] = tuple([task.stage.lane for task in active])
         rates = self._rates(active, lanes)
         passed_s = min(map(truediv, [task.left_s for task in active], rates))
-        for lane in set(lanes):
+        active_lanes: set[Lane] = set(lanes)
+        for lane in active_lanes:
             self.busy_s[lane] = self.busy_s.get(lane, 0.0) + passed_s
         begun_s = self.now
         self.now += passed_s

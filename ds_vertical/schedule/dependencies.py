@@ -33,7 +33,6 @@ from ds_vertical.schedule.events import (
 from ds_vertical.schedule.levels import check_levels, refuse_spread
 from ds_vertical.types import PRE, SUF, Unit
 
-Needs = tuple[tuple[int, ...], ...]  # per event the events that it waits for
 _TOO_OFTEN: Final = {1: "a second time; it must happen once", 2: "a third time; it must happen twice"}
 _REPEATED: Final = frozenset((Op.FETCH, Op.SPREAD, Op.RELEASE, Op.LOAD))
 _KEPT_MOVES: Final = (Op.KSAVE, Op.KLOAD, Op.KDROP)
@@ -355,16 +354,16 @@ _RULES_BY_PART: Final[dict[tuple[str | None, int], dict[Op, Callable[[_Walk, Eve
 }
 
 
-def dependencies(events: Sequence[Event]) -> Needs:
+def dependencies(events: Sequence[Event]) -> tuple[tuple[int, ...], ...]:
     """For each event the ascending indices of the earlier events that must be complete before it may start.
 
     Raises ScheduleError, with the events around, at the first event that lacks something it depends on.
     """
     layers = (event.layer for event in events if isinstance(event.layer, int))
     micro_batches = (event.micro_batch for event in events if event.micro_batch is not None)
-    num_calls = 1 + max((event.call for event in events), default=0)
-    shape = 1 + max(layers, default=-1), 1 + max(micro_batches, default=-1)
-    return _dependencies(events, _Walk(*shape, num_calls, _outside_of(events)))
+    calls = (event.call for event in events)
+    shape = 1 + max(layers, default=-1), 1 + max(micro_batches, default=-1), 1 + max(calls, default=0)
+    return _dependencies(events, _Walk(*shape, _outside_of(events)))
 
 
 def _outside_of(events: Sequence[Event]) -> Outside:
@@ -384,7 +383,7 @@ def _outside_of(events: Sequence[Event]) -> Outside:
     return Outside(has_suf, apart)
 
 
-def _dependencies(events: Sequence[Event], walk: _Walk) -> Needs:
+def _dependencies(events: Sequence[Event], walk: _Walk) -> tuple[tuple[int, ...], ...]:
     found: list[tuple[int, ...]] = []
     for index, event in enumerate(events):
         try:
@@ -394,9 +393,8 @@ def _dependencies(events: Sequence[Event], walk: _Walk) -> Needs:
     return tuple(found)
 
 
-def validate(schedule: Schedule) -> Needs:
-    """What `dependencies` has of the events. Raises ScheduleError, naming the event and showing those around it, unless the
-    schedule can be run as it stands.
+def validate(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """`dependencies` of the events. Raises ScheduleError, naming one and its neighbours, unless they can be run.
 
     Checked: what an event depends on comes before it; F, HEAD, B, REDUCE, NORM, STEP and the prefix's FETCH stand there once;
     at most window + 1 layers are fetched at a time, those read for the next step included, and no other at the end; nothing
@@ -404,8 +402,8 @@ def validate(schedule: Schedule) -> Needs:
     move, at most look_ahead + 1 inputs, gradients and kept cells each are loaded and not yet used, and all saved is dropped.
     """
     _check_once(schedule)
-    shape = schedule.num_layers, schedule.num_micro_batches, schedule.calls
-    needs = _dependencies(schedule.events, _Walk(*shape, schedule.outside))
+    walk = _Walk(schedule.num_layers, schedule.num_micro_batches, schedule.calls, schedule.outside)
+    needs = _dependencies(schedule.events, walk)
     _check_complete(schedule)
     for check in (check_window, check_ahead, check_sums, check_levels):
         check(schedule)

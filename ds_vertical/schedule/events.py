@@ -28,6 +28,7 @@ LEAD: Final = 2  # layers by which a delayed step is ahead of its use
 
 Key = tuple["Op", "Unit | None", "int | None"]
 Cell = tuple[int, int]  # a layer and a micro-batch
+Needs = Sequence[Sequence[int]]  # per event of a schedule the events that it waits for
 
 
 class Op(StrEnum):

@@ -14,8 +14,8 @@ from functools import lru_cache
 
 from ds_vertical.errors import ScheduleError
 from ds_vertical.schedule.activations import LOOK_AHEAD, place_activations
-from ds_vertical.schedule.dependencies import Needs, validate
-from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Cell, Event, Op, Outside, Schedule, part_of
+from ds_vertical.schedule.dependencies import validate
+from ds_vertical.schedule.events import DELAYED, EARLY, EVERYTHING, LEAD, Cell, Event, Needs, Op, Outside, Schedule, part_of
 from ds_vertical.schedule.levels import place_levels, units_to_copy
 from ds_vertical.types import PRE, SUF, Unit
 

@@ -88,21 +88,22 @@ class Hooked(MixerModel):
         weight = self.blocks[1].up.weight
         weight.register_hook(lambda grad: self.see("grad", grad) or grad * 2)
         weight.register_post_accumulate_grad_hook(lambda param: self.see("set", param.grad))
-        self.blocks[2].down.weight.register_post_accumulate_grad_hook(self.after)
+        self.blocks[2].up.weight.register_post_accumulate_grad_hook(self.after)
 
     def see(self, name: str, grad: torch.Tensor | None) -> None:
         self.seen.append((name, 0.0 if grad is None else float(grad.float().sum())))
 
     def after(self, param: nn.Parameter) -> None:
-        """Behind this one autograd comes to the block's other matrix, ahead of it to its bias."""
-        self.see("down", param.grad)
-        self.see("bias", self.blocks[2].down.bias.grad)
+        """Ahead of this one autograd comes to the block's other matrix."""
+        self.see("up", param.grad)
+        self.see("down", self.blocks[2].down.weight.grad)
         param.grad.mul_(0.5)
 
 
 @pytest.mark.slow
 def test_users_hooks_on_parameters_see_gradients_and_change_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients taken behind each backward and as they are made: the same."""
+    apart(monkeypatch)  # where they could wait in pairs all are taken behind
     seen: list[list[tuple[str, float]]] = []
     runs: list[Run] = []
     for least in (1 << 60, grad_accumulator.LARGE, 1):
@@ -147,6 +148,7 @@ class Twice(MixerModel):
 def test_a_matrix_in_two_checkpoints_of_a_block_has_the_gradients_of_late_sums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    apart(monkeypatch)
     runs: list[Run] = []
     for least in (1 << 60, grad_accumulator.LARGE):
         monkeypatch.setattr(grad_accumulator, "LARGE", least)
@@ -190,9 +192,11 @@ def test_a_model_of_175bs_proportions_trains_in_memory_that_a_build_before_refus
     config = small_buffers(made, largest + 1)
     batches = token_batches(1, 2)
     stock = run_arm(config, build, batches, vertical=False)
+    assert_identical(stock, run_arm(config, build, batches, vertical=True))  # by now the process has what libraries keep
     least = settled(config, build)
     before = least + 8 * (largest - NORM_COPIED) + size * largest
-    config["vertical_schedule"]["host_memory_bytes"] = allowed = least + size * largest // 2
+    # Gradients that wait would take 2 x size x largest more; the process may have grown or shrunk a little by then.
+    config["vertical_schedule"]["host_memory_bytes"] = allowed = least + 3 * size * largest // 2
     assert allowed < before
     assert_identical(stock, run_arm(config, build, batches, vertical=True))
     assert "no room for gradients that wait" in capsys.readouterr().out
