@@ -17,20 +17,29 @@ one is in segment 0, which runs last in any case.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Final
 
 import torch
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ds_vertical.errors import LayerError
+from ds_vertical.interrupts import Changed
+from ds_vertical.model.state.containers import is_internal
 
 _Key = tuple[Node, int]
 Taken = tuple[torch.Tensor, Callable[[torch.Tensor], None]]  # a gradient, and the function that puts it back
+_Place = tuple[int, int]  # tells a node, and one of its outputs, from others
+_OF_A_LEAF: Final = -1
+
+_stops: set[_Place] = set()  # where gradients stop in the backward under way
+_hooked: set[_Place] = set()  # the tensors on which code has put a hook in this pass
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,7 @@ class Segments:
             # autograd cannot stop at an edge and reach another one, or a parameter that an earlier segment uses too, past it:
             # run through to the leaves at once, and keep the graph for what still waits there. The same gradients, added in
             # another order than stock's.
+            _refuse_hooks_behind(list(earlier))
             self._through()
             _run_to_leaves(roots, retain_graph=True)
         else:
@@ -189,12 +199,13 @@ class Segments:
         # What waits at an earlier edge starts the sum there: [Note: segments], one by one.
         seeds = [self._waiting.pop(key) for key in earlier if key in self._waiting]
         edges = [GradientEdge(*key) for key in earlier]
-        grads = torch.autograd.grad(
-            [each.edge for each in (*roots, *seeds)],
-            [*edges, *(GradientEdge(leaf, 0) for leaf in leaves)],
-            [each.grad for each in (*roots, *seeds)],
-            allow_unused=True,
-        )
+        with _stopping_at(earlier):
+            grads = torch.autograd.grad(
+                [each.edge for each in (*roots, *seeds)],
+                [*edges, *(GradientEdge(leaf, 0) for leaf in leaves)],
+                [each.grad for each in (*roots, *seeds)],
+                allow_unused=True,
+            )
         for edge, grad in zip(edges, grads[: len(edges)], strict=True):
             if grad is not None:
                 self._wait(_Waiting(edge, grad))
@@ -252,10 +263,77 @@ def _nested(edges: Sequence[_Key], leaves: Sequence[Node]) -> bool:
     return False
 
 
+def watching_hooks() -> contextlib.AbstractContextManager[None]:
+    """Within the block hooks that are put on tensors are called as in stock."""
+    register = torch.Tensor.register_hook
+
+    @functools.wraps(register)
+    def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+        of_users = tensor.requires_grad and not is_internal(hook)
+        return register(tensor, _once(tensor, hook) if of_users else hook)
+
+    def put_back() -> None:
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
+        _hooked.clear()
+        _stops.clear()  # an interrupt may have left some
+
+    def take_over() -> None:
+        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+    return Changed(put_back, take_over)
+
+
+@contextlib.contextmanager
+def _stopping_at(edges: Iterable[tuple[Node, int]]) -> Iterator[None]:
+    """Within the block gradients stop at these edges."""
+    _stops.update(_place_of(node, output_nr) for node, output_nr in edges if _hooked)
+    try:
+        yield
+    finally:
+        _stops.clear()
+
+
+def _once(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    edge = get_gradient_edge(tensor)
+    place = _place_of(edge.node, edge.output_nr)
+    _hooked.add(place)
+
+    @functools.wraps(hook, updated=())
+    def call(grad: torch.Tensor) -> Any:
+        return None if place in _stops else hook(grad)
+
+    return call
+
+
+def _place_of(node: Node, output_nr: int) -> _Place:
+    """By its number: a reference to the node would keep it, and it holds its hooks."""
+    if _is_leaf(node):
+        return id(node.variable), _OF_A_LEAF  # type: ignore[attr-defined]
+    return node._sequence_nr(), output_nr  # type: ignore[attr-defined]
+
+
+def _refuse_hooks_behind(edges: Sequence[_Key]) -> None:
+    """Raise LayerError where code has put a hook on one of the edges, or on a tensor that leads to one."""
+    seen, stack = set(edges) if _hooked else set[_Key](), list(edges) if _hooked else []
+    while stack:
+        node, output_nr = stack.pop()
+        if _place_of(node, output_nr) in _hooked:
+            raise LayerError(HOOKED)
+        for following, number in node.next_functions:
+            if following is not None and (following, number) not in seen:
+                seen.add((following, number))
+                stack.append((following, number))
+
+
 CHAINED = (
     "a call of the model was given what depends, with its gradient, on an earlier call of it for the same micro-batch, or on"
     " code between the two; layer-major order runs both calls backward layer by layer together: detach what is handed on, or"
     " set vertical_schedule.enabled to false"
+)
+HOOKED = (
+    "the model's code puts a hook on a tensor (Tensor.register_hook), and tensors that are made of one another go around several"
+    " layers; their gradients are added in another order than torch's, and the hook would be called for parts of a sum: do what"
+    " the hook does in a torch.autograd.Function with its own backward"
 )
 OWN_BACKWARD = (
     "loss_fn, or the model's forward, has called backward() itself: train_batch runs the backward of the loss that it is given,"

@@ -1,15 +1,17 @@
-"""The state that torch keeps per thread, captured and put back.
+"""The state that torch keeps per thread, and settings of the whole process, captured and put back.
 
 [Note: one thread, many forwards] The forwards of all micro-batches run as greenlets of ONE thread. What torch keeps per thread
-would leak from one forward to the next: autocast still on, grad mode still off, one random stream for all. So each switch
-captures the state of the side that it leaves, and applies that of the side that it enters.
+would leak from one forward to the next: autocast still on, grad mode still off, one random stream for all. So would settings
+that a forward changes for a while, as `sdpa_kernel` does. So each switch captures the state of the side that it leaves, and
+applies that of the side that it enters.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
@@ -49,8 +51,57 @@ def _set_autocast_nesting(depth: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """Torch's settings of the process that code may change around blocks."""
+
+    dtype: torch.dtype
+    deterministic: tuple[bool, bool]  # are operations to be; is that a warning only
+    attention: tuple[bool, bool, bool, bool]  # which kernels may be taken
+    precision: str
+
+    @classmethod
+    def capture(cls) -> Settings:
+        """The process's now."""
+        torch_c = torch._C
+        return cls(
+            torch.get_default_dtype(),
+            (torch_c._get_deterministic_algorithms(), torch_c._get_deterministic_algorithms_warn_only()),
+            (
+                torch_c._get_flash_sdp_enabled(),
+                torch_c._get_mem_efficient_sdp_enabled(),
+                torch_c._get_math_sdp_enabled(),
+                torch_c._get_cudnn_sdp_enabled(),
+            ),
+            torch_c._get_float32_matmul_precision(),
+        )
+
+    def apply(self) -> None:
+        """Put back what differs."""
+        now = Settings.capture()
+        if now == self:
+            return
+        if now.dtype != self.dtype:
+            torch.set_default_dtype(self.dtype)
+        if now.deterministic != self.deterministic:
+            torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        if now.attention != self.attention:
+            for put, enabled in zip(_PUT_ATTENTION, self.attention, strict=True):
+                put(enabled)
+        if now.precision != self.precision:
+            torch.set_float32_matmul_precision(self.precision)
+
+
+_PUT_ATTENTION: Final[tuple[Callable[[bool], None], ...]] = (
+    torch._C._set_sdp_use_flash,
+    torch._C._set_sdp_use_mem_efficient,
+    torch._C._set_sdp_use_math,
+    torch._C._set_sdp_use_cudnn,
+)
+
+
+@dataclass(frozen=True, slots=True)
 class ThreadState:
-    """A snapshot: grad mode, inference mode, autocast, random streams (host and device), current device and stream.
+    """A snapshot: grad mode, inference mode, autocast, random streams (host and device), current device and stream, settings.
 
     Inference mode has no setter in torch: `applied` and the coroutines open a guard where the two sides differ.
     """
@@ -64,6 +115,7 @@ class ThreadState:
     device_rng: torch.Tensor | None
     device: int | None
     stream: torch.cuda.Stream | None
+    settings: Settings
 
     @classmethod
     def capture(cls) -> ThreadState:
@@ -82,6 +134,7 @@ class ThreadState:
             device_rng=torch.cuda.get_rng_state() if on_cuda else None,
             device=torch.cuda.current_device() if on_cuda else None,
             stream=torch.cuda.current_stream() if on_cuda else None,
+            settings=Settings.capture(),
         )
 
     def apply(self) -> None:
@@ -93,6 +146,7 @@ class ThreadState:
         if self.device is not None and self.stream is not None:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(self.stream)
+        self.settings.apply()
         self.apply_rng()
         torch._C._set_grad_enabled(self.grad)
 

@@ -19,7 +19,7 @@ from ds_vertical.model.forward_coroutine import ForwardPass
 from ds_vertical.model.layers import map_layers
 from ds_vertical.model.micro_batch import MicroBatch
 from ds_vertical.model.stubs import Stubs
-from ds_vertical.model.thread_state import ThreadState, applied, inference_guard, preserved
+from ds_vertical.model.thread_state import Settings, ThreadState, applied, inference_guard, preserved
 
 RNG = {"rng"}
 CHANGES: dict[str, Callable[[], object]] = {
@@ -29,6 +29,10 @@ CHANGES: dict[str, Callable[[], object]] = {
     "autocast_cache": lambda: torch.set_autocast_cache_enabled(False),
     "autocast_nesting": lambda: (torch.autocast_increment_nesting(), torch.autocast_increment_nesting()),
     "rng": lambda: torch.rand(3),
+    "settings dtype": lambda: torch.set_default_dtype(torch.float64),
+    "settings deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "settings attention": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "settings precision": lambda: torch.set_float32_matmul_precision("medium"),
 }
 NEED_A_GPU = {"device_rng", "device", "stream"}
 
@@ -137,7 +141,7 @@ def test_the_outer_state_is_back_after_the_block(use: str, error: type[BaseExcep
     with nullcontext() if error is None else pytest.raises(error):
         with block:
             _spoil()
-            assert changed(facts(before), now()) == {"grad", "autocast", "autocast_cache", "autocast_nesting", "rng"}
+            assert changed(facts(before), now()) == {name.split()[0] for name in CHANGES}
             if error is not None:
                 raise error("on purpose")
     assert now() == facts(before)
@@ -158,6 +162,7 @@ def sight() -> tuple[Any, ...]:
         COLOUR.get(),
         round(torch.rand(1).item(), 6),
         (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
+        Settings.capture(),
     )
 
 
@@ -201,6 +206,19 @@ def all_of_it() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def with_settings() -> Iterator[None]:
+    before = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    torch.set_default_dtype(torch.float16)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+            yield
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
 # how one micro-batch's forward runs, its own user code
 MANNERS: dict[str, Callable[[], Any]] = {
     "plain": nullcontext,
@@ -209,6 +227,7 @@ MANNERS: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
     "nested": all_of_it,
+    "settings": with_settings,
 }
 
 
@@ -255,7 +274,7 @@ def test_forwards_that_take_turns_see_their_own_state(first: str, second: str) -
         assert torch.equal(turn.result, plain.result)
 
 
-@pytest.mark.parametrize("manners", [("plain", "autocast"), ("autocast", "inside"), ("inside", "plain")])
+@pytest.mark.parametrize("manners", [("plain", "autocast"), ("autocast", "inside"), ("settings", "plain")])
 def test_a_recompute_sees_what_its_forward_saw(manners: tuple[str, str]) -> None:
     model = Witness()
     hub = now()
