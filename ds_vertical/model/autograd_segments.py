@@ -331,9 +331,9 @@ CHAINED = (
     " set vertical_schedule.enabled to false"
 )
 HOOKED = (
-    "the model's code puts a hook on a tensor (Tensor.register_hook), and tensors that are made of one another go around several"
-    " layers; their gradients are added in another order than torch's, and the hook would be called for parts of a sum: do what"
-    " the hook does in a torch.autograd.Function with its own backward"
+    "the model's code puts a hook on a tensor (Tensor.register_hook), and tensors that are made of one another go around"
+    " several layers; their gradients are added in another order than torch's, and the hook would be called for parts of a sum:"
+    " do what the hook does in a torch.autograd.Function with its own backward"
 )
 OWN_BACKWARD = (
     "loss_fn, or the model's forward, has called backward() itself: train_batch runs the backward of the loss that it is given,"

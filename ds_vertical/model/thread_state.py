@@ -3,17 +3,21 @@
 [Note: one thread, many forwards] The forwards of all micro-batches run as greenlets of ONE thread. What torch keeps per thread
 would leak from one forward to the next: autocast still on, grad mode still off, one random stream for all. So would settings
 that a forward changes for a while, as `sdpa_kernel` does. So each switch captures the state of the side that it leaves, and
-applies that of the side that it enters.
+applies that of the side that it enters. The modes that a forward has entered are put inside those of the hub (`Modes`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import overrides
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_vertical.interrupts import Changed
 
@@ -171,6 +175,89 @@ class ThreadState:
     def without_autocast_cache(self) -> ThreadState:
         """This state with autocast's cache of cast weights off: it would keep a layer's weights alive past their release."""
         return replace(self, autocast_cache=False)
+
+
+class _Packing(NamedTuple):
+    """A pair of hooks for saved tensors."""
+
+    pack: Callable[[torch.Tensor], Any]
+    unpack: Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The modes of torch's functions and operations, and the hooks for saved tensors, that code has entered and not left; the
+    innermost last."""
+
+    functions: tuple[TorchFunctionMode, ...] = ()
+    operations: tuple[TorchDispatchMode, ...] = ()
+    packings: tuple[_Packing, ...] = ()
+
+    @classmethod
+    def capture(cls) -> Modes:
+        """This thread's now."""
+        functions = tuple(overrides._get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else ()
+        operations = tuple(dispatch._get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else ()
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            return cls(functions, operations) if functions or operations else _NO_MODES
+        packings = _take_packings()
+        _put_packings(packings)
+        return cls(functions, operations, packings)
+
+    def apply(self) -> None:
+        """Let these be the modes of this thread."""
+        now = Modes.capture()
+        if now == self:
+            return
+        if now.functions != self.functions:
+            for _ in now.functions:
+                overrides._pop_mode()
+            for mode in self.functions:
+                overrides._push_mode(mode)
+        if now.operations != self.operations:
+            for _ in now.operations:
+                dispatch._pop_mode()
+            for each in self.operations:
+                dispatch._push_mode(each)
+        if now.packings != self.packings:
+            _take_packings()
+            _put_packings(self.packings)
+
+    def beyond(self, others: Modes) -> Modes:
+        """Those that are not among others."""
+        if self == others:
+            return _NO_MODES
+        functions = tuple(mode for mode in self.functions if mode not in others.functions)
+        operations = tuple(mode for mode in self.operations if mode not in others.operations)
+        return Modes(functions, operations, self.packings[len(others.packings) :])
+
+    def on_top_of(self, others: Modes) -> Modes:
+        """Others, and inside them these."""
+        if self == _NO_MODES:
+            return others
+        mine = self.beyond(others)
+        return Modes(others.functions + mine.functions, others.operations + mine.operations, others.packings + self.packings)
+
+    def within(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which these are inside the modes that there are, as far as they are not among them."""
+        outer = Modes.capture()
+        return Changed(outer.apply, self.on_top_of(outer).apply)
+
+
+_NO_MODES: Final = Modes()
+
+
+def _take_packings() -> tuple[_Packing, ...]:
+    found: list[_Packing] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(_Packing(*top))
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return tuple(reversed(found))
+
+
+def _put_packings(packings: Sequence[_Packing]) -> None:
+    for each in packings:
+        torch._C._autograd._push_saved_tensors_default_hooks(*each)
 
 
 def inference_guard(inference: bool) -> object:

@@ -17,7 +17,7 @@ M = 3
 
 
 class Hooked(ToyModel):
-    """Puts a hook on what each block gets, on a block's output that comes back behind the last block, and on the loss's input."""
+    """Puts hooks on what each block gets, on a block's output that comes back at the end, and on the head's input."""
 
     hook: Hook
 

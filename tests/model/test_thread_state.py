@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy import facts
 
 from ds_vertical.model.forward_coroutine import ForwardPass
 from ds_vertical.model.layers import map_layers
 from ds_vertical.model.micro_batch import MicroBatch
 from ds_vertical.model.stubs import Stubs
-from ds_vertical.model.thread_state import Settings, ThreadState, applied, inference_guard, preserved
+from ds_vertical.model.thread_state import Modes, Settings, ThreadState, applied, inference_guard, preserved
 
 RNG = {"rng"}
 CHANGES: dict[str, Callable[[], object]] = {
@@ -38,6 +40,7 @@ NEED_A_GPU = {"device_rng", "device", "stream"}
 
 
 def now() -> dict[str, Any]:
+    assert Modes.capture() == Modes()
     return facts(ThreadState.capture())
 
 
@@ -154,6 +157,7 @@ COLOUR: contextvars.ContextVar[str] = contextvars.ContextVar("COLOUR", default="
 
 def sight() -> tuple[Any, ...]:
     """What model code can see of the thread's state, one random number drawn included."""
+    entered = Modes.capture()
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -162,7 +166,9 @@ def sight() -> tuple[Any, ...]:
         COLOUR.get(),
         round(torch.rand(1).item(), 6),
         (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
+        torch.ones(1).item(),
         Settings.capture(),
+        *(len(modes) for modes in (entered.functions, entered.operations, entered.packings)),
     )
 
 
@@ -219,6 +225,32 @@ def with_settings() -> Iterator[None]:
         torch.set_float32_matmul_precision(before[1])
 
 
+class Doubled(TorchFunctionMode):
+    """Lets `torch.ones` give twos, and linear layers twice as much."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func in (torch.ones, nn.functional.linear) else result
+
+
+class Halved(TorchDispatchMode):
+    """Lets uniform random numbers be halves of what they are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if func is torch.ops.aten.rand.default else result
+
+
+def rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.round(decimals=1) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def in_modes() -> Iterator[None]:
+    with Doubled(), Halved(), torch.autograd.graph.saved_tensors_hooks(rounded, lambda tensor: tensor), Doubled():
+        yield
+
+
 # how one micro-batch's forward runs, its own user code
 MANNERS: dict[str, Callable[[], Any]] = {
     "plain": nullcontext,
@@ -228,6 +260,7 @@ MANNERS: dict[str, Callable[[], Any]] = {
     "inference": torch.inference_mode,
     "nested": all_of_it,
     "settings": with_settings,
+    "modes": in_modes,
 }
 
 
@@ -274,7 +307,7 @@ def test_forwards_that_take_turns_see_their_own_state(first: str, second: str) -
         assert torch.equal(turn.result, plain.result)
 
 
-@pytest.mark.parametrize("manners", [("plain", "autocast"), ("autocast", "inside"), ("settings", "plain")])
+@pytest.mark.parametrize("manners", [("plain", "autocast"), ("autocast", "inside"), ("settings", "modes")])
 def test_a_recompute_sees_what_its_forward_saw(manners: tuple[str, str]) -> None:
     model = Witness()
     hub = now()
