@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PROGRAM = """
 import ctypes, json, pathlib, sys, threading
 import torch
@@ -105,8 +107,7 @@ def test_ranks_beside_devices_share_the_cores_for_adam() -> None:
     assert json.loads(done.stdout) == [[8, 8], [8, 8], [8, 8], [2, 2], [2, 2], [1, 1]]
 
 
-def test_the_thread_that_trains_keeps_its_cores_and_others_take_one(tmp_path: Path) -> None:
-    before, own, another, stepping = run(tmp_path, True)
-    assert before == [2, 2] and own == 2 and another == stepping == 1
-    before, own, another, stepping = run(tmp_path, False)
-    assert before == [2, 2] and own == another == stepping == 2
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_thread_that_trains_keeps_its_cores_and_others_take_one(tmp_path: Path, enabled: bool) -> None:
+    before, own, another, stepping = run(tmp_path, enabled)
+    assert before == [2, 2] and own == 2 and another == stepping == (1 if enabled else 2)

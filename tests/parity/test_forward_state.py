@@ -257,7 +257,7 @@ def holding(what: Callable[[], Any]) -> type[Base]:
         ),
     ],
 )
-@pytest.mark.parametrize("self_check", [False, True])
+@pytest.mark.parametrize("self_check", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_only_goes_on_is_refused_by_name(tmp_path: Path, what: Callable[[], Any], named: str, self_check: bool) -> None:
     """In any order: the recompute of a block would go on, too."""
     config = config_in(tmp_path, section={"self_check": self_check})

@@ -21,7 +21,8 @@ PARAMS: dict[str, tuple[str, int, int, int]] = {
 }
 
 
-# Every pair of tiers in the fast suite, with either number of micro-batches and either threshold; the other half is slow.
+# Every pair of tiers once, with either number of micro-batches and either threshold; the other half is slow, and of these rows
+# those of tests/conftest.py, which leaves one of each tier.
 FAST = [((0, 3), (None, 1)), ((None, 3), (0, 1))]
 CASES = [
     pytest.param(

@@ -138,6 +138,8 @@ def measure(options: argparse.Namespace, keeps: bool = False) -> tuple[JsonObjec
     tuned, tried = tune_aio(options.path[0], num_bytes, options.rounds) if options.tune_aio else (None, None)
     config = config if tuned is None else config | {"aio": tuned}
     each: list[JsonObject] = []
+    with _queues(config, _ALIGNMENT):
+        pass  # what makes no queue is refused before a minute of measuring, too
     others = _rates(options, config)
     for folder in options.path:
         rates = ssd_rates(folder, num_bytes, options.rounds, config, not options.no_fio) | others
@@ -257,7 +259,7 @@ def ssd_rates(folder: Path, num_bytes: int, rounds: int, config: JsonObject, wit
 
     aio = aio_settings(config)
     in_folder = tempfile.TemporaryDirectory(prefix="ds_vertical.limits.", dir=folder)
-    with in_folder as scratch, _queues(aio, num_bytes) as (queues, buffers):
+    with in_folder as scratch, _queues(config, num_bytes) as (queues, buffers):
         files = [Path(scratch, name) for name in ("read", "write")]
         rates, pieces = _own_rates(queues, buffers, files, rounds)
         if accelerator() == "cpu":
@@ -269,14 +271,12 @@ def striped_rates(
     folders: Sequence[Path], shares: Sequence[float], num_bytes: int, rounds: int, config: JsonObject
 ) -> dict[str, float]:
     """Bytes/s of files of `num_bytes` that lie on several SSDs in these shares, as in training."""
-    from ds_vertical.compat.stock_config import aio_settings
-
     with contextlib.ExitStack() as stack:
         made = (tempfile.TemporaryDirectory(prefix="ds_vertical.limits.", dir=folder) for folder in folders)
         scratch = [Path(stack.enter_context(each)) for each in made]
         stripes.open_run(scratch, shares)
         stack.callback(stripes.close_run, scratch[0])
-        queues, buffers = stack.enter_context(_queues(aio_settings(config), num_bytes))
+        queues, buffers = stack.enter_context(_queues(config, num_bytes))
         files = [scratch[0] / name for name in ("read", "write")]
         for file in files:
             stripes.spread_file(file, num_bytes)
@@ -284,11 +284,13 @@ def striped_rates(
 
 
 @contextlib.contextmanager
-def _queues(aio: JsonObject, num_bytes: int) -> Iterator[tuple[list[DiskQueue], list[torch.Tensor]]]:
-    """Two queues with these settings and a locked buffer for each. Raises ConfigError where no queue can be made."""
+def _queues(config: JsonObject, num_bytes: int) -> Iterator[tuple[list[DiskQueue], list[torch.Tensor]]]:
+    """Two queues with a DeepSpeed JSON's settings and a locked buffer for each. Raises ConfigError where none can be made."""
     from ds_vertical.compat import pinned_memory
     from ds_vertical.compat.ops import load
+    from ds_vertical.compat.stock_config import aio_settings
 
+    aio = aio_settings(config)
     try:
         queues = [load.new_disk_queue(aio) for _ in range(2)]
     except (TypeError, ValueError, RuntimeError) as error:

@@ -111,7 +111,10 @@ def test_bad_input_is_answered_before_anything_is_measured(
     assert fault in capsys.readouterr().err
 
 
-def test_aio_settings_that_make_no_queue_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_aio_settings_that_make_no_queue_are_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "copy_rates", lambda *_: pytest.fail("the work has begun"))
     config = tmp_path / "ds_config.json"
     config.write_text('{"aio": {"block_size": "auto"}}')
     assert limits.main(["--path", str(tmp_path), "--config", str(config), "--size-mb", "1", "--no-keep"]) == 2
