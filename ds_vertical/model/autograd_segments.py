@@ -56,13 +56,21 @@ class Segments:
     """Where the segments of one micro-batch begin, and the gradients that wait for theirs.
 
     `num_blocks`: of the model; `num_calls`: of the model by the micro-batch's code. `through`: called ahead of a backward that
-    runs past its segment, down to the prefix.
+    runs past its segment, down to the prefix. `explain`: called with the leaves of a backward that failed and with its error;
+    it may raise another one.
     """
 
-    def __init__(self, num_blocks: int, num_calls: int = 1, through: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_calls: int = 1,
+        through: Callable[[], None] | None = None,
+        explain: Callable[[Iterable[object], RuntimeError], None] = lambda *_: None,
+    ) -> None:
         self._per_call = num_blocks + 1
         self._num_calls = num_calls
         self._through = through or (lambda: None)
+        self._explain = explain
         self._floor = 0  # segments below it, but for segment 0, must get no gradient now
         self._starts = [0]
         self._output_of: dict[Node, int] = {}
@@ -135,17 +143,11 @@ class Segments:
         earlier, leaves = self._reach(roots, segment)
         for node, _ in earlier if self._floor else ():
             self._refuse_chain(node)
-        if not earlier:
-            _run_to_leaves(roots)
-        elif _nested(list(earlier), leaves):
-            # autograd cannot stop at an edge and reach another one, or a parameter that an earlier segment uses too, past it:
-            # run through to the leaves at once, and keep the graph for what still waits there. The same gradients, added in
-            # another order than stock's.
-            _refuse_hooks_behind(list(earlier))
-            self._through()
-            _run_to_leaves(roots, retain_graph=True)
-        else:
-            self._run_in_part(roots, list(earlier), leaves)
+        try:
+            self._run_backward(roots, list(earlier), leaves)
+        except RuntimeError as error:
+            self._explain((leaf.variable for leaf in leaves), error)  # type: ignore[attr-defined]
+            raise
         self._owners += (owner for (node, _), owner in earlier.items() if isinstance(node, FunctionCtx))
         if self._num_calls == 1:  # of several calls all are kept: a gradient for an earlier call's output is to be recognised
             self._output_of = {node: own for node, own in self._output_of.items() if own < segment}
@@ -194,6 +196,19 @@ class Segments:
                     seen.add(following)
                     stack.append((following, owner))
         return earlier, list(leaves)
+
+    def _run_backward(self, roots: Sequence[_Waiting], earlier: Sequence[_Key], leaves: Sequence[Node]) -> None:
+        if not earlier:
+            _run_to_leaves(roots)
+        elif _nested(earlier, leaves):
+            # autograd cannot stop at an edge and reach another one, or a parameter that an earlier segment uses too, past it:
+            # run through to the leaves at once, and keep the graph for what still waits there. The same gradients, added in
+            # another order than stock's.
+            _refuse_hooks_behind(earlier)
+            self._through()
+            _run_to_leaves(roots, retain_graph=True)
+        else:
+            self._run_in_part(roots, earlier, leaves)
 
     def _run_in_part(self, roots: Sequence[_Waiting], earlier: Sequence[_Key], leaves: Sequence[Node]) -> None:
         # What waits at an earlier edge starts the sum there: [Note: segments], one by one.

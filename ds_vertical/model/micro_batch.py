@@ -8,6 +8,7 @@ is kept: see `autograd_segments`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ds_vertical.model.autograd_segments import OWN_BACKWARD, Segments
 from ds_vertical.model.block_call import requires_grad
 from ds_vertical.model.boundary_tensors import BoundaryTensors
 from ds_vertical.model.forward_coroutine import ForwardCoroutine, ForwardPass
+from ds_vertical.model.layers import refuse_use_outside
 from ds_vertical.model.recorded_blocks import RecordedBlocks
 from ds_vertical.model.state.tracks import PREFIX
 from ds_vertical.model.thread_state import ThreadState
@@ -37,7 +39,8 @@ class MicroBatch:
         self._modules = shared.modules
         self._calls = range(shared.num_calls)
         through = None if shared.watch is None else shared.watch.reach_through
-        self._segments = Segments(len(shared.layers.blocks), shared.num_calls, through)
+        explain = partial(refuse_use_outside, shared.layers.blocks)
+        self._segments = Segments(len(shared.layers.blocks), shared.num_calls, through, explain)
         self._blocks = RecordedBlocks(shared, self._segments, index)
         self._forward = ForwardCoroutine(body, self._blocks, shared, state, index, run_on)
         self.boundary = BoundaryTensors(shared.layers, self._forward, self._blocks, self._segments)
