@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import overrides
+from torch._C import _autograd
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -198,7 +199,7 @@ class Modes:
         """This thread's now."""
         functions = tuple(overrides._get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else ()
         operations = tuple(dispatch._get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else ()
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        if _autograd._top_saved_tensors_default_hooks(True) is None:
             return cls(functions, operations) if functions or operations else _NO_MODES
         packings = _take_packings()
         _put_packings(packings)
@@ -249,15 +250,15 @@ _NO_MODES: Final = Modes()
 
 def _take_packings() -> tuple[_Packing, ...]:
     found: list[_Packing] = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
         found.append(_Packing(*top))
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        _autograd._pop_saved_tensors_default_hooks()
     return tuple(reversed(found))
 
 
 def _put_packings(packings: Sequence[_Packing]) -> None:
     for each in packings:
-        torch._C._autograd._push_saved_tensors_default_hooks(*each)
+        _autograd._push_saved_tensors_default_hooks(*each)
 
 
 def inference_guard(inference: bool) -> object:
