@@ -12,6 +12,12 @@ prefix, its glue, and a suffix that goes on to the next call. In the backward th
 first, and then each layer in all calls. So a call must not depend on what an earlier call has given: that one's suffix would
 have to run behind this one's prefix. Such a gradient is refused where it arrives. What both calls take from ahead of the first
 one is in segment 0, which runs last in any case.
+
+[Note: hooks of tensors] A hook that the model's code puts on a tensor (`Tensor.register_hook`) gets the sum of all gradients of
+that tensor in stock, once. Here autograd calls it for each gradient that stops at the tensor, to wait for the tensor's segment,
+and once more in that segment. So hooks that are put on in a forward pass over gradients that stop (`watching_hooks`). The
+gradient of a parameter outside the layers comes from several segments, too: where it has hooks, these wait for the last one
+(`Segments.call_hooks`).
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import contextlib
 import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -57,7 +63,7 @@ class Segments:
 
     `num_blocks`: of the model; `num_calls`: of the model by the micro-batch's code. `through`: called ahead of a backward that
     runs past its segment, down to the prefix. `explain`: called with the leaves of a backward that failed and with its error;
-    it may raise another one.
+    it may raise another one. `outside`: ids of the parameters of which no gradient is taken before the prefix has run backward.
     """
 
     def __init__(
@@ -66,11 +72,16 @@ class Segments:
         num_calls: int = 1,
         through: Callable[[], None] | None = None,
         explain: Callable[[Iterable[object], RuntimeError], None] = lambda *_: None,
+        outside: Collection[int] = (),
     ) -> None:
         self._per_call = num_blocks + 1
         self._num_calls = num_calls
         self._through = through or (lambda: None)
         self._explain = explain
+        self._outside = outside
+        self._hooked: dict[
+            int, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # such parameters with hooks, and their gradients so far
         self._floor = 0  # segments below it, but for segment 0, must get no gradient now
         self._starts = [0]
         self._output_of: dict[Node, int] = {}
@@ -144,7 +155,8 @@ class Segments:
         for node, _ in earlier if self._floor else ():
             self._refuse_chain(node)
         try:
-            self._run_backward(roots, list(earlier), leaves)
+            with self._without_hooks(leaves):
+                self._run_backward(roots, list(earlier), leaves)
         except RuntimeError as error:
             self._explain((leaf.variable for leaf in leaves), error)  # type: ignore[attr-defined]
             raise
@@ -155,6 +167,7 @@ class Segments:
     def clear(self) -> None:
         """Forget all gradients and nodes: after the prefix's backward, or after an error."""
         self._waiting.clear()
+        self._hooked.clear()
         self._output_of.clear()
         self._owners.clear()
 
@@ -196,6 +209,38 @@ class Segments:
                     seen.add(following)
                     stack.append((following, owner))
         return earlier, list(leaves)
+
+    def call_hooks(self) -> None:
+        """The prefix has run backward: call the hooks of parameters outside the layers, each with the whole sum."""
+        for param, total in self._hooked.values():
+            for hook in list((param._backward_hooks or {}).values()):
+                made = hook(total)
+                total = total if made is None else made
+            param.grad = total
+        self._hooked.clear()
+
+    @contextlib.contextmanager
+    def _without_hooks(self, leaves: Sequence[Node]) -> Iterator[None]:
+        """Within the block no hook of a parameter outside the layers is called; what the block makes of its gradient waits."""
+        found: list[Any] = [leaf.variable for leaf in leaves if leaf not in self._output_of]  # type: ignore[attr-defined]
+        hooked = [param for param in found if param._backward_hooks and id(param) in self._outside]
+        kept = [(param._backward_hooks, dict(param._backward_hooks)) for param in hooked]
+
+        def take_off() -> None:
+            for hooks, _ in kept:
+                hooks.clear()
+
+        def put_back() -> None:
+            for hooks, before in kept:
+                hooks.update(before)
+
+        with Changed(put_back, take_off):
+            yield
+        for param in hooked:
+            grad, param.grad = param.grad, None
+            if grad is not None:
+                before = self._hooked.get(id(param))
+                self._hooked[id(param)] = param, grad if before is None else before[1] + grad
 
     def _run_backward(self, roots: Sequence[_Waiting], earlier: Sequence[_Key], leaves: Sequence[Node]) -> None:
         if not earlier:

@@ -22,6 +22,7 @@ from ds_vertical.model.layers import refuse_use_outside
 from ds_vertical.model.recorded_blocks import RecordedBlocks
 from ds_vertical.model.state.tracks import PREFIX
 from ds_vertical.model.thread_state import ThreadState
+from ds_vertical.types import PRE
 
 
 class MicroBatch:
@@ -40,7 +41,8 @@ class MicroBatch:
         self._calls = range(shared.num_calls)
         through = None if shared.watch is None else shared.watch.reach_through
         explain = partial(refuse_use_outside, shared.layers.blocks)
-        self._segments = Segments(len(shared.layers.blocks), shared.num_calls, through, explain)
+        outside = frozenset(map(id, shared.layers.units[PRE]))
+        self._segments = Segments(len(shared.layers.blocks), shared.num_calls, through, explain, outside)
         self._blocks = RecordedBlocks(shared, self._segments, index)
         self._forward = ForwardCoroutine(body, self._blocks, shared, state, index, run_on)
         self.boundary = BoundaryTensors(shared.layers, self._forward, self._blocks, self._segments)
@@ -105,6 +107,7 @@ class MicroBatch:
         for call in reversed(self._calls):
             with self._segments.apart(call):
                 self._segments.run(0, call)
+        self._segments.call_hooks()
         self._segments.clear()
         self._note_backward()
 

@@ -20,6 +20,7 @@ class Hooked(ToyModel):
     """Puts hooks on what each block gets, on a block's output that comes back at the end, and on the head's input."""
 
     hook: Hook
+    hooks_parameters = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         side, hidden = torch.sigmoid(self.side(inputs)), self.embed(inputs)
@@ -48,14 +49,19 @@ class MadeOfOneAnother(Hooked):
         return self.head(hidden).square().mean()
 
 
-def train(kind: type[Hooked], hook: Hook, order: str, vertical: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    kind: type[Any], hook: Hook, order: str, vertical: bool, apart: bool = False
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = toy_model()
     model.__class__ = kind
     model.hook = hook
+    for param in (model.gains[0], model.gains[0], model.side.weight, model.head.bias) if kind.hooks_parameters else ():
+        param.register_hook(hook)
     inputs = toy_inputs(M)
     bodies = [lambda x=x: model(x) for x in inputs]
     if vertical:
-        return ToyTraining(model).step(build_training(TrainingStep(4, M, order=order)), bodies, 5)
+        training = ToyTraining(model, apart=apart)
+        return training.step(build_training(TrainingStep(4, M, order=order, outside=training.layers.outside)), bodies, 5)
     return plain_step(model, bodies, 5)
 
 
@@ -65,6 +71,38 @@ def doubled(grad: torch.Tensor) -> torch.Tensor:
 
 def clipped(grad: torch.Tensor) -> torch.Tensor:
     return grad.clamp(-1e-3, 1e-3)
+
+
+class WithParameters(ToyModel):
+    """Uses a parameter of its own ahead of each block and behind the last; it has hooks, as weights of either end have."""
+
+    hooks_parameters = True
+    shares = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        gain = self.gains[0]
+        side, hidden = torch.sigmoid(self.side(inputs)), self.embed(inputs)
+        for block in self.blocks:
+            hidden = block(hidden * gain if self.shares else hidden, side)
+        return self.head(hidden * gain if self.shares else hidden).square().mean()
+
+
+class OfEitherEnd(WithParameters):
+    """Uses no parameter between its blocks."""
+
+    shares = False
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_a_hook_makes_of_a_parameters_gradient_is_torchs_but_for_rounding(apart: bool) -> None:
+    """Its parts are added in another order than torch's."""
+    for hook in (clipped, doubled):
+        (losses, plain), (own_losses, own) = (
+            train(OfEitherEnd if apart else WithParameters, hook, "vertical", vertical, apart) for vertical in (False, True)
+        )
+        assert losses == own_losses
+        for name, grad in plain.items():
+            assert torch.allclose(own[name], grad, rtol=1e-5, atol=1e-8), name
 
 
 @pytest.mark.parametrize("order", ["vertical", "horizontal"])
