@@ -17,7 +17,7 @@ one is in segment 0, which runs last in any case.
 that tensor in stock, once. Here autograd calls it for each gradient that stops at the tensor, to wait for the tensor's segment,
 and once more in that segment. So hooks that are put on in a forward pass over gradients that stop (`watching_hooks`). The
 gradient of a parameter outside the layers comes from several segments, too: where it has hooks, these wait for the last one
-(`Segments.call_hooks`).
+(`ParameterHooks`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -78,10 +78,7 @@ class Segments:
         self._num_calls = num_calls
         self._through = through or (lambda: None)
         self._explain = explain
-        self._outside = outside
-        self._hooked: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # such parameters with hooks, and their gradients so far
+        self.hooks = ParameterHooks(outside)
         self._floor = 0  # segments below it, but for segment 0, must get no gradient now
         self._starts = [0]
         self._output_of: dict[Node, int] = {}
@@ -155,8 +152,18 @@ class Segments:
         for node, _ in earlier if self._floor else ():
             self._refuse_chain(node)
         try:
-            with self._without_hooks(leaves):
-                self._run_backward(roots, list(earlier), leaves)
+            with self.hooks.waiting([leaf.variable for leaf in leaves if leaf not in self._output_of]):  # type: ignore[attr-defined]
+                if not earlier:
+                    _run_to_leaves(roots)
+                elif _nested(list(earlier), leaves):
+                    # autograd cannot stop at an edge and reach another one, or a parameter that an earlier segment uses too,
+                    # past it: run through to the leaves at once, and keep the graph for what still waits there. The same
+                    # gradients, added in another order than stock's.
+                    _refuse_hooks_behind(list(earlier))
+                    self._through()
+                    _run_to_leaves(roots, retain_graph=True)
+                else:
+                    self._run_in_part(roots, list(earlier), leaves)
         except RuntimeError as error:
             self._explain((leaf.variable for leaf in leaves), error)  # type: ignore[attr-defined]
             raise
@@ -167,7 +174,7 @@ class Segments:
     def clear(self) -> None:
         """Forget all gradients and nodes: after the prefix's backward, or after an error."""
         self._waiting.clear()
-        self._hooked.clear()
+        self.hooks.forget()
         self._output_of.clear()
         self._owners.clear()
 
@@ -209,51 +216,6 @@ class Segments:
                     seen.add(following)
                     stack.append((following, owner))
         return earlier, list(leaves)
-
-    def call_hooks(self) -> None:
-        """The prefix has run backward: call the hooks of parameters outside the layers, each with the whole sum."""
-        for param, total in self._hooked.values():
-            for hook in list((param._backward_hooks or {}).values()):
-                made = hook(total)
-                total = total if made is None else made
-            param.grad = total
-        self._hooked.clear()
-
-    @contextlib.contextmanager
-    def _without_hooks(self, leaves: Sequence[Node]) -> Iterator[None]:
-        """Within the block no hook of a parameter outside the layers is called; what the block makes of its gradient waits."""
-        found: list[Any] = [leaf.variable for leaf in leaves if leaf not in self._output_of]  # type: ignore[attr-defined]
-        hooked = [param for param in found if param._backward_hooks and id(param) in self._outside]
-        kept = [(param._backward_hooks, dict(param._backward_hooks)) for param in hooked]
-
-        def take_off() -> None:
-            for hooks, _ in kept:
-                hooks.clear()
-
-        def put_back() -> None:
-            for hooks, before in kept:
-                hooks.update(before)
-
-        with Changed(put_back, take_off):
-            yield
-        for param in hooked:
-            grad, param.grad = param.grad, None
-            if grad is not None:
-                before = self._hooked.get(id(param))
-                self._hooked[id(param)] = param, grad if before is None else before[1] + grad
-
-    def _run_backward(self, roots: Sequence[_Waiting], earlier: Sequence[_Key], leaves: Sequence[Node]) -> None:
-        if not earlier:
-            _run_to_leaves(roots)
-        elif _nested(earlier, leaves):
-            # autograd cannot stop at an edge and reach another one, or a parameter that an earlier segment uses too, past it:
-            # run through to the leaves at once, and keep the graph for what still waits there. The same gradients, added in
-            # another order than stock's.
-            _refuse_hooks_behind(earlier)
-            self._through()
-            _run_to_leaves(roots, retain_graph=True)
-        else:
-            self._run_in_part(roots, earlier, leaves)
 
     def _run_in_part(self, roots: Sequence[_Waiting], earlier: Sequence[_Key], leaves: Sequence[Node]) -> None:
         # What waits at an earlier edge starts the sum there: [Note: segments], one by one.
@@ -323,12 +285,56 @@ def _nested(edges: Sequence[_Key], leaves: Sequence[Node]) -> bool:
     return False
 
 
+class ParameterHooks:
+    """The hooks of the parameters `outside` the layers, by their ids: each is called once, with the whole gradient of one
+    micro-batch. See [Note: hooks of tensors]."""
+
+    def __init__(self, outside: Collection[int] = ()) -> None:
+        self._outside = outside
+        self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # parameters with hooks, and their gradients so far
+
+    @contextlib.contextmanager
+    def waiting(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Within the block no hook of such a parameter among the leaves is called; what is made of its gradient waits."""
+        hooked = [each for each in leaves if each._backward_hooks and id(each) in self._outside]
+        kept = [(hooks, dict(hooks)) for each in hooked if (hooks := each._backward_hooks) is not None]
+
+        def take_off() -> None:
+            for hooks, _ in kept:
+                hooks.clear()
+
+        def put_back() -> None:
+            for hooks, before in kept:
+                hooks.update(before)
+
+        with Changed(put_back, take_off):
+            yield
+        for param in hooked:
+            grad, param.grad = param.grad, None
+            if grad is not None:
+                before = self._waiting.get(id(param))
+                self._waiting[id(param)] = param, grad if before is None else before[1] + grad
+
+    def call(self) -> None:
+        """The prefix has run backward: call the hooks."""
+        for param, total in self._waiting.values():
+            for hook in list((param._backward_hooks or {}).values()):
+                made = hook(total)
+                total = total if made is None else made
+            param.grad = total
+        self._waiting.clear()
+
+    def forget(self) -> None:
+        """Forget the gradients, after an error."""
+        self._waiting.clear()
+
+
 def watching_hooks() -> contextlib.AbstractContextManager[None]:
     """Within the block hooks that are put on tensors are called as in stock."""
     register = torch.Tensor.register_hook
 
     @functools.wraps(register)
-    def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+    def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object]) -> object:
         of_users = tensor.requires_grad and not is_internal(hook)
         return register(tensor, _once(tensor, hook) if of_users else hook)
 
@@ -353,13 +359,13 @@ def _stopping_at(edges: Iterable[tuple[Node, int]]) -> Iterator[None]:
         _stops.clear()
 
 
-def _once(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+def _once(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
     edge = get_gradient_edge(tensor)
     place = _place_of(edge.node, edge.output_nr)
     _hooked.add(place)
 
     @functools.wraps(hook, updated=())
-    def call(grad: torch.Tensor) -> Any:
+    def call(grad: torch.Tensor) -> object:
         return None if place in _stops else hook(grad)
 
     return call

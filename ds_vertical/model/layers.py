@@ -409,8 +409,8 @@ def refuse_use_outside(blocks: Sequence[Block], params: Iterable[object], error:
     for param in params:
         if isinstance(param, nn.Parameter) and param.numel() == 0 < _numel(param) and id(param) in names:
             raise LayerError(
-                f"{names[id(param)]} is used by code outside its block's forward, where it is away: its values are there while"
-                " the schedule runs that layer; do that in the block's forward, or ahead of initialize call"
+                f"{names[id(param)]} is used by code outside its block's forward, where it is away (by itself, or through a"
+                " tensor that keeps the graph of the block): use it in the block's forward, or ahead of initialize call"
                 " deepspeed.zero.register_external_parameter(model, parameter)"
             ) from error
 

@@ -107,7 +107,7 @@ class MicroBatch:
         for call in reversed(self._calls):
             with self._segments.apart(call):
                 self._segments.run(0, call)
-        self._segments.call_hooks()
+        self._segments.hooks.call()
         self._segments.clear()
         self._note_backward()
 

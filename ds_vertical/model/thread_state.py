@@ -11,14 +11,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-from torch import overrides
-from torch._C import _autograd
-from torch.overrides import TorchFunctionMode
-from torch.utils import _python_dispatch as dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from ds_vertical.interrupts import Changed
 
@@ -67,17 +74,17 @@ class Settings:
     @classmethod
     def capture(cls) -> Settings:
         """The process's now."""
-        torch_c = torch._C
+        attention = torch.backends.cuda
         return cls(
             torch.get_default_dtype(),
-            (torch_c._get_deterministic_algorithms(), torch_c._get_deterministic_algorithms_warn_only()),
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
             (
-                torch_c._get_flash_sdp_enabled(),
-                torch_c._get_mem_efficient_sdp_enabled(),
-                torch_c._get_math_sdp_enabled(),
-                torch_c._get_cudnn_sdp_enabled(),
+                attention.flash_sdp_enabled(),
+                attention.mem_efficient_sdp_enabled(),
+                attention.math_sdp_enabled(),
+                attention.cudnn_sdp_enabled(),
             ),
-            torch_c._get_float32_matmul_precision(),
+            torch.get_float32_matmul_precision(),
         )
 
     def apply(self) -> None:
@@ -97,10 +104,10 @@ class Settings:
 
 
 _PUT_ATTENTION: Final[tuple[Callable[[bool], None], ...]] = (
-    torch._C._set_sdp_use_flash,
-    torch._C._set_sdp_use_mem_efficient,
-    torch._C._set_sdp_use_math,
-    torch._C._set_sdp_use_cudnn,
+    torch.backends.cuda.enable_flash_sdp,
+    torch.backends.cuda.enable_mem_efficient_sdp,
+    torch.backends.cuda.enable_math_sdp,
+    torch.backends.cuda.enable_cudnn_sdp,
 )
 
 
@@ -181,8 +188,8 @@ class ThreadState:
 class _Packing(NamedTuple):
     """A pair of hooks for saved tensors."""
 
-    pack: Callable[[torch.Tensor], Any]
-    unpack: Callable[[Any], torch.Tensor]
+    pack: Callable[[torch.Tensor], object]
+    unpack: Callable[[object], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +204,9 @@ class Modes:
     @classmethod
     def capture(cls) -> Modes:
         """This thread's now."""
-        functions = tuple(overrides._get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else ()
-        operations = tuple(dispatch._get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else ()
-        if _autograd._top_saved_tensors_default_hooks(True) is None:
+        functions = tuple(_get_current_function_mode_stack()) if _len_torch_function_stack() else ()
+        operations = tuple(_get_current_dispatch_mode_stack()) if _len_torch_dispatch_stack() else ()
+        if _top_saved_tensors_default_hooks(True) is None:
             return cls(functions, operations) if functions or operations else _NO_MODES
         packings = _take_packings()
         _put_packings(packings)
@@ -212,14 +219,14 @@ class Modes:
             return
         if now.functions != self.functions:
             for _ in now.functions:
-                overrides._pop_mode()
+                _pop_function_mode()
             for mode in self.functions:
-                overrides._push_mode(mode)
+                _push_function_mode(mode)
         if now.operations != self.operations:
             for _ in now.operations:
-                dispatch._pop_mode()
+                _pop_dispatch_mode()
             for each in self.operations:
-                dispatch._push_mode(each)
+                _push_dispatch_mode(each)
         if now.packings != self.packings:
             _take_packings()
             _put_packings(self.packings)
@@ -250,15 +257,15 @@ _NO_MODES: Final = Modes()
 
 def _take_packings() -> tuple[_Packing, ...]:
     found: list[_Packing] = []
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := _top_saved_tensors_default_hooks(True)) is not None:
         found.append(_Packing(*top))
-        _autograd._pop_saved_tensors_default_hooks()
+        _pop_saved_tensors_default_hooks()
     return tuple(reversed(found))
 
 
 def _put_packings(packings: Sequence[_Packing]) -> None:
     for each in packings:
-        _autograd._push_saved_tensors_default_hooks(*each)
+        _push_saved_tensors_default_hooks(*each)
 
 
 def inference_guard(inference: bool) -> object:
